@@ -1,0 +1,1 @@
+"""Configuration: a leaf package that imports nothing of ours and no torch."""

@@ -1,0 +1,104 @@
+"""Contract 3, engine -> worker: what a step runs and what comes back. Torch-free; the engine imports it, nothing else of `worker`.
+
+A request lives in the worker as a `row` of its tables, handed out by the scheduler. `rows`, `num_computed`, `num_scheduled` and `new_blocks` of a
+`StepInput` are parallel lists in batch order. Nothing names a finished request: a row is freed by being overwritten by a `NewRequest`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """How one sequence is sampled. The server fills in every default, so that a request can be replayed after a restart: `seed` is always a number.
+
+    Raises nothing: ranges are checked where the request enters (`server/protocol.py`).
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words_ids: list[list[int]] | None = None  # token sequences whose last token must not follow the others
+    stop_token_ids: list[int] = []  # end the output, and are reported as `stop_reason`
+    eos_token_ids: list[int] = []  # end the output unless `ignore_eos`; banned, like stop_token_ids, below `min_tokens`
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; 0: of the sampled token only; k: and the k most likely; -1: the whole vocabulary
+    prompt_logprobs: int | None = None  # the same for every prompt token but the first
+    logprobs_mode: str = "raw_logprobs"
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position. The first entry is the token that stands there; then come the most likely ones, in order (it may be among them)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of the first entry, 1 is the most likely
+
+
+class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A request enters row `row`, for the first time or again after preemption."""
+
+    row: int
+    token_ids: list[int]  # prompt, then the outputs so far
+    num_prompt_tokens: int
+    block_ids: list[int]  # all blocks it has, those of this step included
+    sampling: SamplingParams
+    lora_id: int = 0
+
+
+class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """One forward pass over `num_scheduled[i]` tokens of row `rows[i]`, which follow its `num_computed[i]` tokens already in the KV cache."""
+
+    step: int
+    new: list[NewRequest]
+    rows: list[int]
+    num_computed: list[int]
+    num_scheduled: list[int]
+    new_blocks: list[list[int]]  # appended to the row's block table; [] for rows in `new`, whose block_ids already hold them
+    samples: list[int]  # batch positions whose chunk reaches their last known token, and so are sampled
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What a step sampled: one entry per entry of `StepInput.samples`."""
+
+    step: int
+    token_ids: list[list[int]]  # one list per sampling row (more than one token only when speculating)
+    logprobs: list[list[TokenLogprobs] | None] | None = None  # parallel to token_ids
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # batch position -> entries for the prompt tokens that this chunk's logits predict
+    errors: dict[int, str] | None = None  # batch position -> why this request alone failed
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the device's memory goes, in bytes."""
+
+    device: str
+    total: int
+    available: int  # to this process, at start
+    weights: int
+    activations: int
+    kv_cache: int
+    reserve: int
+    bytes_per_block: int
+
+
+class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What `initialize` found: the numbers the scheduler needs, and what was chosen automatically and why."""
+
+    num_blocks: int  # including the null block 0
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    default_depth: int  # steps in flight
+    plan: MemoryPlan
+    choices: list[tuple[str, str, str]] = []  # (setting, value, reason)
