@@ -1,0 +1,38 @@
+"""Fixtures for every folder. `checkpoint("qwen3")` is the folder of a small random model (tests/checkpoints.py), built once per session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.checkpoints import build_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread():
+    if "torch" in sys.modules:  # never the test's reason to import it
+        torch = sys.modules["torch"]
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Callable[..., str]:
+    """`checkpoint(name, sharded=False, dtype="float32", **config_overrides) -> folder`. Treat the folder as read-only."""
+    built: dict[str, str] = {}
+
+    def get(name: str, **options) -> str:
+        key = repr((name, sorted(options.items())))
+        if key not in built:
+            built[key] = build_checkpoint(name, tmp_path_factory.mktemp(name), **options)
+        return built[key]
+
+    return get
