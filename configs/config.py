@@ -1,7 +1,7 @@
 """Configuration as frozen sections, one per owner; `Config` is only their record.
 
 Every field is at once a command-line flag (`--max-model-len`), a YAML key (`max_model_len`) and an environment variable (`QUIRE_MAX_MODEL_LEN`);
-`configs/cli.py` derives all three from the metadata here. Names and meanings are vLLM's where vLLM has the setting. Values that depend on the
+`configs/options.py` derives all three from the metadata here. Names and meanings are vLLM's where vLLM has the setting. Values that depend on the
 machine stay `None` or "auto" here: whoever resolves them reports the result in `Ready` instead of editing the configuration.
 """
 
@@ -11,9 +11,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def opt(default: Any, help: str, *, everyday: bool = False, choices: tuple[str, ...] | None = None, repeat: bool = False, metavar: str | None = None):
-    """A dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`; `repeat` fields take several values."""
-    metadata = {"help": help, "everyday": everyday, "choices": choices, "repeat": repeat, "metavar": metavar}
+def opt(default: Any, help: str, *, everyday: bool = False, choices: tuple[str, ...] | None = None, hidden_choices: tuple[str, ...] = (), repeat: bool = False,
+        metavar: str | None = None, unit: str | None = None, minimum: float | None = None, above: float | None = None, maximum: float | None = None, secret: bool = False):
+    """A dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`; `repeat` fields take several values.
+
+    `unit` is "bytes" (suffixes allowed) or "length" (a number of tokens, or auto). `minimum`, `above` (exclusive) and `maximum` bound a number.
+    `hidden_choices` are accepted but not advertised; a `secret` value is never printed. What checks all this is `configs/options.py`.
+    """
+    metadata = {"help": help, "everyday": everyday, "choices": choices, "hidden_choices": hidden_choices, "repeat": repeat, "metavar": metavar, "unit": unit,
+                "minimum": minimum, "above": above, "maximum": maximum, "secret": secret}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -28,7 +34,7 @@ class ModelConfig:
     revision: str | None = opt(None, "branch, tag or commit on the Hub", everyday=True)
     download_dir: str | None = opt(None, "where Hub files are kept (default: the Hugging Face cache)")
     dtype: str = opt("auto", "weights and activations", everyday=True, choices=("auto", "float32", "bfloat16", "float16"))
-    max_model_len: str = opt("auto", "context length in tokens (prompt and output), or auto: what the model allows and the memory holds", everyday=True, metavar="N|auto")
+    max_model_len: str = opt("auto", "context length in tokens (prompt and output), or auto: what the model allows and the memory holds", everyday=True, metavar="N|auto", unit="length")
     load_format: str = opt("auto", "safetensors, or dummy for random weights", choices=("auto", "safetensors", "dummy"))
     trust_remote_code: bool = opt(False, "let transformers run code that comes with the model (tokenizer only)")
     seed: int = opt(0, "seed of dummy weights; requests have their own")
@@ -38,31 +44,31 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int | None = opt(None, "tokens per KV block (default: chosen by the attention backend)")
-    gpu_memory_utilization: float = opt(0.9, "fraction of the device's memory to use; on CPU, of the RAM that is free at start", everyday=True)
-    kv_cache_memory_bytes: int | None = opt(None, "bytes for the KV cache, instead of the fraction (suffixes K, M, G)", metavar="BYTES")
+    block_size: int | None = opt(None, "tokens per KV block (default: chosen by the attention backend)", minimum=1)
+    gpu_memory_utilization: float = opt(0.9, "fraction of the device's memory to use; on CPU, of the RAM that is free at start", everyday=True, above=0, maximum=1)
+    kv_cache_memory_bytes: int | None = opt(None, "bytes for the KV cache, instead of the fraction (suffixes K, M, G)", metavar="BYTES", unit="bytes", minimum=1)
     enable_prefix_caching: bool = opt(True, "reuse the KV blocks of equal prefixes")
-    num_gpu_blocks_override: int | None = opt(None, "exact number of KV blocks, for tests")
+    num_gpu_blocks_override: int | None = opt(None, "exact number of KV blocks, for tests", minimum=2)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Who runs in a step."""
 
-    max_num_seqs: int | None = opt(None, "most requests running at once", everyday=True)
-    max_num_batched_tokens: int | None = opt(None, "token budget of one step, prefill and decode together", everyday=True)
+    max_num_seqs: int | None = opt(None, "most requests running at once", everyday=True, minimum=1)
+    max_num_batched_tokens: int | None = opt(None, "token budget of one step, prefill and decode together", everyday=True, minimum=1)
     scheduling_policy: str = opt("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
-    long_prefill_token_threshold: int = opt(0, "most prompt tokens of one request in one step while others run (0: no limit)")
-    steps_in_flight: int | None = opt(None, "scheduled steps in flight: 1 is synchronous, 2 overlaps scheduling with the device (default: 1 on CPU, 2 on CUDA)")
+    long_prefill_token_threshold: int = opt(0, "most prompt tokens of one request in one step while others run (0: no limit)", minimum=0)
+    steps_in_flight: int | None = opt(None, "scheduled steps in flight: 1 is synchronous, 2 overlaps scheduling with the device (default: 1 on CPU, 2 on CUDA)", minimum=1, maximum=8)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """How many processes, and how they are placed."""
 
-    tensor_parallel_size: int = opt(1, "ranks that share every layer", everyday=True)
-    pipeline_parallel_size: int = opt(1, "ranks that share the layers one after another")
-    distributed_executor_backend: str | None = opt(None, "uniproc: the worker lives in the engine process; mp: one process per rank", choices=("uniproc", "mp"))
+    tensor_parallel_size: int = opt(1, "ranks that share every layer", everyday=True, minimum=1)
+    pipeline_parallel_size: int = opt(1, "ranks that share the layers one after another", minimum=1)
+    distributed_executor_backend: str | None = opt(None, "uniproc: the worker lives in the engine process; mp: one process per rank", choices=("uniproc", "mp"), hidden_choices=("fake",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class DeviceConfig:
     device: str = opt("auto", "auto: CUDA where there is a GPU, else CPU", everyday=True, choices=("auto", "cpu", "cuda"))
     enforce_eager: bool = opt(False, "no CUDA graphs")
     attention_backend: str | None = opt(None, "force one attention backend instead of the first that applies")
-    num_threads: int | None = opt(None, "compute threads on CPU (default: the cores this process may use)")
+    num_threads: int | None = opt(None, "compute threads on CPU (default: the cores this process may use)", minimum=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +86,22 @@ class ServerConfig:
     """The HTTP side."""
 
     host: str = opt("127.0.0.1", "address to listen on", everyday=True)
-    port: int = opt(8000, "port to listen on", everyday=True)
+    port: int = opt(8000, "port to listen on (0: any free one)", everyday=True, minimum=0, maximum=65535)
     uds: str | None = opt(None, "listen on this Unix domain socket instead of host and port")
     served_model_name: list[str] = opt([], "names the API answers to; the first is the one in responses (default: the model as given)", everyday=True, repeat=True)
-    api_key: list[str] = opt([], "accepted API keys", everyday=True, repeat=True)
+    api_key: list[str] = opt([], "accepted API keys", everyday=True, repeat=True, secret=True)
     chat_template: str | None = opt(None, "file or text of a Jinja template instead of the model's", everyday=True)
     trust_request_chat_template: bool = opt(False, "accept a chat_template in requests")
     generation_config: str = opt("auto", "default sampling parameters: auto (the model's generation_config.json), vllm (none), or a folder")
-    max_logprobs: int = opt(20, "most logprobs a request may ask for (-1: no limit)")
-    max_num_queued_reqs: int | None = opt(None, "refuse requests with 503 when this many wait (default: no limit)")
-    shutdown_timeout: float = opt(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
-    sse_keep_alive_interval: float = opt(15.0, "seconds of silence before a comment is sent on an event stream (0: never)")
+    max_logprobs: int = opt(20, "most logprobs a request may ask for (-1: no limit)", minimum=-1)
+    max_num_queued_reqs: int | None = opt(None, "refuse requests with 503 when this many wait (default: no limit)", minimum=1)
+    shutdown_timeout: float = opt(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", minimum=0)
+    sse_keep_alive_interval: float = opt(15.0, "seconds of silence before a comment is sent on an event stream (0: never)", minimum=0)
     allowed_origins: list[str] = opt([], "origins that browsers may call from (CORS)", repeat=True)
     vllm_metrics: bool = opt(True, "serve every metric under its vllm: name as well")
     strict_params: bool = opt(False, "refuse unknown request fields with 400 instead of a Warning header")
-    log_level: str = opt("info", "", everyday=True, choices=("debug", "info", "warning", "error"))
-    log_stats_interval: float = opt(10.0, "seconds between throughput lines in the log (0: none)")
+    log_level: str = opt("info", "how much to log", everyday=True, choices=("debug", "info", "warning", "error"))
+    log_stats_interval: float = opt(10.0, "seconds between throughput lines in the log (0: none)", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
