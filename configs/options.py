@@ -1,0 +1,173 @@
+"""Every field of `configs/config.py` as an option with three spellings: flag `--max-model-len`, YAML key `max_model_len`, variable `QUIRE_MAX_MODEL_LEN`.
+
+`Option.parse` is the only check of a value's type, choices and range, whatever the value came from; its errors name the spelling the user used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any
+
+from configs.config import Config
+
+TRUE = ("1", "true", "yes", "on")
+FALSE = ("0", "false", "no", "off")
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting. `type` is that of the value, or of one value where `repeat`; `optional` ones may be None, which means that quire chooses."""
+
+    name: str
+    section: str
+    type: type
+    optional: bool
+    default: Any
+    help: str
+    everyday: bool
+    choices: tuple[str, ...] | None
+    hidden_choices: tuple[str, ...]
+    repeat: bool
+    metavar: str | None
+    unit: str | None
+    minimum: float | None
+    above: float | None
+    maximum: float | None
+    secret: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "QUIRE_" + self.name.upper()
+
+    def parse(self, value: Any, spelling: str) -> Any:
+        """`value`, text or already of the right type, as the field's type. Raises ValueError that begins with `spelling`."""
+        if self.repeat:
+            return [self._parse_one(item, spelling) for item in (value if isinstance(value, list | tuple) else [value])]
+        return self._parse_one(value, spelling)
+
+    def _parse_one(self, value: Any, spelling: str) -> Any:
+        if value is None and self.optional:
+            return None
+        try:
+            result = self._convert(value)
+        except (ValueError, TypeError, OverflowError):
+            raise ValueError(f"{spelling}: expected {self._expected()}, got {value!r}") from None
+        if self.choices and result not in (*self.choices, *self.hidden_choices):
+            raise ValueError(f"{spelling}: {result!r} is not one of {', '.join(self.choices)}{suggestion(str(result), self.choices)}")
+        self._check_range(result, spelling)
+        return result
+
+    def _convert(self, value: Any) -> Any:
+        text = value.strip() if isinstance(value, str) else value
+        if self.type is bool:
+            return parse_bool(text)
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise TypeError
+        if self.unit == "length":
+            return "auto" if text in ("auto", -1, "-1") else str(positive(parse_count(text)))
+        if self.unit == "bytes":
+            return parse_count(text)
+        if self.type is str:
+            if self.repeat and not text:
+                raise ValueError
+            return str(value)
+        if self.type is int and isinstance(value, float):
+            raise TypeError
+        return self.type(text)
+
+    def _check_range(self, value: Any, spelling: str) -> None:
+        if self.minimum is not None and not value >= self.minimum:
+            raise ValueError(f"{spelling}: must be at least {self.minimum}, got {value}")
+        if self.above is not None and not value > self.above:
+            raise ValueError(f"{spelling}: must be above {self.above}, got {value}")
+        if self.maximum is not None and not value <= self.maximum:
+            raise ValueError(f"{spelling}: must be at most {self.maximum}, got {value}")
+
+    def _expected(self) -> str:
+        if self.unit == "length":
+            return "auto or a number of tokens (4096, 32k, 32K)"
+        if self.unit == "bytes":
+            return "a number of bytes (500M, 4G, 1.5g; capital letters are powers of 1024)"
+        return {bool: "true or false", int: "a whole number", float: "a number", str: "text that is not empty" if self.repeat else "text"}[self.type]
+
+
+def parse_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in TRUE + FALSE:
+        return value.lower() in TRUE
+    raise ValueError(value)
+
+
+def parse_count(value: Any) -> int:
+    """4096, "4096", "32k" = 32,000, "32K" = 32,768, "4GiB" = "4G", "1.5g" = 1,500,000,000: small letters are decimal, capital ones binary, as in vLLM."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(i?B)?", str(value))
+    if not match or (match[3] and match[2] in ("", *"kmgt")) or match[3] == "B":
+        raise ValueError(value)
+    number = float(match[1]) * _SUFFIXES[match[2]]
+    if number != int(number):
+        raise ValueError(value)
+    return int(match[1]) if match[1].isdigit() and not match[2] else int(number)
+
+
+def positive(number: int) -> int:
+    if number < 1:
+        raise ValueError(number)
+    return number
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`"; did you mean X?"` for the nearest of `known`, or nothing when none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+@cache
+def all_options() -> dict[str, Option]:
+    """Every option by name, in the order of `Config`."""
+    return {option.name: option for section in fields(Config) for option in _section_options(section.name, section.default_factory)}
+
+
+def _section_options(section: str, cls: type) -> Iterable[Option]:
+    hints = typing.get_type_hints(cls)
+    for field in fields(cls):
+        value_type, optional, repeat = _value_type(hints[field.name])
+        assert repeat == field.metadata["repeat"], f"{field.name}: repeat and its type disagree"
+        default = field.default_factory() if field.default is MISSING else field.default
+        yield Option(name=field.name, section=section, type=value_type, optional=optional, default=default, **field.metadata)
+
+
+def _value_type(hint: Any) -> tuple[type, bool, bool]:
+    """(type of one value, may be None, is a list) of an annotation: `int | None` -> (int, True, False), `list[str]` -> (str, False, True)."""
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0], False, True
+    if isinstance(hint, types.UnionType):
+        (value_type,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+        return value_type, True, False
+    return hint, False, False
+
+
+def find_option(name: str, spelling: str | None = None) -> Option:
+    """The option that `name` means (dashes or underscores). Raises ValueError with the nearest name otherwise."""
+    options = all_options()
+    option = options.get(name.replace("-", "_"))
+    if option is None:
+        near = suggestion(name.replace("-", "_"), options)
+        raise ValueError(f"unknown setting {spelling or name}{near}")
+    return option
+
+
+def config_from(settings: Mapping[str, Any]) -> Config:
+    """A checked `Config` from Python values by field name, as the offline API takes them. Raises ValueError naming the setting."""
+    return Config.from_flat(**{find_option(name).name: find_option(name).parse(value, name) for name, value in settings.items()})

@@ -1,0 +1,126 @@
+"""Where each setting comes from: command line, else environment, else YAML file, else default."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.config import Config
+from configs.options import Option, all_options, find_option, suggestion
+
+PRESETS = Path(__file__).parent
+EMBEDDED_MODEL = PRESETS / "quire-tiny"
+_OTHER_VARIABLES = ("QUIRE_CONFIG",)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The values that differ from the defaults, and for every one the place it was set in, for people to read."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+
+    def config(self) -> Config:
+        return Config.from_flat(**self.values)
+
+    def source(self, name: str) -> str:
+        return self.sources.get(name, "default")
+
+
+def resolve(flags: Mapping[str, Any], config_file: str | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Merge the three places. `flags` holds what the command line gave, by option name, as text, lists of text or bools. Raises ValueError."""
+    settings = Settings({}, {})
+    config_file = config_file or environ.get("QUIRE_CONFIG")
+    if config_file:
+        _add_yaml(settings, find_config_file(config_file))
+    _add_environment(settings, environ)
+    for name, value in flags.items():
+        option = all_options()[name]
+        _set(settings, option, value, option.flag, "command line")
+    return settings
+
+
+def _set(settings: Settings, option: Option, value: Any, spelling: str, source: str) -> None:
+    settings.values[option.name] = option.parse(value, spelling)
+    settings.sources[option.name] = source
+
+
+def _add_environment(settings: Settings, environ: Mapping[str, str]) -> None:
+    variables = {option.variable: option for option in all_options().values()}
+    for variable in sorted(environ):
+        if not variable.startswith("QUIRE_") or variable in _OTHER_VARIABLES:
+            continue
+        if variable not in variables:
+            raise ValueError(f"unknown environment variable {variable}{suggestion(variable, variables)}")
+        option, text = variables[variable], environ[variable]
+        value = [part.strip() for part in text.split(",") if part.strip()] if option.repeat else text
+        _set(settings, option, value, variable, f"environment {variable}")
+
+
+def _add_yaml(settings: Settings, path: Path) -> None:
+    seen: dict[str, str] = {}
+    for key, value in read_yaml(path).items():
+        option = find_option(str(key), f"{key} in {path}")
+        if option.name in seen:
+            raise ValueError(f"{path}: {key} and {seen[option.name]} are the same setting")
+        seen[option.name] = str(key)
+        _set(settings, option, value, f"{key} in {path}", f"file {path}")
+
+
+def find_config_file(name: str) -> Path:
+    """A path, or the name of a preset in `configs/` ("cpu" or "cpu.yaml"). Raises ValueError naming the presets."""
+    presets = {path.name: path for path in sorted(PRESETS.glob("*.yaml"))}
+    for candidate in (Path(name), presets.get(name), presets.get(f"{name}.yaml")):
+        if candidate is not None and candidate.is_file():
+            return candidate
+    raise ValueError(f"--config: no file {name}; the presets are {', '.join(path.stem for path in presets.values())}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in `path`. Raises ValueError for anything else, a key given twice included."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            repeated = [key for i, key in enumerate(keys) if key in keys[:i]]
+            if repeated:
+                raise ValueError(f"{path}: {repeated[0]} is given twice")
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.load(file, Loader)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        raise ValueError(f"{path}{f', line {mark.line + 1}' if mark else ''}: not valid YAML: {problem or error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected `setting: value` lines")
+    return content
+
+
+def describe(settings: Settings) -> str:
+    """Every setting with its value and source, as YAML that `--config` takes back (secrets are left out, in a comment)."""
+    lines, section = [], None
+    for option in all_options().values():
+        if option.section != section:
+            section = option.section
+            lines += ["", f"# {section}"] if lines else [f"# {section}"]
+        lines.append(_describe(option, settings.values.get(option.name, option.default), settings.source(option.name)))
+    return "\n".join(lines)
+
+
+def _describe(option: Option, value: Any, source: str) -> str:
+    if option.secret and value:
+        return f"# {option.name}: {len(value)} not shown  # {source}"
+    return f"{f'{option.name}: {to_yaml(value)}':<44}  # {source}"
+
+
+def to_yaml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)  # a JSON scalar or list of strings is YAML too
