@@ -1,0 +1,122 @@
+"""Triton kernels beside attention: what stands between the matrix products of a decoder layer, one launch each.
+
+All arithmetic is in float32 and rounded once at the end. The twins in plain torch are the layers' own (`worker/layers`); tests compare the two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_rms_norm_kernel(x, residual, weight, out, eps, x_stride, residual_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        at = residual + row * residual_stride + columns
+        value += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(at, value.to(residual.dtype.element_ty), mask=mask)
+        value = value.to(residual.dtype.element_ty).to(tl.float32)  # the norm sees what the next layer will add to
+    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    result = value * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm (arXiv:1910.07467) over the last dimension of x `[T, H]`."""
+    out = torch.empty_like(x)
+    _launch_norm(x, None, weight, out, eps)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual += x, in place; returns (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
+    out = torch.empty_like(x)
+    _launch_norm(x, residual, weight, out, eps)
+    return out, residual
+
+
+def _launch_norm(x, residual, weight, out, eps) -> None:
+    block = triton.next_power_of_2(x.shape[-1])
+    other = x if residual is None else residual
+    _add_rms_norm_kernel[(x.shape[0],)](x, other, weight, out, eps, x.stride(0), other.stride(0), out.stride(0), SIZE=x.shape[-1], BLOCK=block,
+                                        ADD=residual is not None, num_warps=min(16, max(1, block // 512)))  # fmt: skip
+
+
+@triton.jit
+def _silu_and_mul_kernel(gate_up, out, in_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    gate = tl.load(gate_up + row * in_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * in_stride + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + columns, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for gate_up `[T, 2 * I]`; returns `[T, I]`."""
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, size)
+    block = min(1024, triton.next_power_of_2(size))
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](gate_up, out, gate_up.stride(0), out.stride(0), SIZE=size, BLOCK=block)
+    return out
+
+
+@triton.jit
+def _qk_norm_rope_write_kernel(
+    qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, token_stride, cos_sin_stride,
+    k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source = qkv + token * token_stride + head * HEAD_DIM
+    lanes = tl.arange(0, HALF)
+    mask = lanes < HEAD_DIM // 2
+    first = tl.load(source + lanes, mask=mask, other=0.0)
+    second = tl.load(source + HEAD_DIM // 2 + lanes, mask=mask, other=0.0)
+    slot = tl.load(slot_mapping + token)
+    page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+    if head >= NUM_HEADS + NUM_KV_HEADS:  # v: copied as it is
+        at = v_cache + page * v_page_stride + offset * v_slot_stride + (head - NUM_HEADS - NUM_KV_HEADS) * v_head_stride
+        tl.store(at + lanes, first, mask=mask)
+        tl.store(at + HEAD_DIM // 2 + lanes, second, mask=mask)
+    else:
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        if NORM:
+            weight = q_weight
+            if head >= NUM_HEADS:
+                weight = k_weight
+            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / HEAD_DIM + eps)
+            a *= scale * tl.load(weight + lanes, mask=mask, other=0.0).to(tl.float32)
+            b *= scale * tl.load(weight + HEAD_DIM // 2 + lanes, mask=mask, other=0.0).to(tl.float32)
+        angle = cos_sin + tl.load(positions + token) * cos_sin_stride + lanes
+        cos, sin = tl.load(angle, mask=mask, other=0.0).to(tl.float32), tl.load(angle + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+        rotated_a, rotated_b = (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+        if head < NUM_HEADS:
+            tl.store(source + lanes, rotated_a, mask=mask)
+            tl.store(source + HEAD_DIM // 2 + lanes, rotated_b, mask=mask)
+        else:
+            at = k_cache + page * k_page_stride + offset * k_slot_stride + (head - NUM_HEADS) * k_head_stride
+            tl.store(at + lanes, rotated_a, mask=mask)
+            tl.store(at + HEAD_DIM // 2 + lanes, rotated_b, mask=mask)
+
+
+def qk_norm_rope_write(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
+                       positions: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Per-head RMSNorm of q and k (if weights are given), rotary embedding (rotate-half form, arXiv:2104.09864), and the store of k and v into their slots.
+
+    qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, its q part is overwritten; cos_sin `[max_positions, head_dim]` holds the cosines of the
+    head_dim / 2 angles, then the sines; caches are `[num_blocks, block_size, num_kv_heads, head_dim]`. Returns q as a view `[T, num_heads, head_dim]`.
+    """
+    num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
+    _qk_norm_rope_write_kernel[(qkv.shape[0], num_heads + 2 * num_kv_heads)](
+        qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, qkv.stride(0), cos_sin.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3],
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2), PAGE_SIZE=k_cache.shape[1],
+        NORM=q_weight is not None, num_warps=1,
+    )  # fmt: skip
+    return qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
