@@ -1,0 +1,259 @@
+"""The engine process: receive -> schedule -> execute -> update -> send.
+
+Started as `python -m engine.core ADDRESS`. On stdin the parent writes its `Config` (4 bytes of length, big-endian, then msgpack) and keeps stdin open:
+its end means that the parent is gone, and the engine with it. SIGTERM ends the engine with code 0; SIGINT is left to the parent; a failure of the
+engine itself is logged once, told to every server as `EngineDead`, and ends the process with code 1.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from configs.config import Config
+from engine.executor.base import Executor, Pending, get_executor, steps_in_flight
+from engine.ipc import ServerSocket
+from engine.kv_cache import KVCacheManager
+from engine.messages import (AbortRequests, AddRequest, Call, CallResult, EngineDead, EngineOutput, FromEngine, Hello, Progress, Ready, SamplingParams,
+                             StepOutputs, ToEngine)
+from engine.process import on_eof, set_name
+from engine.scheduler import Outputs, Scheduler, Step
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL = 0.25  # seconds between statistics while busy
+
+
+class EngineCore:
+    """The loop of one engine. `start`, then `run`; both raise what the engine cannot survive."""
+
+    def __init__(self, config: Config, socket: ServerSocket):
+        self.config = config
+        self.socket = socket
+        self.clients: set[bytes] = set()  # servers that said Hello
+        self.progress = Progress("starting", 0.0)
+        self.ready: Ready | None = None
+        self.early: list[tuple[bytes, ToEngine]] = []  # what arrived before we were ready
+        self.executor: Executor | None = None
+        self.in_flight: deque[tuple[Step, Pending]] = deque()
+        self.stats_due = 0.0  # time.monotonic() of the next statistics; 0 when there is nothing new to tell
+
+    # ---- the loop
+
+    def run(self) -> None:
+        while True:
+            self.receive()
+            self.step()
+
+    def step(self) -> None:
+        """Keep `depth` steps in flight; once they are, wait for the oldest."""
+        if len(self.in_flight) < self.depth and (step := self.scheduler.schedule()):
+            self.in_flight.append((step, self.executor.execute(step.input)))
+            if len(self.in_flight) < self.depth:
+                return
+        if self.in_flight:
+            step, future = self.in_flight.popleft()
+            self.send(self.scheduler.update(step, future.result()))
+        else:
+            assert not self.scheduler.requests, "there are requests, but none can run"
+
+    def receive(self) -> None:
+        """Handle what has arrived. With nothing to run, sleep until something does."""
+        if not self.in_flight and not self.scheduler.requests:
+            self.send_stats()
+            if self.socket.wait():
+                raise RuntimeError("a worker process died")
+        for client, message in self.socket.receive():
+            self.handle(client, message)
+
+    def handle(self, client: bytes, message: ToEngine) -> None:
+        match message:
+            case Hello():
+                self.clients.add(client)
+                self.post(client, self.ready or self.progress)
+            case _ if self.ready is None:
+                self.early.append((client, message))
+            case AddRequest():
+                self.add(client, message)
+            case AbortRequests():
+                self.scheduler.abort(message.request_ids, client)
+                self.note_stats()
+            case Call():
+                self.post(client, self.call(message))
+
+    def add(self, client: bytes, message: AddRequest) -> None:
+        try:
+            output = self.scheduler.add(message, client)
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                logger.exception("request %s cannot be added", message.request_id)
+            output = EngineOutput(message.request_id, [], "error", error=str(error))
+        if output:
+            self.post(client, StepOutputs([output]))
+        self.note_stats()
+
+    def call(self, message: Call) -> CallResult:
+        """Run a utility method. Its failure is the caller's alone."""
+        methods = {"reset_prefix_cache": self.scheduler.kv.reset_prefix_cache, "stats": lambda: msgspec.structs.asdict(self.scheduler.stats())}
+        if message.method not in methods:
+            return CallResult(message.call_id, error=f"unknown method {message.method!r}; there are {', '.join(methods)}")
+        try:
+            return CallResult(message.call_id, methods[message.method](*message.args))
+        except Exception as error:
+            logger.exception("call of %s failed", message.method)
+            return CallResult(message.call_id, error=f"{type(error).__name__}: {error}")
+
+    # ---- messages out
+
+    def send(self, outputs: Outputs) -> None:
+        """One message per server, with statistics when they are due."""
+        self.note_stats()
+        if time.monotonic() >= self.stats_due:
+            self.send_stats(outputs)
+        else:
+            for client, client_outputs in outputs.items():
+                self.post(client, StepOutputs(client_outputs))
+
+    def note_stats(self) -> None:
+        """There is something new to tell."""
+        self.stats_due = self.stats_due or time.monotonic() + STATS_INTERVAL
+
+    def send_stats(self, outputs: Outputs | None = None) -> None:
+        """Tell every server what changed since the last time, together with its `outputs`."""
+        if not self.stats_due:
+            return
+        self.stats_due, stats, outputs = 0.0, self.scheduler.take_stats(), outputs or {}
+        for client in self.clients | outputs.keys():
+            self.post(client, StepOutputs(outputs.get(client, []), stats))
+
+    def post(self, client: bytes, message: FromEngine) -> None:
+        """Send to one server; if it is gone, so are its requests."""
+        if not self.socket.send(client, message):
+            logger.warning("a server has gone away; its requests are aborted")
+            self.clients.discard(client)
+            if self.ready:
+                self.scheduler.abort_client(client)
+
+    def broadcast(self, message: FromEngine) -> None:
+        for client in list(self.clients):
+            self.post(client, message)
+
+    # ---- start and end
+
+    def start(self) -> None:
+        """Load, run a first request through everything, and tell the servers that we are ready. Raises ValueError for what the user can correct."""
+        self.executor = get_executor(self.config)
+        ready = self.executor.initialize(self.report_progress)
+        for fd in self.executor.sentinels():
+            self.socket.watch(fd)
+        self.depth = steps_in_flight(self.config, ready)
+        self.scheduler = Scheduler(self.config.scheduler, ready, KVCacheManager(ready.num_blocks, ready.block_size, self.config.cache.enable_prefix_caching))
+        self.report_progress("warming up", 0.0)
+        self.warm_up()
+        gc.collect()
+        gc.freeze()  # what is loaded now stays: leave it out of every later collection
+        self.ready = Ready(ready, self.depth)
+        self.broadcast(self.ready)
+        for client, message in self.early:
+            self.handle(client, message)
+        self.early.clear()
+
+    def report_progress(self, phase: str, fraction: float) -> None:
+        """Called while loading: tell it to the servers, and answer those that connect meanwhile."""
+        last, self.progress = self.progress, Progress(phase, fraction)
+        for client, message in self.socket.receive():
+            self.handle(client, message)
+        if phase != last.phase or fraction - last.fraction >= 0.01 or fraction >= 1:
+            self.broadcast(self.progress)
+        else:
+            self.progress = last  # too small a change to tell
+
+    def warm_up(self) -> None:
+        """One request of a few tokens, prompt and decode, through scheduler and workers. Raises RuntimeError if it fails. Leaves nothing behind."""
+        prompt = [0] * min(4, max(self.scheduler.max_model_len - 2, 1))
+        sampling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True)
+        self.scheduler.add(AddRequest("warm-up", prompt, sampling))
+        while step := self.scheduler.schedule():
+            for output in self.scheduler.update(step, self.executor.execute(step.input).result()).get(b"", []):
+                if output.error:
+                    raise RuntimeError(f"the first step failed: {output.error}")
+        self.scheduler.kv.reset_prefix_cache()
+        self.scheduler.take_stats()
+
+    def die(self, error: Exception) -> None:
+        """The engine cannot go on: log it, and tell the servers why."""
+        if self.ready is None and isinstance(error, ValueError):
+            reason = str(error)  # the user's to correct; our stack does not help
+            logger.error("cannot start: %s", reason)
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            logger.critical("the engine failed", exc_info=error)
+        self.report_arrivals()
+        self.broadcast(EngineDead(reason))
+
+    def report_arrivals(self) -> None:
+        """Get to know servers whose Hello has not been read yet."""
+        self.clients.update(client for client, message in self.socket.receive() if isinstance(message, Hello))
+
+    def kill(self) -> None:
+        """End this process and its workers at once, from any thread."""
+        if self.executor:
+            self.executor.kill()
+        os._exit(1)
+
+
+def read_config(fd: int) -> Config:
+    """Read the length-prefixed configuration from `fd`. Raises EOFError if it ends early."""
+
+    def read(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            if not (part := os.read(fd, count - len(data))):
+                raise EOFError("stdin ended before the configuration")
+            data += part
+        return data
+
+    return msgspec.msgpack.decode(read(int.from_bytes(read(4), "big")), type=Config)
+
+
+def _terminate(*_: Any) -> None:
+    sys.exit(0)
+
+
+def main() -> None:
+    """Run the engine process. Does not return."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides what it means
+    signal.signal(signal.SIGTERM, _terminate)
+    set_name("quire-engine")
+    socket = ServerSocket(sys.argv[1])
+    config = read_config(sys.stdin.fileno())
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s engine: %(message)s", stream=sys.stderr)
+    core = EngineCore(config, socket)
+    on_eof(sys.stdin.fileno(), core.kill)
+    exit_code = 1
+    try:
+        core.start()
+        core.run()
+    except SystemExit:
+        exit_code = 0
+    except Exception as error:
+        core.die(error)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        socket.close()
+        if core.executor:
+            core.executor.shutdown()
+        sys.stderr.flush()
+        os._exit(exit_code)  # nothing is left to tidy up, and an interpreter with torch takes long to take down
+
+
+if __name__ == "__main__":
+    main()

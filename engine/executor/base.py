@@ -1,0 +1,75 @@
+"""What the engine asks of whatever runs its steps."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from configs.config import Config
+from worker.messages import StepInput, StepOutput, WorkerReady
+
+ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
+
+
+class Pending(Protocol):
+    """A step that was handed over."""
+
+    def result(self) -> StepOutput:
+        """Wait for it. Raises whatever ended the step: the engine cannot go on after that."""
+
+
+class Executor(ABC):
+    """Runs steps in the order they are handed over. Construction starts nothing; `initialize` comes first."""
+
+    @abstractmethod
+    def initialize(self, progress: ReportProgress) -> WorkerReady:
+        """Load the model and allocate the KV cache. `progress` is called in this thread. Raises ValueError for what the user can correct."""
+
+    @abstractmethod
+    def execute(self, step: StepInput) -> Pending:
+        """Hand over a step without waiting for it."""
+
+    @abstractmethod
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method on every worker between steps and return the first one's answer."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the workers; waits for them."""
+
+    def kill(self) -> None:
+        """End worker processes at once. Called from another thread just before this process exits."""
+        return
+
+    def sentinels(self) -> list[int]:
+        """File descriptors that become readable when a worker dies, for the poller of an idle engine."""
+        return []
+
+
+def steps_in_flight(config: Config, ready: WorkerReady) -> int:
+    """How many steps are scheduled before the first result is awaited: 1 is synchronous, 2 overlaps scheduling with the device."""
+    return config.scheduler.steps_in_flight or ready.default_depth
+
+
+_EXECUTORS = {
+    "uniproc": "engine.executor.uniproc:UniprocExecutor",
+    "mp": "engine.executor.multiproc:MultiprocExecutor",
+    "fake": "engine.executor.fake:FakeExecutor",
+}
+
+
+def get_executor(config: Config) -> Executor:
+    """The executor that `distributed_executor_backend` names; by default "mp" when there are several ranks. Imports torch if the executor does.
+
+    Raises ValueError for a name that is not one of ours.
+    """
+    world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    name = config.parallel.distributed_executor_backend or ("uniproc" if world_size == 1 else "mp")
+    if name not in _EXECUTORS:
+        raise ValueError(f"distributed_executor_backend is {name!r}, but must be one of {', '.join(_EXECUTORS)}")
+    if name == "uniproc" and world_size > 1:
+        raise ValueError(f"distributed_executor_backend 'uniproc' runs one rank, but the configuration asks for {world_size}; use 'mp'")
+    module, _, cls = _EXECUTORS[name].partition(":")
+    return getattr(importlib.import_module(module), cls)(config)

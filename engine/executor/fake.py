@@ -1,0 +1,225 @@
+"""An executor without a model, for tests of the scheduler and the server and for measuring the engine's own overhead. No torch.
+
+The next token is a pure function of all tokens before it, so `expected_tokens` knows the output of any request without running the engine, and any
+mistake in scheduling changes it. With `validate` the fake also keeps a paged KV cache: it stores in every slot what a real cache would depend on (a hash
+of the token and all before it) and checks, for every token that a step relies on, that the block table still leads to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from configs.config import Config
+from engine.executor.base import Executor, ReportProgress
+from worker.messages import MemoryPlan, NewRequest, SamplingParams, StepInput, StepOutput, TokenLogprobs, WorkerReady
+
+_MASK = (1 << 61) - 1
+
+
+def extend(state: int, token_id: int) -> int:
+    """The hash of a context and one more token."""
+    return (state * 6364136223846793005 + (token_id + 1) * 1442695040888963407) & _MASK
+
+
+def next_token(state: int, sampling: SamplingParams, num_outputs: int, vocab_size: int, eos_chance: float) -> int:
+    """The token that follows a context. With probability `eos_chance` it is an end-of-sequence token, except below `min_tokens`."""
+    mixed = (state ^ (state >> 29)) * 0xBF58476D1CE4E5B9 + sampling.seed
+    mixed = (mixed ^ (mixed >> 32)) & _MASK
+    if sampling.eos_token_ids and num_outputs >= sampling.min_tokens and mixed % 9973 < eos_chance * 9973:
+        return sampling.eos_token_ids[mixed % len(sampling.eos_token_ids)]
+    return (mixed >> 14) % vocab_size
+
+
+def token_logprobs(token_id: int, num_logprobs: int, vocab_size: int) -> TokenLogprobs:
+    """Log-probabilities of a made-up distribution in which `token_id` is the most likely. `num_logprobs` as in `SamplingParams.logprobs`."""
+    count = vocab_size if num_logprobs < 0 else num_logprobs
+    return TokenLogprobs([token_id, *((token_id + i) % vocab_size for i in range(count))], [-0.5, *(-0.5 - i for i in range(count))], 1)
+
+
+def expected_tokens(prompt_token_ids: list[int], sampling: SamplingParams, max_model_len: int, vocab_size: int, eos_chance: float = 0.0) -> list[int]:
+    """What one request alone generates: the reference for any schedule."""
+    state, outputs = 0, []
+    for token_id in prompt_token_ids:
+        state = extend(state, token_id)
+    while len(outputs) < sampling.max_tokens and len(prompt_token_ids) + len(outputs) < max_model_len:
+        token_id = next_token(state, sampling, len(outputs), vocab_size, eos_chance)
+        outputs.append(token_id)
+        state = extend(state, token_id)
+        is_eos = token_id in sampling.eos_token_ids and not sampling.ignore_eos
+        if len(outputs) > sampling.min_tokens and (is_eos or token_id in sampling.stop_token_ids):
+            break
+    return outputs
+
+
+@dataclass(frozen=True)
+class FakeOptions:
+    """How the fake behaves. A process reads them from QUIRE_FAKE, e.g. "step_delay=0.01,eos_chance=0.05,validate=0"."""
+
+    validate: bool = True
+    eos_chance: float = 0.0
+    step_delay: float = 0.0  # seconds on the pretended device; steps in flight queue up there
+    load_delay: float = 0.0  # seconds that loading takes
+
+    @classmethod
+    def from_text(cls, text: str) -> FakeOptions:
+        """Raises ValueError for a name that is no option."""
+        pairs = dict(pair.split("=", 1) for pair in text.split(",") if pair)
+        if unknown := pairs.keys() - {f.name for f in fields(cls)}:
+            raise ValueError(f"QUIRE_FAKE: unknown option {', '.join(sorted(unknown))}")
+        return cls(**{name: value not in ("0", "false") if name == "validate" else float(value) for name, value in pairs.items()})
+
+
+@dataclass(slots=True)
+class _Row:
+    """What a worker keeps of a request: its tokens, as hashes of the context up to each, and its block table."""
+
+    sampling: SamplingParams
+    num_prompt_tokens: int
+    states: list[int]  # states[p] covers tokens 0 .. p
+    token_ids: list[int]
+    block_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Result:
+    output: StepOutput
+    ready_at: float
+
+    def result(self) -> StepOutput:
+        if (delay := self.ready_at - time.monotonic()) > 0:
+            time.sleep(delay)
+        return self.output
+
+
+class FakeExecutor(Executor):
+    """Follows every `StepInput` as a worker would. Raises AssertionError when `validate` finds a step that no worker could have run correctly.
+
+    Sizes come from the configuration: `num_gpu_blocks_override` (1024), `block_size` (16), `max_model_len` (4096), `max_num_seqs` (64),
+    `max_num_batched_tokens` (2048). `vocab_size` is that of the model folder's config.json, if there is one, else 1000.
+    """
+
+    def __init__(self, config: Config, options: FakeOptions | None = None):
+        self.options = options or FakeOptions.from_text(os.environ.get("QUIRE_FAKE", ""))
+        self.ready = _sizes(config)
+        self.num_steps = 0
+        self._rows: dict[int, _Row] = {}
+        self._slots: list[int | None] = [None] * (self.ready.num_blocks * self.ready.block_size)
+        self._free_at = 0.0
+
+    def initialize(self, progress: ReportProgress) -> WorkerReady:
+        for i in range(10):
+            progress("loading weights", i / 10)
+            time.sleep(self.options.load_delay / 10)
+        progress("loading weights", 1.0)
+        return self.ready
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+    def shutdown(self) -> None:
+        return
+
+    def execute(self, step: StepInput) -> _Result:
+        if self.options.validate:
+            self._check_shape(step)
+        self.num_steps += 1
+        for new in step.new:
+            self._rows[new.row] = self._enter(new)
+        batch = [self._rows[row] for row in step.rows]
+        for row, new_blocks in zip(batch, step.new_blocks):
+            row.block_ids += new_blocks
+        if self.options.validate:
+            self._write_and_check(step, batch)
+        output = StepOutput(step.step, *self._sample(step, batch), self._prompt_logprobs(step, batch))
+        self._free_at = max(self._free_at, time.monotonic()) + self.options.step_delay
+        return _Result(output, self._free_at if self.options.step_delay else 0.0)
+
+    def _enter(self, new: NewRequest) -> _Row:
+        row = _Row(new.sampling, new.num_prompt_tokens, [], [], list(new.block_ids))
+        self._append(row, new.token_ids)
+        return row
+
+    def _append(self, row: _Row, token_ids: Iterable[int]) -> None:
+        state = row.states[-1] if row.states else 0
+        for token_id in token_ids:
+            state = extend(state, token_id)
+            row.states.append(state)
+            row.token_ids.append(token_id)
+
+    def _sample(self, step: StepInput, batch: list[_Row]) -> tuple[list[list[int]], list[list[TokenLogprobs] | None] | None]:
+        token_ids, logprobs, any_logprobs = [], [], False
+        for i in step.samples:
+            row = batch[i]
+            if self.options.validate:
+                end = step.num_computed[i] + step.num_scheduled[i]
+                assert end == len(row.states), f"position {i} is sampled after {end} tokens, but has {len(row.states)}"
+            token_id = next_token(row.states[-1], row.sampling, len(row.token_ids) - row.num_prompt_tokens, self.ready.vocab_size, self.options.eos_chance)
+            self._append(row, (token_id,))
+            token_ids.append([token_id])
+            wanted = row.sampling.logprobs
+            any_logprobs = any_logprobs or wanted is not None
+            logprobs.append(None if wanted is None else [token_logprobs(token_id, wanted, self.ready.vocab_size)])
+        return token_ids, logprobs if any_logprobs else None
+
+    def _prompt_logprobs(self, step: StepInput, batch: list[_Row]) -> dict[int, list[TokenLogprobs]] | None:
+        entries = {}
+        for i, row in enumerate(batch):
+            wanted, start = row.sampling.prompt_logprobs, step.num_computed[i] + 1
+            if wanted is not None and start < row.num_prompt_tokens:
+                end = min(start + step.num_scheduled[i], row.num_prompt_tokens)
+                entries[i] = [token_logprobs(token_id, wanted, self.ready.vocab_size) for token_id in row.token_ids[start:end]]
+        return entries or None
+
+    # ---- validation
+
+    def _check_shape(self, step: StepInput) -> None:
+        size, ready = len(step.rows), self.ready
+        assert size == len(step.num_computed) == len(step.num_scheduled) == len(step.new_blocks), "the lists of a step differ in length"
+        assert 0 < size <= ready.max_num_seqs, f"{size} requests in a step"
+        assert len(set(step.rows)) == size, f"a row appears twice: {step.rows}"
+        assert all(0 <= row < ready.max_num_seqs for row in step.rows), f"there is no such row: {step.rows}"
+        assert all(count > 0 for count in step.num_scheduled), f"nothing to do for a row: {step.num_scheduled}"
+        assert sum(step.num_scheduled) <= ready.max_num_batched_tokens, f"{sum(step.num_scheduled)} tokens in a step"
+        assert step.samples == sorted(set(step.samples)) and all(0 <= i < size for i in step.samples), f"samples: {step.samples}"
+        position_of = {row: i for i, row in enumerate(step.rows)}
+        for new in step.new:
+            assert new.row in position_of, f"row {new.row} enters but does not run"
+            assert not step.new_blocks[position_of[new.row]], "the blocks of a new row belong into block_ids"
+            assert 0 < new.num_prompt_tokens <= len(new.token_ids) <= ready.max_model_len
+
+    def _write_and_check(self, step: StepInput, batch: list[_Row]) -> None:
+        """Write the whole step, then read, as every layer does: so a request may share blocks that this same step fills."""
+        written: set[int] = set()
+        for i, row in enumerate(batch):
+            start, end = step.num_computed[i], step.num_computed[i] + step.num_scheduled[i]
+            assert end <= len(row.states), f"row {step.rows[i]} has {len(row.states)} tokens, but computes up to {end}"
+            assert len(set(row.block_ids)) == len(row.block_ids) and all(0 < b < self.ready.num_blocks for b in row.block_ids), f"block table {row.block_ids}"
+            for position in range(start, end):
+                slot = self._slot(row, position)
+                assert slot not in written, f"slot {slot} is written twice in one step"
+                written.add(slot)
+                self._slots[slot] = row.states[position]
+        for i, row in enumerate(batch):
+            for position in range(step.num_computed[i] + step.num_scheduled[i]):
+                assert self._slots[self._slot(row, position)] == row.states[position], \
+                    f"step {step.step}: row {step.rows[i]} reads something else than its own token at position {position}"
+
+    def _slot(self, row: _Row, position: int) -> int:
+        block, offset = divmod(position, self.ready.block_size)
+        assert block < len(row.block_ids), f"no block for position {position}: {row.block_ids}"
+        return row.block_ids[block] * self.ready.block_size + offset
+
+
+def _sizes(config: Config) -> WorkerReady:
+    path = Path(config.model.model, "config.json")
+    vocab_size = json.loads(path.read_text())["vocab_size"] if config.model.model and path.exists() else 1000
+    max_model_len = 4096 if config.model.max_model_len == "auto" else int(config.model.max_model_len)
+    plan = MemoryPlan("fake", 0, 0, 0, 0, 0, 0, 0)
+    return WorkerReady(config.cache.num_gpu_blocks_override or 1024, config.cache.block_size or 16, max_model_len, config.scheduler.max_num_seqs or 64,
+                       config.scheduler.max_num_batched_tokens or 2048, vocab_size, 1, plan, [("executor", "fake", "asked for")])

@@ -1,0 +1,220 @@
+"""One process per rank, each at the end of a pipe.
+
+A pipe is a FIFO, which is all the ordering that steps need. Its end is the signal to stop, in both directions: a worker whose pipe ends exits, and a
+worker that dies ends its pipe. A message is one byte that says what it is, and a payload.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import traceback
+from collections import deque
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from configs.config import Config
+from engine.executor.base import Executor, Pending, ReportProgress
+from engine.process import die_with_parent, set_name
+from worker.messages import StepInput, StepOutput, WorkerReady
+
+STEP, CALL = b"S", b"C"  # to a worker
+PROGRESS, READY, OUTPUT, VALUE, USER_ERROR, ERROR = b"P", b"R", b"O", b"V", b"U", b"E"  # from a worker
+
+SHUTDOWN_TIMEOUT = 5.0  # seconds until a worker that does not end is killed
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_step = msgspec.msgpack.Decoder(StepInput).decode
+_decode_output = msgspec.msgpack.Decoder(StepOutput).decode
+
+
+class MultiprocExecutor(Executor):
+    """Starts one worker process per rank. Every rank gets every message; rank 0 answers. The death of any rank is an error of the executor."""
+
+    worker_class = "worker.worker:Worker"
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._outputs: deque[StepOutput] = deque()  # arrived, not asked for yet
+
+    def initialize(self, progress: ReportProgress) -> WorkerReady:
+        context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks and a CUDA context
+        init_method = f"tcp://127.0.0.1:{_free_port()}" if self._world_size > 1 else None
+        for rank in range(self._world_size):
+            ours, theirs = context.Pipe()
+            args = (self.worker_class, self._config, rank, self._world_size, init_method, theirs)
+            process = context.Process(target=worker_main, args=args, name=f"worker {rank}", daemon=True)
+            process.start()
+            theirs.close()  # the worker holds the only copy: its death ends the pipe
+            self._processes.append(process)
+            self._pipes.append(ours)
+        found: dict[int, WorkerReady] = {}
+        while len(found) < self._world_size:
+            rank, kind, payload = self._receive()
+            if kind == READY:
+                found[rank] = msgspec.msgpack.decode(payload, type=WorkerReady)
+            elif rank == 0:
+                progress(*msgspec.msgpack.decode(payload, type=tuple[str, float]))
+        if len({(ready.num_blocks, ready.block_size, ready.max_model_len) for ready in found.values()}) > 1:
+            raise RuntimeError(f"the ranks do not agree on the size of the KV cache: {found}")
+        return found[0]
+
+    def execute(self, step: StepInput) -> Pending:
+        self._send(STEP + _encode(step))
+        return _Reply(self)
+
+    def call(self, method: str, *args: Any) -> Any:
+        self._send(CALL + _encode((method, args)))
+        while True:
+            kind, payload = self._receive_from_first()
+            if kind == VALUE:
+                return msgspec.msgpack.decode(payload)
+
+    def shutdown(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(SHUTDOWN_TIMEOUT)
+            if process.exitcode is None:  # stuck, perhaps waiting for another rank
+                process.kill()
+                process.join()
+        self._pipes, self._processes = [], []
+
+    def kill(self) -> None:
+        for process in list(self._processes):
+            process.kill()
+
+    def sentinels(self) -> list[int]:
+        return [process.sentinel for process in self._processes]
+
+    def next_output(self) -> StepOutput:
+        """The output of the oldest step that was not asked for yet. Raises RuntimeError when a worker fails or dies."""
+        while not self._outputs:
+            self._receive_from_first()
+        return self._outputs.popleft()
+
+    def _send(self, message: bytes) -> None:
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(message)
+            except OSError:
+                raise self._death(rank) from None
+
+    def _receive_from_first(self) -> tuple[bytes, bytes]:
+        """A message of rank 0; outputs are kept aside."""
+        rank, kind, payload = self._receive()
+        assert rank == 0, f"rank {rank} answered"
+        if kind == OUTPUT:
+            self._outputs.append(_decode_output(payload))
+        return kind, payload
+
+    def _receive(self) -> tuple[int, bytes, bytes]:
+        """Wait for the next message of any rank: (rank, kind, payload). Raises ValueError or RuntimeError for one that reports an error or dies."""
+        pipe = wait(self._pipes)[0]
+        rank = self._pipes.index(pipe)
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):
+            raise self._death(rank) from None
+        kind, payload = message[:1], message[1:]
+        if kind == USER_ERROR:
+            raise ValueError(payload.decode())
+        if kind == ERROR:
+            raise RuntimeError(f"worker {rank} failed:\n{payload.decode()}")
+        return rank, kind, payload
+
+    def _death(self, rank: int) -> RuntimeError:
+        process = self._processes[rank]
+        process.join(1.0)
+        code = process.exitcode
+        how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return RuntimeError(f"worker {rank} died ({how})")
+
+
+class _Reply:
+    """A step in the pipes. Replies come in the order of the steps."""
+
+    def __init__(self, executor: MultiprocExecutor):
+        self._executor = executor
+
+    def result(self) -> StepOutput:
+        return self._executor.next_output()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def worker_main(worker_class: str, config: Config, rank: int, world_size: int, init_method: str | None, pipe: Connection) -> None:
+    """The process of one rank. Ends when its pipe does, or with an error that it reports first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when we end
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent()
+    set_name(f"quire-worker-{rank}")
+    exit_code = 0
+    try:
+        module, _, name = worker_class.partition(":")
+        worker = getattr(importlib.import_module(module), name)(config, rank, world_size, init_method)
+        _serve(worker, rank, pipe)
+    except (EOFError, ConnectionError):
+        pass
+    except BaseException as error:
+        exit_code = 1
+        _report(pipe, error)
+    os._exit(exit_code)
+
+
+def _serve(worker: Any, rank: int, pipe: Connection) -> None:
+    """Initialize, then run steps and calls until the pipe ends.
+
+    Results are awaited and sent by a thread, so that the next step is launched while the device still runs this one.
+    """
+    try:
+        ready = worker.initialize(lambda phase, fraction: pipe.send_bytes(PROGRESS + _encode((phase, fraction))))
+    except ValueError as error:
+        pipe.send_bytes(USER_ERROR + str(error).encode())
+        raise EOFError from error
+    pipe.send_bytes(READY + _encode(ready))
+    results: SimpleQueue = SimpleQueue()
+    threading.Thread(target=_reply, args=(results, rank, pipe), name="reply", daemon=True).start()
+    while True:
+        message = pipe.recv_bytes()
+        if message[:1] == STEP:
+            results.put((OUTPUT, worker.execute(_decode_step(message[1:]))))
+        else:
+            method, args = msgspec.msgpack.decode(message[1:])
+            results.put((VALUE, getattr(worker, method)(*args)))
+
+
+def _reply(results: SimpleQueue, rank: int, pipe: Connection) -> None:
+    """Wait for each result in turn; rank 0 sends it."""
+    try:
+        while True:
+            kind, value = results.get()
+            value = value.result() if kind == OUTPUT else value
+            if rank == 0:
+                pipe.send_bytes(kind + _encode(value))
+    except ConnectionError:
+        os._exit(0)
+    except BaseException as error:
+        _report(pipe, error)
+        os._exit(1)
+
+
+def _report(pipe: Connection, error: BaseException) -> None:
+    try:
+        pipe.send_bytes(ERROR + "".join(traceback.format_exception(error)).encode())
+    except OSError:
+        traceback.print_exception(error)  # nobody is left to hear it

@@ -1,0 +1,51 @@
+"""The worker in the engine's own process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from configs.config import Config
+from engine.executor.base import Executor, Pending, ReportProgress, steps_in_flight
+from worker.messages import StepInput, StepOutput, WorkerReady
+from worker.worker import Worker
+
+
+class UniprocExecutor(Executor):
+    """With one step in flight the worker runs inline; with more it runs in a thread of its own, so that the next step is scheduled meanwhile."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._worker = Worker(config)
+        self._thread: ThreadPoolExecutor | None = None
+
+    def initialize(self, progress: ReportProgress) -> WorkerReady:
+        ready = self._worker.initialize(progress)
+        if steps_in_flight(self._config, ready) > 1:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        return ready
+
+    def execute(self, step: StepInput) -> Pending:
+        if self._thread is None:
+            return self._worker.execute(step)
+        return _Launched(self._thread.submit(self._worker.execute, step))
+
+    def call(self, method: str, *args: Any) -> Any:
+        if self._thread is None:
+            return getattr(self._worker, method)(*args)
+        return self._thread.submit(getattr(self._worker, method), *args).result()
+
+    def shutdown(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown()
+
+
+class _Launched:
+    """A step given to the thread. The thread only launches it: waiting there for the device would keep the next step from being launched."""
+
+    def __init__(self, launch: Future):
+        self._launch = launch
+
+    def result(self) -> StepOutput:
+        return self._launch.result().result()

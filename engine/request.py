@@ -1,0 +1,133 @@
+"""One sequence inside the engine, and the ordered collection that holds the waiting and the running ones."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from enum import Enum
+from operator import attrgetter
+
+from engine.messages import AddRequest, RequestTiming
+
+
+class Status(Enum):
+    WAITING = "waiting"  # new, or preempted
+    RUNNING = "running"  # has a row and blocks
+    FINISHED = "finished"  # ended or aborted; steps still in flight skip it
+
+
+class Request:
+    """Counts and ids of one sequence. Written by `Scheduler` only, but for the block fields, which belong to `KVCacheManager`.
+
+    `token_ids` are the known tokens, prompt then outputs. Three counts tell its progress:
+
+        |<------------- num_tokens ------------->|<- num_in_flight ->|
+        |<-- num_computed_tokens -->|<--------- num_new ------------>|
+
+    `num_computed_tokens` includes the steps still in flight; `num_in_flight` tokens are sampled by such steps but their ids have not come back.
+    """
+
+    __slots__ = ("arrival_time", "block_hashes", "block_ids", "cache_salt", "client", "first_token_time", "group", "key", "max_total_tokens",
+                 "num_cached_tokens", "num_computed_tokens", "num_in_flight", "num_preemptions", "num_prefill_computed", "num_prompt_logprobs",
+                 "num_prompt_tokens", "num_published", "priority", "queued_time", "request_id", "row", "sampling", "scheduled_time", "status",
+                 "token_ids")
+
+    def __init__(self, message: AddRequest, client: bytes, sequence: int, max_model_len: int, by_priority: bool):
+        self.client = client  # the return address: the ROUTER identity of its server
+        self.request_id = message.request_id
+        self.sampling = message.sampling
+        self.priority = message.priority
+        self.cache_salt = message.cache_salt
+        self.group: str | int = message.group or sequence
+        self.queued_time = time.time()
+        self.arrival_time = message.arrival_time or self.queued_time
+        self.key = (self.priority if by_priority else 0, self.arrival_time, sequence)  # unique: the order of service
+
+        self.token_ids = message.prompt_token_ids + message.output_token_ids
+        self.num_prompt_tokens = len(message.prompt_token_ids)
+        self.max_total_tokens = min(self.num_prompt_tokens + message.sampling.max_tokens, max_model_len)  # known when reached: length stops are predicted
+
+        self.status = Status.WAITING
+        self.row = -1
+        self.num_computed_tokens = 0
+        self.num_in_flight = 0
+        self.block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []  # of the full blocks of token_ids, as far as computed
+        self.num_published = 0  # of block_ids, from the front
+
+        # Delivered prompt logprobs. The prompt of a resubmitted request was complete, or it would have no outputs.
+        self.num_prompt_logprobs = self.num_prompt_tokens - 1 if message.output_token_ids else 0
+        self.num_cached_tokens = -1  # not scheduled yet
+        self.num_prefill_computed = 0
+        self.num_preemptions = 0
+        self.scheduled_time = 0.0
+        self.first_token_time = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def reads_cache(self) -> bool:
+        """Prompt logprobs need the logits of every prompt position, so such a request computes its whole prompt once."""
+        return self.sampling.prompt_logprobs is None or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
+
+    def append(self, token_id: int) -> str | None:
+        """Add an output token and return the finish reason it brings, if any."""
+        self.token_ids.append(token_id)
+        return self.finish_reason()
+
+    def finish_reason(self) -> str | None:
+        """"stop" if the last output is an EOS or stop id that counts, "length" if there is no room for another token, else None."""
+        sampling, num_tokens = self.sampling, len(self.token_ids)
+        # A stop id among the first min_tokens outputs does not count; the sampler bans it there, too.
+        if num_tokens - self.num_prompt_tokens > sampling.min_tokens:
+            last = self.token_ids[-1]
+            if (last in sampling.eos_token_ids and not sampling.ignore_eos) or last in sampling.stop_token_ids:
+                return "stop"
+        return "length" if num_tokens >= self.max_total_tokens else None
+
+    def stop_reason(self) -> int | None:
+        """The stop id that ended a request with finish reason "stop"; None if it was the end-of-sequence token."""
+        last = self.token_ids[-1]
+        return None if last in self.sampling.eos_token_ids and not self.sampling.ignore_eos else last
+
+    def timing(self, now: float) -> RequestTiming:
+        return RequestTiming(self.queued_time, self.scheduled_time, self.first_token_time, now, self.num_preemptions, self.num_prefill_computed)
+
+
+_key = attrgetter("key")
+
+
+class RequestQueue:
+    """Requests in order of service (`Request.key`): the first is served first, the last is preempted first."""
+
+    def __init__(self) -> None:
+        self._items: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._items)
+
+    @property
+    def first(self) -> Request:
+        return self._items[0]
+
+    @property
+    def last(self) -> Request:
+        return self._items[-1]
+
+    def add(self, request: Request) -> None:
+        insort(self._items, request, key=_key)
+
+    def remove(self, request: Request) -> None:
+        i = bisect_left(self._items, request.key, key=_key)
+        assert self._items[i] is request
+        del self._items[i]

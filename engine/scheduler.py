@@ -1,0 +1,356 @@
+"""Who runs in the next step, and what its results mean.
+
+There is no prefill phase and no decode phase: a request has some tokens (`num_tokens`, and `num_in_flight` whose ids are still on the device), some of
+them computed, and every step lets `num_computed_tokens` catch up within one token budget. Prompts in chunks, mixed batches, prefix hits and resuming
+after preemption are all this one rule.
+
+Only counts are needed to schedule the next step, never a token id. So several steps may be in flight, under four rules:
+(a) `num_in_flight` counts sampled but unseen tokens;
+(b) length stops are predicted; only EOS, stop ids and aborts overshoot, by at most depth - 1 steps, whose outputs `update` skips;
+(c) a preempted request keeps `num_in_flight`, still receives those tokens, and is admitted again once it reaches 0;
+(d) blocks and rows are reusable as soon as they are freed, because the worker runs steps in order.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from configs.config import SchedulerConfig
+from engine.kv_cache import KVCacheManager
+from engine.messages import AddRequest, EngineOutput, EngineStats
+from engine.request import Request, RequestQueue, Status
+from engine.stats import Counts
+from worker.messages import NewRequest, StepInput, StepOutput, TokenLogprobs, WorkerReady
+
+Outputs = dict[bytes, list[EngineOutput]]  # by client
+
+
+@dataclass(slots=True)
+class Step:
+    """What runs, and whose it is: `requests[i]` is at batch position i of `input`."""
+
+    input: StepInput
+    requests: list[Request]
+    num_tokens: int = 0
+
+
+class Scheduler:
+    """The only writer of requests. `schedule` and `update` are called in turn, with up to `depth` steps scheduled before the first is updated."""
+
+    def __init__(self, config: SchedulerConfig, ready: WorkerReady, kv: KVCacheManager):
+        self.kv = kv
+        self.by_priority = config.scheduling_policy == "priority"
+        self.long_prefill_token_threshold = config.long_prefill_token_threshold
+        self.token_budget = ready.max_num_batched_tokens
+        self.max_running = min(ready.max_num_seqs, ready.max_num_batched_tokens)  # so that no running request is ever left without a token
+        self.max_model_len = min(ready.max_model_len, kv.pool.num_usable * kv.block_size)  # so that a request alone always fits
+        self.vocab_size = ready.vocab_size
+        self.waiting = RequestQueue()
+        self.running = RequestQueue()
+        self.requests: dict[tuple[bytes, str], Request] = {}
+        self.free_rows = list(range(ready.max_num_seqs))  # a heap: rows are handed out lowest first
+        self.counts = Counts()
+        self._num_added = 0
+        self._num_steps = 0
+
+    # ---- requests come and go
+
+    def add(self, message: AddRequest, client: bytes = b"") -> EngineOutput | None:
+        """Queue a request. Returns its only output if it needs no step (a resubmission that was complete already).
+
+        Raises ValueError for what can never run. Everything in a message that could fail is used here, so that `schedule` cannot fail for one request.
+        """
+        if (client, message.request_id) in self.requests:
+            raise ValueError(f"request_id {message.request_id!r} is already in use")
+        self._check(message)
+        self._num_added += 1
+        request = Request(message, client, self._num_added, self.max_model_len, self.by_priority)
+        if message.output_token_ids and (reason := request.finish_reason()):
+            return EngineOutput(request.request_id, [], reason, request.stop_reason() if reason == "stop" else None, timing=request.timing(time.time()))
+        self.requests[client, request.request_id] = request
+        self.waiting.add(request)
+        return None
+
+    def abort(self, request_ids: list[str], client: bytes = b"") -> None:
+        """Free these requests at once; unknown and finished ones are ignored. Steps in flight that contain them are skipped by `update`."""
+        for request_id in request_ids:
+            if request := self.requests.get((client, request_id)):
+                self._remove(request)
+
+    def abort_client(self, client: bytes) -> None:
+        """Free all requests of a server that is gone."""
+        self.abort([request_id for owner, request_id in self.requests if owner == client], client)
+
+    def _check(self, message: AddRequest) -> None:
+        prompt, sampling = message.prompt_token_ids, message.sampling
+        token_ids = prompt + message.output_token_ids
+        if not prompt:
+            raise ValueError("prompt_token_ids is empty")
+        if sampling.max_tokens < 0:
+            raise ValueError(f"max_tokens is {sampling.max_tokens}, which is less than 0")
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise ValueError(f"prompt_token_ids: a token id is outside 0 .. {self.vocab_size - 1}")
+        if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
+            raise ValueError(f"the prompt has {len(prompt)} tokens, but a request may have {self.max_model_len} in all, "
+                             "prompt and output (the model's context length, or all the KV cache holds)")
+
+    # ---- a step
+
+    def schedule(self) -> Step | None:
+        """Choose what runs in the next step and advance the counters; None if nothing can run."""
+        step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], []), [])
+        if self.by_priority and self.waiting:
+            self._make_way()
+        num_preemptions = self.counts.num_preemptions
+        self._schedule_running(step)
+        if self.counts.num_preemptions == num_preemptions:  # else memory is short: admit nobody
+            self._admit_waiting(step)
+        if not step.requests:
+            return None
+        self._num_steps += 1
+        self.counts.iteration_tokens.append(step.num_tokens)
+        return step
+
+    def _schedule_running(self, step: Step) -> None:
+        """Decodes first, so that no prompt, however long, delays another request's next token; then prompts with what is left of the budget."""
+        batch: dict[Request, int] = {}  # number of tokens, in batch order
+        grown: dict[Request, list[int]] = {}  # blocks added
+        budget, prefills = self.token_budget, []
+        for request in list(self.running):
+            num_tokens = len(request.token_ids) + request.num_in_flight
+            num_new = num_tokens - request.num_computed_tokens
+            if num_new > 1:
+                prefills.append(request)
+            elif num_new == 1 and not (request.num_in_flight and num_tokens >= request.max_total_tokens) \
+                    and request.status is Status.RUNNING and self._grow(request, num_tokens, batch, grown):
+                batch[request] = 1
+                budget -= 1
+        for request in prefills:
+            if request.status is Status.RUNNING and budget > 0:
+                num_new = self._chunk(request, budget, alone=len(self.running) == 1)
+                if self._grow(request, request.num_computed_tokens + num_new, batch, grown):
+                    batch[request] = num_new
+                    budget -= num_new
+        for request, num_new in batch.items():
+            self._commit(step, request, num_new, grown.get(request, []))
+
+    def _grow(self, request: Request, num_tokens: int, batch: dict[Request, int], grown: dict[Request, list[int]]) -> bool:
+        """Give a running request blocks for its first `num_tokens` tokens, if need be from those served after it. False: it sits this step out.
+
+        The last one never preempts itself: what it has stays useful until somebody before it needs the blocks. The first one always gets what it needs.
+        """
+        if num_tokens <= len(request.block_ids) * self.kv.block_size:
+            return True
+        while (block_ids := self.kv.allocate(request, num_tokens)) is None:
+            victim = self.running.last
+            if victim is request:
+                return False
+            batch.pop(victim, None)
+            grown.pop(victim, None)
+            self._preempt(victim)
+        grown[request] = block_ids
+        return True
+
+    def _admit_waiting(self, step: Step) -> None:
+        """Admit in order of service while budget, rows and blocks last. Nobody overtakes a request that does not fit."""
+        if not self.waiting:
+            return
+        reserve = self._reserve()
+        while self.waiting and step.num_tokens < self.token_budget and len(self.running) < self.max_running:
+            request = self.waiting.first
+            if request.num_in_flight:  # rule (c)
+                return
+            matched = self.kv.match(request)
+            if self.kv.num_missing(request, matched) + reserve > self.kv.pool.num_free:
+                return
+            self._admit(step, request, matched)
+            reserve += self._num_expected_blocks(request)
+
+    def _admit(self, step: Step, request: Request, matched: list[int]) -> None:
+        """Move a request from waiting to running, with a row, the blocks of its cached prefix, and its first chunk."""
+        self.waiting.remove(request)
+        request.status = Status.RUNNING
+        request.row = heappop(self.free_rows)
+        self.kv.attach(request, matched)
+        if request.num_cached_tokens < 0:
+            self._note_first_scheduling(request)
+        num_new = self._chunk(request, self.token_budget - step.num_tokens, alone=not self.running)
+        block_ids = self.kv.allocate(request, request.num_computed_tokens + num_new)
+        assert block_ids is not None, "admitted without enough free blocks"
+        self.running.add(request)
+        step.input.new.append(NewRequest(request.row, list(request.token_ids), request.num_prompt_tokens, list(request.block_ids), request.sampling))
+        self._commit(step, request, num_new, [])
+
+    def _chunk(self, request: Request, budget: int, alone: bool) -> int:
+        """How many tokens of a request run in this step."""
+        num_new = min(request.num_tokens + request.num_in_flight - request.num_computed_tokens, budget)
+        if self.long_prefill_token_threshold and not alone:
+            num_new = min(num_new, self.long_prefill_token_threshold)
+        return num_new
+
+    def _commit(self, step: Step, request: Request, num_new: int, new_blocks: list[int]) -> None:
+        """Put a chunk into the step. From here on it counts as computed: whatever comes later runs after it."""
+        start = request.num_computed_tokens
+        end = request.num_computed_tokens = start + num_new
+        batch = step.input
+        batch.rows.append(request.row)
+        batch.num_computed.append(start)
+        batch.num_scheduled.append(num_new)
+        batch.new_blocks.append(new_blocks)
+        if end == len(request.token_ids) + request.num_in_flight and request.sampling.max_tokens:
+            batch.samples.append(len(step.requests))
+            request.num_in_flight += 1
+        step.requests.append(request)
+        step.num_tokens += num_new
+        if start < request.num_prompt_tokens:
+            self._note_prefill(request, start, min(end, request.num_prompt_tokens))
+        if end >= (request.num_published + 1) * self.kv.block_size:
+            self.kv.publish(request)
+
+    # ---- memory pressure
+
+    def _reserve(self) -> int:
+        """Free blocks that admission leaves to the running requests, so that it does not take what they are about to need and preempt in turn."""
+        return sum(map(self._num_expected_blocks, self.running))
+
+    def _num_expected_blocks(self, request: Request) -> int:
+        """Blocks for the rest of its prompt, and one for outputs."""
+        return max(self.kv.num_blocks(len(request.token_ids)) - len(request.block_ids), 0) + 1
+
+    def _make_way(self) -> None:
+        """If the first waiting request outranks running ones and does not fit, preempt from the last of these, unless even all of them would not do."""
+        request = self.waiting.first
+        outranked = [other for other in self.running if other.priority > request.priority]
+        obtainable = self.kv.pool.num_free + sum(len(other.block_ids) + self._num_expected_blocks(other) for other in outranked)
+        if request.num_in_flight or obtainable < self.kv.num_missing(request, matched=[]) + self._reserve():
+            return
+        while outranked and not self._fits(request):
+            self._preempt(outranked.pop())
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there is a row and memory to admit a request."""
+        return (len(self.running) < self.max_running
+                and self.kv.num_missing(request, self.kv.match(request)) + self._reserve() <= self.kv.pool.num_free)
+
+    def _preempt(self, request: Request) -> None:
+        """Take everything from a running request; it will be computed again, or found in the prefix cache."""
+        self._vacate(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.counts.num_preemptions += 1
+        self.waiting.add(request)
+
+    def _vacate(self, request: Request, discard: bool = False) -> None:
+        self.running.remove(request)
+        self.kv.free(request, discard)
+        heappush(self.free_rows, request.row)
+        request.row = -1
+
+    # ---- results
+
+    def update(self, step: Step, output: StepOutput) -> Outputs:
+        """Take in what a step sampled. Returns the outputs it brings, by client."""
+        now, outputs = time.time(), {}
+        for i, message in (output.errors or {}).items():
+            self._fail(step.requests[i], message, now, outputs)
+        prompt_logprobs = self._new_prompt_logprobs(step, output)
+        for i, token_ids, logprobs in zip(step.input.samples, output.token_ids, output.logprobs or [None] * len(output.token_ids), strict=True):
+            request = step.requests[i]
+            if request.status is not Status.FINISHED:
+                self._receive(request, token_ids, logprobs, prompt_logprobs.pop(request, None), now, outputs)
+        for request, entries in prompt_logprobs.items():
+            if request.sampling.max_tokens:
+                outputs.setdefault(request.client, []).append(EngineOutput(request.request_id, [], prompt_logprobs=entries))
+        self._finish_unsampled(step, prompt_logprobs, now, outputs)
+        return outputs
+
+    def _receive(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None, prompt_logprobs: list[TokenLogprobs] | None,
+                 now: float, outputs: Outputs) -> None:
+        """Append the sampled tokens of one request, up to one that ends it."""
+        request.num_in_flight -= 1
+        num_received, reason = 0, None
+        while num_received < len(token_ids) and not reason:
+            reason = request.append(token_ids[num_received])
+            num_received += 1
+        if num_received < len(token_ids):
+            token_ids, logprobs = token_ids[:num_received], logprobs and logprobs[:num_received]
+        self.counts.num_generation_tokens += num_received
+        if not request.first_token_time:
+            request.first_token_time = now
+        if reason:
+            self._finish(request, reason, now, outputs, token_ids, logprobs, prompt_logprobs)
+        else:
+            outputs.setdefault(request.client, []).append(
+                EngineOutput(request.request_id, token_ids, None, None, logprobs, prompt_logprobs, request.num_cached_tokens))
+
+    def _new_prompt_logprobs(self, step: Step, output: StepOutput) -> dict[Request, list[TokenLogprobs]]:
+        """The prompt logprobs of this step that were not delivered before: after a preemption the first ones come again.
+
+        The chunk of prompt tokens [a, b) predicts tokens a + 1 .. min(b, num_prompt_tokens - 1), which are entries a .. of the whole list.
+        """
+        entries_of = {}
+        for i, entries in (output.prompt_logprobs or {}).items():
+            request = step.requests[i]
+            new = entries[max(request.num_prompt_logprobs - step.input.num_computed[i], 0):]
+            if new and request.status is not Status.FINISHED:
+                request.num_prompt_logprobs += len(new)
+                entries_of[request] = new
+        return entries_of
+
+    def _finish_unsampled(self, step: Step, prompt_logprobs: dict[Request, list[TokenLogprobs]], now: float, outputs: Outputs) -> None:
+        """max_tokens=0: a request ends when its prompt is computed."""
+        if len(step.input.samples) == len(step.requests):
+            return
+        for i, request in enumerate(step.requests):
+            if request.status is Status.FINISHED or request.sampling.max_tokens:
+                continue
+            entries = prompt_logprobs.get(request)
+            if step.input.num_computed[i] + step.input.num_scheduled[i] == request.num_prompt_tokens:
+                self._finish(request, "length", now, outputs, [], None, entries)
+            elif entries:
+                outputs.setdefault(request.client, []).append(EngineOutput(request.request_id, [], prompt_logprobs=entries))
+
+    def _fail(self, request: Request, message: str, now: float, outputs: Outputs) -> None:
+        if request.status is not Status.FINISHED:
+            self._remove(request, discard=True)
+            outputs.setdefault(request.client, []).append(EngineOutput(request.request_id, [], "error", error=message, timing=request.timing(now)))
+
+    def _finish(self, request: Request, reason: str, now: float, outputs: Outputs, token_ids: list[int], logprobs: list[TokenLogprobs] | None,
+                prompt_logprobs: list[TokenLogprobs] | None) -> None:
+        stop_reason = request.stop_reason() if reason == "stop" else None
+        self._remove(request)
+        outputs.setdefault(request.client, []).append(
+            EngineOutput(request.request_id, token_ids, reason, stop_reason, logprobs, prompt_logprobs, request.num_cached_tokens, None, request.timing(now)))
+
+    def _remove(self, request: Request, discard: bool = False) -> None:
+        """A request ends, wherever it is."""
+        if request.status is Status.RUNNING:
+            self._vacate(request, discard)
+        else:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+        del self.requests[request.client, request.request_id]
+
+    # ---- counting
+
+    def _note_first_scheduling(self, request: Request) -> None:
+        request.scheduled_time = time.time()
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if request.reads_cache and self.kv.enable_prefix_caching:
+            self.counts.prefix_cache_queries += request.num_prompt_tokens
+            self.counts.prefix_cache_hits += request.num_cached_tokens
+
+    def _note_prefill(self, request: Request, start: int, end: int) -> None:
+        """Prompt tokens [start, end) run; `num_prefill_computed` counts each once, the metric every time."""
+        self.counts.num_prompt_tokens += end - start
+        request.num_prefill_computed = max(request.num_prefill_computed, end - request.num_cached_tokens)
+
+    def stats(self) -> EngineStats:
+        """Gauges now, and counts since `take_stats`."""
+        return self.counts.snapshot(len(self.running), len(self.waiting), self.kv.usage)
+
+    def take_stats(self) -> EngineStats:
+        stats, self.counts = self.stats(), Counts()
+        return stats

@@ -1,0 +1,23 @@
+"""What the scheduler counts for `/metrics` and the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.messages import EngineStats
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts since they were last sent."""
+
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0  # computed, again after a preemption
+    num_generation_tokens: int = 0
+    iteration_tokens: list[int] = field(default_factory=list)  # tokens of each step
+
+    def snapshot(self, num_running: int, num_waiting: int, kv_cache_usage: float) -> EngineStats:
+        return EngineStats(num_running, num_waiting, kv_cache_usage, self.prefix_cache_queries, self.prefix_cache_hits, self.num_preemptions,
+                           self.num_prompt_tokens, self.num_generation_tokens, self.iteration_tokens)

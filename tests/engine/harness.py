@@ -1,0 +1,130 @@
+"""The real `EngineCore` over the fake executor, with a socket that is two lists: what tests put in, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from configs.config import Config
+from engine.core import EngineCore
+from engine.messages import AbortRequests, AddRequest, EngineOutput, FromEngine, Hello, SamplingParams, StepOutputs, ToEngine
+
+VOCAB = 1000
+CLIENT = b"server"
+
+
+def fake_config(**settings: Any) -> Config:
+    return Config.from_flat(distributed_executor_backend="fake", **settings)
+
+
+class Idle(Exception):
+    """The engine would sleep now."""
+
+
+class LocalSocket:
+    def __init__(self) -> None:
+        self.inbox: list[tuple[bytes, ToEngine]] = []
+        self.sent: list[tuple[bytes, FromEngine]] = []
+        self.gone: set[bytes] = set()
+
+    def watch(self, fd: int) -> None:
+        raise AssertionError("the fake has no processes")
+
+    def wait(self, timeout: float | None = None) -> list[int]:
+        if not self.inbox:
+            raise Idle
+        return []
+
+    def receive(self) -> list[tuple[bytes, ToEngine]]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, client: bytes, message: FromEngine) -> bool:
+        if client in self.gone:
+            return False
+        self.sent.append((client, message))
+        return True
+
+
+class Engine:
+    """Drives an `EngineCore` turn by turn and collects each request's outputs."""
+
+    def __init__(self, config: Config):
+        self.socket = LocalSocket()
+        self.core = EngineCore(config, self.socket)
+        self.put(Hello())
+        self.core.start()
+        self.outputs: dict[tuple[bytes, str], list[EngineOutput]] = {}
+
+    @property
+    def scheduler(self):
+        return self.core.scheduler
+
+    def put(self, message: ToEngine, client: bytes = CLIENT) -> None:
+        self.socket.inbox.append((client, message))
+
+    def add(self, request_id: str, prompt: list[int], client: bytes = CLIENT, *, output_token_ids: list[int] | None = None, priority: int = 0,
+            arrival_time: float = 0.0, cache_salt: str | None = None, group: str | None = None, **sampling: Any) -> AddRequest:
+        message = AddRequest(request_id, prompt, SamplingParams(**sampling), output_token_ids or [], arrival_time, priority, cache_salt, group)
+        self.put(message, client)
+        return message
+
+    def abort(self, *request_ids: str, client: bytes = CLIENT) -> None:
+        self.put(AbortRequests(list(request_ids)), client)
+
+    def turn(self) -> None:
+        """One turn of `EngineCore.run`. Raises Idle when the engine would sleep."""
+        self.core.receive()
+        self.core.step()
+        self.collect()
+
+    def run(self, after_turn: Callable[[], None] = lambda: None, max_turns: int = 10_000) -> None:
+        """Turn until there is nothing to do."""
+        for _ in range(max_turns):
+            try:
+                self.turn()
+            except Idle:
+                self.collect()
+                return
+            after_turn()
+        raise AssertionError("the engine does not come to rest")
+
+    def collect(self) -> None:
+        sent, self.socket.sent = self.socket.sent, []
+        for client, message in sent:
+            if isinstance(message, StepOutputs):
+                for output in message.outputs:
+                    self.outputs.setdefault((client, output.request_id), []).append(output)
+
+    def tokens(self, request_id: str, client: bytes = CLIENT) -> list[int]:
+        return [token_id for output in self.outputs[client, request_id] for token_id in output.new_token_ids]
+
+    def last(self, request_id: str, client: bytes = CLIENT) -> EngineOutput:
+        return self.outputs[client, request_id][-1]
+
+    def assert_at_rest(self) -> None:
+        """No request, row or block is held."""
+        scheduler = self.scheduler
+        assert not scheduler.requests and not len(scheduler.running) and not len(scheduler.waiting) and not self.core.in_flight
+        assert sorted(scheduler.free_rows) == list(range(len(scheduler.free_rows))) and len(scheduler.free_rows) == self.core.ready.worker.max_num_seqs
+        assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable and scheduler.kv.usage == 0
+        assert scheduler.kv.reset_prefix_cache()
+
+
+def assert_invariants(engine: Engine) -> None:
+    """What holds between any two turns: every block is free or held as often as counted, every row is free or owned once, queues are in order."""
+    scheduler = engine.scheduler
+    pool, held = scheduler.kv.pool, {}
+    for request in scheduler.running:
+        for block_id in request.block_ids:
+            held[block_id] = held.get(block_id, 0) + 1
+    assert {i: count for i, count in enumerate(pool._ref_counts) if count} == held
+    assert set(pool._free) == set(range(1, pool.num_usable + 1)) - held.keys()
+    rows = [request.row for request in scheduler.running]
+    assert sorted(rows + scheduler.free_rows) == list(range(engine.core.ready.worker.max_num_seqs))
+    for queue in (scheduler.running, scheduler.waiting):
+        keys = [request.key for request in queue]
+        assert keys == sorted(set(keys))
+    assert len(scheduler.running) + len(scheduler.waiting) == len(scheduler.requests)
+    for request in scheduler.waiting:
+        assert request.row == -1 and not request.block_ids and request.num_computed_tokens == 0
