@@ -1,0 +1,35 @@
+"""The attention layer proper: it owns its slice of the paged KV cache and hands the rest to the step's backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from worker.attention.base import AttentionMetadata
+
+
+class Attention(nn.Module):
+    """Causal attention of one layer over the paged cache. `k_cache` and `v_cache` are bound by `worker/kv_cache.py` (layout in `attention/base.py`)."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, layer_index: int, sliding_window: int | None = None, scale: float | None = None,
+                 soft_cap: float | None = None):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim  # of this rank
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.sliding_window, self.soft_cap, self.layer_index = sliding_window, soft_cap, layer_index
+        self.k_cache: torch.Tensor | None = None
+        self.v_cache: torch.Tensor | None = None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
+        """Store k and v `[T, num_kv_heads, head_dim]`, then attend with q `[T, num_heads, head_dim]`; heads may also be flat. Returns `[T, num_heads * head_dim]`."""
+        attn.backend.write_kv(k.view(-1, self.num_kv_heads, self.head_dim), v.view(-1, self.num_kv_heads, self.head_dim), self.k_cache, self.v_cache, attn.slot_mapping)
+        return self.attend(q, attn)
+
+    def attend(self, q: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
+        """The same when k and v are in the cache already."""
+        q = q.view(-1, self.num_heads, self.head_dim)
+        out = attn.backend.forward(q, self.k_cache, self.v_cache, attn, self.scale, self.sliding_window, self.soft_cap)
+        return out.reshape(-1, self.num_heads * self.head_dim)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, sliding_window={self.sliding_window}"

@@ -1,0 +1,183 @@
+"""Linear layers that hold only this rank's share of their weights.
+
+Who does what: a layer knows how its weights are split over ranks and fused from several checkpoint tensors; a `LinearMethod` knows the numerics (how the
+weights are stored and multiplied). A parameter carries the list of its `Part`s: which slice of which checkpoint tensor belongs where in it. The loader
+follows these parts and knows nothing else, so that formats with scales and zero points can shard in their own way.
+
+Parameters are created uninitialised, in torch's default dtype and on its default device (`models.build_model` sets both).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from worker.parallel import Group, split_size, tp
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A slice of one checkpoint tensor, and where it goes in a parameter. Slices are `(dim, start, length)`; None is everything."""
+
+    name: str  # of the checkpoint tensor
+    shape: tuple[int, ...]  # of the whole checkpoint tensor
+    source: tuple[int, int, int] | None = None
+    target: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's rows `start : start + length` of a checkpoint weight of `full` rows, which begin at row `target` of the fused one."""
+
+    prefix: str  # e.g. "model.layers.0.self_attn.q_proj"
+    full: int
+    start: int
+    length: int
+    target: int = 0
+
+
+def empty_parameter(*shape: int, parts: list[Part]) -> nn.Parameter:
+    """An uninitialised parameter that the loader will fill from `parts`."""
+    parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
+    parameter.parts = parts
+    return parameter
+
+
+class LinearMethod:
+    """Numerics of a linear layer. One instance may serve many layers; what it stores belongs to the layer."""
+
+    def create_weights(self, layer: Linear) -> None:
+        """Register the parameters of `layer`, uninitialised, each with its `parts`."""
+        raise NotImplementedError
+
+    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x `[..., in_features]` times the weights, plus the bias: `[..., out_features]`."""
+        raise NotImplementedError
+
+    def finalize(self, layer: Linear) -> None:
+        """Called once when the weights are loaded, e.g. to repack them."""
+
+
+class PlainLinear(LinearMethod):
+    """Weights as they are in the checkpoint, in one floating-point type."""
+
+    def create_weights(self, layer: Linear) -> None:
+        layer.weight = empty_parameter(layer.out_features, layer.in_features, parts=layer.weight_parts())
+
+    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, layer.weight, bias)
+
+
+PLAIN = PlainLinear()
+
+
+class Linear(nn.Module):
+    """Base of the linear layers. `in_features` and `out_features` are this rank's; `bias` is None or `[out_features]`.
+
+    `weight` is a parameter of another layer to share, instead of creating one.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, method: LinearMethod, weight: nn.Parameter | None = None):
+        super().__init__()
+        self.in_features, self.out_features, self.method = in_features, out_features, method
+        if weight is None:
+            method.create_weights(self)
+        else:
+            self.weight = weight
+        self.bias = empty_parameter(out_features, parts=self.bias_parts()) if bias else None
+
+    def weight_parts(self) -> list[Part]:
+        """Parts of a parameter of shape `[out_features, in_features]`."""
+        raise NotImplementedError
+
+    def bias_parts(self) -> list[Part]:
+        """Parts of a parameter of shape `[out_features]`."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(self, x, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class ColumnParallelLinear(Linear):
+    """Outputs are split over the ranks: this rank's rows are those of `shards`, one after another."""
+
+    def __init__(self, in_features: int, shards: list[Shard], bias: bool, method: LinearMethod = PLAIN):
+        self.shards = shards
+        super().__init__(in_features, sum(shard.length for shard in shards), bias, method)
+
+    def weight_parts(self) -> list[Part]:
+        return [Part(f"{s.prefix}.weight", (s.full, self.in_features), (0, s.start, s.length), (0, s.target, s.length)) for s in self.shards]
+
+    def bias_parts(self) -> list[Part]:
+        return [Part(f"{s.prefix}.bias", (s.full,), (0, s.start, s.length), (0, s.target, s.length)) for s in self.shards]
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several projections of the same input, each to `size`, as one multiplication; the outputs follow each other in the order of `names`.
+
+    Raises:
+        ValueError: the ranks do not divide `size`, which the message calls `size_name`.
+    """
+
+    def __init__(self, in_features: int, size: int, names: tuple[str, ...], bias: bool, prefix: str, size_name: str = "size", method: LinearMethod = PLAIN):
+        group = tp()
+        length = split_size(size_name, size, group)
+        super().__init__(in_features, [Shard(f"{prefix}.{name}", size, group.rank * length, length, i * length) for i, name in enumerate(names)], bias, method)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """q, k and v as one multiplication: this rank's query heads, then its key heads, then its value heads.
+
+    With fewer KV heads than ranks each is held by several neighbouring ranks, those whose query heads use it.
+
+    Raises:
+        ValueError: the ranks do not divide the heads.
+    """
+
+    def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, prefix: str, method: LinearMethod = PLAIN):
+        group = tp()
+        self.num_heads = split_size("num_attention_heads", num_heads, group)
+        self.num_kv_heads, first_kv_head = split_kv_heads(num_kv_heads, group)
+        q, kv = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        super().__init__(hidden_size, [Shard(f"{prefix}.q_proj", num_heads * head_dim, group.rank * q, q),
+                                       Shard(f"{prefix}.k_proj", num_kv_heads * head_dim, first_kv_head * head_dim, kv, q),
+                                       Shard(f"{prefix}.v_proj", num_kv_heads * head_dim, first_kv_head * head_dim, kv, q + kv)], bias, method)
+
+
+class RowParallelLinear(Linear):
+    """Inputs are split over the ranks, and the partial products summed over them.
+
+    Raises:
+        ValueError: the ranks do not divide `in_features`, which the message calls `size_name`.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, prefix: str, size_name: str = "size", method: LinearMethod = PLAIN):
+        self.group, self.full_in_features, self.prefix = tp(), in_features, prefix
+        super().__init__(split_size(size_name, in_features, self.group), out_features, bias, method)
+
+    def weight_parts(self) -> list[Part]:
+        return [Part(f"{self.prefix}.weight", (self.out_features, self.full_in_features), (1, self.group.rank * self.in_features, self.in_features))]
+
+    def bias_parts(self) -> list[Part]:
+        return [Part(f"{self.prefix}.bias", (self.out_features,))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias if self.group.rank == 0 else None  # once in the sum
+        return self.group.all_reduce(self.method.apply(self, x, bias))
+
+
+def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:
+    """`(number, first)` of the KV heads that this rank holds. Raises ValueError if the ranks neither divide nor multiply them."""
+    if num_kv_heads >= group.size:
+        number = split_size("num_key_value_heads", num_kv_heads, group)
+        return number, group.rank * number
+    if group.size % num_kv_heads:
+        raise ValueError(f"num_key_value_heads {num_kv_heads} cannot be spread over tensor_parallel_size {group.size}; "
+                         f"sizes that would do divide {num_kv_heads} or are a multiple of it")
+    return 1, group.rank * num_kv_heads // group.size

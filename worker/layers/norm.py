@@ -1,0 +1,34 @@
+"""RMSNorm (https://arxiv.org/abs/1910.07467), with Hugging Face's rounding: normalised in float32, rounded, then scaled."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x `[..., D]` scaled to root mean square 1 over the last dimension, times weight `[D]`."""
+    x32 = x.float()
+    return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(rms_norm(x + residual), x + residual)`: one fused operation where there is a kernel for it."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+class RMSNorm(nn.Module):
+    """`norm(x)`, or `norm.add(x, residual)` for the sum of both."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of `x + residual`, and `x + residual`."""
+        return add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,190 @@
+"""Fills a model's parameters from safetensors files or with random numbers.
+
+Every parameter says which slices of which checkpoint tensors it is made of (`layers.linear.Part`; a parameter that says nothing is the tensor of its own
+name). Files are memory-mapped and each slice is copied once, from the mapping straight into its place, so a rank reads only its share.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from configs.hf_config import ModelSpec
+from worker.layers.linear import Linear, Part
+from worker.models.decoder import CausalLM
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints carry these tables
+_FLOATS = ("F32", "BF16", "F16", "F64")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One slice to be copied: `target` is a view into a parameter."""
+
+    part: Part
+    target: torch.Tensor
+
+
+def load_weights(model: CausalLM, spec: ModelSpec, folder: str, load_format: str = "auto", seed: int = 0, progress: Callable[[float], None] | None = None) -> None:
+    """Fill all parameters of `model`, then let the linear layers' methods finalize.
+
+    `auto` is safetensors; `dummy` needs no files and fills in random numbers that depend on `seed` and the tensor's name only, so that ranks agree.
+    `progress` is called with the fraction of bytes done, at most about a hundred times.
+
+    Raises:
+        ValueError: unknown format, no safetensors in `folder`, or tensors that are missing, superfluous, or of the wrong shape or type, by name.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format {load_format!r} is unknown; known: {', '.join(LOAD_FORMATS)}")
+    placements = list(_placements(model))
+    with torch.inference_mode(), ExitStack() as stack:
+        if load_format == "dummy":
+            fill = DummyWeights(seed).fill
+        else:
+            checkpoint = stack.enter_context(Checkpoint(folder))
+            checkpoint.check(placements, model, spec)
+            placements.sort(key=lambda p: checkpoint.position[p.part.name])
+            fill = checkpoint.fill
+        _fill_all(placements, fill, progress)
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.method.finalize(module)
+
+
+def _placements(model: torch.nn.Module) -> Iterable[Placement]:
+    for name, parameter in model.named_parameters():  # a shared parameter comes once
+        for part in getattr(parameter, "parts", None) or [Part(name, tuple(parameter.shape))]:
+            yield Placement(part, parameter.data.narrow(*part.target) if part.target else parameter.data)
+
+
+def _fill_all(placements: list[Placement], fill: Callable[[Placement], None], progress: Callable[[float], None] | None) -> None:
+    total = sum(p.target.nbytes for p in placements)
+    done, reported = 0, 0.0
+    for placement in placements:
+        fill(placement)
+        done += placement.target.nbytes
+        if progress and (done - reported * total >= total / 100 or done == total):
+            reported = done / total
+            progress(reported)
+
+
+class Checkpoint:
+    """The safetensors files of a folder: those of model.safetensors.index.json, or model.safetensors. A context manager, open while it is used."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self._stack = ExitStack()
+        self._file_of: dict[str, safe_open] = {}  # tensor name -> open file
+        self.position: dict[str, int] = {}  # tensor name -> rank in the order of the files
+
+    def __enter__(self) -> Checkpoint:
+        for path in _weight_files(Path(self.folder)):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                self._stack.close()
+                raise ValueError(f"cannot read the weights in {path}: {error}") from error
+            for name in file.offset_keys():
+                self._file_of[name] = file
+                self.position[name] = len(self.position)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file_of.clear()
+        self._stack.close()
+
+    def check(self, placements: list[Placement], model: CausalLM, spec: ModelSpec) -> None:
+        """Raise ValueError naming every tensor that is missing, superfluous, or of an unexpected shape or type."""
+        parts = {p.part.name: p.part for p in placements}
+        missing = [name for name in parts if name not in self._file_of]
+        superfluous = [name for name in self._file_of if name not in parts and not _IGNORED.search(name) and not model.has_elsewhere(name)]
+        if spec.tie_word_embeddings:
+            superfluous = [name for name in superfluous if name != "lm_head.weight"]  # a copy of the embedding
+        misshapen = []
+        for name in parts.keys() & self._file_of.keys():
+            found = self._file_of[name].get_slice(name)
+            if tuple(found.get_shape()) != parts[name].shape:
+                misshapen.append(f"{name} is {list(found.get_shape())}, expected {list(parts[name].shape)}")
+            elif found.get_dtype() not in _FLOATS:
+                misshapen.append(f"{name} is of type {found.get_dtype()}, expected one of {', '.join(_FLOATS)}")
+        problems = [f"{what}: {_some(names)}" for what, names in (("missing", missing), ("superfluous", superfluous), ("wrong shape or type", misshapen)) if names]
+        if problems:
+            raise ValueError(f"the weights in {self.folder} do not fit {spec.architecture}; {'; '.join(problems)}")
+
+    def fill(self, placement: Placement) -> None:
+        """Copy one slice."""
+        tensor = self._file_of[placement.part.name].get_tensor(placement.part.name)  # a view of the mapping: nothing is read yet
+        placement.target.copy_(tensor.narrow(*placement.part.source) if placement.part.source else tensor)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise ValueError(f"cannot read {index}: it should be a JSON object with a weight_map") from error
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    others = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+    raise ValueError(f"no model.safetensors or model.safetensors.index.json in {folder}" + (f" (found {_some(others)}, which is not supported)" if others else ""))
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    names = sorted(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+class DummyWeights:
+    """Random weights, fast: entry i of a checkpoint tensor is entry `offset(name) + i` of one fixed block of noise, repeated without end.
+
+    The block's length is prime, so that the rows of a matrix start at different places in it.
+    """
+
+    BLOCK = 1_000_003
+    STD = 0.02
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self._noise = torch.randn(self.BLOCK, generator=torch.Generator().manual_seed(seed))
+        self._blocks: dict[tuple[bool, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def fill(self, placement: Placement) -> None:
+        """Matrices and biases are Gaussian around 0, norm weights around 1."""
+        part, target = placement.part, placement.target
+        dim, start, length = part.source or (0, 0, part.shape[0])
+        is_norm = len(part.shape) == 1 and not part.name.endswith("bias")
+        block = self._block(is_norm, target.dtype, target.device)
+        offset = zlib.crc32(part.name.encode(), self.seed)
+        if dim == 0 and target.is_contiguous():
+            _repeat(block, offset + start * (part.shape[1] if len(part.shape) > 1 else 1), target.view(-1))
+        else:
+            whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
+            _repeat(block, offset, whole.view(-1))
+            target.copy_(whole.narrow(dim, start, length))
+
+    def _block(self, is_norm: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        key = is_norm, dtype, device
+        if key not in self._blocks:
+            self._blocks[key] = (self._noise * self.STD + (1.0 if is_norm else 0.0)).to(device, dtype)
+        return self._blocks[key]
+
+
+def _repeat(block: torch.Tensor, offset: int, out: torch.Tensor) -> None:
+    """`out[i] = block[(offset + i) % len(block)]`, in long copies."""
+    done = 0
+    while done < len(out):
+        start = (offset + done) % len(block)
+        length = min(len(block) - start, len(out) - done)
+        out[done:done + length] = block[start:start + length]
+        done += length

@@ -1,0 +1,136 @@
+"""The decoder that all our language models share. A model is a subclass of `CausalLM` whose class attributes name the parts that differ.
+
+Shapes: T tokens of all requests of the step side by side, H = hidden size, D = head size. Module names are those of the checkpoints, so a parameter's path
+is its tensor's name.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from configs.hf_config import ModelSpec
+from worker.attention.base import AttentionMetadata
+from worker.layers.activation import silu_and_mul
+from worker.layers.attention import Attention
+from worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from worker.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from worker.layers.norm import RMSNorm
+from worker.layers.rotary import RotaryEmbedding, apply_rotary
+from worker.parallel import Group, pp
+
+
+class SelfAttention(nn.Module):
+    """x `[T, H]` -> `[T, H]`."""
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str):
+        super().__init__()
+        heads, dim = spec.num_attention_heads, spec.head_dim
+        self.qkv_proj = QKVParallelLinear(spec.hidden_size, dim, heads, spec.num_key_value_heads, spec.attention_bias, prefix)
+        self.o_proj = RowParallelLinear(heads * dim, spec.hidden_size, spec.attention_out_bias, f"{prefix}.o_proj", "num_attention_heads * head_dim")
+        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, dim, layer, spec.layer_window(layer))
+        self.split_heads = [self.attn.num_heads, self.attn.num_kv_heads, self.attn.num_kv_heads]
+
+    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x).view(x.shape[0], -1, self.attn.head_dim).split(self.split_heads, 1)
+        q, k = self.place(q, k, cos_sin)
+        return self.o_proj(self.attn(q, k, v, attn))
+
+    def place(self, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give q and k `[T, heads, D]` their positions."""
+        return apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
+
+
+class MLP(nn.Module):
+    """x `[T, H]` -> `[T, H]`, gated."""
+
+    def __init__(self, spec: ModelSpec, prefix: str):
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(spec.hidden_size, spec.intermediate_size, ("gate_proj", "up_proj"), spec.mlp_bias, prefix, "intermediate_size")
+        self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, f"{prefix}.down_proj", "intermediate_size")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and around a residual. The sum with the residual is left to the next norm, which does both at once."""
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, attention_cls: type[SelfAttention], mlp_cls: type[MLP]):
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = attention_cls(spec, layer, f"{prefix}.self_attn")
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = mlp_cls(spec, f"{prefix}.mlp")
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, attn: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, cos_sin, attn)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """The layers of this pipeline stage. The first stage has the embedding, the last one the final norm."""
+
+    def __init__(self, spec: ModelSpec, attention_cls: type[SelfAttention], mlp_cls: type[MLP], max_model_len: int):
+        super().__init__()
+        stage = pp()
+        self.first, self.last = stage.rank == 0, stage.rank == stage.size - 1
+        if self.first:
+            self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "model.embed_tokens")
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, i, f"model.layers.{i}", attention_cls, mlp_cls) for i in stage_layers(spec.num_hidden_layers, stage)})
+        if self.last:
+            self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        x, residual = self.embed_tokens(input_ids) if self.first else hidden, None
+        cos_sin = self.rotary_emb(positions)
+        for layer in self.layers.values():
+            x, residual = layer(x, residual, cos_sin, attn)
+        return self.norm.add(x, residual)[0] if self.last else x + residual
+
+
+class CausalLM(nn.Module):
+    """A language model: `model(input_ids, positions, attn)` then `model.logits(hidden)` where they are wanted."""
+
+    attention_cls: type[SelfAttention] = SelfAttention
+    mlp_cls: type[MLP] = MLP
+
+    def __init__(self, spec: ModelSpec, max_model_len: int):
+        super().__init__()
+        self.spec, self.max_model_len = spec, max_model_len
+        self.model = Decoder(spec, self.attention_cls, self.mlp_cls, max_model_len)
+        if self.model.last:
+            name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
+            tied_to = self.model.embed_tokens if spec.tie_word_embeddings and self.model.first else None
+            self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """input_ids and positions `[T]` -> `[T, H]`. A pipeline stage but the first takes the previous one's result as `hidden`."""
+        return self.model(input_ids, positions, attn, hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden `[S, H]`, of the positions to sample -> `[S, vocab_size]` float32. On the last pipeline stage."""
+        return self.lm_head(hidden)
+
+    def has_elsewhere(self, name: str) -> bool:
+        """Whether another pipeline stage holds the checkpoint tensor `name`."""
+        if match := re.match(r"model\.layers\.(\d+)\.", name):
+            return match[1] not in self.model.layers and int(match[1]) < self.spec.num_hidden_layers
+        return (name == "model.embed_tokens.weight" and not self.model.first) or (name in ("model.norm.weight", "lm_head.weight") and not self.model.last)
+
+
+def stage_layers(num_layers: int, stage: Group) -> range:
+    """The layers of a pipeline stage: 7 layers over 3 stages are 3, 2, 2. Raises ValueError if there are more stages than layers."""
+    if stage.size > num_layers:
+        raise ValueError(f"pipeline_parallel_size {stage.size} is more than the model's num_hidden_layers {num_layers}")
+    each, more = divmod(num_layers, stage.size)
+    start = stage.rank * each + min(stage.rank, more)
+    return range(start, start + each + (stage.rank < more))

@@ -1,0 +1,9 @@
+"""Mistral: Llama with a sliding window in every layer, which the spec's `layer_types` says."""
+
+from __future__ import annotations
+
+from worker.models.decoder import CausalLM
+
+
+class Mistral(CausalLM):
+    pass

@@ -1,0 +1,114 @@
+"""Process groups. A layer asks for `tp()` when it is built and keeps that group, so that layers build in a bare Python prompt: the default is one rank.
+
+Ranks are numbered `pp_rank * tp_size + tp_rank`, so that the ranks of one tensor-parallel group are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+class Group:
+    """`size` ranks that communicate; this one needs no communication, and is the base of those that do."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, of the same shape. May reuse x."""
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The ranks' tensors, all of the same shape, joined along `dim` in rank order."""
+        return x
+
+    def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Rank `src`'s tensor, written into x on the others."""
+        return x
+
+
+class ProcessGroup(Group):
+    """A group of processes over torch.distributed. `ranks` are global, in group order."""
+
+    def __init__(self, ranks: list[int], backend: str):
+        self.ranks, self.size = ranks, len(ranks)
+        self.rank = ranks.index(dist.get_rank())
+        self._group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        gathered = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(gathered.view(self.size * x.shape[0], *x.shape[1:]), x.contiguous(), group=self._group)
+        return torch.cat(gathered.unbind(0), dim)
+
+    def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
+        dist.broadcast(x, src=self.ranks[src], group=self._group)
+        return x
+
+
+_tp: Group = Group()
+_pp: Group = Group()
+
+
+def tp() -> Group:
+    """The ranks that share every layer with this one."""
+    return _tp
+
+
+def pp() -> Group:
+    """The pipeline's stages, as seen from this rank."""
+    return _pp
+
+
+def init_distributed(rank: int, world_size: int, init_method: str, *, tp_size: int, pp_size: int = 1, backend: str = "gloo") -> None:
+    """Join `world_size` processes (e.g. `init_method="tcp://127.0.0.1:PORT"` or `"file:///PATH"`) and make their groups the ambient ones.
+
+    Raises:
+        ValueError: the sizes do not multiply to `world_size`.
+    """
+    global _tp, _pp
+    if tp_size * pp_size != world_size:
+        raise ValueError(f"tensor_parallel_size {tp_size} x pipeline_parallel_size {pp_size} is not the number of processes, {world_size}")
+    if world_size == 1:
+        return
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+    pp_rank, tp_rank = divmod(rank, tp_size)
+    if tp_size > 1:
+        _tp = ProcessGroup([pp_rank * tp_size + r for r in range(tp_size)], backend)
+    if pp_size > 1:
+        _pp = ProcessGroup([r * tp_size + tp_rank for r in range(pp_size)], backend)
+
+
+def shutdown_distributed() -> None:
+    """Leave the groups. Safe to call when there are none."""
+    global _tp, _pp
+    _tp, _pp = Group(), Group()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def use_groups(tp: Group | None = None, pp: Group | None = None) -> Iterator[None]:
+    """Build layers for other groups than the ambient ones: how tests play several ranks in one process."""
+    global _tp, _pp
+    saved = _tp, _pp
+    _tp, _pp = tp or _tp, pp or _pp
+    try:
+        yield
+    finally:
+        _tp, _pp = saved
+
+
+def split_size(name: str, size: int, group: Group) -> int:
+    """A rank's share of `size`. Raises ValueError naming the size and the tensor-parallel sizes that would do."""
+    if size % group.size:
+        fitting = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
+        raise ValueError(f"{name} {size} cannot be split over tensor_parallel_size {group.size}; sizes that divide it: {', '.join(fitting)}")
+    return size // group.size
