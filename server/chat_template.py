@@ -1,0 +1,206 @@
+"""Chat messages -> prompt text, through the model's Jinja template, character for character as transformers renders it.
+
+The environment that templates on the Hub are written for: an immutable sandbox with `trim_blocks` and `lstrip_blocks`, `break`/`continue`,
+`{% generation %}` blocks, a `tojson` that keeps HTML characters, `raise_exception`, `strftime_now`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own: a template that looks at the text behaves the same under both
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names for the same thing; templates read the first
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training masks. To render it is to render its body, in a scope of its own."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(line)
+
+    def _render_body(self, caller):
+        return caller()
+
+
+class _PlainDict:
+    """`dict(...)` and `dict.fromkeys(...)`, without the class behind them."""
+
+    def __call__(self, *args, **kwargs):
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args, **kwargs):
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace(...)` that refuses names with a leading underscore, the way out of the sandbox."""
+
+    def __init__(*args, **kwargs):  # no named self: `namespace(self=...)` is legal
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name, value):
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace attribute must not start with an underscore: {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+@lru_cache(maxsize=32)
+def compile_template(source: str) -> ChatTemplate:
+    """The template of this text, compiled once per process. Raises ValueError with line and reason if it is not valid Jinja."""
+    return ChatTemplate(source)
+
+
+class ChatTemplate:
+    """One compiled template. Rendering is thread-safe."""
+
+    def __init__(self, source: str):
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_PlainDict(), namespace=_Namespace)
+        self.source = source
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not valid: {error.message} (line {error.lineno})") from error
+        self.accepts_text, self.accepts_parts = self._probe_content()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: list[dict] | None = None, documents: list[dict] | None = None,
+               add_generation_prompt: bool = True, continue_final_message: bool = False, variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt for `messages` (plain JSON data). `variables` are further template variables, special tokens among them.
+
+        Raises ValueError for whatever the template refuses, and for what `continue_final_message` cannot continue.
+        """
+        if not messages:
+            raise ValueError("messages must not be empty")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt cannot both be set")
+        messages = [_alias_reasoning(self._fit_content({k: v for k, v in m.items() if v is not None})) for m in messages]
+        final = None
+        if continue_final_message:
+            messages, final = self._tag_final(messages)
+        variables = {**(variables or {})}
+        for name in ("messages", "tools", "documents", "add_generation_prompt"):
+            if name in variables:
+                raise ValueError(f"{name} cannot be a template variable: it has a field of its own")
+        text = self._run(messages=messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt, **variables)
+        return text if final is None else _cut_at_tag(text, final)
+
+    def _run(self, **variables: Any) -> str:
+        try:
+            return self._template.render(**variables)
+        except jinja2.UndefinedError as error:
+            raise ValueError(f"the chat template needs a value that is missing: {error}") from error
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        except Exception as error:  # a template is a program: whatever it trips over, its input is to blame
+            raise ValueError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from error
+
+    def _probe_content(self) -> tuple[bool, bool]:
+        """Does the template print content given as text, and content given as a list of parts?
+
+        A template for plain text prints a list's Python notation or fails on it; one for lists iterates over the characters of a text and prints
+        none of it. So both are tried, on the shortest conversation. If that cannot be rendered at all, plain text is assumed.
+        """
+        def prints(content: Any) -> bool:
+            try:
+                text = self._run(messages=[{"role": "user", "content": content}], tools=None, documents=None, add_generation_prompt=True,
+                                 bos_token="", eos_token="")
+            except ValueError:
+                return False
+            return "qzprobe" in text and "'text'" not in text and '"text"' not in text
+
+        parts = prints([{"type": "text", "text": "qzprobe"}])
+        return prints("qzprobe") or not parts, parts
+
+    @property
+    def content_format(self) -> str:
+        """vLLM's name for it: "openai" if the template takes lists of parts, "string" if it takes text only."""
+        return "openai" if self.accepts_parts else "string"
+
+    def _fit_content(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Give the content the form the template takes; parts become text by joining them with newlines, as vLLM does."""
+        content = message.get("content")
+        if isinstance(content, str):
+            if not self.accepts_text:
+                message["content"] = [{"type": "text", "text": content}]
+        elif isinstance(content, (list, tuple)):
+            texts = [_part_text(part) for part in content]
+            message["content"] = [{"type": "text", "text": t} for t in texts] if self.accepts_parts else "\n".join(texts)
+        return message
+
+    def _tag_final(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+        """The messages with a marker behind the last one's text, and that text."""
+        last = copy.deepcopy(messages[-1])
+        content = last.get("content")
+        if content is None:
+            raise ValueError("continue_final_message is set, but the last message has no content to continue")
+        if "content" not in self.source:
+            raise ValueError("continue_final_message is set, but the chat template does not print the messages' content")
+        if isinstance(content, str):
+            last["content"] = content + _CONTINUE_TAG
+            return [*messages[:-1], last], content
+        if not content:
+            raise ValueError("continue_final_message is set, but the last message has no text to continue")
+        part = content[-1]
+        final, part["text"] = part["text"], part["text"] + _CONTINUE_TAG
+        return [*messages[:-1], last], final
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise ValueError(f"message content of type {kind!r} is not supported: only text parts are")
+
+
+def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _cut_at_tag(text: str, final: str) -> str:
+    """`text` up to the marker. Where the template stripped the marker's space, the message's own trailing space went with it."""
+    tag = _CONTINUE_TAG.strip()
+    if final.strip() not in text or tag not in text:
+        raise ValueError("continue_final_message is set, but the chat template does not print the last message as it is")
+    position = text.rindex(tag)
+    before = text[:position]
+    return before if text.startswith(_CONTINUE_TAG, position) else before.rstrip()

@@ -1,0 +1,356 @@
+"""Token ids -> text as they arrive: what `tokenizers` decodes all at once, in constant time per token.
+
+A tokenizer's decoder is a small pipeline over token strings ("▁the" -> " the", "<0xE4>" -> a byte, ...). Nearly every model has one of two shapes:
+bytes (each token is bytes, text is their UTF-8), or pieces (each token is text by itself, save for runs of byte tokens and the very first piece).
+`decoding_of` reads the pipeline and returns the matching class; another pipeline gets `WindowDecoding`, which decodes a few tokens of context
+again each time, as vLLM and TGI do for all.
+
+The pushes of a stream and its `finish` add up to exactly the full decode of prompt and output, less the text of the prompt.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>\Z")
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: character -> byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class ByteDecoding:
+    """Tokens are byte strings (byte-level BPE)."""
+
+    def __init__(self, token_of: Callable[[int], str | None]):
+        self._token_of = token_of
+        self._alphabet = byte_alphabet()
+        self._bytes: dict[int, bytes] = {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._compute(token_id)
+        return data
+
+    def _compute(self, token_id: int) -> bytes:
+        token = self._token_of(token_id)
+        if token is None:  # an id of the padded part of the vocabulary: it has no text
+            return b""
+        try:
+            return bytes(self._alphabet[c] for c in token)
+        except KeyError:  # an added token, written as itself
+            return token.encode()
+
+    def stream(self, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]) -> ByteStream:
+        """`raw_repeats` is for pieces; bytes have no spaces between added tokens."""
+        return ByteStream(self, prompt_ids, skip)
+
+
+class ByteStream:
+    """`held`: the text of a token pushed so far is not complete yet."""
+
+    def __init__(self, decoding: ByteDecoding, prompt_ids: Sequence[int], skip: frozenset[int]):
+        self._decoding = decoding
+        self._table = decoding._bytes
+        self._skip = skip
+        self._decoder = _utf8("replace")
+        self.held = False
+        self._decoder.decode(self._last_bytes(prompt_ids))  # an unfinished character of the prompt is finished by the output
+
+    def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:
+        """At least the last 4 bytes of the prompt, if it has them: an unfinished character has at most 3."""
+        data = b""
+        for token_id in reversed(prompt_ids):
+            if len(data) >= 4:
+                break
+            if token_id not in self._skip:
+                data = self._decoding.token_bytes(token_id) + data
+        return data
+
+    def push(self, ids: Iterable[int]) -> str:
+        table, skip, compute = self._table, self._skip, self._decoding.token_bytes
+        data = b"".join([table[i] if i in table else compute(i) for i in ids if i not in skip])
+        if not data:
+            return ""
+        text = self._decoder.decode(data)
+        self.held = data[-1] > 127 and bool(self._decoder.getstate()[0])
+        return text
+
+    def finish(self) -> str:
+        self.held = False
+        return self._decoder.decode(b"", True)
+
+
+class PieceDecoding:
+    """Tokens are text by themselves. `steps` turn a token string into it, knowing whether it is the first; byte tokens are gathered where
+    `byte_fallback`; `strip` is how many characters `strip_char` are dropped at the very start."""
+
+    def __init__(self, token_of: Callable[[int], str | None], steps: list[Callable[[str, bool], str]], byte_fallback: bool = False,
+                 strip: int = 0, strip_char: str = " "):
+        self.token_of = token_of
+        self.strip, self.strip_char = strip, strip_char
+        self._steps = steps
+        self._byte_fallback = byte_fallback
+        self._pieces: dict[int, str | bytes | None] = {}
+
+    def piece(self, token_id: int, first: bool = False) -> str | bytes | None:
+        """The text of a token, bytes if it is one byte of a run, None if the id has no token."""
+        if first:
+            return self._compute(token_id, True)
+        if token_id not in self._pieces:
+            self._pieces[token_id] = self._compute(token_id, False)
+        return self._pieces[token_id]
+
+    def _compute(self, token_id: int, first: bool) -> str | bytes | None:
+        token = self.token_of(token_id)
+        if token is None:
+            return None
+        for step in self._steps:
+            token = step(token, first)
+        if self._byte_fallback and (match := _BYTE_TOKEN.match(token)):
+            return bytes([int(match[1], 16)])
+        return token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self.piece(token_id)
+        return piece.encode() if isinstance(piece, str) else piece or b""
+
+    def stream(self, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]) -> PieceStream:
+        """`raw_repeats`: added tokens that, behind another one, are written without the space that separates words."""
+        return PieceStream(self, prompt_ids, skip, raw_repeats)
+
+
+class PieceStream:
+    """A run of byte tokens is held until it ends: `tokenizers` turns a whole run into U+FFFD if any of it is not UTF-8."""
+
+    def __init__(self, decoding: PieceDecoding, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]):
+        self._decoding = decoding
+        self._skip = skip
+        self._raw_repeats = raw_repeats
+        self._first = True
+        self._after_added = False
+        self._strip = decoding.strip
+        self._run = b""
+        self._run_of_prompt = 0  # leading bytes of the run that belong to the prompt
+        self._pass_prompt(prompt_ids)
+
+    @property
+    def held(self) -> bool:
+        return bool(self._run)
+
+    def _pass_prompt(self, prompt_ids: Sequence[int]) -> None:
+        for token_id in prompt_ids:
+            if not self._first and not self._strip:
+                break
+            self.push((token_id,))
+        visible = [i for i in prompt_ids[-1:] if i not in self._skip]
+        self._after_added = bool(visible) and visible[0] in self._raw_repeats
+        self._run = self._unfinished_character(prompt_ids)
+        self._run_of_prompt = len(self._run)
+
+    def _unfinished_character(self, prompt_ids: Sequence[int]) -> bytes:
+        """The bytes of the prompt's last character, if they are not all of it."""
+        run = b""
+        for token_id in reversed(prompt_ids):
+            piece = b"" if token_id in self._skip else self._decoding.piece(token_id)
+            if isinstance(piece, str):
+                break
+            run = (piece or b"") + run
+        decoder = _utf8("strict")
+        try:
+            decoder.decode(run)
+        except UnicodeDecodeError:
+            return b""
+        return decoder.getstate()[0]
+
+    def push(self, ids: Iterable[int]) -> str:
+        texts: list[str] = []
+        for token_id in ids:
+            if token_id in self._skip:
+                continue
+            piece = self._decoding.piece(token_id, self._first)
+            if piece is None:
+                continue
+            self._first = False
+            if self._raw_repeats:
+                added = token_id in self._raw_repeats
+                if added and self._after_added:
+                    piece = self._decoding.token_of(token_id)
+                self._after_added = added
+            if isinstance(piece, bytes):
+                self._run += piece
+                continue
+            if self._run:
+                texts.append(self._end_run())
+            texts.append(piece)
+        return self._strip_start("".join(texts))
+
+    def _end_run(self) -> str:
+        run, own, self._run, self._run_of_prompt = self._run, len(self._run) - self._run_of_prompt, b"", 0
+        if not own:  # the prompt's last character stays unfinished
+            return ""
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * own
+
+    def _strip_start(self, text: str) -> str:
+        while self._strip and text:
+            if text[0] != self._decoding.strip_char:
+                self._strip = 0
+                break
+            text = text[1:]
+            self._strip -= 1
+        return text
+
+    def finish(self) -> str:
+        return self._strip_start(self._end_run()) if self._run else ""
+
+
+class WindowDecoding:
+    """Any tokenizer with a `decode(ids, skip)`: the text of a token is what it adds to the text of a few tokens before it.
+
+    Exact where a token's text depends on no more than the tokens in the window; a window of `longest` tokens that still ends in U+FFFD is let go.
+    """
+
+    context, longest = 5, 16
+
+    def __init__(self, decode: Callable[[Sequence[int], bool], str], token_of: Callable[[int], str | None]):
+        self.decode = decode
+        self._token_of = token_of
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return (self._token_of(token_id) or "").encode()
+
+    def stream(self, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]) -> WindowStream:
+        return WindowStream(self, prompt_ids, skip)
+
+
+class WindowStream:
+    def __init__(self, decoding: WindowDecoding, prompt_ids: Sequence[int], skip: frozenset[int]):
+        self._decoding = decoding
+        self._skip = bool(skip)
+        self._ids = list(prompt_ids[-decoding.context:])
+        self._num_read = len(self._ids)
+        self._prefix = decoding.decode(self._ids, self._skip)
+        self.held = False
+
+    def push(self, ids: Iterable[int]) -> str:
+        return "".join([self._push_one(token_id) for token_id in ids])
+
+    def _push_one(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._decoding.decode(self._ids, self._skip)
+        self.held = text.endswith("\ufffd") and len(self._ids) - self._num_read < self._decoding.longest
+        if self.held:
+            return ""
+        return self._read(text)
+
+    def _read(self, text: str) -> str:
+        new = text[len(self._prefix):]
+        self._ids = self._ids[-self._decoding.context:]
+        self._num_read = len(self._ids)
+        self._prefix = self._decoding.decode(self._ids, self._skip)
+        return new
+
+    def finish(self) -> str:
+        self.held = False
+        return self._read(self._decoding.decode(self._ids, self._skip)) if len(self._ids) > self._num_read else ""
+
+
+_CLEAN_UP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+
+
+def clean_up_spaces(text: str) -> str:
+    """transformers' `clean_up_tokenization_spaces`."""
+    for old, new in _CLEAN_UP:
+        text = text.replace(old, new)
+    return text
+
+
+class CleanUpStream:
+    """A stream whose text is cleaned up. Held is what may still be part of a replacement: from a space on, unless a letter in between rules it out."""
+
+    # Nothing is replaced across: (1) a character that occurs in no pattern; (2) the place before a space that follows neither ' nor a space.
+    _closed = re.compile(r"(?s).*(?:[^ '.?!,ntmsvre]|[^ '](?= ))")
+
+    def __init__(self, stream):
+        self._stream = stream
+        self._tail = ""
+
+    @property
+    def held(self) -> bool:
+        return self._stream.held or bool(self._tail)
+
+    def push(self, ids: Iterable[int]) -> str:
+        text = self._tail + self._stream.push(ids)
+        closed = self._closed.match(text)
+        start = closed.end() if closed else 0
+        space = text.find(" ", start)
+        end = len(text) if space < 0 else space
+        self._tail = text[end:]
+        return clean_up_spaces(text[:end])
+
+    def finish(self) -> str:
+        text, self._tail = self._tail + self._stream.finish(), ""
+        return clean_up_spaces(text)
+
+
+def decoding_of(backend: tokenizers.Tokenizer) -> ByteDecoding | PieceDecoding | WindowDecoding:
+    """How this tokenizer's tokens become text."""
+    pipeline = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None
+    if pipeline is None:
+        return PieceDecoding(backend.id_to_token, [lambda token, first: token if first else " " + token])
+    stages = pipeline["decoders"] if pipeline["type"] == "Sequence" else [pipeline]
+    if [stage["type"] for stage in stages] == ["ByteLevel"]:
+        return ByteDecoding(backend.id_to_token)
+    steps = []
+    while stages and (step := _piece_step(stages[0])):
+        steps.append(step)
+        stages = stages[1:]
+    # What may follow the steps on single tokens, in this order: bytes joined to text, all joined, characters stripped from the start.
+    byte_fallback = bool(stages) and stages[0]["type"] == "ByteFallback"
+    stages = stages[byte_fallback:]
+    fuse = bool(stages) and stages[0]["type"] == "Fuse"
+    stages = stages[fuse:]
+    strip, strip_char = 0, " "
+    if fuse and stages and stages[0]["type"] == "Strip" and stages[0]["stop"] == 0:
+        strip, strip_char = stages[0]["start"], stages[0]["content"]
+        stages = stages[1:]
+    if stages:
+        return WindowDecoding(lambda ids, skip: backend.decode(ids, skip_special_tokens=skip), backend.id_to_token)
+    return PieceDecoding(backend.id_to_token, steps, byte_fallback, strip, strip_char)
+
+
+def _piece_step(stage: dict) -> Callable[[str, bool], str] | None:
+    """A stage that works on each token by itself, or None."""
+    match stage:
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return lambda token, first: token.replace(old, new)
+        case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}:
+            return lambda token, first: token.replace(mark, "" if first and scheme != "never" else " ")
+        case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup}:
+            return lambda token, first: _word_piece(token, first, prefix, cleanup)
+    return None
+
+
+def _word_piece(token: str, first: bool, prefix: str, cleanup: bool) -> str:
+    if not first:
+        token = token[len(prefix):] if token.startswith(prefix) else " " + token
+    if cleanup:
+        for old, new in _CLEAN_UP[:7]:
+            token = token.replace(old, new)
+        token = token.replace(" do not", " don't")
+        for old, new in _CLEAN_UP[7:]:
+            token = token.replace(old, new)
+    return token
