@@ -1,0 +1,72 @@
+"""An attention backend written for clarity, as the reference of the tests: gathers each request's keys and attends densely under a causal mask."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from worker.layers.attention import Attention
+
+BLOCK_SIZE = 16
+
+
+class DenseAttention(AttentionBackend):
+    name = "dense"
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    def build(self, meta: AttentionMetadata) -> None:
+        pass
+
+    def write_kv(self, k, v, k_cache, v_cache, slot_mapping) -> None:
+        k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = k
+        v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = v
+
+    def forward(self, q, k_cache, v_cache, meta, scale, sliding_window=None, soft_cap=None):
+        out = torch.empty_like(q)
+        groups = q.shape[1] // k_cache.shape[2]
+        for i, (start, end) in enumerate(zip(meta.query_start_loc.tolist(), meta.query_start_loc[1:].tolist())):
+            length = int(meta.seq_lens[i])
+            k, v = (cache[meta.block_table[i].long()].flatten(0, 1)[:length].repeat_interleave(groups, 1) for cache in (k_cache, v_cache))
+            scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k.float()) * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            position = torch.arange(length - (end - start), length)[:, None]
+            key = torch.arange(length)[None]
+            visible = (key <= position) & (key > position - (sliding_window or length + 1))
+            out[start:end] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v.float())
+        return out
+
+
+class PagedRunner:
+    """Runs a model over a paged cache, chunk by chunk, with scattered blocks: `step({request: tokens})` -> hidden states per request."""
+
+    def __init__(self, model, num_requests: int, max_len: int, device: str = "cpu"):
+        self.model, self.lengths = model, [0] * num_requests
+        blocks = -(-max_len // BLOCK_SIZE)
+        order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(1)) + 1  # block 0 is the null block
+        self.block_table = order.view(num_requests, blocks)
+        dtype = model.model.norm.weight.dtype
+        for layer in model.modules():
+            if isinstance(layer, Attention):
+                shape = (num_requests * blocks + 1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+                layer.k_cache, layer.v_cache = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+
+    @torch.inference_mode()
+    def step(self, tokens: dict[int, list[int]]) -> dict[int, torch.Tensor]:
+        rows, ids, positions, slots, starts = list(tokens), [], [], [], [0]
+        for row, new in tokens.items():
+            at = torch.arange(self.lengths[row], self.lengths[row] + len(new))
+            ids += new
+            positions.append(at)
+            slots.append(self.block_table[row][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
+            starts.append(len(ids))
+            self.lengths[row] += len(new)
+        lengths = torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32)
+        meta = AttentionMetadata(DenseAttention(), torch.cat(slots), torch.tensor(starts, dtype=torch.int32), lengths, self.block_table[rows].int(),
+                                 max(len(new) for new in tokens.values()), int(lengths.max()))
+        meta.backend.build(meta)
+        hidden = self.model(torch.tensor(ids), torch.cat(positions), meta)
+        return {row: hidden[starts[i]:starts[i + 1]] for i, row in enumerate(rows)}

@@ -1,0 +1,138 @@
+"""Every architecture against transformers: ragged prefill in chunks, then single tokens, over a paged cache with scattered blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from configs.hf_config import ARCHITECTURES, num_parameters, read_model_spec
+from tests.checkpoints import CHECKPOINTS, VOCAB_SIZE, load_reference
+from tests.worker.dense_attention import PagedRunner
+from worker.loader import load_weights
+from worker.models import MODELS, build_model
+from worker.models.decoder import stage_layers
+from worker.parallel import Group, use_groups
+
+CPU = torch.device("cpu")
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
+YARN_EXPLICIT = YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
+YARN_MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}
+CASES = [(name, {}) for name in CHECKPOINTS] + [("qwen2", {"rope_parameters": rope}) for rope in (LINEAR, YARN, YARN_EXPLICIT, YARN_MSCALE)]
+
+
+def load(folder: str, dtype: torch.dtype = torch.float32):
+    spec = read_model_spec(folder)
+    model = build_model(spec, dtype, CPU)
+    load_weights(model, spec, folder)
+    return model
+
+
+def prompts(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(4, 500, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.inference_mode()
+def reference_logits(folder: str, texts: list[list[int]], dtype: str = "float32") -> list[torch.Tensor]:
+    reference = load_reference(folder, dtype)
+    return [reference(torch.tensor([ids])).logits[0].float() for ids in texts]
+
+
+@pytest.mark.parametrize(("name", "overrides"), CASES, ids=lambda value: value if isinstance(value, str) else str(value.get("rope_parameters", {}).get("rope_type", "")))
+def test_logits_equal_transformers(checkpoint, name, overrides):
+    folder = checkpoint(name, **overrides)
+    model, texts = load(folder), prompts([1, 300, 37, 64])
+    expected = reference_logits(folder, texts)
+    runner = PagedRunner(model, len(texts), 512)
+    got: list[list[torch.Tensor]] = [[] for _ in texts]
+    # chunks of uneven sizes, then the last five tokens of every text one at a time, the requests coming and going
+    todo = {row: [ids[:-5][at:at + 70] for at in range(0, max(0, len(ids) - 5), 70)] + [[token] for token in ids[-5:]] for row, ids in enumerate(texts)}
+    while any(todo.values()):
+        for row, hidden in runner.step({row: chunks.pop(0) for row, chunks in todo.items() if chunks}).items():
+            got[row].append(model.logits(hidden))
+    for row, wanted in enumerate(expected):
+        logits = torch.cat(got[row])
+        assert logits.dtype == torch.float32 and logits.shape == (len(texts[row]), VOCAB_SIZE)
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_bfloat16_agrees_where_the_margin_is_clear(checkpoint, name):
+    folder = checkpoint(name, dtype="bfloat16")
+    model, texts = load(folder, torch.bfloat16), prompts([200])
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    (exact,), (rounded,) = reference_logits(folder, texts), reference_logits(folder, texts, "bfloat16")
+    runner = PagedRunner(model, 1, 256)
+    logits = model.logits(runner.step({0: texts[0]})[0])
+    error, reference_error = (logits - exact).abs().mean(), (rounded - exact).abs().mean()
+    assert error < 1.2 * reference_error  # no further from the float32 computation than transformers' own bfloat16
+    best = exact.topk(2).values
+    clear = best[:, 0] - best[:, 1] > 0.5
+    assert clear.sum() > 50
+    assert torch.equal(logits.argmax(-1)[clear], exact.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_num_parameters(checkpoint, name):
+    folder = checkpoint(name)
+    model = load(folder)
+    assert num_parameters(read_model_spec(folder)) == sum(p.numel() for p in model.parameters())
+
+
+def test_registry_and_spec_reader_know_the_same_architectures():
+    assert set(MODELS) == set(ARCHITECTURES)
+
+
+def test_unknown_architecture(checkpoint):
+    from dataclasses import replace
+
+    spec = replace(read_model_spec(checkpoint("qwen3")), architecture="GPT2LMHeadModel")
+    with pytest.raises(ValueError, match="GPT2LMHeadModel.*Supported: LlamaForCausalLM, MistralForCausalLM"):
+        build_model(spec, torch.float32, CPU)
+
+
+def test_build_restores_the_default_dtype(checkpoint):
+    build_model(read_model_spec(checkpoint("qwen3")), torch.bfloat16, CPU)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_rotary_table_is_float32_and_as_long_as_asked(checkpoint):
+    model = build_model(read_model_spec(checkpoint("qwen3")), torch.bfloat16, CPU, max_model_len=100)
+    assert model.model.rotary_emb.cos_sin_cache.shape == (100, 32)
+    assert model.model.rotary_emb.cos_sin_cache.dtype == torch.float32
+
+
+class Stage(Group):
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-tied"])
+def test_pipeline_stages_pass_on_hidden_states(checkpoint, name):
+    folder = checkpoint(name)
+    spec, whole, (text,) = read_model_spec(folder), load(folder), prompts([40])
+    stages = []
+    for rank in range(2):
+        with use_groups(pp=Stage(rank, 2)):
+            stages.append(load(folder))
+
+    class Pipeline(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stages, self.model = torch.nn.ModuleList(stages), stages[1].model
+
+        def forward(self, input_ids, positions, attn):
+            hidden = self.stages[0](input_ids, positions, attn)
+            return self.stages[1](input_ids, positions, attn, hidden)
+
+    assert sorted(int(i) for stage in stages for i in stage.model.layers) == list(range(spec.num_hidden_layers))
+    expected = whole.logits(PagedRunner(whole, 1, 64).step({0: text})[0])
+    got = stages[1].logits(PagedRunner(Pipeline(), 1, 64).step({0: text})[0])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def test_stage_layers():
+    assert [list(stage_layers(7, Stage(rank, 3))) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    with pytest.raises(ValueError, match="pipeline_parallel_size 3.*num_hidden_layers 2"):
+        stage_layers(2, Stage(0, 3))
