@@ -60,9 +60,10 @@ class AttentionBackend(ABC):
     def build(self, meta: AttentionMetadata) -> None:
         """Fill `meta.extra` once per step."""
 
-    @abstractmethod
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store k and v `[T, num_kv_heads, head_dim]` into their slots."""
+        k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, k)
+        v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, v)
 
     @abstractmethod
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
@@ -71,3 +72,23 @@ class AttentionBackend(ABC):
 
         With `sliding_window` w a token at position p sees positions p - w + 1 .. p (Hugging Face's meaning). `soft_cap` c replaces a score s by c * tanh(s / c).
         """
+
+
+def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
+    """Run `backend` on a tiny mixed batch and on a decode batch as `spec` asks. Returns the first line of its error, if any: libraries are built for some
+    head sizes, GPUs and features only, and say so best themselves.
+    """
+    size = spec.block_size or backend.default_block_size
+    device = spec.device
+    cache = torch.zeros(2, 3, size, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
+    for query_lens in ([2, 1], [1, 1]):
+        starts = torch.tensor([0, query_lens[0], sum(query_lens)], dtype=torch.int32, device=device)
+        table = torch.tensor([[1], [2]], dtype=torch.int32, device=device)
+        meta = AttentionMetadata(backend, torch.arange(sum(query_lens), device=device), starts, starts.new_tensor([2, 2]), table, max(query_lens), 2)
+        q = torch.zeros(sum(query_lens), spec.num_heads, spec.head_dim, dtype=spec.dtype, device=device)
+        try:
+            backend.build(meta)
+            backend.forward(q, cache[0], cache[1], meta, 1.0, 1 if spec.uses_sliding_window else None, 1.0 if spec.uses_soft_cap else None)
+        except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return None

@@ -1,0 +1,200 @@
+"""Every attention backend computes what dense float32 attention computes, and says why when it cannot serve."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worker.attention_cases import dense, make_case
+from worker.attention import cpu_paged, flash_attn, varlen
+from worker.attention.base import AttentionMetadata, AttentionSpec
+from worker.attention.registry import BACKENDS, select_backend
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BATCHES = {
+    "prefill": ([1, 7, 33, 64], [0, 0, 0, 0]),
+    "chunked": ([5, 16, 1, 40], [3, 64, 0, 17]),
+    "decode": ([1] * 7, [0, 1, 15, 16, 17, 63, 200]),
+    "mixed": ([1, 9, 1, 1, 30], [40, 0, 3, 129, 55]),
+    "one": ([1], [31]),
+}
+
+
+def _spec(where: torch.device, **changes) -> AttentionSpec:
+    values = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": where}
+    return AttentionSpec(**values | changes)
+
+
+def _available(name: str, spec: AttentionSpec):
+    module_name, _, class_name = BACKENDS[name].partition(":")
+    backend_cls = getattr(importlib.import_module(module_name), class_name)
+    if reason := backend_cls.supports(spec):
+        pytest.skip(f"{name}: {reason}")
+    return backend_cls()
+
+
+@pytest.mark.parametrize("window, soft_cap", [(None, None), (1, None), (24, None), (None, 5.0), (24, 5.0)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith("cpu_")])
+def test_equals_dense_attention(name, batch, block_size, heads, window, soft_cap):
+    backend = _available(name, _spec(CPU, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size, uses_sliding_window=window is not None, uses_soft_cap=soft_cap is not None))
+    case = make_case(backend, *BATCHES[batch], num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size)
+    backend.build(case.meta)
+    out = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.3, window, soft_cap)
+    torch.testing.assert_close(out, dense(case, 0.3, window, soft_cap), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("heads", [(16, 16), (16, 8), (16, 2)])
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ["flash_attn_3", "flash_attn_2", "torch_varlen", "triton_paged", "cpu_paged"])
+def test_equals_dense_attention_on_gpu(name, batch, block_size, heads, window):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    size = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 64, "dtype": torch.bfloat16}
+    backend = _available(name, AttentionSpec(device=CUDA, block_size=block_size, uses_sliding_window=window is not None, **size))
+    case = make_case(backend, *BATCHES[batch], block_size=block_size, device="cuda", **size)
+    backend.build(case.meta)
+    out = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.125, window)
+    torch.testing.assert_close(out.cpu().float(), dense(case, 0.125, window), rtol=2e-2, atol=2e-2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=8), st.sampled_from([None, 7, 64]), st.sampled_from([64, 300, 8192]), st.sampled_from([64, 1 << 23]))
+def test_cpu_paged_cuts_ragged_batches_anywhere(requests, window, decode_tokens, prefill_scores):
+    backend = cpu_paged.CpuPagedAttention()
+    queries, contexts = [q if q > 20 else 1 for q, _ in requests], [c for _, c in requests]
+    case = make_case(backend, queries, contexts, block_size=3)
+    with pytest.MonkeyPatch.context() as patch:  # small bounds, so that every way of cutting a batch occurs
+        patch.setattr(cpu_paged, "_DECODE_TOKENS", decode_tokens)
+        patch.setattr(cpu_paged, "_PREFILL_SCORES", prefill_scores)
+        backend.build(case.meta)
+        for w in (window, None):  # layers with different windows share one step
+            out = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.25, w)
+            torch.testing.assert_close(out, dense(case, 0.25, w), rtol=1e-4, atol=1e-4)
+
+
+def test_cpu_paged_takes_views_of_a_fused_projection():
+    backend = cpu_paged.CpuPagedAttention()
+    case = make_case(backend, [3, 1, 1], [5, 9, 30])
+    fused = torch.cat([case.q.flatten(1), torch.zeros(5, 64)], 1)
+    q = fused[:, :64].view(5, 4, 16)
+    backend.build(case.meta)
+    torch.testing.assert_close(backend.forward(q, case.k_cache, case.v_cache, case.meta, 0.25), dense(case, 0.25), rtol=1e-4, atol=1e-4)
+
+
+def test_write_kv_stores_by_slot():
+    backend = cpu_paged.CpuPagedAttention()
+    k_cache, v_cache = torch.zeros(4, 2, 1, 3), torch.zeros(4, 2, 1, 3)
+    k, v = torch.randn(3, 1, 3), torch.randn(3, 1, 3)
+    backend.write_kv(k, v, k_cache, v_cache, torch.tensor([2, 7, 5]))
+    assert torch.equal(k_cache.view(8, 1, 3)[[2, 7, 5]], k) and torch.equal(v_cache.view(8, 1, 3)[[2, 7, 5]], v)
+    assert k_cache.view(8, 3)[[0, 1, 3, 4, 6]].count_nonzero() == 0
+
+
+# ---- what the CUDA libraries are called with
+
+
+def _meta(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    table = torch.arange(2 * len(seq_lens), dtype=torch.int32).view(-1, 2)
+    return AttentionMetadata(None, torch.zeros(sum(query_lens), dtype=torch.int64), starts, torch.tensor(seq_lens, dtype=torch.int32), table, max(query_lens), max(seq_lens))
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A stand-in for flash-attn that records its calls and answers with the queries."""
+    calls = []
+
+    def record(name):
+        def function(*args, **kwargs):
+            calls.append((name, args, kwargs))
+            return args[0]
+
+        return function
+
+    for module_name in ("flash_attn", "flash_attn_interface"):
+        module = types.ModuleType(module_name)
+        module.flash_attn_with_kvcache, module.flash_attn_varlen_func = record("kvcache"), record("varlen")
+        monkeypatch.setitem(sys.modules, module_name, module)
+    return calls
+
+
+def test_flash_attention_3_call(library):
+    backend, meta, q, cache = flash_attn.FlashAttention3(), _meta([1, 3], [9, 5]), torch.randn(4, 4, 16), torch.zeros(6, 16, 2, 16)
+    backend.build(meta)
+    assert backend.forward(q, cache, cache, meta, 0.5, 24) is q
+    (name, args, kwargs), = library
+    assert name == "kvcache" and args[0] is q and args[1] is cache
+    assert kwargs["cache_seqlens"] is meta.seq_lens and kwargs["page_table"] is meta.block_table and kwargs["cu_seqlens_q"] is meta.query_start_loc
+    assert (kwargs["max_seqlen_q"], kwargs["softmax_scale"], kwargs["causal"], kwargs["window_size"], kwargs["softcap"]) == (3, 0.5, True, (23, 0), 0.0)
+
+
+def test_flash_attention_2_calls(library):
+    backend, q, cache = flash_attn.FlashAttention2(), torch.randn(4, 4, 16), torch.zeros(6, 256, 2, 16)
+    mixed, decode = _meta([1, 3], [9, 5]), _meta([1] * 4, [9, 5, 1, 300])
+    for meta in (mixed, decode):
+        backend.build(meta)
+        assert backend.forward(q, cache, cache, meta, 0.5, soft_cap=30.0).shape == q.shape
+    (name, args, kwargs), (decode_name, decode_args, decode_kwargs) = library
+    assert name == "varlen" and args[3] is mixed.query_start_loc and args[4].tolist() == [0, 9, 14] and args[4].dtype == torch.int32 and args[5:] == (3, 9)
+    assert kwargs["block_table"] is mixed.block_table and kwargs["window_size"] == (-1, -1) and kwargs["softcap"] == 30.0
+    assert decode_name == "kvcache" and decode_args[0].shape == (4, 1, 4, 16) and decode_kwargs["cache_seqlens"] is decode.seq_lens
+
+
+def test_torch_varlen_call(monkeypatch):
+    calls = []
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **kwargs: calls.append((args, kwargs)))
+    backend, meta, q, cache = varlen.TorchVarlenAttention(), _meta([1, 3], [9, 5]), torch.randn(4, 4, 16), torch.zeros(6, 256, 2, 16)
+    backend.build(meta)
+    backend.forward(q, cache, cache, meta, 0.5, 24)
+    (args, kwargs), = calls
+    assert args[3] is meta.query_start_loc and args[4].tolist() == [0, 9, 14] and args[5:] == (3, 9)
+    assert kwargs["seqused_k"] is meta.seq_lens and kwargs["block_table"] is meta.block_table and kwargs["window_size"] == (23, 0) and kwargs["enable_gqa"]
+
+
+def test_old_torch_has_no_block_table(monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: None)
+    assert "takes no block table" in varlen.TorchVarlenAttention.supports(_spec(CUDA, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name, changes, words", [
+    ("flash_attn_3", {"device": CPU}, "needs a GPU"),
+    ("flash_attn_3", {"dtype": torch.float32}, "not float32"),
+    ("flash_attn_2", {"block_size": 16}, "multiple of 256, not 16"),
+    ("torch_varlen", {"uses_soft_cap": True}, "soft-cap"),
+])
+def test_reasons(name, changes, words):
+    module_name, _, class_name = BACKENDS[name].partition(":")
+    assert words in getattr(importlib.import_module(module_name), class_name).supports(_spec(CUDA, **{"dtype": torch.bfloat16} | changes))
+
+
+def test_a_missing_library_is_the_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    assert "flash_attn_interface cannot be imported" in flash_attn.FlashAttention3.supports(_spec(CUDA, dtype=torch.bfloat16))
+
+
+def test_selection_says_why_not_the_others():
+    selection = select_backend(("flash_attn_3", "cpu_paged"), _spec(CPU))
+    assert selection.backend.name == "cpu_paged" and selection.block_size == 16
+    assert selection.rejected == {"flash_attn_3": "needs a GPU"} and "flash_attn_3: needs a GPU" in selection.reason
+    assert select_backend(("cpu_paged",), _spec(CPU, block_size=7)).block_size == 7
+
+
+def test_selection_errors():
+    with pytest.raises(ValueError, match="does not exist: choose one of cpu_paged"):
+        select_backend(("cpu_paged",), _spec(CPU), "magic")
+    with pytest.raises(ValueError, match="--attention-backend cannot be used: flash_attn_2: needs a GPU"):
+        select_backend(("cpu_paged",), _spec(CPU), "flash_attn_2")
+    with pytest.raises(ValueError, match="no attention backend can serve this model here: torch_varlen"):
+        select_backend(("torch_varlen",), _spec(CPU))

@@ -1,0 +1,51 @@
+"""The attention backends by name, and which one serves a model on a device."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+
+from worker.attention.base import AttentionBackend, AttentionSpec
+
+BACKENDS = {
+    "cpu_paged": "worker.attention.cpu_paged:CpuPagedAttention",
+    "flash_attn_3": "worker.attention.flash_attn:FlashAttention3",
+    "flash_attn_2": "worker.attention.flash_attn:FlashAttention2",
+    "torch_varlen": "worker.attention.varlen:TorchVarlenAttention",
+    "triton_paged": "worker.attention.triton_paged:TritonPagedBackend",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The chosen backend, the block size it will run with, and why each one before it does not apply."""
+
+    backend: AttentionBackend
+    block_size: int
+    rejected: dict[str, str]
+
+    @property
+    def reason(self) -> str:
+        """For the log: what was passed over, and why."""
+        if not self.rejected:
+            return "the first choice on this device"
+        return "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())
+
+
+def select_backend(order: tuple[str, ...], spec: AttentionSpec, forced: str | None = None) -> Selection:
+    """The first backend of `order` that supports `spec`, or `forced`. Raises ValueError, with every reason, if none does."""
+    if forced is not None and forced not in BACKENDS:
+        raise ValueError(f"--attention-backend {forced!r} does not exist: choose one of {', '.join(sorted(BACKENDS))}")
+    rejected: dict[str, str] = {}
+    for name in (forced,) if forced else order:
+        module_name, _, class_name = BACKENDS[name].partition(":")
+        backend_cls: type[AttentionBackend] = getattr(importlib.import_module(module_name), class_name)
+        block_size = spec.block_size or backend_cls.default_block_size
+        reason = backend_cls.supports(replace(spec, block_size=block_size))
+        if reason is None:
+            return Selection(backend_cls(), block_size, rejected)
+        rejected[name] = reason
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+    if forced:
+        raise ValueError(f"--attention-backend cannot be used: {reasons}")
+    raise ValueError(f"no attention backend can serve this model here: {reasons}")
