@@ -1,0 +1,60 @@
+# syntax=docker/dockerfile:1
+#
+#   docker build --target cpu  -t quire:cpu  .      PyTorch's CPU build, under a gigabyte
+#   docker build --target cuda -t quire:cuda .      PyTorch's CUDA build, which brings its CUDA libraries; the host brings the driver
+#   docker run -p 127.0.0.1:8000:8000 -v quire-cache:/cache quire:cpu Qwen/Qwen3-0.6B
+#
+# What follows the image's name are arguments of `quire serve`.
+
+ARG PYTHON_VERSION=3.11
+
+# ---- the packages, in a virtual environment that the last stages copy
+
+FROM python:${PYTHON_VERSION}-slim AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/quire
+WORKDIR /src
+COPY constraints.txt ./
+
+FROM build AS build-cpu
+# "2.13.0+cpu" satisfies "==2.13.0" and sorts before it, so this index wins for torch and the other packages come from the usual one.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN /opt/quire/bin/pip install -c constraints.txt --extra-index-url "${TORCH_INDEX}" torch
+COPY . .
+RUN /opt/quire/bin/pip install -c constraints.txt .
+
+FROM build AS build-cuda
+RUN /opt/quire/bin/pip install -c constraints.txt torch
+COPY . .
+RUN /opt/quire/bin/pip install -c constraints.txt .
+
+# ---- what both images have in common: a compiler for kernels that are built on first use, a user, a cache, a probe
+
+FROM python:${PYTHON_VERSION}-slim AS base
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 1000 quire \
+    && install -d -o quire -g quire /cache
+ENV PATH=/opt/quire/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    XDG_CACHE_HOME=/cache \
+    HF_HOME=/cache/huggingface \
+    TRITON_CACHE_DIR=/cache/triton \
+    QUIRE_HOST=0.0.0.0 \
+    QUIRE_PORT=8000
+USER quire
+WORKDIR /home/quire
+VOLUME /cache
+EXPOSE 8000
+# /health is 503 until the model is loaded, and again when the engine is gone.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"QUIRE_PORT\"]}/health', timeout=4)"]
+ENTRYPOINT ["quire", "serve"]
+
+FROM base AS cuda
+COPY --from=build-cuda /opt/quire /opt/quire
+
+# the last stage is the default
+FROM base AS cpu
+COPY --from=build-cpu /opt/quire /opt/quire
