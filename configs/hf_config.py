@@ -142,17 +142,17 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 def _complete_heads(values: dict[str, Any]) -> None:
     """Fill in what follows from other sizes, and check that the sizes fit. Changes `values`."""
-    heads = values["num_attention_heads"]
     if values["num_key_value_heads"] is None:
-        values["num_key_value_heads"] = heads
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+                "max_position_embeddings"):
+        if (not isinstance(values[key], int) or values[key] < 1) and (key, values[key]) != ("head_dim", None):
+            raise ValueError(f"{key} must be a positive integer, not {values[key]!r}")
+    heads = values["num_attention_heads"]
     if values["head_dim"] is None:
         if values["hidden_size"] % heads:
             raise ValueError(f"hidden_size {values['hidden_size']} is not a multiple of num_attention_heads {heads}")
         values["head_dim"] = values["hidden_size"] // heads
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-                "max_position_embeddings"):
-        if not isinstance(values[key], int) or values[key] < 1:
-            raise ValueError(f"{key} must be a positive integer, not {values[key]!r}")
     if heads % values["num_key_value_heads"]:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {values['num_key_value_heads']}")
     if values["head_dim"] % 2:
@@ -219,9 +219,12 @@ def _dtype(raw: dict[str, Any]) -> str:
 def _dtype_of_weights(folder: str) -> str:
     """The dtype of the first weight in the files, as transformers decides when config.json names none; float32 if there are no weights either."""
     for path in sorted(Path(folder).glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
+        try:
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(min(length, path.stat().st_size)))
+        except (OSError, struct.error, ValueError) as error:
+            raise ValueError(f"cannot read the header of {path}: {error}") from error
         for name, entry in header.items():
             if name != "__metadata__" and entry["dtype"] in _SAFETENSORS_DTYPES:
                 return _SAFETENSORS_DTYPES[entry["dtype"]]

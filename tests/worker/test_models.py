@@ -88,7 +88,7 @@ def test_unknown_architecture(checkpoint):
     from dataclasses import replace
 
     spec = replace(read_model_spec(checkpoint("qwen3")), architecture="GPT2LMHeadModel")
-    with pytest.raises(ValueError, match="GPT2LMHeadModel.*Supported: LlamaForCausalLM, MistralForCausalLM"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*Supported: LlamaForCausalLM, MistralForCausalLM"):
         build_model(spec, torch.float32, CPU)
 
 
@@ -134,5 +134,5 @@ def test_pipeline_stages_pass_on_hidden_states(checkpoint, name):
 
 def test_stage_layers():
     assert [list(stage_layers(7, Stage(rank, 3))) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
-    with pytest.raises(ValueError, match="pipeline_parallel_size 3.*num_hidden_layers 2"):
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size 3.*num_hidden_layers 2"):
         stage_layers(2, Stage(0, 3))

@@ -1,0 +1,182 @@
+"""config.json -> ModelSpec, against transformers' own reading of the same files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import transformers
+
+from configs.hf_config import ARCHITECTURES, kv_bytes_per_token, num_parameters, parse_model_spec, read_model_spec
+from tests.checkpoints import CHECKPOINTS
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+         "rms_norm_eps", "tie_word_embeddings", "hidden_act", "model_type")
+
+
+def compare(spec, config) -> None:
+    for key in SIZES:
+        assert getattr(spec, key) == getattr(config, key), key
+    assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    assert spec.sliding_window == (getattr(config, "sliding_window", None) if "sliding_attention" in spec.layer_types else None)
+    assert spec.rope_theta == config.rope_parameters["rope_theta"]
+    assert (spec.rope_scaling or {"rope_type": "default"})["rope_type"] == config.rope_parameters["rope_type"]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_reads_what_transformers_wrote(checkpoint, name):
+    folder = checkpoint(name)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    spec = read_model_spec(folder)
+    compare(spec, config)
+    assert spec.dtype == "float32"
+    if hasattr(config, "layer_types"):
+        assert list(spec.layer_types) == config.layer_types
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_defaults_are_those_of_transformers(architecture):
+    prefix = architecture.removesuffix("ForCausalLM")
+    spec = parse_model_spec({"architectures": [architecture]})
+    compare(spec, getattr(transformers, f"{prefix}Config")())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parameters_of_the_default_models(architecture):
+    import torch
+
+    raw = {"architectures": [architecture], "num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True, "vocab_size": 100}
+    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**raw)
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(config)
+    assert num_parameters(parse_model_spec(raw)) == model.num_parameters()
+
+
+def llama(**changes):
+    return {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, **changes}
+
+
+def qwen(**changes):
+    return {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, **changes}
+
+
+def test_old_and_new_rope_keys():
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    old = parse_model_spec(llama(rope_theta=500000.0, rope_scaling={"rope_type": "llama3", **scaling}, max_position_embeddings=131072))
+    older = parse_model_spec(llama(rope_theta=500000.0, rope_scaling={"type": "llama3", **scaling}, max_position_embeddings=131072))
+    new = parse_model_spec(llama(rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **scaling}, max_position_embeddings=131072))
+    assert old.rope_theta == new.rope_theta == 500000.0
+    assert old.rope_scaling == older.rope_scaling == new.rope_scaling == {"rope_type": "llama3", **scaling}
+    assert new.max_model_len == 131072  # llama3 scaling is already counted in
+
+
+def test_plain_rope():
+    assert parse_model_spec(llama(rope_scaling=None, rope_theta=1e6)).rope_theta == 1e6
+    assert parse_model_spec(llama(rope_parameters={"rope_type": "default", "rope_theta": 1e6})).rope_scaling is None
+    assert parse_model_spec(llama()).rope_theta == 10000.0
+
+
+def test_stretched_positions():
+    yarn = parse_model_spec(llama(max_position_embeddings=32768, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}))
+    assert yarn.max_model_len == 131072
+    counted = parse_model_spec(llama(max_position_embeddings=131072, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}))
+    assert counted.max_model_len == 131072
+    linear = parse_model_spec(llama(max_position_embeddings=4096, rope_scaling={"type": "linear", "factor": 4.0}))
+    assert linear.max_model_len == 16384
+    implicit = parse_model_spec(llama(max_position_embeddings=4096, rope_scaling={"type": "yarn", "factor": 2.0}))
+    assert implicit.rope_scaling["original_max_position_embeddings"] == 4096
+
+
+def test_windows():
+    assert parse_model_spec({"architectures": ["MistralForCausalLM"], "sliding_window": None}).sliding_window is None
+    mistral = parse_model_spec({"architectures": ["MistralForCausalLM"], "sliding_window": 100, "num_hidden_layers": 2})
+    assert mistral.layer_types == ("sliding_attention",) * 2 and mistral.layer_window(1) == 100
+    assert parse_model_spec(qwen(sliding_window=100)).sliding_window is None  # use_sliding_window is false
+    upper = parse_model_spec(qwen(sliding_window=100, use_sliding_window=True, max_window_layers=1))
+    assert upper.layer_types == ("full_attention", "sliding_attention", "sliding_attention") and upper.layer_window(0) is None
+    listed = parse_model_spec(qwen(sliding_window=100, use_sliding_window=True, layer_types=["sliding_attention", "full_attention", "full_attention"]))
+    assert listed.layer_window(0) == 100 and listed.layer_window(2) is None
+    assert parse_model_spec(qwen(sliding_window=100, use_sliding_window=True, max_window_layers=3)).sliding_window is None
+    assert parse_model_spec(llama(sliding_window=100)).sliding_window is None
+
+
+def test_biases():
+    spec = parse_model_spec(qwen())
+    assert spec.attention_bias and not spec.attention_out_bias and not spec.mlp_bias
+    spec = parse_model_spec(llama(attention_bias=True, mlp_bias=True))
+    assert spec.attention_bias and spec.attention_out_bias and spec.mlp_bias
+    spec = parse_model_spec({"architectures": ["MistralForCausalLM"], "attention_bias": True})
+    assert not spec.attention_bias
+
+
+@pytest.mark.parametrize(("raw", "message"), [
+    ({"architectures": ["GPT2LMHeadModel"]}, "not supported: GPT2LMHeadModel. Supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+    ({}, "none named in config.json. Supported: Llama"),
+    (llama(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized .quantization_config: gptq.*not supported yet"),
+    (llama(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    (llama(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type 'dynamic' is not supported; supported: default, linear, llama3, yarn"),
+    (llama(rope_scaling={"rope_type": "longrope"}), "rope_type 'longrope'"),
+    (llama(rope_scaling={"rope_type": "linear"}), "'linear' needs a positive number 'factor', not None"),
+    (llama(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}), "'llama3' needs a positive number 'high_freq_factor'"),
+    (llama(rope_parameters={"full_attention": {"rope_type": "default"}}), "differ from layer to layer"),
+    (llama(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    (llama(num_attention_heads=5), "hidden_size 64 is not a multiple of num_attention_heads 5"),
+    (llama(num_key_value_heads=3), "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+    (llama(hidden_size="64"), "hidden_size must be a positive integer, not '64'"),
+    (llama(num_hidden_layers=0), "num_hidden_layers must be a positive integer, not 0"),
+    (llama(head_dim=15), "head_dim 15 must be even"),
+    (llama(torch_dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn' is not supported; supported: float32, bfloat16, float16"),
+    (qwen(layer_types=["full_attention"]), "layer_types must name .* for each of 3 layers, found 1"),
+    (qwen(layer_types=["chunked_attention"] * 3), "chunked_attention"),
+    (qwen(layer_types=["sliding_attention"] * 3), "no sliding_window"),
+    (qwen(use_sliding_window=True, sliding_window=0), "sliding_window must be a positive integer or null, not 0"),
+    ({"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types that mix"),
+])
+def test_what_cannot_be_served_is_refused(raw, message):
+    with pytest.raises(ValueError, match=message):
+        parse_model_spec(raw)
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read the model configuration .*config\.json"):
+        read_model_spec(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot read the model configuration"):
+        read_model_spec(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="does not hold a JSON object"):
+        read_model_spec(str(tmp_path))
+
+
+def test_dtype_falls_back_to_that_of_the_weights(checkpoint, tmp_path):
+    shutil.copytree(checkpoint("qwen3", dtype="bfloat16"), tmp_path, dirs_exist_ok=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["dtype"] == "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": None, "torch_dtype": "float16"}))
+    assert read_model_spec(str(tmp_path)).dtype == "float16"
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if key != "dtype"}))
+    assert read_model_spec(str(tmp_path)).dtype == "bfloat16"
+    (tmp_path / "model.safetensors").unlink()
+    assert read_model_spec(str(tmp_path)).dtype == "float32"
+
+
+def test_kv_bytes_per_token():
+    spec = parse_model_spec(qwen(head_dim=32))
+    assert kv_bytes_per_token(spec, 2) == 3 * 2 * 2 * 32 * 2
+    assert kv_bytes_per_token(spec, 2, tp=2) == kv_bytes_per_token(spec, 2) // 2
+    assert kv_bytes_per_token(spec, 2, tp=4) == kv_bytes_per_token(spec, 2) // 2  # two heads, each held twice
+
+
+def test_torch_free():
+    code = "import sys, configs.hf_config; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_broken_weight_header(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(llama()))
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(ValueError, match=r"cannot read the header of .*model\.safetensors"):
+        read_model_spec(str(tmp_path))
