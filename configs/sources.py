@@ -14,7 +14,7 @@ from configs.options import Option, all_options, find_option, suggestion
 
 PRESETS = Path(__file__).parent
 EMBEDDED_MODEL = PRESETS / "quire-tiny"
-_OTHER_VARIABLES = ("QUIRE_CONFIG",)
+_OTHER_VARIABLES = ("QUIRE_CONFIG", "QUIRE_CACHE", "QUIRE_FAKE")  # the file, where compiled kernels are kept, and the fake executor's options
 
 
 @dataclass(frozen=True, slots=True)
