@@ -1,0 +1,249 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from configs.config import Config
+from server import intake
+from server.chat import chat_completions, prompt_ids
+from server.completions import completions
+from server.errors import ApiError, BadRequest, EngineError, NotFound, Unavailable, error_body, internal_error_body
+from server.middleware import ApiKeys, Edge
+from server.protocol import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from server.sse import ClientGone, JsonResponse
+from server.state import ServerState
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CLIENT_CLOSED = 499  # nginx's code, for the log: nobody is left to read the answer
+
+
+def create_app(state: ServerState) -> ASGIApp:
+    """The whole HTTP side over `state`, which answers before the model is there."""
+    app = FastAPI(title="quire", version=state.version, redoc_url=None, redirect_slashes=False)
+    app.state.server = state
+    for path, handler, methods, body, answer in ROUTES:
+        app.add_api_route(path, handler, methods=methods, response_class=Response, openapi_extra=_documented(body, answer))
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(Exception, _unexpected)
+    app.openapi = lambda: _openapi(app)
+    layers: ASGIApp = app
+    if state.config.server.api_key:
+        layers = ApiKeys(layers, state.config.server.api_key)
+    if state.config.server.allowed_origins:
+        layers = CORSMiddleware(layers, allow_origins=state.config.server.allowed_origins, allow_methods=["*"], allow_headers=["*"],
+                                expose_headers=["x-request-id", "retry-after", "warning"])
+    return Edge(layers, state)
+
+
+# ---- OpenAI
+
+
+async def chat(request: Request) -> Response:
+    """Answer a conversation."""
+    return await chat_completions(request, request.app.state.server)
+
+
+async def complete(request: Request) -> Response:
+    """Continue one or several prompts."""
+    return await completions(request, request.app.state.server)
+
+
+async def models(request: Request) -> Response:
+    """The names this server answers to."""
+    state = request.app.state.server
+    return JsonResponse(ModelList([_card(state, name) for name in state.names]))
+
+
+async def model(request: Request) -> Response:
+    """One of them."""
+    state = request.app.state.server
+    name = request.path_params["model_id"]
+    if name not in state.names:
+        raise NotFound(f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found")
+    return JsonResponse(_card(state, name))
+
+
+def _card(state: ServerState, name: str) -> ModelCard:
+    return ModelCard(name, state.created, state.config.model.model, state.model and state.model.max_model_len)
+
+
+# ---- tokens
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a prompt or a conversation."""
+    state = request.app.state.server
+    body = await intake.read(request, TokenizeRequest, state)
+    model = state.require_ready()
+    state.require_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequest("Give exactly one of prompt and messages.", param="prompt")
+    if body.messages is not None:
+        ids = await prompt_ids(body, state)
+    else:
+        ids = await intake.encode(body.prompt, body.add_special_tokens is not False, state, "prompt", may_truncate=True)
+    strings = [state.tokenizer.id_to_token(token_id) for token_id in ids] if body.return_token_strs else None
+    return JsonResponse(TokenizeResponse(len(ids), model.max_model_len, ids, strings))
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state = request.app.state.server
+    body = await intake.read(request, DetokenizeRequest, state)
+    model = state.require_ready()
+    state.require_model(body.model)
+    if body.tokens and max(body.tokens) >= model.vocab_size:
+        raise BadRequest(f"tokens: ids must be below the vocabulary size of {model.vocab_size}.", param="tokens")
+    return JsonResponse(DetokenizeResponse(state.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+
+# ---- operations
+
+
+async def live(request: Request) -> Response:
+    """The process answers; nothing is asked of the engine."""
+    return JsonResponse({"status": "live"})
+
+
+async def ready(request: Request) -> Response:
+    """200 once the engine has completed a step; 503 with phase and percentage before, and while shutting down."""
+    state = request.app.state.server
+    up = state.status == "ready"
+    return JsonResponse(state.health(), status_code=200 if up else 503, headers=None if up else {"Retry-After": "2"})
+
+
+async def version(request: Request) -> Response:
+    """Of quire."""
+    return JsonResponse({"version": request.app.state.server.version})
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    state = request.app.state.server
+    if state.metrics is None:
+        state.require_ready()
+    return Response(state.metrics.render(), media_type=METRICS_TYPE)
+
+
+async def server_info(request: Request) -> Response:
+    """The effective configuration, what was chosen automatically, and the memory plan."""
+    state = request.app.state.server
+    return JsonResponse({"version": state.version, "system_fingerprint": state.system_fingerprint, "models": state.names, "health": state.health(),
+                         "config": _shown(state.config), "engine": state.ready and msgspec.to_builtins(state.ready),
+                         "sampling_defaults": state.model and state.model.sampling_defaults, "num_requests_in_flight": state.num_in_flight})
+
+
+def _shown(config: Config) -> dict[str, Any]:
+    """All settings but the secrets."""
+    return {section.name: {f.name: "***" if f.metadata.get("secret") and getattr(getattr(config, section.name), f.name) else getattr(getattr(config, section.name), f.name)
+                           for f in dataclasses.fields(getattr(config, section.name))} for section in dataclasses.fields(config)}
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget cached prefixes; `success` is false when running requests hold them."""
+    state = request.app.state.server
+    state.require_ready()
+    try:
+        return JsonResponse({"success": bool(await state.client.call("reset_prefix_cache"))})
+    except TimeoutError:
+        raise Unavailable("The engine did not answer in time.", code="engine_busy") from None
+    except RuntimeError as error:
+        raise EngineError(f"The engine could not reset its cache: {error}") from error
+
+
+# ---- errors
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
+
+
+async def _http_exception(request: Request, error: HTTPException) -> Response:
+    """Starlette's own: no such route, wrong method."""
+    message = error.detail
+    if error.status_code == 404:
+        message = f"There is no {request.method} {request.url.path[:200]}."
+    elif error.status_code == 405:
+        message = f"{request.url.path} does not take {request.method}."
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return JsonResponse(error_body(message, kind), status_code=error.status_code, headers=error.headers)
+
+
+async def _client_gone(request: Request, error: ClientGone) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    return JsonResponse(internal_error_body(), status_code=500)
+
+
+# ---- the OpenAPI document: bodies and answers are msgspec types, which FastAPI does not know
+
+ROUTES = [
+    ("/v1/chat/completions", chat, ["POST"], ChatCompletionRequest, ChatCompletion),
+    ("/v1/completions", complete, ["POST"], CompletionRequest, Completion),
+    ("/v1/models", models, ["GET"], None, ModelList),
+    ("/v1/models/{model_id:path}", model, ["GET"], None, ModelCard),
+    ("/tokenize", tokenize, ["POST"], TokenizeRequest, TokenizeResponse),
+    ("/detokenize", detokenize, ["POST"], DetokenizeRequest, DetokenizeResponse),
+    ("/live", live, ["GET", "HEAD"], None, None),
+    ("/ready", ready, ["GET", "HEAD"], None, None),
+    ("/health", ready, ["GET", "HEAD"], None, None),
+    ("/version", version, ["GET"], None, None),
+    ("/metrics", metrics, ["GET"], None, None),
+    ("/server_info", server_info, ["GET"], None, None),
+    ("/reset_prefix_cache", reset_prefix_cache, ["POST"], None, None),
+]
+_REF = "#/components/schemas/{name}"
+
+
+def _ref(cls: type) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": {"$ref": _REF.format(name=cls.__name__)}}}}
+
+
+def _documented(body: type | None, answer: type | None) -> dict[str, Any]:
+    extra: dict[str, Any] = {"responses": {"default": {"description": "Error"} | _ref(ErrorResponse)}}
+    if body is not None:
+        extra["requestBody"] = {"required": True} | _ref(body)
+    if answer is not None:
+        extra["responses"]["200"] = {"description": "OK"} | _ref(answer)
+    return extra
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        types = [cls for route in ROUTES for cls in route[3:] if cls is not None]
+        _, schemas = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REF)
+        components = document.setdefault("components", {})
+        components.setdefault("schemas", {}).update(schemas)
+        if app.state.server.config.server.api_key:
+            components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"bearer": []}]
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,81 @@
+"""The engine as a child process: `python -m engine.core ADDRESS`, its configuration on stdin, whose end tells it that we are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from configs.config import Config
+
+ROOT = Path(__file__).resolve().parent.parent  # where `engine` can be imported from, installed or not
+_MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
+
+
+class EngineProcess:
+    """One run of the engine. `config.model.model` must be a local folder."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._process: subprocess.Popen | None = None
+        self._killed = False
+        self._folder = _socket_folder()
+        self.address = f"ipc://{self._folder}/engine"
+
+    def start(self) -> None:
+        """Returns at once; the engine binds `address` before it loads anything. It gets a process group of its own, so that Ctrl-C reaches only us."""
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+        # -P: no module of the current folder may stand in for one of ours
+        self._process = subprocess.Popen([sys.executable, "-P", "-m", "engine.core", self.address], stdin=subprocess.PIPE, env=environment, process_group=0)
+        config = msgspec.msgpack.encode(self.config)
+        with contextlib.suppress(BrokenPipeError):  # it died already: whoever waits for it will see
+            self._process.stdin.write(len(config).to_bytes(4, "big") + config)
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._process.poll()
+
+    def wait(self) -> int:
+        """Block until it ends. For a thread."""
+        return self._process.wait()
+
+    def terminate(self, timeout: float) -> int:
+        """Ask it to end, kill it and its workers after `timeout` seconds, and clean up. Returns the exit code. Idempotent."""
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        self.kill()
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """End it and whatever is left of its workers at once."""
+        if self._killed:
+            return
+        self._killed = True  # once: the number may belong to another group later
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _socket_folder() -> str:
+    """A fresh folder that only we can enter, with a path short enough for a socket in it."""
+    folder = tempfile.mkdtemp(prefix="quire-")
+    if len(folder) + len("/engine") > _MAX_SOCKET_PATH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="quire-", dir="/tmp")
+    return folder

@@ -1,0 +1,105 @@
+"""Every error the API answers with, in OpenAI's one shape: `{"error": {"message", "type", "param", "code"}}`.
+
+ApiError
++-- BadRequest            400  the caller can mend it; `param` names the field by its dotted path
+|   +-- ContextLengthExceeded  code context_length_exceeded
++-- Unauthorized          401  code invalid_api_key
++-- NotFound              404  code model_not_found, or none for a route
++-- PayloadTooLarge       413
++-- UnsupportedMediaType  415
++-- EngineError           500  the engine failed this request
++-- Unavailable           503  loading, full, draining or dead; carries Retry-After
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ApiError(Exception):
+    """An answer other than 200. `message` is written for the caller: never a traceback, a path or an address of ours."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {}
+
+    def body(self) -> bytes:
+        return error_body(self.message, self.type, self.param, self.code)
+
+
+class BadRequest(ApiError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthExceeded(BadRequest):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
+
+class NotFound(ApiError):
+    status = 404
+    type = "invalid_request_error"
+
+
+class PayloadTooLarge(ApiError):
+    status = 413
+    type = "invalid_request_error"
+
+
+class UnsupportedMediaType(ApiError):
+    status = 415
+    type = "invalid_request_error"
+
+
+class EngineError(ApiError):
+    status = 500
+    code = "engine_error"
+
+
+class Unavailable(ApiError):
+    """`retry_after` is in seconds; the `code` says which kind: model_loading, overloaded, shutting_down, engine_dead."""
+
+    status = 503
+    code = "overloaded"
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after: int = 1):
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self.retry_after)}
+
+
+def error_object(message: str, type: str, param: str | None = None, code: str | None = None) -> dict:
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:
+    return msgspec.json.encode(error_object(message, type, param, code))
+
+
+def internal_error_body() -> bytes:
+    """For exceptions nobody expected: the log has the traceback, the caller learns only that it is our fault."""
+    return error_body("The server failed to process the request; its log says why.", "server_error", None, "internal_error")

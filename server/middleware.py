@@ -1,0 +1,126 @@
+"""Plain ASGI layers around the routes, outermost first: `Edge` (request id, access log, last resort for exceptions), CORS, `ApiKeys`.
+
+Not Starlette's BaseHTTPMiddleware: that passes every chunk of a stream through a queue.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import ApiError, Unauthorized, internal_error_body
+from server.state import ServerState
+
+access_logger = logging.getLogger("quire.access")
+logger = logging.getLogger(__name__)
+
+PROBES = frozenset({"/live", "/ready", "/health"})
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    raw = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    raw += [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    await send_json(send, error.status, error.body(), error.headers)
+
+
+class Edge:
+    """Gives every request an id, repeats it as `X-Request-Id`, writes the access log, counts what is in flight, and answers for unexpected exceptions."""
+
+    def __init__(self, app: ASGIApp, state: ServerState):
+        self.app, self.state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope["request_id"] = _usable(header(scope, b"x-request-id")) or uuid.uuid4().hex
+        probe = scope["path"] in PROBES
+        started, status, complete = time.perf_counter(), None, False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *_extra_headers(scope)]
+            elif not message.get("more_body", False):
+                complete = True
+            await send(message)
+
+        if not probe:
+            self.state.enter()
+        try:
+            await self.app(scope, receive, send_with_headers)
+        except Exception:
+            logger.exception("%s %s failed (request %s)", scope["method"], _printable(scope["path"]), scope["request_id"])
+            if status is None:
+                await send_json(send_with_headers, 500, internal_error_body(), {})
+            elif not complete:
+                raise  # the server closes the connection, so that the caller cannot take half an answer for a whole one
+        finally:
+            if not probe:
+                self.state.leave()
+                self._log(scope, status, time.perf_counter() - started)
+
+    def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
+        client = scope.get("client")
+        access_logger.info('%s "%s %s" %s %.0f ms %s', f"{client[0]}:{client[1]}" if client else "-", scope["method"], _printable(scope["path"]), status,
+                           1000 * seconds, scope["request_id"])
+
+
+def _usable(request_id: str | None) -> str | None:
+    """A caller's id, if it is fit for headers and logs."""
+    return request_id if request_id and len(request_id) <= 256 and request_id.isascii() and request_id.isprintable() and " " not in request_id else None
+
+
+def _printable(path: str) -> str:
+    return path[:300].encode("unicode_escape").decode("ascii")
+
+
+def _extra_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    headers = [(b"x-request-id", scope["request_id"].encode("ascii"))]
+    if unknown := scope.get("unknown_parameters"):
+        names = ", ".join(unknown[:20]).encode("ascii", "backslashreplace").decode("ascii")
+        text = "".join(c if c.isprintable() and c not in '"\\' else "?" for c in names)
+        headers.append((b"warning", f'199 quire "unknown parameters ignored: {text}"'.encode("ascii")))
+    return headers
+
+
+class ApiKeys:
+    """Without one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`, only the probes answer: also unknown routes give 401."""
+
+    def __init__(self, app: ASGIApp, keys: list[str]):
+        self.app = app
+        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROBES:
+            key = _presented_key(scope)
+            if not self._known(key or ""):
+                what = "Incorrect API key provided." if key else "No API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+                await send_error(send, Unauthorized(what))
+                return
+        await self.app(scope, receive, send)
+
+    def _known(self, key: str) -> bool:
+        """In a time that does not tell how much of a key was right, or which."""
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        return sum(hmac.compare_digest(digest, known) for known in self.digests) > 0
+
+
+def _presented_key(scope: Scope) -> str | None:
+    scheme, _, token = (header(scope, b"authorization") or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else header(scope, b"x-api-key")

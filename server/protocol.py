@@ -1,0 +1,346 @@
+"""Contract 1, client <-> server: the OpenAI request and response types, with vLLM's extensions under vLLM's names.
+
+A field that is `None` was absent or null, which mean the same. Ranges stand in the types, so that the parser, its messages and the OpenAPI document agree.
+Fields a request type does not declare fall in three classes (see `parsing.py`):
+`harmless` ones change nothing about the answer and are accepted; `unsupported` ones mean something we cannot do and are refused unless they hold a
+neutral value (null, or one listed); any other is unknown, and answered with a `Warning` header, or refused under `--strict-params`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+INT64_MAX = 2**63 - 1
+MAX_N = 128
+ROLES = ["system", "developer", "user", "assistant"]
+
+Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
+NonNegative = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+AtLeastMinusOne = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=1, le=MAX_N)]
+NonEmptyStr = Annotated[str, Meta(min_length=1)]
+TokenId = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+
+HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+                      "prediction", "moderation"})
+UNSUPPORTED: dict[str, tuple] = {
+    # structured output
+    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "guided_decoding_backend": (), "guided_whitespace_pattern": (), "json_schema": (), "regex": (), "ebnf": (), "grammar": (),
+    # other ways to search or sample
+    "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,), "typical_p": (1.0,), "mirostat": (0,), "dry_multiplier": (0,),
+    "xtc_probability": (0,), "top_n_sigma": (), "logits_processors": (), "custom_logit_processor": (), "logprob_token_ids": (), "logprobs_mode": (),
+    "repetition_detection": (), "watermarking": (), "stop_regex": (), "no_stop_trim": (False,),
+    # other inputs and outputs
+    "prompt_embeds": (), "lora": (), "lora_path": (), "kv_transfer_params": (), "ec_transfer_params": (), "vllm_xargs": (), "return_hidden_states": (False,),
+    "return_prompt_text": (False,), "return_meta_info": (False,), "return_progress": (False,), "stream_interval": (), "mm_processor_kwargs": (),
+}
+TOOLS_AND_REASONING: dict[str, tuple] = {
+    "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none",), "reasoning_effort": (), "reasoning": (),
+    "include_reasoning": (), "thinking_token_budget": (), "separate_reasoning": (), "stream_reasoning": (), "enable_thinking": (), "reasoning_format": (),
+}
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    harmless: ClassVar = frozenset({"include_obfuscation"})
+    unsupported: ClassVar[dict[str, tuple]] = {}
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # sampling
+    n: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: AtLeastMinusOne | None = None  # -1 and 0 are off
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Int64 | None = None  # -1 is none
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: list[NonEmptyStr] | None = None
+    # where to stop
+    max_tokens: NonNegative | None = None
+    min_tokens: NonNegative | None = None
+    stop: NonEmptyStr | list[NonEmptyStr] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    t_max_predict_ms: Annotated[float, Meta(ge=0)] | None = None  # from the first token on; 0 is no limit
+    # what to return
+    prompt_logprobs: AtLeastMinusOne | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    # the prompt
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: what the context holds
+    truncation_side: Literal["left", "right"] | None = None
+    # the queue and the cache
+    priority: Int64 | None = None  # lower runs first
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    harmless: ClassVar = frozenset({"cache_control", "annotations"})
+    unsupported: ClassVar[dict[str, tuple]] = {"image_url": (), "input_audio": (), "audio_url": (), "video_url": (), "file": (), "image": (), "video": (), "audio": ()}
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+
+    harmless: ClassVar = frozenset({"annotations"})
+    unsupported: ClassVar[dict[str, tuple]] = {"tool_calls": ([],), "tool_call_id": (), "function_call": (), "audio": (), "reasoning": (), "reasoning_content": ()}
+
+
+class ChatCompletionRequest(GenerationFields, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: NonNegative | None = None
+    logprobs: bool | None = None
+    top_logprobs: AtLeastMinusOne | None = None
+    # how the messages become a prompt
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None  # only with --trust-request-chat-template
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    harmless: ClassVar = HARMLESS | {"parallel_tool_calls"}
+    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | TOOLS_AND_REASONING | {
+        "modalities": (["text"],), "audio": (), "verbosity": ("medium",), "web_search_options": (), "echo": (False,), "suffix": (), "best_of": ()}
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    best_of: Count | None = None  # only n itself
+    logprobs: AtLeastMinusOne | None = None
+
+    harmless: ClassVar = HARMLESS
+    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | TOOLS_AND_REASONING | {"suffix": ("",)}
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: exactly one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages, whose template writes them
+    return_token_strs: bool | None = None
+    # with `messages`, as for a chat completion
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None  # only with --trust-request-chat-template
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    harmless: ClassVar = HARMLESS
+    unsupported: ClassVar[dict[str, tuple]] = {"tools": ([],), "mm_processor_kwargs": ()}
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize"""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+    harmless: ClassVar = HARMLESS
+    unsupported: ClassVar[dict[str, tuple]] = {}
+
+
+# ---- responses. UNSET fields are left out.
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens), CompletionTokensDetails())
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists; the first prompt token of an echo has no log-probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]  # where each token begins, in characters of `text`
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # token id -> entry; null for the first token
+
+
+class ResponseMessage(msgspec.Struct):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ResponseMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    object: str = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    system_fingerprint: str
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct):
+    """Also a chunk of a stream, whose `usage` is null or absent until the last."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str
+    object: str = "text_completion"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    root: str
+    max_model_len: int | None  # null while loading
+    object: str = "model"
+    owned_by: str = "quire"
+    parent: str | None = None
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    error: ErrorDetail

@@ -1,0 +1,105 @@
+"""What the routes know about the server: phase of its life, the served model, and the engine client. Written by `launch.py` alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.config import Config
+from engine.messages import EngineStats, Ready
+from server.errors import NotFound, Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts about the served model that requests are checked against; known once the engine is ready."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    sampling_defaults: dict[str, Any]  # from generation_config.json, by our parameter names
+    max_logprobs: int  # -1: no limit
+    priorities: bool  # whether the scheduler heeds them
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One per server process."""
+
+    config: Config
+    names: list[str]  # the model answers to these; the first is the one in responses
+    version: str
+    system_fingerprint: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    phase: str = "starting"
+    fraction: float = 0.0  # of the phase
+    model: ModelInfo | None = None
+    tokenizer: Any = None
+    client: Any = None
+    metrics: Any = None
+    ready: Ready | None = None  # None while loading, and again while a new engine starts
+    stats: EngineStats = field(default_factory=EngineStats)  # the engine's latest gauges
+    draining: bool = False
+    failure: str | None = None  # why the engine is gone for good
+    num_in_flight: int = 0  # HTTP requests being answered, probes aside
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while num_in_flight is 0
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    def progress(self, phase: str, fraction: float) -> None:
+        self.phase, self.fraction = phase, fraction
+
+    def enter(self) -> None:
+        self.num_in_flight += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        self.num_in_flight -= 1
+        if self.num_in_flight == 0:
+            self.idle.set()
+
+    @property
+    def status(self) -> str:
+        if self.failure is not None:
+            return "failed"
+        if self.draining:
+            return "draining"
+        return "loading" if self.ready is None else "ready"
+
+    def health(self) -> dict[str, Any]:
+        """The JSON body of /health and /ready; 200 exactly when `status` is "ready"."""
+        body: dict[str, Any] = {"status": self.status}
+        if self.status == "loading":
+            body |= {"phase": self.phase, "percent": round(100 * self.fraction)}
+        if self.failure is not None:
+            body["reason"] = self.failure
+        return body
+
+    def require_ready(self) -> ModelInfo:
+        """Raises Unavailable when no request can be taken now."""
+        match self.status:
+            case "failed":
+                raise Unavailable("The engine has failed and the server is ending.", code="engine_dead", retry_after=10)
+            case "draining":
+                raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
+            case "loading":
+                raise Unavailable(f"The model is loading: {self.phase} {100 * self.fraction:.0f}%.", code="model_loading", retry_after=2)
+        return self.model
+
+    def require_room(self) -> None:
+        """Raises Unavailable when --max-num-queued-reqs requests wait already. The server's own count covers what the engine has not reported yet."""
+        limit = self.config.server.max_num_queued_reqs
+        if limit is None:
+            return
+        num_waiting = max(self.client.num_open - self.ready.worker.max_num_seqs, min(self.stats.num_waiting, self.client.num_open))
+        if num_waiting >= limit:
+            raise Unavailable(f"{num_waiting} requests are waiting already, and the limit is {limit}.", retry_after=1)
+
+    def require_model(self, name: str | None) -> None:
+        """Raises NotFound unless `name` is absent, empty or one of ours."""
+        if name and name not in self.names:
+            known = ", ".join(f"'{known}'" for known in self.names)
+            raise NotFound(f"The model '{name[:200]}' does not exist. This server has {known}.", param="model", code="model_not_found")
