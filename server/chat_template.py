@@ -135,16 +135,16 @@ class ChatTemplate:
         A template for plain text prints a list's Python notation or fails on it; one for lists iterates over the characters of a text and prints
         none of it. So both are tried, on the shortest conversation. If that cannot be rendered at all, plain text is assumed.
         """
-        def prints(content: Any) -> bool:
+        def attempt(content: Any) -> str:
             try:
-                text = self._run(messages=[{"role": "user", "content": content}], tools=None, documents=None, add_generation_prompt=True,
+                return self._run(messages=[{"role": "user", "content": content}], tools=None, documents=None, add_generation_prompt=True,
                                  bos_token="", eos_token="")
             except ValueError:
-                return False
-            return "qzprobe" in text and "'text'" not in text and '"text"' not in text
+                return ""
 
-        parts = prints([{"type": "text", "text": "qzprobe"}])
-        return prints("qzprobe") or not parts, parts
+        text, parts = attempt("qzprobe"), attempt([{"type": "text", "text": "qzprobe"}])
+        accepts_parts = "qzprobe" in parts and parts.count("type") <= text.count("type")  # the keys are not printed
+        return "qzprobe" in text or not accepts_parts, accepts_parts
 
     @property
     def content_format(self) -> str:

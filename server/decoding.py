@@ -281,8 +281,9 @@ def clean_up_spaces(text: str) -> str:
 class CleanUpStream:
     """A stream whose text is cleaned up. Held is what may still be part of a replacement: from a space on, unless a letter in between rules it out."""
 
-    # Nothing is replaced across: (1) a character that occurs in no pattern; (2) the place before a space that follows neither ' nor a space.
-    _closed = re.compile(r"(?s).*(?:[^ '.?!,ntmsvre]|[^ '](?= ))")
+    # Nothing is replaced across: (1) a character that occurs in no pattern; (2) the place before a space that follows neither ' nor a space nor n
+    # ("n ' t" becomes "n't", and with a space before it is itself a pattern).
+    _closed = re.compile(r"(?s).*(?:[^ '.?!,ntmsvre]|[^ 'n](?= ))")
 
     def __init__(self, stream):
         self._stream = stream

@@ -153,6 +153,8 @@ class Tokenizer:
 
 def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
     config = _read_json(folder / "tokenizer_config.json")
+    if not config.get("extra_special_tokens"):
+        config["extra_special_tokens"] = config.pop("additional_special_tokens", None) or []  # its older name
     if "added_tokens_decoder" not in config:  # older folders keep some of the configuration in files of its own
         config.update(_read_json(folder / "special_tokens_map.json"))
     try:
@@ -200,9 +202,9 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
     pending = [token for _, token in sorted(entries.items(), key=lambda item: item[0]) if repr(token) not in known]
     names = {token.content for token in (*backend.get_added_tokens_decoder().values(), *pending)}
 
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = config["extra_special_tokens"] or config.get("additional_special_tokens") or []
     named = {key: config[key] for key in NAMED_TOKENS if config.get(key) is not None}
-    named |= {key: value for key, value in config.items() if key.endswith("_token") and key not in named and isinstance(_maybe_token(value), str)}
+    named |= {key: value for key, value in config.items() if key.endswith("_token") and key not in named and isinstance(_maybe_text(value), str)}
     if isinstance(extra, Mapping):
         named, extra = named | dict(extra), []
     for token in (*named.values(), *extra):
@@ -217,14 +219,13 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
     return {name: _text_of(token) for name, token in named.items()}
 
 
-def _maybe_token(value: Any) -> Any:
+def _maybe_text(value: Any) -> Any:
     return value.get("content") if isinstance(value, Mapping) else value
 
 
 def _added_tokens_file(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
     special = {_text_of(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    special |= {_text_of(token) for token in extra} if isinstance(extra, list) else set()
+    special |= {_text_of(token) for token in config["extra_special_tokens"]}
     return {token_id: AddedToken(text, normalized=text not in special, special=text in special)
             for text, token_id in _read_json(folder / "added_tokens.json").items()}
 

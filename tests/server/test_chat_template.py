@@ -1,0 +1,155 @@
+"""Chat templates against transformers' apply_chat_template."""
+
+import jinja2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.chat_template import compile_template
+from server.tokenizer import Tokenizer
+from tests.server.templates import CHATML, GEMMA3_PARTS, LLAMA2, LLAMA3, MISTRAL, PARTS_ONLY, QWEN3, RAG, TEMPLATES
+from tests.server.tokenizer_kinds import llama2
+
+transformers = pytest.importorskip("transformers")
+
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Wetter <&> \"heute\"", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": ["integer", "number"]}}, "required": ["city"]}}},
+    {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
+]
+CALL = {"role": "assistant", "content": None, "tool_calls": [
+    {"id": "a1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 3}}}]}
+RESULT = {"role": "tool", "tool_call_id": "a1", "name": "weather", "content": "4 °C"}
+CONVERSATIONS = {
+    "user": [{"role": "user", "content": "Hi"}],
+    "system": [{"role": "system", "content": " Be <brief> & kind. "}, {"role": "user", "content": "Hi "}],
+    "turns": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n 2 "}, {"role": "user", "content": "3\n"}],
+    "answered": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "The answer is "}],
+    "tool call": [{"role": "user", "content": "weather?"}, CALL, RESULT, {"role": "assistant", "content": "cold"}, {"role": "user", "content": "so?"}],
+    "reasoning": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "reasoning_content": "\nbecause\n"}],
+    "wrong order": [{"role": "assistant", "content": "1"}, {"role": "assistant", "content": "2"}],
+    "two systems": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "system", "content": "c"}, {"role": "user", "content": ""}],
+}
+contents = st.one_of(st.text(max_size=20), st.sampled_from(["", " ", "\n", "{{ x }}", "{% raw %}", "<|im_end|>", "</think>", "a\n\nb ", "'\"\\", "é🦊"]))
+conversations = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": contents}), min_size=1, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = llama2(tmp_path_factory.mktemp("m") / "m")
+    return Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(str(folder))
+
+
+def outcome(function, *errors):
+    try:
+        return function()
+    except errors as error:
+        return type(error)
+
+
+def check_equal(pair, source, messages, **options):
+    """Both render the same text, or both refuse."""
+    ours, reference = pair
+    got = outcome(lambda: ours.render_chat(messages, chat_template=source, **options), ValueError)
+    expected = outcome(lambda: reference.apply_chat_template(messages, chat_template=source, tokenize=False, **options),
+                       ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError)
+    assert (got is ValueError) == isinstance(expected, type), (got, expected)
+    if got is not ValueError:
+        assert got == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+class TestEveryTemplate:
+    @pytest.mark.parametrize("conversation", CONVERSATIONS)
+    def test_conversations(self, pair, name, conversation):
+        if name == "PARTS_ONLY":
+            pytest.skip("transformers prints nothing of a text here; see TestContent")
+        for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False}, {"add_generation_prompt": False, "continue_final_message": True},
+                        {"tools": TOOLS, "add_generation_prompt": True},
+                        {"documents": [{"title": "T", "text": "é <b>"}], "enable_thinking": False, "date_string": "1 Jan 2025", "unknown_kwarg": {"ä": 1}}):
+            check_equal(pair, TEMPLATES[name], CONVERSATIONS[conversation], **{"add_generation_prompt": False, **options})
+
+    @settings(max_examples=25, deadline=None)
+    @given(messages=conversations, options=st.fixed_dictionaries({}, optional={"tools": st.just(TOOLS), "enable_thinking": st.booleans()}),
+           mode=st.sampled_from([{"add_generation_prompt": True}, {"add_generation_prompt": False},
+                                 {"add_generation_prompt": False, "continue_final_message": True}]))
+    def test_random_messages(self, pair, name, messages, options, mode):
+        if name != "PARTS_ONLY":
+            check_equal(pair, TEMPLATES[name], messages, **options, **mode)
+
+
+class TestContent:
+    PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+
+    def test_what_a_template_takes(self):
+        expected = {"GEMMA3_PARTS": (True, True), "PARTS_ONLY": (False, True)}
+        for name, source in TEMPLATES.items():
+            template = compile_template(source)
+            assert (template.accepts_text, template.accepts_parts) == expected.get(name, (True, False)), name
+            assert template.content_format == ("openai" if name in expected else "string")
+
+    def test_parts_are_passed_to_templates_that_take_them(self, pair):
+        messages = [{"role": "user", "content": self.PARTS}]
+        for source in (GEMMA3_PARTS, PARTS_ONLY):
+            check_equal(pair, source, messages, add_generation_prompt=True)
+        assert "one two" in pair[0].render_chat(messages, chat_template=PARTS_ONLY)
+
+    def test_parts_become_text_for_the_others(self, pair):
+        assert "one \ntwo" in pair[0].render_chat([{"role": "user", "content": self.PARTS}], chat_template=CHATML)
+        assert "one \ntwo" in pair[0].render_chat([{"role": "user", "content": ["one ", "two"]}], chat_template=QWEN3)
+
+    def test_text_becomes_a_part_where_only_parts_are_taken(self, pair):
+        assert pair[0].render_chat([{"role": "user", "content": "hello"}], chat_template=PARTS_ONLY) == "User: hello<end_of_utterance>\nAssistant:"
+
+    def test_continued_parts(self, pair):
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": self.PARTS}]
+        check_equal(pair, GEMMA3_PARTS, messages, add_generation_prompt=False, continue_final_message=True)
+        assert messages[1]["content"] == self.PARTS  # the caller's messages stay as they are
+
+    @pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 3])
+    def test_other_parts_are_refused(self, pair, part):
+        with pytest.raises(ValueError, match="only text parts"):
+            pair[0].render_chat([{"role": "user", "content": [part]}], chat_template=CHATML)
+
+
+class TestErrors:
+    def refuse(self, pair, source, messages=({"role": "user", "content": "x"},), **options):
+        with pytest.raises(ValueError) as error:
+            pair[0].render_chat(list(messages), chat_template=source, **options)
+        return str(error.value)
+
+    def test_messages(self, pair):
+        assert "must alternate" in self.refuse(pair, MISTRAL, CONVERSATIONS["wrong order"])
+        assert "must alternate" in self.refuse(pair, LLAMA2, CONVERSATIONS["wrong order"])
+        assert "single tool-calls" in self.refuse(pair, LLAMA3, [{"role": "assistant", "content": "", "tool_calls": []}])
+        assert "TypeError" in self.refuse(pair, CHATML, [{"role": "user", "content": 3}])
+        assert "missing" in self.refuse(pair, "{{ absent.attribute }}")
+        assert "line 2" in self.refuse(pair, "ok\n{% for %}")
+        assert "empty" in self.refuse(pair, CHATML, [])
+
+    def test_sandbox(self, pair):
+        for source in ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "{{ namespace(_a=1)._a }}", "{% set n = namespace() %}{% set n._a = 1 %}",
+                       "{{ dict.__init__.__globals__ }}"):
+            assert "refuses" in self.refuse(pair, source) or "missing" in self.refuse(pair, source)
+
+    def test_variables_that_have_a_field(self, pair):
+        with pytest.raises(ValueError, match="messages cannot be a template variable"):
+            compile_template(CHATML).render([{"role": "user", "content": "x"}], variables={"messages": []})
+
+    def test_continue_final_message(self, pair):
+        options = {"continue_final_message": True, "add_generation_prompt": False}
+        assert "no content" in self.refuse(pair, CHATML, [{"role": "assistant"}], **options)
+        assert "no text" in self.refuse(pair, GEMMA3_PARTS, [{"role": "assistant", "content": []}], **options)
+        assert "as it is" in self.refuse(pair, "{{ messages[0].content | upper }}", **options)
+        assert "does not print" in self.refuse(pair, "{{ messages[0].role }}", **options)
+        assert "cannot both" in self.refuse(pair, CHATML, continue_final_message=True)
+
+
+def test_special_tokens_and_further_variables(pair):
+    check_equal(pair, "{{ bos_token }}{{ eos_token }}{{ unk_token }}|{{ pad_token }}|{{ x }}", CONVERSATIONS["user"], add_generation_prompt=False, x=[1, None])
+    check_equal(pair, "{{ bos_token }}", CONVERSATIONS["user"], add_generation_prompt=False, bos_token="mine")
+    assert "none" in pair[0].render_chat(CONVERSATIONS["user"], chat_template=RAG)
+
+
+def test_a_template_is_compiled_once(pair):
+    assert compile_template(CHATML) is compile_template(str(CHATML))
