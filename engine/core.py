@@ -30,6 +30,7 @@ from engine.scheduler import Outputs, Scheduler, Step
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.25  # seconds between statistics while busy
+GRACE = 1.0  # seconds that a dying engine waits for a server to tell
 
 
 class EngineCore:
@@ -196,12 +197,10 @@ class EngineCore:
         else:
             reason = f"{type(error).__name__}: {error}"
             logger.critical("the engine failed", exc_info=error)
-        self.report_arrivals()
-        self.broadcast(EngineDead(reason))
-
-    def report_arrivals(self) -> None:
-        """Get to know servers whose Hello has not been read yet."""
+        if not self.clients:
+            self.socket.wait(GRACE)  # a failure at once, before the server has connected: it wants to know why
         self.clients.update(client for client, message in self.socket.receive() if isinstance(message, Hello))
+        self.broadcast(EngineDead(reason))
 
     def kill(self) -> None:
         """End this process and its workers at once, from any thread."""

@@ -1,0 +1,177 @@
+"""The engine loop and its messages, without a process around it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core import EngineCore
+from engine.executor.fake import FakeExecutor, expected_tokens
+from engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineDead, Hello, Progress, Ready, SamplingParams, StepOutputs
+from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, LocalSocket, fake_config
+from worker.messages import StepOutput
+
+
+def sent(engine: Engine, client: bytes = CLIENT) -> list:
+    messages, engine.socket.sent = engine.socket.sent, []
+    return [message for receiver, message in messages if receiver == client]
+
+
+def test_hello_is_answered_by_progress_and_then_ready():
+    engine = Engine(fake_config(num_gpu_blocks_override=77))
+    messages = sent(engine)
+    assert all(isinstance(message, Progress) for message in messages[:-1]) and isinstance(messages[-1], Ready)
+    assert messages[0].phase == "loading weights" or messages[0].phase == "starting"
+    assert messages[-2].phase == "warming up"
+    assert messages[-1].worker.num_blocks == 77 and messages[-1].depth == 1
+    engine.put(Hello(), b"second")
+    engine.core.receive()
+    assert sent(engine, b"second") == [messages[-1]]
+
+
+def test_the_first_step_leaves_nothing_behind():
+    engine = Engine(fake_config())
+    assert engine.core.executor.num_steps == 2, "a prompt and a decode"
+    engine.assert_at_rest()
+    assert engine.scheduler.stats().iteration_tokens == [] and not engine.scheduler.kv.pool._by_hash
+
+
+def test_what_arrives_while_loading_is_kept():
+    socket = LocalSocket()
+    core = EngineCore(fake_config(), socket)
+    socket.inbox += [(b"a", Hello()), (b"a", AddRequest("kept", [1], SamplingParams(max_tokens=2))), (b"a", AddRequest("dropped", [1], SamplingParams())),
+                     (b"a", AbortRequests(["dropped"])), (b"a", Call(1, "stats"))]
+    core.start()
+    assert list(core.scheduler.requests) == [(b"a", "kept")]
+    kinds = [type(message) for _, message in socket.sent]
+    assert kinds.index(Ready) < kinds.index(CallResult)
+
+
+def test_a_failing_first_step_is_not_ready(monkeypatch):
+    def fail(self, step):
+        class Result:
+            def result(self):
+                return StepOutput(step.step, [[0]], errors={0: "nan"})
+        return Result()
+
+    monkeypatch.setattr(FakeExecutor, "execute", fail)
+    with pytest.raises(RuntimeError, match="the first step failed: nan"):
+        Engine(fake_config())
+
+
+def test_each_server_gets_its_own_outputs_even_under_the_same_ids():
+    engine = Engine(fake_config())
+    prompts = {b"one": [1, 2], b"two": [3, 4, 5]}
+    for client, prompt in prompts.items():
+        engine.put(Hello(), client)
+        engine.add("same", prompt, client, max_tokens=5)
+    engine.run()
+    for client, prompt in prompts.items():
+        assert engine.tokens("same", client) == expected_tokens(prompt, SamplingParams(max_tokens=5), 4096, VOCAB)
+
+
+def test_abort_is_only_ones_own():
+    engine = Engine(fake_config())
+    engine.add("a", [1], b"one", max_tokens=5)
+    engine.abort("a", client=b"two")
+    engine.run()
+    assert len(engine.tokens("a", b"one")) == 5
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_server_that_is_gone_takes_its_requests_along(depth):
+    engine = Engine(fake_config(steps_in_flight=depth))
+    for client in (b"stays", b"goes"):
+        engine.put(Hello(), client)
+        engine.add("a", [1], client, max_tokens=50)
+    for _ in range(5):
+        engine.turn()
+    engine.socket.gone.add(b"goes")
+    for _ in range(depth + 1):
+        engine.turn()
+    assert list(engine.scheduler.requests) == [(b"stays", "a")] and b"goes" not in engine.core.clients
+    engine.run()
+    assert len(engine.tokens("a", b"stays")) == 50
+    engine.assert_at_rest()
+
+
+def test_utility_calls():
+    engine = Engine(fake_config())
+    sent(engine)
+    engine.add("a", [1] * 40, max_tokens=3)
+    engine.turn()
+    for call_id, (method, args) in enumerate([("reset_prefix_cache", []), ("stats", []), ("no_such", []), ("stats", [1])]):
+        engine.put(Call(call_id, method, args))
+    engine.core.receive()
+    results = [message for message in sent(engine) if isinstance(message, CallResult)]
+    assert [result.call_id for result in results] == [0, 1, 2, 3]
+    assert results[0].value is False, "a request runs"
+    assert results[1].value["num_running"] == 1 and results[1].value["kv_cache_usage"] > 0
+    assert "no_such" in results[2].error and "reset_prefix_cache" in results[2].error
+    assert results[3].error.startswith("TypeError")
+    engine.run()
+    engine.put(Call(9, "reset_prefix_cache"))
+    engine.core.receive()
+    assert CallResult(9, True) in sent(engine)
+    engine.add("again", [1] * 40, max_tokens=1)
+    engine.run()
+    assert engine.last("again").num_cached_tokens == 0
+
+
+def test_statistics_come_while_running_and_when_the_engine_becomes_idle():
+    engine = Engine(fake_config())
+    engine.put(Hello(), b"other")
+    sent(engine)
+    engine.add("a", [1] * 10, max_tokens=4)
+    with pytest.raises(Idle):
+        while True:
+            engine.core.receive()
+            engine.core.step()
+    for client in (CLIENT, b"other"):
+        stats = [message.stats for receiver, message in engine.socket.sent if receiver == client and isinstance(message, StepOutputs) and message.stats]
+        assert sum(part.num_generation_tokens for part in stats) == 4 and sum(part.num_prompt_tokens for part in stats) == 10
+        assert [n for part in stats for n in part.iteration_tokens] == [10, 1, 1, 1]
+        assert (stats[-1].num_running, stats[-1].kv_cache_usage) == (0, 0.0)
+    engine.socket.sent.clear()
+    with pytest.raises(Idle):
+        engine.core.receive()
+    assert not engine.socket.sent, "nothing new, so nothing is sent"
+
+
+def test_a_queued_request_that_fails_unexpectedly_fails_alone(monkeypatch, caplog):
+    engine = Engine(fake_config())
+    monkeypatch.setattr(type(engine.scheduler), "_check", lambda self, message: 1 / 0)
+    engine.add("bad", [1])
+    engine.run()
+    assert engine.last("bad").finish_reason == "error" and "division" in engine.last("bad").error
+    assert "bad cannot be added" in caplog.text
+
+
+def test_death_is_logged_once_and_told_to_everyone(caplog):
+    engine = Engine(fake_config())
+    sent(engine)
+    engine.put(Hello(), b"late")
+    engine.core.die(RuntimeError("out of memory"))
+    assert (CLIENT, EngineDead("RuntimeError: out of memory")) in engine.socket.sent and (b"late", EngineDead("RuntimeError: out of memory")) in engine.socket.sent
+    assert caplog.text.count("the engine failed") == 1
+
+
+def test_depth_2_schedules_the_next_step_before_it_waits():
+    """The order of calls is what overlaps: execute, execute, result, execute, result ..."""
+    engine = Engine(fake_config(steps_in_flight=2))
+    calls, execute = [], engine.core.executor.execute
+
+    def traced(step):
+        calls.append(f"execute {step.step}")
+        pending = execute(step)
+
+        class Traced:
+            def result(self):
+                calls.append(f"result {step.step}")
+                return pending.result()
+        return Traced()
+
+    engine.core.executor.execute = traced
+    engine.add("a", [1, 2], max_tokens=4)
+    engine.run()
+    first = int(calls[0].split()[1])
+    assert calls == [f"{what} {first + i}" for what, i in [("execute", 0), ("execute", 1), ("result", 0), ("execute", 2), ("result", 1), ("execute", 3), ("result", 2), ("result", 3)]]

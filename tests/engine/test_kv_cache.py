@@ -1,0 +1,172 @@
+"""The block manager alone, against a naive model that keeps contents instead of hashes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from engine.kv_cache import NULL_BLOCK, KVCacheManager
+from engine.messages import AddRequest, SamplingParams
+from engine.request import Request
+
+BLOCK_SIZE = 2
+
+
+def request(prompt: list[int], sequence: int = 0, cache_salt: str | None = None, group: str | None = None, **sampling) -> Request:
+    return Request(AddRequest("r", prompt, SamplingParams(**sampling), cache_salt=cache_salt, group=group), b"", sequence, 1000, False)
+
+
+class BlocksAgainstModel(RuleBasedStateMachine):
+    """The model knows what each block holds (salt and all tokens up to its end) and who holds it; a match must lead to exactly the right contents."""
+
+    @initialize(num_blocks=st.integers(3, 14))
+    def start(self, num_blocks):
+        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE)
+        self.num_blocks = num_blocks
+        self.requests: list[Request] = []
+        self.contents: dict[int, tuple] = {}  # of computed full blocks
+        self.released: list[int] = []  # free blocks that hold something, in the order they are to be taken
+
+    def put_in_use(self, block_ids):
+        self.released = [block_id for block_id in self.released if block_id not in block_ids]
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from([None, "s"]))
+    def admit(self, prompt, salt):
+        new = request(prompt, len(self.requests), salt)
+        matched = self.kv.match(new)
+        assert len(matched) <= (len(prompt) - 1) // BLOCK_SIZE
+        for i, block_id in enumerate(matched):
+            assert self.contents[block_id] == (salt, *prompt[:(i + 1) * BLOCK_SIZE])
+        following = (salt, *prompt[:(len(matched) + 1) * BLOCK_SIZE])
+        if len(following) - 1 < len(prompt):
+            assert following not in [self.contents[block_id] for block_id in self.findable()], "a longer match was possible"
+        if self.kv.num_missing(new, matched) > self.kv.pool.num_free:
+            return
+        self.kv.attach(new, matched)
+        self.put_in_use(matched)
+        self.grow(new, len(prompt))
+        self.requests.append(new)
+
+    def findable(self):
+        return set(self.kv.pool._by_hash.values())
+
+    def grow(self, req, num_tokens):
+        """Allocate and compute up to `num_tokens`; check that the least recently used blocks are taken."""
+        free = self.kv.pool.num_free
+        count = -(-num_tokens // BLOCK_SIZE) - len(req.block_ids)
+        added = self.kv.allocate(req, num_tokens)
+        if count > free:
+            assert added is None and self.kv.pool.num_free == free
+            return
+        assert len(added) == count and NULL_BLOCK not in added and not set(added) & {b for other in self.requests if other is not req for b in other.block_ids}
+        num_blank = free - len(self.released)
+        assert set(added[num_blank:]) == set(self.released[:max(count - num_blank, 0)]), "not the least recently used"
+        self.put_in_use(added)
+        for block_id in added:
+            self.contents.pop(block_id, None)
+        req.num_computed_tokens = num_tokens
+        for i in range(num_tokens // BLOCK_SIZE):
+            self.contents[req.block_ids[i]] = (req.cache_salt, *req.token_ids[:(i + 1) * BLOCK_SIZE])
+        self.kv.publish(req)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def decode(self, data, token):
+        req = data.draw(st.sampled_from(self.requests))
+        if req.num_computed_tokens == req.num_tokens:
+            req.token_ids.append(token)
+        self.grow(req, req.num_tokens)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), discard=st.booleans())
+    def free(self, data, discard):
+        req = data.draw(st.sampled_from(self.requests))
+        self.requests.remove(req)
+        block_ids = req.block_ids
+        self.kv.free(req, discard)
+        if discard:
+            assert not self.findable() & set(block_ids)
+        held = {b for other in self.requests for b in other.block_ids}
+        self.released += [block_id for block_id in reversed(block_ids) if block_id not in held and block_id in self.findable()]
+
+    @rule()
+    def reset(self):
+        assert self.kv.reset_prefix_cache() == (not self.requests)
+        if not self.requests:
+            self.released.clear()
+            assert not self.findable()
+
+    @invariant()
+    def counts_agree(self):
+        if not hasattr(self, "kv"):
+            return
+        held = [b for req in self.requests for b in req.block_ids]
+        assert self.kv.pool.num_free == self.num_blocks - 1 - len(set(held))
+        assert [self.kv.pool._ref_counts[b] for b in range(self.num_blocks)] == [held.count(b) for b in range(self.num_blocks)]
+        assert self.kv.usage == pytest.approx(len(set(held)) / (self.num_blocks - 1))
+
+
+def test_blocks_against_a_naive_model():
+    run_state_machine_as_test(BlocksAgainstModel, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=12), st.integers(1, 3), st.data())
+def test_hashes_are_computed_once_and_grow_with_the_request(tokens, block_size, data):
+    """The chain is the same whether it was extended bit by bit or at once, and every token before a block is part of its hash."""
+    def chain(token_ids, steps, **root):
+        req = request(token_ids, **root)
+        kv = KVCacheManager(4, block_size)
+        for num_full in [*steps, len(token_ids) // block_size]:
+            kv._extend_hashes(req, num_full)
+        return req.block_hashes
+
+    whole = chain(tokens, [])
+    assert chain(tokens, [0, 1]) == whole and len(whole) == len(tokens) // block_size
+    changed = data.draw(st.integers(0, len(tokens) - 1))
+    other = chain([*tokens[:changed], tokens[changed] ^ 1, *tokens[changed + 1:]], [])
+    assert [a == b for a, b in zip(whole, other)] == [i < changed // block_size for i in range(len(whole))]
+    assert not set(whole) & set(chain(tokens, [], cache_salt="s"))
+
+
+def test_without_prefix_caching_the_group_is_part_of_every_hash():
+    kv = KVCacheManager(20, 2, enable_prefix_caching=False)
+    first, choice, stranger = request([1, 2, 3], 1, group="g"), request([1, 2, 3], 2, group="g"), request([1, 2, 3], 3)
+    kv.attach(first, [])
+    kv.allocate(first, 3)
+    first.num_computed_tokens = 3
+    kv.publish(first)
+    assert kv.match(choice) == first.block_ids[:1] and kv.match(stranger) == []
+
+
+def test_the_tail_is_evicted_before_the_prefix():
+    kv = KVCacheManager(5, 2)
+    old = request([1, 2, 3, 4, 5, 6, 7, 8])
+    kv.allocate(old, 8)
+    old.num_computed_tokens = 8
+    kv.free(old)
+    other = request([9, 9, 9, 9])
+    kv.allocate(other, 4)
+    assert len(kv.match(request([1, 2, 3, 4, 5, 6, 7, 8]))) == 2
+
+
+def test_an_unknown_token_keeps_its_block_unpublished():
+    """At depth 2 a block may be scheduled before the id of its last token is known."""
+    kv = KVCacheManager(5, 2)
+    req = request([1, 2, 3])
+    kv.allocate(req, 4)
+    req.num_computed_tokens, req.num_in_flight = 4, 1
+    kv.publish(req)
+    assert len(kv.match(request([1, 2, 3, 7, 0]))) == 1
+    req.token_ids.append(7)
+    kv.publish(req)
+    assert len(kv.match(request([1, 2, 3, 7, 0]))) == 2
+
+
+def test_releasing_twice_is_our_bug():
+    kv = KVCacheManager(5, 2)
+    blocks = kv.pool.take(1)
+    kv.pool.release(blocks)
+    with pytest.raises(AssertionError, match="released twice"):
+        kv.pool.release(blocks)

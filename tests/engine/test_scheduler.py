@@ -1,0 +1,391 @@
+"""What the scheduler decides, case by case."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens
+from engine.kv_cache import KVCacheManager
+from engine.messages import AddRequest, SamplingParams
+from engine.scheduler import Scheduler
+from tests.engine.harness import CLIENT, VOCAB, Engine, assert_invariants, fake_config
+from worker.messages import NewRequest, StepInput, StepOutput
+
+
+def greedy(max_tokens: int = 4, **sampling) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
+
+
+def make(enable_prefix_caching: bool = True, **settings) -> tuple[Scheduler, FakeExecutor]:
+    config = fake_config(**settings)
+    executor = FakeExecutor(config, FakeOptions())
+    return Scheduler(config.scheduler, executor.ready, KVCacheManager(executor.ready.num_blocks, executor.ready.block_size, enable_prefix_caching)), executor
+
+
+def run_step(scheduler: Scheduler, executor: FakeExecutor):
+    step = scheduler.schedule()
+    return step, scheduler.update(step, executor.execute(step.input).result()).get(b"", [])
+
+
+def test_the_worked_example():
+    """Section 4 of docs/architecture.md: prompts of 3, 2 and 8 tokens, block size 2, context 12, budget 10."""
+    scheduler, executor = make(max_model_len="12", block_size=2, num_gpu_blocks_override=32, max_num_batched_tokens=10)
+    prompts, sampling = [[11, 12, 13], [21, 22], [31, 32, 33, 34, 35, 36, 37, 38]], greedy()
+    for i, prompt in enumerate(prompts):
+        scheduler.add(AddRequest(str(i), prompt, sampling))
+    first, _ = run_step(scheduler, executor)
+    assert first.input == StepInput(
+        step=1, new=[NewRequest(0, prompts[0], 3, [1, 2], sampling), NewRequest(1, prompts[1], 2, [3], sampling), NewRequest(2, prompts[2], 8, [4, 5, 6], sampling)],
+        rows=[0, 1, 2], num_computed=[0, 0, 0], num_scheduled=[3, 2, 5], new_blocks=[[], [], []], samples=[0, 1])
+    second, _ = run_step(scheduler, executor)
+    assert second.input == StepInput(step=2, new=[], rows=[0, 1, 2], num_computed=[3, 2, 5], num_scheduled=[1, 1, 3], new_blocks=[[], [7], [8]], samples=[0, 1, 2])
+
+
+def test_a_long_prompt_never_stalls_running_requests():
+    scheduler, executor = make(max_num_batched_tokens=16, num_gpu_blocks_override=400, max_model_len="2000")
+    for name in "abc":
+        scheduler.add(AddRequest(name, [ord(name)], greedy(100)))
+    run_step(scheduler, executor)
+    scheduler.add(AddRequest("long", list(range(900)), greedy(1), arrival_time=1.0))  # the oldest, so it leads the running ones, yet decodes go first
+    scheduler.add(AddRequest("after", [5], greedy(100)))
+    for _ in range(60):
+        step, outputs = run_step(scheduler, executor)
+        assert {"a", "b", "c"} <= {output.request_id for output in outputs if output.new_token_ids}
+        assert step.num_tokens <= 16
+        if step.input.num_computed[-1] < 800:
+            assert step.num_tokens == 16, "the prompt takes all that is left of the budget"
+
+
+def test_long_prefill_token_threshold_holds_while_others_run():
+    scheduler, executor = make(long_prefill_token_threshold=10, max_num_batched_tokens=100)
+    scheduler.add(AddRequest("alone", list(range(60)), greedy(9)))
+    step, _ = run_step(scheduler, executor)
+    assert step.input.num_scheduled == [60]
+    scheduler.add(AddRequest("long", list(range(100, 160)), greedy(9)))
+    assert [run_step(scheduler, executor)[0].input.num_scheduled for _ in range(3)] == [[1, 10], [1, 10], [1, 10]]
+
+
+def test_requests_of_one_step_share_their_prefix():
+    scheduler, executor = make(block_size=4)
+    for name in "abc":
+        scheduler.add(AddRequest(name, list(range(10)), greedy()))
+    step, outputs = run_step(scheduler, executor)
+    assert step.input.num_computed == [0, 8, 8] and step.input.num_scheduled == [10, 2, 2]
+    assert [new.block_ids[:2] for new in step.input.new] == [[1, 2]] * 3
+    assert [output.num_cached_tokens for output in outputs] == [0, 8, 8]
+
+
+def test_a_full_hit_computes_the_last_token():
+    scheduler, executor = make(block_size=4)
+    scheduler.add(AddRequest("a", list(range(8)), greedy(1)))
+    run_step(scheduler, executor)
+    scheduler.add(AddRequest("b", list(range(8)), greedy(1)))
+    step, [output] = run_step(scheduler, executor)
+    assert step.input.num_computed == [4] and step.input.num_scheduled == [4] and output.num_cached_tokens == 4
+
+
+def test_outputs_are_cached_for_the_next_turn_of_a_conversation():
+    engine = Engine(fake_config(block_size=4))
+    prompt = list(range(10))
+    engine.add("a", prompt, max_tokens=11)
+    engine.run()
+    engine.add("b", prompt + engine.tokens("a") + [1, 2, 3], max_tokens=1)
+    engine.run()
+    assert engine.last("b").num_cached_tokens == 20  # the last of the 21 tokens was sampled, but never computed
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_last_full_block_is_cached_at_any_depth(depth):
+    engine = Engine(fake_config(block_size=4, steps_in_flight=depth))
+    engine.add("a", list(range(10)), max_tokens=7)  # 17 tokens, 16 of them computed
+    engine.run()
+    engine.add("b", [*range(10), *engine.tokens("a"), 3], max_tokens=1)
+    engine.run()
+    assert engine.last("b").num_cached_tokens == 16
+
+
+def test_salts_and_groups_separate_prefixes():
+    engine = Engine(fake_config(block_size=4))
+    for i, salt in enumerate([None, "x", "y", "x", None]):
+        engine.add(str(i), list(range(9)), cache_salt=salt, group=f"g{i}", max_tokens=1)
+        engine.run()
+    assert [engine.last(str(i)).num_cached_tokens for i in range(5)] == [0, 0, 0, 8, 8]
+
+
+def test_without_prefix_caching_only_the_choices_of_one_request_share():
+    engine = Engine(fake_config(block_size=4, enable_prefix_caching=False))
+    for i, group in enumerate(["g", "g", "h", None, None]):
+        engine.add(str(i), list(range(9)), group=group, max_tokens=1)
+    engine.run()
+    assert [engine.last(str(i)).num_cached_tokens for i in range(5)] == [0, 8, 0, 0, 0]
+    assert engine.scheduler.stats().prefix_cache_queries == 0
+
+
+def test_prompt_logprobs_compute_the_whole_prompt():
+    engine = Engine(fake_config(block_size=4))
+    for i, prompt_logprobs in enumerate([None, 0, None]):
+        engine.add(str(i), list(range(20)), prompt_logprobs=prompt_logprobs, max_tokens=1)
+        engine.run()
+    assert [engine.last(str(i)).num_cached_tokens for i in range(3)] == [0, 0, 16]
+    assert [entry.token_ids for entry in engine.last("1").prompt_logprobs] == [[t] for t in range(1, 20)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_max_tokens_0_ends_when_the_prompt_is_computed(depth):
+    engine = Engine(fake_config(steps_in_flight=depth, max_num_batched_tokens=8, max_model_len="20"))
+    engine.add("echo", list(range(20)), max_tokens=0, prompt_logprobs=1)  # as long as the context: nothing has to fit behind it
+    engine.add("next", [1, 2], max_tokens=3)
+    engine.run()
+    outputs = engine.outputs[CLIENT, "echo"]
+    assert [output.finish_reason for output in outputs] == [None, None, "length"]
+    assert [entry.token_ids[0] for output in outputs for entry in output.prompt_logprobs] == list(range(1, 20))
+    assert engine.tokens("echo") == [] and outputs[-1].timing.first_token == 0
+    assert engine.tokens("next") == expected_tokens([1, 2], SamplingParams(max_tokens=3), 20, VOCAB)
+    engine.assert_at_rest()
+
+
+class TestStops:
+    def outputs(self, tokens: list[list[int]], **sampling):
+        """What comes of a request whose samples are `tokens`, one list per step."""
+        scheduler, _ = make()
+        scheduler.add(AddRequest("a", [1], SamplingParams(**sampling)))
+        for sampled in tokens:
+            step = scheduler.schedule()
+            if step is None:
+                break
+            [output] = scheduler.update(step, StepOutput(step.input.step, [sampled]))[b""]
+        return output
+
+    def test_eos_and_stop_ids(self):
+        assert self.outputs([[5], [9]], eos_token_ids=[9]).finish_reason == "stop"
+        assert self.outputs([[5], [9]], eos_token_ids=[9]).stop_reason is None
+        assert self.outputs([[5], [8]], eos_token_ids=[9], stop_token_ids=[8]).stop_reason == 8
+        assert self.outputs([[9]], eos_token_ids=[9], ignore_eos=True).finish_reason is None
+        assert self.outputs([[9]], eos_token_ids=[9], stop_token_ids=[9], ignore_eos=True).stop_reason == 9
+
+    def test_below_min_tokens_nothing_stops(self):
+        assert self.outputs([[9], [9]], eos_token_ids=[9], min_tokens=2).finish_reason is None
+        assert self.outputs([[9], [9], [9]], eos_token_ids=[9], min_tokens=2).finish_reason == "stop"
+        assert self.outputs([[8]], stop_token_ids=[8], min_tokens=1).finish_reason is None
+        assert self.outputs([[9], [9]], eos_token_ids=[9], min_tokens=2, max_tokens=2).finish_reason == "length"
+
+    def test_several_tokens_of_a_step_end_at_the_stop(self):
+        output = self.outputs([[5, 9, 7]], eos_token_ids=[9])
+        assert output.new_token_ids == [5, 9] and output.finish_reason == "stop"
+        assert self.outputs([[5, 6, 7]], max_tokens=2).new_token_ids == [5, 6]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("cut", [1, 5, 11])
+def test_a_resubmitted_request_goes_on_as_if_never_interrupted(depth, cut):
+    sampling = {"max_tokens": 12, "seed": 3}
+    whole = expected_tokens([4, 5, 6], SamplingParams(**sampling), 100, VOCAB)
+    engine = Engine(fake_config(steps_in_flight=depth, max_model_len="100"))
+    engine.add("a", [4, 5, 6], output_token_ids=whole[:cut], prompt_logprobs=0, **sampling)
+    engine.run()
+    assert whole[:cut] + engine.tokens("a") == whole and engine.last("a").finish_reason == "length"
+    assert not any(output.prompt_logprobs for output in engine.outputs[CLIENT, "a"]), "they were delivered before"
+
+
+def test_a_resubmitted_request_that_was_complete_ends_at_once():
+    engine = Engine(fake_config())
+    engine.add("length", [1], output_token_ids=[2, 3], max_tokens=2)
+    engine.add("stop", [1], output_token_ids=[2, 9], max_tokens=5, stop_token_ids=[9])
+    engine.run()
+    assert engine.last("length").finish_reason == "length" and engine.tokens("length") == []
+    assert engine.last("stop").finish_reason == "stop" and engine.last("stop").stop_reason == 9
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("message, words", [
+    (AddRequest("x", [], greedy()), "prompt_token_ids is empty"),
+    (AddRequest("x", [1, VOCAB], greedy()), "outside 0 .. 999"),
+    (AddRequest("x", [-1], greedy()), "outside 0 .. 999"),
+    (AddRequest("x", [1] * 20, greedy()), "20 tokens, but a request may have 12"),
+    (AddRequest("x", [1] * 12, greedy()), "12 tokens, but a request may have 12"),
+    (AddRequest("x", [1], greedy(-1)), "max_tokens"),
+    (AddRequest("good", [1], greedy()), "already in use"),
+])
+def test_what_can_never_run_is_refused_alone(message, words):
+    engine = Engine(fake_config(num_gpu_blocks_override=4, block_size=4))
+    engine.add("good", [1, 2], max_tokens=3)
+    engine.put(message)
+    engine.run()
+    errors = [output for outputs in engine.outputs.values() for output in outputs if output.error]
+    assert len(errors) == 1 and words in errors[0].error and errors[0].finish_reason == "error"
+    assert len(engine.tokens("good")) == 3 and engine.outputs[CLIENT, "good"][-1].finish_reason == "length"
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_may_fill_the_whole_pool(depth):
+    engine = Engine(fake_config(num_gpu_blocks_override=6, block_size=4, steps_in_flight=depth))
+    for name in "ab":
+        engine.add(name, [ord(name)], max_tokens=1000)
+    engine.run()
+    for name in "ab":
+        assert engine.tokens(name) == expected_tokens([ord(name)], SamplingParams(max_tokens=1000), 20, VOCAB) and engine.last(name).finish_reason == "length"
+    engine.assert_at_rest()
+
+
+def test_fcfs_preempts_the_latest_and_resumes_it_first():
+    engine = Engine(fake_config(num_gpu_blocks_override=9, block_size=2, max_model_len="16"))
+    for i, name in enumerate("abc"):
+        engine.add(name, [ord(name)] * 3, max_tokens=8, arrival_time=1.0 + i)
+    engine.run(lambda: assert_invariants(engine))
+    finished = {name: engine.last(name).timing for name in "abc"}
+    assert finished["a"].num_preemptions == 0 and finished["c"].num_preemptions >= 1
+    assert finished["a"].finished <= finished["b"].finished <= finished["c"].finished
+
+
+def test_priority_runs_the_urgent_first_and_preempts_the_least_urgent():
+    engine = Engine(fake_config(scheduling_policy="priority", max_num_seqs=2, num_gpu_blocks_override=50))
+    engine.add("low", [1], max_tokens=20, priority=5)
+    engine.add("middle", [2], max_tokens=20, priority=3)
+    for _ in range(5):
+        engine.turn()
+    engine.add("high", [3], max_tokens=5, priority=-1)
+    engine.add("lowest", [4], max_tokens=5, priority=9)
+    engine.turn()
+    assert [request.request_id for request in engine.scheduler.running] == ["high", "middle"], "no row was free, and the lowest had to give its own"
+    engine.run()
+    timings = {name: engine.last(name).timing for name in ("low", "middle", "high", "lowest")}
+    assert {name: timing.num_preemptions for name, timing in timings.items()} == {"low": 1, "middle": 0, "high": 0, "lowest": 0}
+    assert timings["high"].finished < timings["middle"].finished < timings["low"].finished
+    assert engine.tokens("low") == expected_tokens([1], SamplingParams(max_tokens=20), 4096, VOCAB)
+
+
+def test_equal_priorities_do_not_preempt_each_other():
+    engine = Engine(fake_config(scheduling_policy="priority", max_num_seqs=1))
+    engine.add("first", [1], max_tokens=10, priority=1)
+    engine.turn()
+    engine.add("second", [2], max_tokens=10, priority=1, arrival_time=1.0)
+    engine.run()
+    assert engine.last("first").timing.num_preemptions == 0
+
+
+def test_fcfs_ignores_priority():
+    engine = Engine(fake_config(max_num_seqs=1))
+    for i, name in enumerate("ab"):
+        engine.add(name, [1], max_tokens=3, priority=-i, arrival_time=1.0 + i)
+    engine.run()
+    assert engine.last("a").timing.finished < engine.last("b").timing.scheduled
+
+
+def test_admission_leaves_running_requests_what_they_are_about_to_need():
+    """Without a reserve a new request takes the last blocks, loses them a step later, and so on."""
+    engine = Engine(fake_config(num_gpu_blocks_override=41, block_size=4, max_num_seqs=8))
+    for i in range(30):
+        engine.add(str(i), [i + 1] * 10, max_tokens=10)
+    engine.run(lambda: assert_invariants(engine))
+    assert sum(engine.last(str(i)).timing.num_preemptions for i in range(30)) <= 3
+
+
+def test_preemption_does_not_change_what_was_cached_at_first():
+    engine = Engine(fake_config(num_gpu_blocks_override=9, block_size=2, max_model_len="16"))
+    for name in "ab":
+        engine.add(name, [ord(name)] * 6, max_tokens=8)
+    engine.run()
+    assert engine.last("b").timing.num_preemptions >= 1
+    assert {output.num_cached_tokens for output in engine.outputs[CLIENT, "b"]} == {0}
+    assert engine.last("b").timing.num_prefill_computed == 6
+
+
+def test_an_error_of_one_request_is_its_own():
+    """The worker reports it by batch position; what its blocks hold is not to be trusted."""
+    scheduler, executor = make(block_size=2)
+    for name in "abc":
+        scheduler.add(AddRequest(name, [ord(name)] * 5, greedy(2)))
+    step = scheduler.schedule()
+    output = executor.execute(step.input).result()
+    outputs = scheduler.update(step, StepOutput(output.step, output.token_ids, errors={1: "no such logit"}))[b""]
+    assert [(o.request_id, o.finish_reason, o.error) for o in outputs] == [("b", "error", "no such logit"), ("a", None, None), ("c", None, None)]
+    scheduler.add(AddRequest("again", [ord("b")] * 5, greedy(2)))
+    step, outputs = run_step(scheduler, executor)
+    assert step.input.num_computed == [5, 5, 0]
+    assert {o.request_id for o in outputs if o.finish_reason == "length"} == {"a", "c"}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_500_aborts_at_random_moments_free_everything(depth, policy):
+    rng = random.Random(depth)
+    engine = Engine(fake_config(steps_in_flight=depth, scheduling_policy=policy, num_gpu_blocks_override=80, block_size=4, max_num_seqs=16,
+                                max_num_batched_tokens=64, max_model_len="200"))
+    ids = [str(i) for i in range(500)]
+    for name in ids:
+        engine.add(name, [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))], max_tokens=100, priority=rng.randrange(3), ignore_eos=True)
+    rng.shuffle(ids)
+    for name in ids:
+        for _ in range(rng.randrange(3)):
+            engine.turn()
+        engine.abort(name)
+        engine.abort(name, "unknown")
+    engine.run(lambda: assert_invariants(engine))
+    engine.assert_at_rest()
+    # Exactly once for those that were quicker than their abort, never for the others.
+    assert all(sum(bool(output.finish_reason) for output in outputs) <= 1 for outputs in engine.outputs.values())
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_heavy_pressure(depth, policy):
+    """Many requests with common prefixes in a pool for a few of them."""
+    rng, limit = random.Random(17 * depth), 120
+    engine = Engine(fake_config(steps_in_flight=depth, scheduling_policy=policy, num_gpu_blocks_override=45, block_size=4, max_num_seqs=12,
+                                max_num_batched_tokens=50, max_model_len=str(limit)))
+    stems, requests = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(4)], {}
+    for i in range(100):
+        prompt = rng.choice(stems)[:rng.randrange(41)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
+        requests[str(i)] = (prompt, SamplingParams(max_tokens=rng.randrange(1, 80), seed=rng.randrange(5), stop_token_ids=[1, 2, 3, 4, 5]))
+        engine.add(str(i), prompt, priority=rng.randrange(4), max_tokens=requests[str(i)][1].max_tokens, seed=requests[str(i)][1].seed,
+                   stop_token_ids=[1, 2, 3, 4, 5])
+        for _ in range(rng.randrange(4)):
+            engine.turn()
+    engine.run(lambda: assert_invariants(engine))
+    for name, (prompt, sampling) in requests.items():
+        assert engine.tokens(name) == expected_tokens(prompt, sampling, limit, VOCAB)
+    assert sum(engine.last(name).timing.num_preemptions for name in requests) > 5
+    engine.assert_at_rest()
+
+
+def test_depth_overshoots_by_depth_minus_one_steps_only():
+    """Length stops are predicted, so they cost nothing; a stop id is seen late, and what follows it is dropped."""
+    for depth in (1, 2, 3):
+        for sampling, overshoot in (({"max_tokens": 10}, 0), ({"max_tokens": 100, "stop_token_ids": [expected_tokens([1], SamplingParams(max_tokens=10), 99, VOCAB)[-1]]}, depth - 1)):
+            engine = Engine(fake_config(steps_in_flight=depth))
+            before = engine.core.executor.num_steps
+            engine.add("a", [1], **sampling)
+            engine.run()
+            assert engine.core.executor.num_steps - before == 10 + overshoot
+            assert len(engine.tokens("a")) == 10
+
+
+def test_stats_count_what_happened():
+    scheduler, executor = make(block_size=4, max_num_batched_tokens=8)
+    for name in "ab":
+        scheduler.add(AddRequest(name, list(range(10)), greedy(3)))
+        while scheduler.requests:
+            run_step(scheduler, executor)
+    stats = scheduler.take_stats()
+    assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (12, 6)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
+    assert stats.iteration_tokens == [8, 2, 1, 1, 2, 1, 1]
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+    assert scheduler.take_stats().iteration_tokens == []
+
+
+def test_gauges():
+    scheduler, _ = make(max_num_seqs=1, num_gpu_blocks_override=11, block_size=4)
+    for name in "ab":
+        scheduler.add(AddRequest(name, [1] * 8, greedy()))
+    scheduler.schedule()
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 1) and stats.kv_cache_usage == pytest.approx(0.2)
+
+
+def test_schedule_without_requests_is_none():
+    scheduler, _ = make()
+    assert scheduler.schedule() is None
