@@ -24,10 +24,11 @@ class Platform(ABC):
     dist_backend: str
     attention_order: tuple[str, ...]  # names in worker/attention, the best first
     default_depth: int  # steps in flight
+    measures_memory: bool  # whether `memory_in_use` knows the largest amount so far
 
     @abstractmethod
-    def memory(self) -> tuple[int, int]:
-        """(total, available) bytes of the device now."""
+    def memory(self, world_size: int = 1) -> tuple[int, int]:
+        """(total, available) bytes now for one of `world_size` ranks on this host."""
 
     @abstractmethod
     def default_limits(self, world_size: int) -> tuple[int, int, str]:
@@ -80,9 +81,11 @@ class CpuPlatform(Platform):
     dist_backend = "gloo"
     attention_order = ("cpu_paged",)
     default_depth = 1
+    measures_memory = False
 
-    def memory(self) -> tuple[int, int]:
-        return host.memory()
+    def memory(self, world_size: int = 1) -> tuple[int, int]:
+        total, available = host.memory()
+        return total // world_size, available // world_size
 
     def default_limits(self, world_size: int) -> tuple[int, int, str]:
         return 128 * world_size, 2048 * world_size, "default on CPU"
@@ -122,11 +125,12 @@ class CudaPlatform(Platform):
     dist_backend = "nccl"
     attention_order = ("flash_attn_3", "flash_attn_2", "torch_varlen", "triton_paged", "cpu_paged")
     default_depth = 2
+    measures_memory = True
 
     def __init__(self, rank: int) -> None:
         self.device = torch.device("cuda", rank)
 
-    def memory(self) -> tuple[int, int]:
+    def memory(self, world_size: int = 1) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.device)
         return total, free
 
@@ -143,6 +147,17 @@ class CudaPlatform(Platform):
         torch.cuda.set_device(self.device)
         self._copies = torch.cuda.Stream(self.device)
         return [("device", str(self.device), torch.cuda.get_device_name(self.device))]
+
+    def memory_in_use(self) -> tuple[int, int]:
+        """(bytes now, most bytes so far) that torch has taken from the device; `release_memory` starts the latter anew."""
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+
+    def release_memory(self) -> None:
+        """Give back to the device what torch keeps for reuse."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         # The caching host allocator takes the pinned block back only when this copy has run: it is the ring of buffers that steps in flight need.

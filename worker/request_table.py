@@ -40,7 +40,7 @@ class RequestTable:
     Block ids are appended in the order they arrive; entries behind a row's last are leftovers (0, the null block, at first) and never read.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device, states: list[RowState] | None = None) -> None:
+    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device) -> None:
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
         self.block_size = block_size
@@ -50,8 +50,12 @@ class RequestTable:
         self.block_table = torch.zeros(max_num_reqs, self.max_blocks, dtype=torch.int32, device=device)
         self.num_prompt_tokens = [0] * max_num_reqs
         self.errors: dict[int, str] = {}  # row -> why its request cannot be served
-        self._states = states or []
+        self._states: list[RowState] = []
         self._num_blocks = [0] * max_num_reqs
+
+    def register(self, state: RowState) -> None:
+        """Tell `state` from now on which request each row holds."""
+        self._states.append(state)
 
     def apply(self, step: StepInput) -> TableUpdates:
         """Take in what the step changes. The tensors change when the result has been handed to `write`."""

@@ -1,0 +1,200 @@
+"""Where the device's memory goes, and the limits that follow from it: blocks of KV cache, context length, requests and tokens per step.
+
+Nothing here needs weights, so `quire check` asks the same functions with sizes taken from config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from configs.config import Config
+from configs.hf_config import ModelSpec, kv_bytes_per_token, num_parameters, read_model_spec
+from worker.attention.base import AttentionSpec
+from worker.attention.registry import Selection, select_backend
+from worker.messages import MemoryPlan, WorkerReady
+from worker.platform import Platform, get_platform
+
+Choice = tuple[str, str, str]  # setting, value, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is settled before weights are loaded. `max_model_len` is the most that may be asked for; memory may still lower it when it is automatic."""
+
+    dtype: torch.dtype
+    attention: Selection
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    auto_model_len: bool
+    choices: list[Choice]
+
+
+def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limits:
+    """Settle dtype, attention backend and the sizes of a step. Raises ValueError for what does not fit the model or the device."""
+    choices: list[Choice] = []
+    tp = config.parallel.tensor_parallel_size
+    if config.parallel.pipeline_parallel_size > 1:
+        raise ValueError("--pipeline-parallel-size is not supported yet: set it to 1 and use --tensor-parallel-size")
+    dtype, reason = platform.resolve_dtype(config.model.dtype, spec.dtype)
+    if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
+        choices.append(("dtype", _dtype_name(dtype), reason))
+    attention = select_backend(platform.attention_order, _attention_spec(config, spec, platform, dtype), config.device.attention_backend)
+    if config.device.attention_backend is None:
+        choices.append(("attention_backend", attention.backend.name, attention.reason))
+    if config.cache.block_size is None:
+        choices.append(("block_size", str(attention.block_size), f"default of {attention.backend.name}"))
+    num_seqs, num_tokens, reason = platform.default_limits(tp * config.parallel.pipeline_parallel_size)
+    if config.scheduler.max_num_seqs is None:
+        choices.append(("max_num_seqs", str(num_seqs), reason))
+    if config.scheduler.max_num_batched_tokens is None:
+        choices.append(("max_num_batched_tokens", str(num_tokens), reason))
+    model_len, auto = _asked_model_len(config.model.max_model_len, spec.max_model_len)
+    return Limits(dtype, attention, config.scheduler.max_num_seqs or num_seqs, config.scheduler.max_num_batched_tokens or num_tokens, model_len, auto, choices)
+
+
+def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int) -> int:
+    """Bytes of the weights on each rank, before they are loaded."""
+    return num_parameters(spec) * dtype.itemsize // world_size
+
+
+def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
+    """Bytes a step needs at its largest besides weights and KV cache: the widest layer, the logits, gathered keys and values, tables."""
+    size = limits.dtype.itemsize
+    kv_width = 2 * max(1, spec.num_key_value_heads // tp) * spec.head_dim
+    q_width = spec.num_attention_heads // tp * spec.head_dim
+    layer = limits.max_num_batched_tokens * (size * (4 * spec.hidden_size + 3 * q_width + 2 * kv_width + 3 * spec.intermediate_size // tp) + 8 * spec.hidden_size)
+    logits = limits.max_num_seqs * spec.vocab_size * 4 * 2
+    gathered = max(8192, limits.max_model_len) * kv_width * size  # the torch backend's copy of one long sequence
+    tables = limits.max_num_seqs * limits.max_model_len * 4 * 2
+    scratch = 256 << 20  # sampling of some rows, prompt logprobs of some positions, attention scores of some queries
+    return layer + logits + gathered + tables + scratch
+
+
+def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
+    """Bytes of one KV block on the rank that has the most layers."""
+    per_token = kv_bytes_per_token(spec, limits.dtype.itemsize, config.parallel.tensor_parallel_size)
+    most_layers = -(-spec.num_hidden_layers // config.parallel.pipeline_parallel_size)
+    return per_token // spec.num_hidden_layers * most_layers * limits.attention.block_size
+
+
+def plan_memory(config: Config, spec: ModelSpec, limits: Limits, *, device: str, total: int, available: int, weights: int, activations: int) -> tuple[MemoryPlan, int, list[Choice]]:
+    """(plan, number of KV blocks with the null block, choices) for one rank. `available` is what the rank found at start, before its weights.
+
+    Raises ValueError when not even one block fits, saying which number to change.
+    """
+    block = bytes_per_block(config, spec, limits)
+    utilization = config.cache.gpu_memory_utilization
+    budget = min(int(total * utilization), available) if device != "cpu" else int(available * utilization)
+    free = budget - weights - activations
+    kv_bytes, choices = _kv_cache_bytes(config, limits, block, free, available - weights - activations)
+    num_blocks = config.cache.num_gpu_blocks_override or kv_bytes // block
+    if num_blocks < 2:
+        raise ValueError(f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} may be used; weights take {_size(weights)}, "
+                         f"activations {_size(activations)}, and a KV cache needs {_size(2 * block)} at least. Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) "
+                         f"or --max-num-seqs ({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory")
+    used = num_blocks * block
+    reserve = max(available - weights - activations - used, 0)
+    return MemoryPlan(device, total, available, weights, activations, used, reserve, block), num_blocks, choices
+
+
+def fit_model_len(limits: Limits, num_blocks: int, plan: MemoryPlan) -> tuple[int, list[Choice]]:
+    """The context length that `num_blocks` allow. Raises ValueError when one was asked for that does not fit."""
+    fitting = (num_blocks - 1) * limits.attention.block_size
+    if not limits.auto_model_len:
+        if limits.max_model_len > fitting:
+            needed = (-(-limits.max_model_len // limits.attention.block_size) + 1) * plan.bytes_per_block
+            raise ValueError(f"--max-model-len {limits.max_model_len} needs {_size(needed)} of KV cache, but it has {_size(plan.kv_cache)}: set --max-model-len to at most "
+                             f"{fitting} (or auto), or give the KV cache more with --kv-cache-memory-bytes {needed} or a higher --gpu-memory-utilization")
+        return limits.max_model_len, []
+    if limits.max_model_len <= fitting:
+        return limits.max_model_len, [("max_model_len", str(limits.max_model_len), "what the model allows")]
+    return fitting, [("max_model_len", str(fitting), f"what fits into the KV cache; the model allows {limits.max_model_len}")]
+
+
+def preview(config: Config) -> WorkerReady:
+    """What a worker would report, estimated from config.json and the memory that is free now, without loading weights.
+
+    Raises ValueError as the worker would.
+    """
+    platform = get_platform(config.device.device)
+    spec = read_model_spec(config.model.model)
+    tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    limits = resolve_limits(config, spec, platform)
+    total, available = platform.memory(tp * pp)
+    plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,
+                                            weights=estimate_weights(spec, limits.dtype, tp * pp), activations=estimate_activations(spec, limits, tp))
+    return report(spec, platform, limits, plan, num_blocks, choices)
+
+
+def report(spec: ModelSpec, platform: Platform, limits: Limits, plan: MemoryPlan, num_blocks: int, choices: list[Choice]) -> WorkerReady:
+    """Everything together, with the context length that fits. Raises ValueError as `fit_model_len`."""
+    max_model_len, fitted = fit_model_len(limits, num_blocks, plan)
+    return WorkerReady(num_blocks=num_blocks, block_size=limits.attention.block_size, max_model_len=max_model_len, max_num_seqs=limits.max_num_seqs,
+                       max_num_batched_tokens=limits.max_num_batched_tokens, vocab_size=spec.vocab_size, default_depth=platform.default_depth, plan=plan,
+                       choices=[*limits.choices, *fitted, *choices])
+
+
+def describe(plan: MemoryPlan, ready: WorkerReady) -> str:
+    """The table that is shown before serving: where memory goes, what fits into it, what was chosen automatically and why."""
+    tokens = (ready.num_blocks - 1) * ready.block_size
+    rows = [
+        ("weights", _size(plan.weights), ""),
+        ("activations", _size(plan.activations), f"at most {ready.max_num_batched_tokens} tokens of {ready.max_num_seqs} requests per step"),
+        ("KV cache", _size(plan.kv_cache), f"{tokens:,} tokens in {ready.num_blocks - 1:,} blocks of {ready.block_size}: "
+                                           f"{tokens / ready.max_model_len:.1f} requests of the full {ready.max_model_len:,} tokens"),
+        ("reserve", _size(plan.reserve), "left to others"),
+    ]
+    lines = [f"Memory on {plan.device}: {_size(plan.available)} available of {_size(plan.total)}", *_aligned(rows)]
+    if ready.choices:
+        lines += ["Chosen automatically", *_aligned(ready.choices)]
+    return "\n".join(lines)
+
+
+def _attention_spec(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> AttentionSpec:
+    tp = config.parallel.tensor_parallel_size
+    windows = any(spec.layer_window(layer) for layer in range(spec.num_hidden_layers))
+    return AttentionSpec(max(1, spec.num_attention_heads // tp), max(1, spec.num_key_value_heads // tp), spec.head_dim, dtype, platform.device,
+                         config.cache.block_size, uses_sliding_window=windows)
+
+
+def _asked_model_len(asked: str, most: int) -> tuple[int, bool]:
+    """(most tokens, whether it is for us to lower it)."""
+    if asked == "auto":
+        return most, True
+    if not asked.isdigit() or int(asked) == 0:
+        raise ValueError(f"--max-model-len {asked!r}: give a positive number of tokens, or auto")
+    if int(asked) > most:
+        raise ValueError(f"--max-model-len {asked} is more than this model's {most} tokens: set it to at most {most}, or auto")
+    return int(asked), False
+
+
+def _kv_cache_bytes(config: Config, limits: Limits, block: int, free: int, left: int) -> tuple[int, list[Choice]]:
+    """(bytes, choices). `free` is what the utilization leaves to the cache, `left` what the device has after weights and activations."""
+    asked = config.cache.kv_cache_memory_bytes
+    if asked is not None:
+        if asked > left:
+            raise ValueError(f"--kv-cache-memory-bytes {asked} ({_size(asked)}) is more than what weights and activations leave: set it to at most {max(left, 0)}")
+        return asked, []
+    if config.cache.num_gpu_blocks_override:
+        return config.cache.num_gpu_blocks_override * block, []
+    most = (limits.max_num_seqs * -(-limits.max_model_len // limits.attention.block_size) + 1) * block
+    if free > most:
+        return most, [("KV cache", _size(most), f"what {limits.max_num_seqs} requests of {limits.max_model_len} tokens fill; more would lie idle")]
+    return free, [("KV cache", _size(free // block * block), f"gpu_memory_utilization {config.cache.gpu_memory_utilization:g}, less weights and activations")] if free > 0 else []
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.1f} MiB"
+
+
+def _aligned(rows: list[tuple[str, str, str]]) -> Iterator[str]:
+    first, second = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
+    return (f"  {name:<{first}}  {value:>{second}}  {note}".rstrip() for name, value, note in rows)

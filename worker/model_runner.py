@@ -1,0 +1,82 @@
+"""One step on the device: apply, prepare, forward, sample, append. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from worker.attention.base import AttentionBackend
+from worker.input_batch import InputBatch, InputBuffers, prepare_inputs
+from worker.logprobs import Entries, PromptLogprobs, prompt_messages
+from worker.messages import StepInput, StepOutput, TokenLogprobs
+from worker.platform import Event, Platform
+from worker.request_table import RequestTable
+from worker.sampler import RowLogprobs, Sampler
+
+_NOT_FINITE = "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, logit_bias) leave no token"
+
+
+@dataclass(slots=True)
+class AsyncOutput:
+    """A step's results on their way to the host. Reading it waits for them; safe in another thread than the one that launches steps."""
+
+    step: StepInput
+    token_ids: torch.Tensor | None  # [S], None when nothing was sampled
+    logprobs: list[RowLogprobs]
+    prompt_logprobs: dict[int, tuple[int, list[Entries]]]
+    errors: dict[int, str]  # batch position -> what was wrong with the request from the start
+    event: Event
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self.event.query()
+
+    def result(self) -> StepOutput:
+        self.event.synchronize()
+        token_ids = self.token_ids.tolist() if self.token_ids is not None else []
+        errors = {i: _NOT_FINITE for i, token in zip(self.step.samples, token_ids) if token < 0} | self.errors
+        sampled = [[] if i in errors else [token] for i, token in zip(self.step.samples, token_ids)]
+        return StepOutput(self.step.step, sampled, self._logprobs(errors), prompt_messages(self.prompt_logprobs), errors or None)
+
+    def _logprobs(self, errors: dict[int, str]) -> list[list[TokenLogprobs] | None] | None:
+        if not self.logprobs:
+            return None
+        merged: list[list[TokenLogprobs] | None] = [None] * len(self.step.samples)
+        for part in self.logprobs:
+            for j, messages in part.messages().items():
+                merged[j] = messages if self.step.samples[j] not in errors else None
+        return merged
+
+
+class ModelRunner:
+    """Runs `model` over the request table. The model's attention layers must be bound to a KV cache of `table.block_size`."""
+
+    def __init__(self, model: torch.nn.Module, table: RequestTable, backend: AttentionBackend, platform: Platform, max_num_tokens: int) -> None:
+        self.model, self.table, self.backend, self.platform = model, table, backend, platform
+        self.buffers = InputBuffers(table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device)
+        self.sampler = Sampler(table, platform)
+        self.prompt_logprobs = PromptLogprobs(table, platform)
+        table.register(self.prompt_logprobs)
+        self.forward: Callable[[InputBatch], torch.Tensor] = self.run_eagerly
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> AsyncOutput:
+        """Launch `step`. What one request alone causes is reported in the output's `errors`."""
+        batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend)
+        errors = {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors} if self.table.errors else {}
+        hidden = self.forward(batch)
+        prompt_logprobs = self.prompt_logprobs.compute(batch, hidden, self.model.logits)
+        token_ids, logprobs = None, []
+        if step.samples:
+            sampled = self.sampler.sample(self.model.logits(hidden[batch.sampling.logits_indices]), batch.sampling)
+            # The copy starts before the table is written, so that nothing of the next step delays it.
+            token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
+            self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, sampled.token_ids.clamp(min=0), batch.attn.max_seq_len)
+        return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event())
+
+    def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
+        """Hidden states `[T, H]` of the step's tokens."""
+        self.backend.build(batch.attn)
+        return self.model(batch.input_ids, batch.positions, batch.attn)

@@ -1,0 +1,183 @@
+"""From logits to one token per sampling row, and its log-probabilities.
+
+What the rows of a step do not use costs nothing: a greedy step is two reductions. Which rows use what is known on the host, so the device is never waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from worker import sampling_math
+from worker.input_batch import SamplingBatch
+from worker.logits_processors import logits_processors
+from worker.logprobs import Entries, entries, is_normalized
+from worker.messages import NewRequest, TokenLogprobs
+from worker.platform import Platform
+from worker.request_table import RequestTable
+from worker.sampling_math import RandomRows
+
+_MIN_TEMPERATURE = 1e-5  # below, the softmax has one token in any case: greedy
+_CPU_ELEMENTS, _ELEMENTS = 1 << 20, 1 << 26  # logits sampled at once: a core's cache; a share of a GPU's memory
+
+
+@dataclass(slots=True)
+class RowLogprobs:
+    """The log-probabilities that some sampling rows asked for, on their way to the host."""
+
+    which: list[int]  # of the S sampling rows
+    counts: list[int]
+    entries: Entries
+
+    def messages(self) -> dict[int, list[TokenLogprobs]]:
+        """By index of the sampling row."""
+        return {i: [message] for i, message in zip(self.which, self.entries.messages(self.counts))}
+
+
+@dataclass(slots=True)
+class Sampled:
+    """`token_ids` `[S]` int64 on the device: -1 where a row's logits are not finite or leave no token."""
+
+    token_ids: torch.Tensor
+    logprobs: list[RowLogprobs]
+
+
+class SamplingRows:
+    """A `RowState`: the numbers that random sampling needs, on the host, from where a step sends those of its rows."""
+
+    def __init__(self, max_num_reqs: int, vocab_size: int, platform: Platform) -> None:
+        self.vocab_size, self.platform = vocab_size, platform
+        self.random: set[int] = set()
+        self.top_k: dict[int, int] = {}  # rows that filter, of those in `random`
+        self.top_p: set[int] = set()
+        self.min_p: set[int] = set()
+        self._floats = np.zeros((3, max_num_reqs))
+        self._ints = np.zeros((2, max_num_reqs), dtype=np.int64)
+
+    def add(self, row: int, new: NewRequest) -> None:
+        sampling = new.sampling
+        if sampling.temperature < _MIN_TEMPERATURE:
+            return
+        self.random.add(row)
+        top_k = sampling.top_k if 0 < sampling.top_k < self.vocab_size else 0
+        if top_k:
+            self.top_k[row] = top_k
+        if sampling.top_p < 1:
+            self.top_p.add(row)
+        if sampling.min_p > 0:
+            self.min_p.add(row)
+        self._floats[:, row] = sampling.temperature, sampling.top_p, sampling.min_p
+        self._ints[:, row] = top_k, sampling_math.seed_state(sampling.seed)
+
+    def remove(self, row: int) -> None:
+        self.random.discard(row)
+        self.top_k.pop(row, None)
+        self.top_p.discard(row)
+        self.min_p.discard(row)
+
+    def gather(self, rows: list[int], positions: torch.Tensor) -> RandomRows:
+        """The parameters of `rows` (all random), which sample at `positions` `[S]`."""
+        temperature, top_p, min_p = self.platform.to_device(self._floats[:, rows])
+        top_k, state = self.platform.to_device(self._ints[:, rows])
+        ks = [self.top_k.get(row, 0) for row in rows]
+        return RandomRows(temperature.float(), top_p, min_p.float(), top_k, sampling_math.uniform(state, positions), max(ks), min(ks) > 0,
+                          not self.top_p.isdisjoint(rows), not self.min_p.isdisjoint(rows))
+
+
+class Sampler:
+    """Owns the row states that sampling reads, and registers them with the request table."""
+
+    def __init__(self, table: RequestTable, platform: Platform) -> None:
+        self.table, self.platform = table, platform
+        self.params = SamplingRows(table.max_num_reqs, table.vocab_size, platform)
+        self.processors = logits_processors(table, platform)
+        self.logprobs = LogprobRows(table.vocab_size)
+        for state in (self.params, *self.processors, self.logprobs):
+            table.register(state)
+        self._elements = _CPU_ELEMENTS if platform.device.type == "cpu" else _ELEMENTS
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+        """One token for each row of logits `[S, V]` float32, which are overwritten."""
+        wanted = self.logprobs.wanted(batch)
+        active = [processor for processor in self.processors if processor.needed(batch)]
+        raw = {key: logits[self._indices(which, batch)].clone() for key, which in wanted.items() if not key[0]} if active and wanted else {}
+        for processor in active:
+            processor.apply(logits, batch)
+        token_ids = self._choose(logits, batch)
+        return Sampled(token_ids, [self._row_logprobs(key, which, raw.get(key), logits, token_ids, batch) for key, which in wanted.items()])
+
+    def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        if not self.params.random or self.params.random.isdisjoint(batch.rows):
+            value, token_ids = sampling_math.best(logits)
+            return torch.where(value.isfinite(), token_ids, -1)
+        groups: dict[tuple[bool, bool], list[int]] = {}  # (random, with a top_k) -> batch indices: each group takes the way that is cheapest for it
+        for i, row in enumerate(batch.rows):
+            groups.setdefault((row in self.params.random, row in self.params.top_k), []).append(i)
+        values = torch.empty(len(batch.rows), device=logits.device)
+        token_ids = torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device)
+        for (random, _), which in groups.items():
+            where = self._indices(which, batch)
+            if random:
+                values[where], token_ids[where] = self._pick(logits[where], [batch.rows[i] for i in which], batch.positions_tensor[where])
+            else:
+                values[where], token_ids[where] = sampling_math.best(logits[where])
+        return torch.where(values.isfinite(), token_ids, -1)
+
+    def _indices(self, which: list[int], batch: SamplingBatch) -> torch.Tensor | slice:
+        """`which` as an index of the batch's tensors."""
+        return slice(None) if len(which) == len(batch.rows) else self.platform.to_device(np.array(which, dtype=np.int64))
+
+    def _pick(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size = max(1, self._elements // logits.shape[1])
+        if len(rows) <= size:
+            return sampling_math.pick(logits, self.params.gather(rows, positions))
+        parts = [sampling_math.pick(logits[i : i + size], self.params.gather(rows[i : i + size], positions[i : i + size])) for i in range(0, len(rows), size)]
+        values, token_ids = zip(*parts)
+        return torch.cat(values), torch.cat(token_ids)
+
+    def _row_logprobs(self, key: tuple[bool, bool], which: list[int], raw: torch.Tensor | None, logits: torch.Tensor, token_ids: torch.Tensor, batch: SamplingBatch) -> RowLogprobs:
+        processed, normalize = key
+        where = self._indices(which, batch)
+        if raw is None:
+            raw = logits[where]
+        if processed:
+            raw = self._filtered(raw, [batch.rows[i] for i in which], batch.positions_tensor[where])
+        counts = [self.logprobs.rows[batch.rows[i]][0] for i in which]
+        return RowLogprobs(which, counts, entries(raw, token_ids[where].clamp(min=0), max(counts), normalize, self.platform))
+
+    def _filtered(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """Logits as the random rows among `rows` sample from them: after temperature and filters. Greedy rows have neither."""
+        random = [i for i, row in enumerate(rows) if row in self.params.random]
+        if not random:
+            return logits
+        where = self.platform.to_device(np.array(random, dtype=np.int64))
+        logits = logits.clone()
+        logits[where] = sampling_math.filtered(logits[where], self.params.gather([rows[i] for i in random], positions[where]))
+        return logits
+
+
+class LogprobRows:
+    """A `RowState`: the rows that want log-probabilities of what they sample."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.rows: dict[int, tuple[int, tuple[bool, bool]]] = {}  # row -> (how many best tokens, (of the processed logits, normalized))
+
+    def add(self, row: int, new: NewRequest) -> None:
+        num, mode = new.sampling.logprobs, new.sampling.logprobs_mode
+        if num is not None:
+            self.rows[row] = self.vocab_size if num < 0 else min(num, self.vocab_size), (mode.startswith("processed"), is_normalized(mode))
+
+    def remove(self, row: int) -> None:
+        self.rows.pop(row, None)
+
+    def wanted(self, batch: SamplingBatch) -> dict[tuple[bool, bool], list[int]]:
+        """The batch indices that want any, by kind."""
+        wanted: dict[tuple[bool, bool], list[int]] = {}
+        if self.rows:
+            for i, row in enumerate(batch.rows):
+                if row in self.rows:
+                    wanted.setdefault(self.rows[row][1], []).append(i)
+        return wanted

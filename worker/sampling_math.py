@@ -1,0 +1,211 @@
+"""The arithmetic of sampling: which token a uniform number picks from a row of logits. Row by row, the same whatever else is in the batch.
+
+A row's logits x become weights w = exp((x - max x) / temperature), elementwise, and these become integers q = floor(w * 2^40). Everything after that is
+integer sums and comparisons, which are exact in any order: how a batch is cut, which of the two paths below a row takes, and the device's reduction
+order cannot change a token. A token whose weight is below 2^-40 of the best one's is never picked.
+
+Filters are thresholds on w, so tokens of equal weight stay or go together. In this order: min-p keeps w >= min_p; top-k keeps the weights not below the
+k-th largest; top-p keeps the fewest largest weights whose sum reaches top_p of what the other two left. The picked token is the first one, by id, at
+which the running sum of the kept q exceeds floor(u * their total): the inverse of the distribution's CDF at u.
+
+No path sorts the vocabulary. The threshold of the k-th largest weight or of the nucleus is found by two histograms over the bits of w (which order
+like w does), 20481 and 16384 bins; or, on CPU with a small k, among the few blocks of the row that have the largest maxima.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_SCALE = float(2**40)
+_LOW_BITS = 14  # of a float32 resolved by the second histogram
+_BASE = (127 - 40) << 23  # the bits of 2^-40
+_NUM_HIGH = ((127 << 23) - _BASE >> _LOW_BITS) + 1
+_NUM_LOW = 1 << _LOW_BITS
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class RandomRows:
+    """Sampling parameters of S rows, each `[S]` on the device, and what the host knows of them all. A top_k of 0 and a top_p of 1 are off."""
+
+    temperature: torch.Tensor  # float32
+    top_p: torch.Tensor  # float64
+    min_p: torch.Tensor  # float32
+    top_k: torch.Tensor  # int64
+    uniform: torch.Tensor  # float64 in [0, 1)
+    max_top_k: int
+    all_top_k: bool  # every row has one
+    any_top_p: bool
+    any_min_p: bool
+
+
+# ---- randomness
+
+
+def seed_state(seed: int) -> int:
+    """What `uniform` takes for a seed: a signed 64-bit number, well mixed, so that neighbouring seeds have unrelated streams."""
+    return _signed(_mix_int(seed & _MASK64))
+
+
+def uniform(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The number in [0, 1) that picks the token at `positions[i]` of the request with `states[i]`; both int64, the result float64.
+
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at index `position` of the seed's stream, by int64 arithmetic that wraps around.
+    """
+    z = states + (positions + 1) * _signed(_GOLDEN)
+    z = (z ^ _shift(z, 30)) * _signed(_MIX1)
+    z = (z ^ _shift(z, 27)) * _signed(_MIX2)
+    z = z ^ _shift(z, 31)
+    return _shift(z, 11).double() * 2.0**-53
+
+
+def _mix_int(z: int) -> int:
+    z = (z + _GOLDEN) & _MASK64
+    z = ((z ^ (z >> 30)) * _MIX1) & _MASK64
+    z = ((z ^ (z >> 27)) * _MIX2) & _MASK64
+    return z ^ (z >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift; torch's keeps the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# ---- greedy
+
+
+def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(largest value, its first index) of each row `[S, V]`. A NaN counts as largest, so it shows in the value."""
+    block = block_size(logits)
+    if not block:
+        value, index = logits.max(-1)
+        return value, index
+    # Two vectorized reductions and a search in one block are several times faster than torch's search along a long row.
+    maxima = logits.view(len(logits), -1, block).amax(-1)
+    first = maxima.argmax(-1, keepdim=True)
+    within = logits.view(len(logits), -1, block).gather(1, first[:, :, None].expand(-1, -1, block)).squeeze(1)
+    value, offset = within.max(-1)
+    return value, first.squeeze(1) * block + offset
+
+
+def block_size(logits: torch.Tensor) -> int:
+    """Size of the blocks that a CPU search may cut rows into; 0 where it should not."""
+    size = logits.shape[1]
+    block = min(size & -size, 128)
+    return block if logits.device.type == "cpu" and block >= 32 and size >= 4096 and logits.is_contiguous() else 0
+
+
+# ---- random
+
+
+def pick(logits: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """(largest value, picked token) of each row of logits `[S, V]` float32. Where the largest value is not finite the token means nothing."""
+    maximum = logits.amax(-1)
+    if rows.all_top_k and (picked := _pick_among_blocks(logits, maximum, rows)) is not None:
+        return maximum, picked
+    w = _weights(logits, maximum, rows)
+    q = (w * _SCALE).long()
+    threshold = _threshold(w, q, rows)
+    if threshold is not None:
+        q.masked_fill_(w < threshold[:, None], 0)
+    return maximum, _invert(q, rows.uniform)
+
+
+def filtered(logits: torch.Tensor, rows: RandomRows) -> torch.Tensor:
+    """The logits `[S, V]` after temperature, with -inf for what the filters exclude."""
+    w = _weights(logits, logits.amax(-1), rows)
+    threshold = _threshold(w, (w * _SCALE).long(), rows)
+    scaled = logits / rows.temperature[:, None]
+    return scaled if threshold is None else scaled.masked_fill_(w < threshold[:, None], float("-inf"))
+
+
+def _weights(logits: torch.Tensor, maximum: torch.Tensor, rows: RandomRows) -> torch.Tensor:
+    return (logits - maximum[:, None]).div_(rows.temperature[:, None]).exp_()
+
+
+def _threshold(w: torch.Tensor, q: torch.Tensor, rows: RandomRows) -> torch.Tensor | None:
+    """The least weight that stays in each row, `[S]`; None if all do."""
+    threshold = rows.min_p if rows.any_min_p else None
+    if rows.max_top_k:
+        kth = kth_weight(w, torch.ones_like(q), torch.where(rows.top_k > 0, rows.top_k, w.shape[1]))
+        threshold = kth if threshold is None else torch.maximum(threshold, kth)
+    if rows.any_top_p:
+        if threshold is not None:
+            q = q.masked_fill(w < threshold[:, None], 0)
+        nucleus = torch.where(rows.top_p < 1, kth_weight(w, q, _needed(q.sum(-1), rows.top_p)), 0)
+        threshold = nucleus if threshold is None else torch.maximum(threshold, nucleus)
+    return threshold
+
+
+def _needed(total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    return (total * top_p).ceil().long().clamp(min=1).minimum(total)
+
+
+def kth_weight(w: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    """The largest t such that the amounts of the weights >= t sum to at least `needed` `[S]`; w `[S, V]` float32, amounts `[S, V]` int64.
+
+    Weights below 2^-40 are not told apart.
+    """
+    key = (w.view(torch.int32) - _BASE).clamp_(0, (127 << 23) - _BASE).long()  # NaN, too, in range
+    high = key >> _LOW_BITS
+    bin_high, needed = _find_bin(high, amounts, needed, _NUM_HIGH)
+    inside = high == bin_high[:, None]
+    low = (key & (_NUM_LOW - 1)).mul_(inside)
+    bin_low, _ = _find_bin(low, amounts * inside, needed, _NUM_LOW)
+    return ((bin_high << _LOW_BITS) + bin_low + _BASE).int().view(torch.float32)
+
+
+def _find_bin(bins: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor, num_bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bin in which the sum from the top reaches `needed`, and how much of it is still needed inside that bin."""
+    histogram = torch.zeros(len(bins), num_bins, dtype=torch.int64, device=bins.device).scatter_add_(1, bins, amounts)
+    from_top = histogram.flip(1).cumsum(1)
+    index = torch.searchsorted(from_top, needed[:, None]).clamp_(max=num_bins - 1)
+    reached = num_bins - 1 - index
+    above = from_top.gather(1, index) - histogram.gather(1, reached)
+    return reached.squeeze(1), needed - above.squeeze(1)
+
+
+def _invert(q: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first index at which the running sum of q `[S, n]` exceeds floor(uniform * total), `[S]`."""
+    sums = q.cumsum(-1)
+    total = sums[:, -1]
+    target = (uniform * total).long().minimum(total - 1)
+    return torch.searchsorted(sums, target[:, None], right=True).squeeze(1).clamp_(max=q.shape[1] - 1)
+
+
+def _pick_among_blocks(logits: torch.Tensor, maximum: torch.Tensor, rows: RandomRows) -> torch.Tensor | None:
+    """`pick` when every row has a small top_k: only the blocks with the largest maxima are looked at. None if they may not hold all that is needed.
+
+    Of n blocks chosen, none left out has a weight above the least chosen maximum. So if the k-th largest weight is above that, all weights not below
+    the k-th are in the chosen blocks, which are in order of token id: the sums are those of the whole row.
+    """
+    block, k = block_size(logits), rows.max_top_k
+    chosen = 2 * k
+    if not block or chosen * block * 2 > logits.shape[1]:
+        return None
+    blocks = logits.view(len(logits), -1, block)
+    chosen_maxima, index = blocks.amax(-1).topk(chosen, -1, sorted=True)
+    index = index.sort(-1).values
+    inside = blocks.gather(1, index[:, :, None].expand(-1, -1, block)).view(len(logits), -1)
+    w = _weights(inside, maximum, rows)
+    largest = w.topk(k, -1).values
+    kth = largest.gather(1, rows.top_k[:, None] - 1)
+    left_out = _weights(chosen_maxima[:, -1:], maximum, rows)
+    if not bool((kth > left_out).all()):
+        return None
+    threshold = torch.maximum(kth, rows.min_p[:, None]) if rows.any_min_p else kth
+    q = (w * _SCALE).long().masked_fill_(w < threshold, 0)
+    if rows.any_top_p:
+        sums = (largest * _SCALE).long().masked_fill_(largest < threshold, 0).cumsum(-1)
+        nucleus = torch.searchsorted(sums, _needed(q.sum(-1), rows.top_p)[:, None]).clamp_(max=k - 1)
+        q.masked_fill_(w < torch.maximum(threshold, largest.gather(1, nucleus)), 0)
+    at = _invert(q, rows.uniform)[:, None]
+    return (index.gather(1, at // block) * block + at % block).squeeze(1)

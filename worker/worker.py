@@ -1,0 +1,114 @@
+"""One rank: its device, its share of the model, its KV cache, and the runner that steps over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from configs.config import Config
+from configs.hf_config import ModelSpec, read_model_spec
+from worker import kv_cache, memory
+from worker.loader import load_weights
+from worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
+from worker.model_runner import AsyncOutput, ModelRunner
+from worker.models import build_model
+from worker.models.decoder import CausalLM
+from worker.parallel import init_distributed, shutdown_distributed
+from worker.platform import Platform, get_platform
+from worker.request_table import RequestTable
+
+logger = logging.getLogger(__name__)
+
+ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
+
+
+class Worker:
+    """Construction starts nothing. `initialize`, then `execute` any number of steps in order, then `shutdown`; all from threads of this process."""
+
+    def __init__(self, config: Config, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+        self.config, self.rank, self.world_size, self.init_method = config, rank, world_size, init_method
+        self.runner: ModelRunner | None = None
+
+    def initialize(self, progress: ReportProgress) -> WorkerReady:
+        """Load the model and make the KV cache, reporting (phase, fraction). Raises ValueError for what the user can correct."""
+        config = self.config
+        platform = get_platform(config.device.device, self.rank)
+        threads = platform.start(config.device.num_threads, self.world_size)
+        total, available = platform.memory(self.world_size)
+        spec = read_model_spec(config.model.model)
+        limits = memory.resolve_limits(config, spec, platform)
+        parallel = config.parallel
+        init_distributed(self.rank, self.world_size, self.init_method or "", tp_size=parallel.tensor_parallel_size, pp_size=parallel.pipeline_parallel_size, backend=platform.dist_backend)
+
+        progress("loading weights", 0.0)
+        model = build_model(spec, limits.dtype, platform.device, limits.max_model_len)
+        load_weights(model, spec, config.model.model, config.model.load_format, config.model.seed, lambda fraction: progress("loading weights", fraction))
+        weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
+
+        progress("profiling memory", 0.0)
+        activations = _measure_activations(model, spec, platform, limits) if platform.measures_memory else memory.estimate_activations(spec, limits, parallel.tensor_parallel_size)
+        progress("profiling memory", 1.0)
+
+        progress("allocating KV cache", 0.0)
+        plan, num_blocks, choices = memory.plan_memory(config, spec, limits, device=platform.name, total=total, available=available, weights=weights, activations=activations)
+        num_blocks = self._agree(num_blocks, platform)
+        plan = msgspec.structs.replace(plan, kv_cache=num_blocks * plan.bytes_per_block)
+        ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices)
+        self.runner = _make_runner(model, spec, platform, limits, num_blocks, ready.max_model_len)
+        progress("allocating KV cache", 1.0)
+        if self.rank == 0:
+            logger.info("%s", memory.describe(plan, ready))
+        return ready
+
+    def execute(self, step: StepInput) -> AsyncOutput:
+        """Launch a step. Its result may be awaited in another thread."""
+        assert self.runner is not None, "initialize first"
+        return self.runner.execute(step)
+
+    def shutdown(self) -> None:
+        """Give the memory back and leave the process groups. Idempotent."""
+        self.runner = None
+        shutdown_distributed()
+
+    def _agree(self, num_blocks: int, platform: Platform) -> int:
+        """The least of all ranks' numbers: each found its own memory, but block ids are common."""
+        if self.world_size == 1:
+            return num_blocks
+        least = torch.tensor([num_blocks], device=platform.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return int(least)
+
+
+def _make_runner(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, num_blocks: int, max_model_len: int) -> ModelRunner:
+    """Allocate the KV cache and the tables, and put the runner over them."""
+    block_size = limits.attention.block_size
+    kv_cache.allocate(kv_cache.attention_layers(model), num_blocks, block_size, limits.dtype, platform.device)
+    table = RequestTable(limits.max_num_seqs, max_model_len, block_size, spec.vocab_size, platform.device)
+    return ModelRunner(model, table, limits.attention.backend, platform, limits.max_num_batched_tokens)
+
+
+def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits) -> int:
+    """Bytes of device memory that the largest step needs besides weights and KV cache, found by running it over a cache of a few blocks.
+
+    All requests share the same blocks: what is computed means nothing. Every row is sampled at random, which takes more than greedy.
+    """
+    num_reqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    lengths = [min(limits.max_num_batched_tokens // num_reqs + (i < limits.max_num_batched_tokens % num_reqs), limits.max_model_len) for i in range(num_reqs)]
+    blocks = list(range(1, -(-max(lengths) // limits.attention.block_size) + 1))
+    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    new = [NewRequest(i, [0] * length, length, blocks[: -(-length // limits.attention.block_size)], sampling) for i, length in enumerate(lengths)]
+    step = StepInput(0, new, list(range(num_reqs)), [0] * num_reqs, lengths, [[] for _ in new], list(range(num_reqs)))
+    before, _ = platform.memory_in_use()
+    runner = _make_runner(model, spec, platform, limits, len(blocks) + 1, limits.max_model_len)
+    cache = (len(blocks) + 1) * sum(layer.k_cache[0].nbytes * 2 for layer in kv_cache.attention_layers(model))
+    runner.execute(step).result()
+    _, peak = platform.memory_in_use()
+    for layer in kv_cache.attention_layers(model):
+        layer.k_cache = layer.v_cache = None
+    del runner
+    platform.release_memory()
+    return max(peak - before - cache, 0)
