@@ -22,8 +22,21 @@ from configs.config import Config
 from engine.executor.base import Executor, Pending, get_executor, steps_in_flight
 from engine.ipc import ServerSocket
 from engine.kv_cache import KVCacheManager
-from engine.messages import (AbortRequests, AddRequest, Call, CallResult, EngineDead, EngineOutput, FromEngine, Hello, Progress, Ready, SamplingParams,
-                             StepOutputs, ToEngine)
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    CallResult,
+    EngineDead,
+    EngineOutput,
+    FromEngine,
+    Hello,
+    Progress,
+    Ready,
+    SamplingParams,
+    StepOutputs,
+    ToEngine,
+)
 from engine.process import on_eof, set_name
 from engine.scheduler import Outputs, Scheduler, Step
 

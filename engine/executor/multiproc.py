@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections import deque
 from multiprocessing.connection import Connection, wait
@@ -28,7 +29,7 @@ from worker.messages import StepInput, StepOutput, WorkerReady
 STEP, CALL = b"S", b"C"  # to a worker
 PROGRESS, READY, OUTPUT, VALUE, USER_ERROR, ERROR = b"P", b"R", b"O", b"V", b"U", b"E"  # from a worker
 
-SHUTDOWN_TIMEOUT = 5.0  # seconds until a worker that does not end is killed
+SHUTDOWN_TIMEOUT = 5.0  # seconds until workers that do not end are killed
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_step = msgspec.msgpack.Decoder(StepInput).decode
@@ -83,8 +84,9 @@ class MultiprocExecutor(Executor):
     def shutdown(self) -> None:
         for pipe in self._pipes:
             pipe.close()
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT
         for process in self._processes:
-            process.join(SHUTDOWN_TIMEOUT)
+            process.join(max(deadline - time.monotonic(), 0))
             if process.exitcode is None:  # stuck, perhaps waiting for another rank
                 process.kill()
                 process.join()

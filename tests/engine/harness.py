@@ -7,7 +7,16 @@ from typing import Any
 
 from configs.config import Config
 from engine.core import EngineCore
-from engine.messages import AbortRequests, AddRequest, EngineOutput, FromEngine, Hello, SamplingParams, StepOutputs, ToEngine
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineOutput,
+    FromEngine,
+    Hello,
+    SamplingParams,
+    StepOutputs,
+    ToEngine,
+)
 
 VOCAB = 1000
 CLIENT = b"server"

@@ -6,7 +6,18 @@ import pytest
 
 from engine.core import EngineCore
 from engine.executor.fake import FakeExecutor, expected_tokens
-from engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineDead, Hello, Progress, Ready, SamplingParams, StepOutputs
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    CallResult,
+    EngineDead,
+    Hello,
+    Progress,
+    Ready,
+    SamplingParams,
+    StepOutputs,
+)
 from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, LocalSocket, fake_config
 from worker.messages import StepOutput
 

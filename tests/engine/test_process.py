@@ -15,7 +15,19 @@ import pytest
 import zmq
 
 from engine.executor.fake import expected_tokens
-from engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineDead, FromEngine, Hello, Progress, Ready, SamplingParams, StepOutputs
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    CallResult,
+    EngineDead,
+    FromEngine,
+    Hello,
+    Progress,
+    Ready,
+    SamplingParams,
+    StepOutputs,
+)
 from tests.engine.harness import VOCAB, fake_config
 
 ROOT = Path(__file__).parent.parent.parent

@@ -1,0 +1,57 @@
+"""A worker for the executors that run real ones: the fake executor's arithmetic behind the worker's interface."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from engine.executor.fake import FakeExecutor, FakeOptions
+from worker.messages import StepInput, StepOutput, WorkerReady
+
+
+class FakeWorker:
+    """The model's name says how it behaves: "bad-model" cannot be loaded; with "crash-1" rank 1 ends in its third step, with "raise-1" it raises there."""
+
+    def __init__(self, config, rank: int = 0, world_size: int = 1, init_method: str | None = None):
+        assert (init_method is not None) == (world_size > 1)
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.fake = FakeExecutor(config, FakeOptions())
+        self.stopped = False
+
+    def initialize(self, progress) -> WorkerReady:
+        if self.config.model.model == "bad-model":
+            raise ValueError("bad-model has no weights")
+        return self.fake.initialize(progress)
+
+    def execute(self, step: StepInput):
+        fault, _, rank = self.config.model.model.partition("-")
+        if fault and step.step == 3:
+            if self.rank != int(rank):
+                time.sleep(0.7)  # ranks wait for each other
+            elif fault == "crash":
+                os._exit(9)
+            elif fault == "raise":
+                raise RuntimeError("no kernel for that")
+        return self.fake.execute(step)
+
+    def whoami(self, greeting: str) -> str:
+        return f"{greeting} {self.rank} of {self.world_size}"
+
+    def shutdown(self) -> None:
+        self.stopped = True
+
+
+class LateResults(FakeWorker):
+    """A device that computes when it is asked for the result, so that a step launched too late is noticed."""
+
+    launched = 0
+
+    def execute(self, step: StepInput):
+        pending, me = super().execute(step), self
+        me.launched += 1
+
+        class Late:
+            def result(self) -> StepOutput:
+                time.sleep(0.02)
+                return pending.result()
+        return Late()
