@@ -17,24 +17,24 @@ WORKDIR /src
 COPY constraints.txt ./
 
 FROM build AS build-cpu
-# "2.13.0+cpu" satisfies "==2.13.0" and sorts before it, so this index wins for torch and the other packages come from the usual one.
+RUN apt-get update && apt-get install -y --no-install-recommends g++
+# "2.13.0+cpu" satisfies "==2.13.0" and counts as newer, so torch comes from this index and the other packages from the usual one.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN /opt/quire/bin/pip install -c constraints.txt --extra-index-url "${TORCH_INDEX}" torch
 COPY . .
-RUN /opt/quire/bin/pip install -c constraints.txt .
+# The native kernels of every instruction-set level are compiled here, so that the image needs no compiler. -P: the installed package, not this folder's.
+RUN /opt/quire/bin/pip install -c constraints.txt . \
+    && /opt/quire/bin/python -P -m worker.kernels.build
 
 FROM build AS build-cuda
 RUN /opt/quire/bin/pip install -c constraints.txt torch
 COPY . .
 RUN /opt/quire/bin/pip install -c constraints.txt .
 
-# ---- what both images have in common: a compiler for kernels that are built on first use, a user, a cache, a probe
+# ---- what both images have in common: a user, a cache, a probe
 
 FROM python:${PYTHON_VERSION}-slim AS base
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 quire \
+RUN useradd --create-home --uid 1000 quire \
     && install -d -o quire -g quire /cache
 ENV PATH=/opt/quire/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -53,6 +53,12 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
 ENTRYPOINT ["quire", "serve"]
 
 FROM base AS cuda
+# Triton compiles a small C launcher for each of its kernels.
+USER root
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+USER quire
 COPY --from=build-cuda /opt/quire /opt/quire
 
 # the last stage is the default

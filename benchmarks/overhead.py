@@ -1,0 +1,79 @@
+"""What everything but the model costs: HTTP streaming through server and engine with the fake executor, which computes nothing.
+
+python benchmarks/overhead.py MODEL_FOLDER [--max-concurrency 1,16,64] [--output-len 128]      (MODEL_FOLDER for its tokenizer and vocabulary; needs psutil)
+
+Prints the ceiling in tokens per second, and microseconds of CPU time per token in the server, the engine and this client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
+
+from configs.sources import EMBEDDED_MODEL
+from server.bench import serve
+from server.bench.datasets import make_samples
+from server.bench.load import Target, run_load
+from server.bench.process import ServerProcess, free_port
+from server.bench.report import summarize
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=str(EMBEDDED_MODEL), help="folder with tokenizer.json and config.json (default: the model that comes with quire)")
+    parser.add_argument("--max-concurrency", type=serve.concurrencies, default=[1, 16, 64], help="default: 1,16,64")
+    parser.add_argument("--requests-per-stream", type=int, default=4, help="default: 4")
+    parser.add_argument("--input-len", type=int, default=128, help="default: 128")
+    parser.add_argument("--output-len", type=int, default=256, help="default: 256")
+    arguments = parser.parse_args(argv)
+    asyncio.run(measure(arguments))
+    return 0
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    port = free_port()
+    os.environ["QUIRE_FAKE"] = "validate=0"
+    command = [sys.executable, "-m", "quire", "serve", arguments.model, "--distributed-executor-backend", "fake", "--port", str(port), "--max-num-seqs", "256",
+               "--num-gpu-blocks-override", "65536", "--served-model-name", "fake"]
+    with ServerProcess(command, port) as server:
+        await server.wait_for("/health", timeout=60)
+        target = Target(server.client, "/v1/completions", "fake", ignore_eos=True, temperature=0.0)
+        encoder = serve.load_encoder(arguments.model, None)
+        print(f"{'streams':>8} {'tok/s':>9} {'TTFT p50 ms':>12} {'ITL p50 ms':>11}   CPU us per token: {'server':>7} {'engine':>7} {'client':>7}")
+        for streams in arguments.max_concurrency:
+            samples = make_samples(dataset(arguments, streams * arguments.requests_per_stream), encoder, seed=streams)
+            processes = [psutil.Process(server.process.pid), engine_of(server.process.pid), psutil.Process()]
+            before = [cpu_seconds(process) for process in processes]
+            results, duration = await run_load(target, samples, [0.0] * len(samples), streams, lambda result: None)
+            spent = [cpu_seconds(process) - start for process, start in zip(processes, before, strict=True)]
+            figures = summarize(results, duration, [], {})
+            if figures["failed"]:
+                raise RuntimeError(next(result.error for result in results if result.error))
+            costs = " ".join(f"{1e6 * seconds / figures['total_output_tokens']:>7.0f}" for seconds in spent)
+            print(f"{streams:>8} {figures['output_throughput']:>9.0f} {figures['median_ttft_ms']:>12.1f} {figures['median_itl_ms']:>11.2f}   {'':>17} {costs}", flush=True)
+
+
+def dataset(arguments: argparse.Namespace, num_prompts: int) -> argparse.Namespace:
+    return serve.parser().parse_args(["--num-prompts", str(num_prompts), "--input-len", str(arguments.input_len), "--output-len", str(arguments.output_len)])
+
+
+def engine_of(pid: int) -> psutil.Process:
+    (engine,) = [child for child in psutil.Process(pid).children() if "engine.core" in child.cmdline()]
+    return engine
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
