@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from configs.hf_config import ModelSpec
-from worker.layers.linear import Linear, Part
+from worker.layers.linear import Part
 from worker.models.decoder import CausalLM
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -35,7 +35,7 @@ class Placement:
 
 
 def load_weights(model: CausalLM, spec: ModelSpec, folder: str, load_format: str = "auto", seed: int = 0, progress: Callable[[float], None] | None = None) -> None:
-    """Fill all parameters of `model`, then let the linear layers' methods finalize.
+    """Fill all parameters of `model`, then `model.finalize()`.
 
     `auto` is safetensors; `dummy` needs no files and fills in random numbers that depend on `seed` and the tensor's name only, so that ranks agree.
     `progress` is called with the fraction of bytes done, at most about a hundred times.
@@ -55,9 +55,7 @@ def load_weights(model: CausalLM, spec: ModelSpec, folder: str, load_format: str
             placements.sort(key=lambda p: checkpoint.position[p.part.name])
             fill = checkpoint.fill
         _fill_all(placements, fill, progress)
-        for module in model.modules():
-            if isinstance(module, Linear):
-                module.method.finalize(module)
+        model.finalize()
 
 
 def _placements(model: torch.nn.Module) -> Iterable[Placement]:

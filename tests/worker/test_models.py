@@ -8,6 +8,7 @@ import torch
 from configs.hf_config import ARCHITECTURES, num_parameters, read_model_spec
 from tests.checkpoints import CHECKPOINTS, VOCAB_SIZE, load_reference
 from tests.worker.dense_attention import PagedRunner
+from worker.kernels import build, native
 from worker.loader import load_weights
 from worker.models import MODELS, build_model
 from worker.models.decoder import stage_layers
@@ -19,6 +20,19 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max
 YARN_EXPLICIT = YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
 YARN_MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}
 CASES = [(name, {}) for name in CHECKPOINTS] + [("qwen2", {"rope_parameters": rope}) for rope in (LINEAR, YARN, YARN_EXPLICIT, YARN_MSCALE)]
+
+
+@pytest.fixture(params=["plain", "native"])
+def kernels(request, monkeypatch):
+    """The operations in plain torch, then the native CPU kernels (compiled on first use, cached afterwards)."""
+    monkeypatch.setattr(native.KERNELS, "lib", None)
+    if request.param == "native":
+        if build.cpu_level() is None or build.compiler() is None:
+            pytest.skip("no native kernels here")
+        loaded = native.Kernels()
+        assert loaded.load(background=False), loaded.status
+        monkeypatch.setattr(native.KERNELS, "lib", loaded.lib)
+    return request.param
 
 
 def load(folder: str, dtype: torch.dtype = torch.float32):
@@ -40,7 +54,7 @@ def reference_logits(folder: str, texts: list[list[int]], dtype: str = "float32"
 
 
 @pytest.mark.parametrize(("name", "overrides"), CASES, ids=lambda value: value if isinstance(value, str) else str(value.get("rope_parameters", {}).get("rope_type", "")))
-def test_logits_equal_transformers(checkpoint, name, overrides):
+def test_logits_equal_transformers(checkpoint, name, overrides, kernels):
     folder = checkpoint(name, **overrides)
     model, texts = load(folder), prompts([1, 300, 37, 64])
     expected = reference_logits(folder, texts)
@@ -58,10 +72,11 @@ def test_logits_equal_transformers(checkpoint, name, overrides):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_bfloat16_agrees_where_the_margin_is_clear(checkpoint, name):
+def test_bfloat16_agrees_where_the_margin_is_clear(checkpoint, name, kernels):
     folder = checkpoint(name, dtype="bfloat16")
     model, texts = load(folder, torch.bfloat16), prompts([200])
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert (model.lm_head.weight is None) == (kernels == "native")  # repacked
     (exact,), (rounded,) = reference_logits(folder, texts), reference_logits(folder, texts, "bfloat16")
     runner = PagedRunner(model, 1, 256)
     logits = model.logits(runner.step({0: texts[0]})[0])
@@ -71,6 +86,25 @@ def test_bfloat16_agrees_where_the_margin_is_clear(checkpoint, name):
     clear = best[:, 0] - best[:, 1] > 0.5
     assert clear.sum() > 50
     assert torch.equal(logits.argmax(-1)[clear], exact.argmax(-1)[clear])
+
+
+def test_native_kernels_may_come_later(checkpoint, kernels):
+    if kernels == "plain":
+        pytest.skip("nothing comes")
+    folder, (text,) = checkpoint("llama-tied", dtype="bfloat16"), prompts([50])
+    lib, native.KERNELS.lib = native.KERNELS.lib, None
+    model = load(folder, torch.bfloat16)
+    memory = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    before = model.logits(PagedRunner(model, 1, 64).step({0: text})[0])
+    native.KERNELS.lib = lib
+    model.finalize()
+    assert model.lm_head.weight is None and model.model.embed_tokens.weight is None
+    assert sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) == pytest.approx(memory, rel=0.1)  # the originals are gone
+    after = model.logits(PagedRunner(model, 1, 64).step({0: text})[0])
+    torch.testing.assert_close(after, before, atol=0.3, rtol=0)
+    assert not torch.equal(after, before)  # it is other code
+    model.finalize()  # once more changes nothing
+    assert torch.equal(model.logits(PagedRunner(model, 1, 64).step({0: text})[0]), after)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

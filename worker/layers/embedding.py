@@ -37,13 +37,16 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = empty_parameter(rows, hidden_size, parts=parts)
         _zero_padding(self.weight, parts)
 
+    def lookup(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `[T]` of this rank's weights. A tied head that repacks them puts its own function here."""
+        return F.embedding(rows, self.weight)
+
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self.lookup(input_ids)
         rows = input_ids - self.first_id
         mine = (rows >= 0) & (rows < self.num_rows)
-        embedded = F.embedding(rows * mine, self.weight) * mine.unsqueeze(-1)
-        return self.group.all_reduce(embedded)
+        return self.group.all_reduce(self.lookup(rows * mine) * mine.unsqueeze(-1))
 
 
 class ParallelLMHead(Linear):
@@ -56,12 +59,18 @@ class ParallelLMHead(Linear):
         self.group, self.vocab_size = tp(), vocab_size
         rows, self._parts = _vocab_parts(vocab_size, hidden_size, name)
         super().__init__(hidden_size, rows, False, method, weight=tied_to.weight if tied_to else None)
+        self._tied_to = [tied_to] if tied_to else []  # in a list, so that it does not become a submodule
         if tied_to is None:
             _zero_padding(self.weight, self._parts)
 
     def weight_parts(self) -> list[Part]:
         return self._parts
 
+    def finalize(self) -> None:
+        super().finalize()
+        for embedding in self._tied_to:
+            if self.weight is None:  # repacked: the embedding reads its rows from there too
+                embedding.weight, embedding.lookup = None, self.method.rows
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.group.all_gather(self.method.apply(self, x, None))
-        return logits[..., :self.vocab_size].float()
+        return self.group.all_gather(self.method.apply_float32(self, x))[..., :self.vocab_size]

@@ -10,11 +10,13 @@ Parameters are created uninitialised, in torch's default dtype and on its defaul
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from worker.layers.activation import silu_and_mul
 from worker.parallel import Group, split_size, tp
 
 
@@ -47,18 +49,26 @@ def empty_parameter(*shape: int, parts: list[Part]) -> nn.Parameter:
 
 
 class LinearMethod:
-    """Numerics of a linear layer. One instance may serve many layers; what it stores belongs to the layer."""
+    """Numerics of a linear layer. One instance may serve many layers; what it stores belongs to the layer. x is `[T, in_features]`."""
 
     def create_weights(self, layer: Linear) -> None:
         """Register the parameters of `layer`, uninitialised, each with its `parts`."""
         raise NotImplementedError
 
-    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x `[..., in_features]` times the weights, plus the bias: `[..., out_features]`."""
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """The product with the weights, plus `layer.bias` if there is one: `[T, out_features]` of x's type."""
         raise NotImplementedError
 
+    def apply_float32(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """The same in float32, rounded to x's type or not."""
+        return self.apply(layer, x).float()
+
+    def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        """The product of a gate-and-up layer after its activation: `[T, out_features / 2]`."""
+        return layer.silu_and_mul(self.apply(layer, x))
+
     def finalize(self, layer: Linear) -> None:
-        """Called once when the weights are loaded, e.g. to repack them."""
+        """Called when the weights are loaded, and again when faster kernels have appeared. May repack them, or hand the layer to another method."""
 
 
 class PlainLinear(LinearMethod):
@@ -67,8 +77,14 @@ class PlainLinear(LinearMethod):
     def create_weights(self, layer: Linear) -> None:
         layer.weight = empty_parameter(layer.out_features, layer.in_features, parts=layer.weight_parts())
 
-    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, layer.weight, bias)
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, layer.weight, layer.bias)
+
+    def finalize(self, layer: Linear) -> None:
+        from worker.layers.packed import PackedMethod, can_pack
+
+        if can_pack(layer.weight):
+            layer.method = PackedMethod(layer)
 
 
 PLAIN = PlainLinear()
@@ -97,8 +113,12 @@ class Linear(nn.Module):
         """Parts of a parameter of shape `[out_features]`."""
         raise NotImplementedError
 
+    def finalize(self) -> None:
+        """To be called when the weights are loaded."""
+        self.method.finalize(self)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(self, x, self.bias)
+        return self.method.apply(self, x)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -129,6 +149,21 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         group = tp()
         length = split_size(size_name, size, group)
         super().__init__(in_features, [Shard(f"{prefix}.{name}", size, group.rank * length, length, i * length) for i, name in enumerate(names)], bias, method)
+
+
+class GateUpParallelLinear(MergedColumnParallelLinear):
+    """The first half of a gated MLP: `silu(gate) * up`, `[T, in_features] -> [T, out_features / 2]`."""
+
+    def __init__(self, in_features: int, size: int, bias: bool, prefix: str, method: LinearMethod = PLAIN):
+        super().__init__(in_features, size, ("gate_proj", "up_proj"), bias, prefix, "intermediate_size", method)
+        self.silu_and_mul = silu_and_mul
+
+    def use(self, ops: ModuleType) -> None:
+        """Change over to another implementation (`layers/ops.py`)."""
+        self.silu_and_mul = ops.silu_and_mul
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply_gated(self, x)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -167,9 +202,13 @@ class RowParallelLinear(Linear):
     def bias_parts(self) -> list[Part]:
         return [Part(f"{self.prefix}.bias", (self.out_features,))]
 
+    def finalize(self) -> None:
+        if self.group.rank > 0:
+            self.bias = None  # it belongs into the sum once
+        super().finalize()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self.group.rank == 0 else None  # once in the sum
-        return self.group.all_reduce(self.method.apply(self, x, bias))
+        return self.group.all_reduce(self.method.apply(self, x))
 
 
 def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import nn
 
@@ -13,7 +15,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(rms_norm(x + residual), x + residual)`: one fused operation where there is a kernel for it."""
+    """`(rms_norm(x + residual), x + residual)`. The kernels overwrite `residual` with the sum."""
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
 
@@ -25,10 +27,15 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.rms_norm, self.add_rms_norm = rms_norm, add_rms_norm
+
+    def use(self, ops: ModuleType) -> None:
+        """Change over to another implementation (`layers/ops.py`)."""
+        self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and `x + residual`."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        """The norm of `x + residual`, and `x + residual`, which may overwrite `residual`."""
+        return self.add_rms_norm(x, residual, self.weight, self.eps)

@@ -22,13 +22,9 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
         self.register_buffer("cos_sin_cache", torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), -1), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """The table's rows for positions `[T]`: `[T, D]`. Once per step; the layers take it from there."""
-        return self.cos_sin_cache[positions]
-
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Turn x `[T, heads, D]` by the angles of cos_sin `[T, D]`. Computed in float32, returned in x's type."""
+    """Turn x `[T, heads, D]` by the angles of `cos_sin_cache[positions]`, `[T, D]`. Computed in float32, returned in x's type."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

@@ -7,18 +7,19 @@ is its tensor's name.
 from __future__ import annotations
 
 import re
+from types import ModuleType
 
 import torch
 from torch import nn
 
 from configs.hf_config import ModelSpec
 from worker.attention.base import AttentionMetadata
-from worker.layers.activation import silu_and_mul
+from worker.layers import ops
 from worker.layers.attention import Attention
 from worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from worker.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from worker.layers.linear import GateUpParallelLinear, Linear, QKVParallelLinear, RowParallelLinear
 from worker.layers.norm import RMSNorm
-from worker.layers.rotary import RotaryEmbedding, apply_rotary
+from worker.layers.rotary import RotaryEmbedding
 from worker.parallel import Group, pp
 
 
@@ -31,16 +32,21 @@ class SelfAttention(nn.Module):
         self.qkv_proj = QKVParallelLinear(spec.hidden_size, dim, heads, spec.num_key_value_heads, spec.attention_bias, prefix)
         self.o_proj = RowParallelLinear(heads * dim, spec.hidden_size, spec.attention_out_bias, f"{prefix}.o_proj", "num_attention_heads * head_dim")
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, dim, layer, spec.layer_window(layer))
-        self.split_heads = [self.attn.num_heads, self.attn.num_kv_heads, self.attn.num_kv_heads]
+        self.qk_norm_rope_write = ops.qk_norm_rope_write
+        self.eps = spec.rms_norm_eps
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x).view(x.shape[0], -1, self.attn.head_dim).split(self.split_heads, 1)
-        q, k = self.place(q, k, cos_sin)
-        return self.o_proj(self.attn(q, k, v, attn))
+    def use(self, ops: ModuleType) -> None:
+        """Change over to another implementation (`layers/ops.py`)."""
+        self.qk_norm_rope_write = ops.qk_norm_rope_write
 
-    def place(self, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give q and k `[T, heads, D]` their positions."""
-        return apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
+    def head_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Weights `[D]` of the norms over each head of q and k, None where there are none."""
+        return None, None
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
+        q = self.qk_norm_rope_write(self.qkv_proj(x), *self.head_norms(), self.eps, cos_sin, positions, self.attn.k_cache, self.attn.v_cache,
+                                    attn.slot_mapping, self.attn.num_heads)
+        return self.o_proj(self.attn.attend(q, attn))
 
 
 class MLP(nn.Module):
@@ -48,11 +54,11 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec, prefix: str):
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(spec.hidden_size, spec.intermediate_size, ("gate_proj", "up_proj"), spec.mlp_bias, prefix, "intermediate_size")
+        self.gate_up_proj = GateUpParallelLinear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, prefix)
         self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, f"{prefix}.down_proj", "intermediate_size")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -65,12 +71,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = mlp_cls(spec, f"{prefix}.mlp")
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, attn: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor,
+                attn: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, cos_sin, attn)
+        x = self.self_attn(x, positions, cos_sin, attn)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
@@ -91,9 +98,9 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, hidden: torch.Tensor | None = None) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids) if self.first else hidden, None
-        cos_sin = self.rotary_emb(positions)
+        cos_sin = self.rotary_emb.cos_sin_cache
         for layer in self.layers.values():
-            x, residual = layer(x, residual, cos_sin, attn)
+            x, residual = layer(x, residual, positions, cos_sin, attn)
         return self.norm.add(x, residual)[0] if self.last else x + residual
 
 
@@ -119,6 +126,15 @@ class CausalLM(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden `[S, H]`, of the positions to sample -> `[S, vocab_size]` float32. On the last pipeline stage."""
         return self.lm_head(hidden)
+
+    def finalize(self) -> None:
+        """Settle on the fastest kernels there are now. Called when the weights are loaded, and to be called again when more kernels have become ready."""
+        fastest = ops.fastest_ops(next(self.buffers()).device)
+        for module in self.modules():
+            if hasattr(module, "use"):
+                module.use(fastest)
+            if isinstance(module, Linear):
+                module.finalize()
 
     def has_elsewhere(self, name: str) -> bool:
         """Whether another pipeline stage holds the checkpoint tensor `name`."""

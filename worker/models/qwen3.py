@@ -15,8 +15,8 @@ class Qwen3Attention(SelfAttention):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
-    def place(self, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().place(self.q_norm(q), self.k_norm(k), cos_sin)
+    def head_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.q_norm.weight, self.k_norm.weight
 
 
 class Qwen3(CausalLM):

@@ -1,0 +1,33 @@
+"""Linear layers through the native CPU kernel, which wants its weights rearranged."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.kernels.cpu_ops import PackedLinear
+from worker.kernels.native import KERNELS
+from worker.layers.linear import GateUpParallelLinear, Linear, LinearMethod
+
+
+class PackedMethod(LinearMethod):
+    """Takes a layer's weight over: after construction the layer holds `packed_weight` instead of `weight`."""
+
+    def __init__(self, layer: Linear):
+        self.packed = PackedLinear(layer.weight, layer.bias, silu_and_mul=isinstance(layer, GateUpParallelLinear))
+        layer.weight = None
+        layer.register_buffer("packed_weight", self.packed.packed, persistent=False)
+        self.rows = self.packed.rows  # of the weight as it was, for an embedding tied to it
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self.packed(x)
+
+    def apply_float32(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self.packed(x, torch.float32)
+
+    def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        return self.packed(x)
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether the kernel is loaded and takes such weights."""
+    return KERNELS.lib is not None and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
