@@ -1,0 +1,354 @@
+"""The server's end of the engine socket: requests out, outputs back to whoever waits for them.
+
+What is open lives here, not in the engine: each request with the ids it has so far. So a new engine gets everything that the dead one had, and the
+streams go on where they stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    CallResult,
+    EngineDead,
+    EngineOutput,
+    EngineStats,
+    FromEngine,
+    Hello,
+    Progress,
+    Ready,
+    StepOutputs,
+    ToEngine,
+)
+
+logger = logging.getLogger("quire.engine_client")
+
+MAX_CRASHES = 2  # a request in the batch of this many is failed: it may be what kills the engine
+_MESSAGES_PER_TURN = 64  # before other tasks of the event loop get their turn
+_RECONNECT_MS = 20  # between attempts while the engine's socket is not there yet
+
+
+class EngineUnavailable(RuntimeError):
+    """There is no engine to ask, or it died before it answered."""
+
+
+class EngineCallError(RuntimeError):
+    """A utility call failed inside the engine."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request without its last output."""
+
+    request: AddRequest
+    stream: OutputStream
+    output_token_ids: list[int] = field(default_factory=list)
+    num_prompt_logprobs: int = 0  # received
+    num_repeated: int = 0  # prompt logprobs that the present engine sends a second time
+    num_crashes: int = 0
+    sent: bool = False  # to the present engine
+
+
+class OutputStream:
+    """The outputs of one request, or of the n choices of one, as they come. What piled up while the reader was busy is one output per choice."""
+
+    __slots__ = ("_client", "_pending", "_unfinished", "_waiter")
+
+    def __init__(self, client: EngineClient, request_ids: list[str]):
+        self._client = client
+        self._unfinished = set(request_ids)
+        self._pending: dict[str, EngineOutput] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> EngineOutput:
+        while not self._pending:
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        output = self._pending.pop(next(iter(self._pending)))
+        if output.finish_reason is not None:
+            self._unfinished.discard(output.request_id)
+        return output
+
+    def abort(self, request_id: str) -> None:
+        """No further output of this choice, and none to compute. Idempotent."""
+        if request_id in self._unfinished:
+            self._unfinished.discard(request_id)
+            self._pending.pop(request_id, None)
+            self._client._abort([request_id])
+
+    async def aclose(self) -> None:
+        """Abort what is unfinished. Idempotent."""
+        unfinished, self._unfinished = self._unfinished, set()
+        self._pending.clear()
+        self._client._abort(sorted(unfinished))
+        self._wake()
+
+    def _put(self, output: EngineOutput) -> None:
+        earlier = self._pending.get(output.request_id)
+        self._pending[output.request_id] = output if earlier is None else _merge(earlier, output)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
+    """Both as one, `b` being later. Takes over the lists of `a`, so that a long pile costs no more than its length."""
+    a.new_token_ids.extend(b.new_token_ids)
+    return EngineOutput(a.request_id, a.new_token_ids, b.finish_reason, b.stop_reason, _extend(a.logprobs, b.logprobs),
+                        _extend(a.prompt_logprobs, b.prompt_logprobs), max(a.num_cached_tokens, b.num_cached_tokens), b.error, b.timing)
+
+
+def _extend(a: list | None, b: list | None) -> list | None:
+    if a is None or b is None:
+        return b if a is None else a
+    a.extend(b)
+    return a
+
+
+class EngineClient:
+    """One engine at a time. All methods belong to one event loop.
+
+    `progress`, `ready` and `dead` are what the present engine last said about itself. `on_stats` and `on_progress` are called as messages arrive.
+    """
+
+    def __init__(self, on_stats: Callable[[EngineStats], None] | None = None, on_progress: Callable[[Progress], None] | None = None):
+        self.ready: Ready | None = None
+        self.progress: Progress | None = None
+        self.dead: str | None = None
+        self._on_stats = on_stats
+        self._on_progress = on_progress
+        self._open: dict[str, _Open] = {}  # in order of arrival
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count(1)
+        self._waiters: list[asyncio.Future[None]] = []
+        self._context: zmq.Context | None = None
+        self._socket: zmq.Socket | None = None
+        self._closed: str | None = None  # why
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+
+    # ---- the engine
+
+    async def connect(self, address: str) -> None:
+        """Talk to the engine at `address` from now on. It gets the open requests as soon as it is ready.
+
+        After the death of an engine, requests that were in its batch, and in that of the one before, end with an error.
+        """
+        self._disconnect("the engine was replaced")
+        self.dead = self.progress = None
+        self._context = self._context or zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.RECONNECT_IVL, _RECONNECT_MS)):
+            self._socket.setsockopt(option, value)
+        self._socket.connect(address)
+        asyncio.get_running_loop().add_reader(self._socket.getsockopt(zmq.FD), self._on_readable)
+        self._send(Hello())
+
+    async def wait_ready(self) -> Ready:
+        """Raises EngineUnavailable when the engine dies first."""
+        while self.ready is None:
+            if self.dead is not None or self._closed is not None:
+                raise EngineUnavailable(self.dead or self._closed)
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        return self.ready
+
+    def on_dead(self, reason: str) -> None:
+        """The engine is gone: it said so, or its process ended. Calls end with an error; requests wait for the next `connect`, or for `close`."""
+        self.dead = reason
+        self._disconnect(reason)
+
+    async def close(self, reason: str = "the server is shutting down") -> None:
+        """End every open request with an error, and every later one. Idempotent."""
+        reason = self.dead or reason
+        self._disconnect(reason)
+        self._closed = self._closed or reason
+        self._wake_waiters()
+        for request_id in list(self._open):
+            self._fail(request_id, reason)
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _disconnect(self, reason: str) -> None:
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket.getsockopt(zmq.FD))
+        self._socket.close()
+        self._socket = None
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(reason))
+        self._calls.clear()
+        if self.ready is not None:
+            self._count_crash(self.ready.worker.max_num_seqs)
+        self.ready = None
+        self._wake_waiters()
+
+    def _count_crash(self, max_num_seqs: int) -> None:
+        """Those that could have been in the dead engine's batch are the first in its order. Whoever was there last time, too, is failed."""
+        sent = sorted((entry for entry in self._open.values() if entry.sent), key=lambda entry: entry.request.priority)
+        for position, entry in enumerate(sent):
+            entry.sent = False
+            entry.num_crashes += position < max_num_seqs
+            if entry.num_crashes >= MAX_CRASHES:
+                self._fail(entry.request.request_id, f"the engine died {entry.num_crashes} times while it ran this request")
+
+    def _wake_waiters(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # ---- requests
+
+    @property
+    def num_open(self) -> int:
+        """Requests without their last output, each of n choices counting."""
+        return len(self._open)
+
+    def generate(self, request: AddRequest, *siblings: AddRequest) -> OutputStream:
+        """Send a request, or the n choices of one; all outputs come through the one stream. Waits with sending while there is no engine.
+
+        Raises ValueError for a request_id that is in use.
+        """
+        requests = (request, *siblings)
+        if taken := [r.request_id for r in requests if r.request_id in self._open]:
+            raise ValueError(f"request_id {taken[0]!r} is in use")
+        stream = OutputStream(self, [r.request_id for r in requests])
+        for one in requests:
+            self._open[one.request_id] = entry = _Open(one, stream)
+            if self._closed is not None:
+                self._fail(one.request_id, self._closed)
+            elif self.ready is not None:
+                self._submit(entry)
+        return stream
+
+    def _submit(self, entry: _Open) -> None:
+        """Send a request with the outputs it has so far."""
+        request = entry.request
+        if entry.output_token_ids:
+            request = msgspec.structs.replace(request, output_token_ids=[*request.output_token_ids, *entry.output_token_ids])
+        entry.num_repeated = entry.num_prompt_logprobs
+        entry.sent = True
+        self._send(request)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        entries = [entry for request_id in request_ids if (entry := self._open.pop(request_id, None))]
+        if sent := [entry.request.request_id for entry in entries if entry.sent]:
+            self._send(AbortRequests(sent))
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        self._open.pop(request_id).stream._put(EngineOutput(request_id, [], "error", error=reason))
+
+    # ---- utility calls
+
+    async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
+        """Call a method of the engine. Raises EngineCallError, EngineUnavailable, TimeoutError."""
+        if self.ready is None:
+            raise EngineUnavailable(self.dead or "the engine is not ready")
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._send(Call(call_id, method, list(args)))
+        try:
+            return await asyncio.wait_for(future, timeout)
+        finally:
+            self._calls.pop(call_id, None)
+
+    # ---- the socket
+
+    def _send(self, message: ToEngine) -> None:
+        if self._socket is None:
+            return
+        self._socket.send(self._encode(message), zmq.NOBLOCK)
+        # Sending reads the socket's internal mailbox, and with it the signal that something has arrived: look for oneself.
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            asyncio.get_running_loop().call_soon(self._on_readable)
+
+    def _on_readable(self) -> None:
+        """The descriptor signals changes only, so everything must be read, or another turn asked for."""
+        for _ in range(_MESSAGES_PER_TURN):
+            socket = self._socket  # a message may end the connection
+            if socket is None:
+                return
+            try:
+                frame = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(self._decode(frame))
+        asyncio.get_running_loop().call_soon(self._on_readable)
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case StepOutputs():
+                for output in message.outputs:
+                    self._on_output(output)
+                if message.stats is not None and self._on_stats is not None:
+                    self._on_stats(message.stats)
+            case Progress():
+                self.progress = message
+                if self._on_progress is not None:
+                    self._on_progress(message)
+            case Ready():
+                self._on_ready(message)
+            case CallResult():
+                self._on_call_result(message)
+            case EngineDead():
+                self.on_dead(message.reason)
+
+    def _on_output(self, output: EngineOutput) -> None:
+        entry = self._open.get(output.request_id)
+        if entry is None:  # aborted while the output was on its way
+            return
+        entry.output_token_ids.extend(output.new_token_ids)
+        if output.prompt_logprobs is not None:
+            output = self._without_repeated(entry, output)
+        if output.finish_reason is not None:
+            del self._open[output.request_id]
+        entry.stream._put(output)
+
+    def _without_repeated(self, entry: _Open, output: EngineOutput) -> EngineOutput:
+        """A new engine computes the prompt again, and so its logprobs, which come in parts."""
+        fresh = output.prompt_logprobs[entry.num_repeated:]
+        entry.num_repeated -= len(output.prompt_logprobs) - len(fresh)
+        entry.num_prompt_logprobs += len(fresh)
+        return msgspec.structs.replace(output, prompt_logprobs=fresh or None)
+
+    def _on_ready(self, ready: Ready) -> None:
+        first = self.ready is None
+        self.ready = ready
+        if first:
+            for entry in list(self._open.values()):
+                self._submit(entry)
+        self._wake_waiters()
+
+    def _on_call_result(self, result: CallResult) -> None:
+        future = self._calls.get(result.call_id)
+        if future is None or future.done():  # given up
+            return
+        if result.error is None:
+            future.set_result(result.value)
+        else:
+            future.set_exception(EngineCallError(result.error))
