@@ -1,0 +1,271 @@
+"""The native CPU kernels against float32 references in plain torch, on random shapes, odd ones included, at every instruction-set level this CPU runs."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from worker.kernels import build, cpu_ops, native
+from worker.layers.activation import silu_and_mul
+from worker.layers.norm import add_rms_norm, rms_norm
+from worker.layers.rotary import apply_rotary
+
+LEVELS = list(build.LEVELS)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}  # relative error of one rounding, with room for another order of summation
+
+
+def _usable_levels() -> list[str]:
+    best = build.cpu_level()
+    return LEVELS[LEVELS.index(best):] if best and build.compiler() else []
+
+
+@pytest.fixture(scope="module", params=[pytest.param(level, marks=[] if level == build.cpu_level() else pytest.mark.slow) for level in _usable_levels()])
+def kernels(request):
+    """The process's kernels, of one level after the other. They are compiled on first use (seconds), then come from the cache."""
+    before = native.KERNELS
+    path = build.build(request.param, build.cache_folder())
+    loaded = native.Kernels()
+    loaded.level = request.param
+    assert loaded._open(str(path)), loaded.status
+    native.KERNELS.lib, saved = loaded.lib, before.lib
+    yield request.param
+    native.KERNELS.lib = saved
+
+
+@pytest.fixture(params=range(6))
+def rng(request):
+    torch.manual_seed(request.param)
+    return random.Random(request.param)
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, relative: float, scale: float | None = None):
+    """Every element within `relative` of its own size plus that of a typical element: cancellation makes small ones less exact."""
+    got, want = got.float(), want.float()
+    typical = want.abs().mean().item() if scale is None else scale
+    excess = (got - want).abs() - 2 * relative * (want.abs() + typical)
+    assert not torch.isnan(got).any() and excess.max() <= 0, f"off by {(got - want).abs().max().item():.3g}, typical value {typical:.3g}"
+
+
+# --- matrix product ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 64, 100, 290])
+def test_packed_linear(kernels, m):
+    rng = random.Random(m)
+    torch.manual_seed(m)
+    for _ in range(3):
+        n, k = rng.choice([1, 5, 31, 32, 33, 64, 200, 1000]), rng.choice([1, 2, 7, 31, 32, 33, 96, 333, 1100])
+        weight, x = torch.randn(n, k).bfloat16(), torch.randn(m, k + 3).bfloat16()[:, :k]
+        bias = torch.randn(n).bfloat16() if rng.random() < 0.5 else None
+        linear = cpu_ops.PackedLinear(weight, bias)
+        want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        for path in (0, 1):
+            assert_near(linear(x, torch.float32, path), want, 1e-6 * k**0.5, scale=k**0.5)
+            assert_near(linear(x, path=path), want, 2**-8)
+        ids = torch.randint(0, n, (7,))
+        assert torch.equal(linear.rows(ids), weight[ids])
+
+
+def test_packed_linear_with_a_long_sum_and_leading_dimensions(kernels):
+    weight, x = torch.randn(70, 5000).bfloat16(), torch.randn(3, 11, 5000).bfloat16()  # k in several runs
+    linear = cpu_ops.PackedLinear(weight)
+    got = linear(x, torch.float32)
+    assert got.shape == (3, 11, 70)
+    assert_near(got, x.double() @ weight.double().T, 1e-4, scale=70.0)
+
+
+def test_packed_linear_rows_do_not_depend_on_each_other(kernels):
+    if kernels != "amx":
+        pytest.skip("only the AMX code promises it")
+    linear, x = cpu_ops.PackedLinear(torch.randn(96, 2100).bfloat16()), torch.randn(300, 2100).bfloat16()
+    together = linear(x, torch.float32)
+    for m in (1, 4, 16, 17, 40, 299):
+        assert torch.equal(linear(x[:m], torch.float32), together[:m])
+
+
+@pytest.mark.parametrize("m", [1, 6, 16, 40])
+@pytest.mark.parametrize("inter,with_bias", [(16, False), (5, True), (48, True), (200, False)])
+def test_packed_gate_up(kernels, m, inter, with_bias):
+    torch.manual_seed(inter)
+    weight, x = torch.randn(2 * inter, 100).bfloat16() * 0.1, torch.randn(m, 100).bfloat16()
+    bias = torch.randn(2 * inter).bfloat16() if with_bias else None
+    want = silu_and_mul(F.linear(x.float(), weight.float(), None if bias is None else bias.float()))
+    for path in (0, 1):
+        assert_near(cpu_ops.PackedLinear(weight, bias, silu_and_mul=True)(x, path=path), want, 2**-8)
+
+
+def test_packed_linear_refuses_other_types(kernels):
+    with pytest.raises(ValueError, match="bfloat16"):
+        cpu_ops.PackedLinear(torch.randn(4, 4))
+    with pytest.raises(ValueError, match="gate"):
+        cpu_ops.PackedLinear(torch.randn(5, 4).bfloat16(), silu_and_mul=True)
+
+
+def test_onednn_and_the_kernels_leave_each_others_tiles_alone(kernels):
+    weight, x = torch.randn(256, 512).bfloat16(), torch.randn(48, 512).bfloat16()
+    linear, want = cpu_ops.PackedLinear(weight), F.linear(x, weight)
+    for _ in range(5):
+        assert_near(linear(x), want, 2**-7)
+        assert torch.equal(F.linear(x, weight), want)
+
+
+def test_the_thread_count_is_torchs(kernels):
+    x, linear = torch.randn(20, 640).bfloat16(), cpu_ops.PackedLinear(torch.randn(640, 640).bfloat16())
+    F.linear(x, torch.randn(640, 640).bfloat16())
+    linear(x)
+    before = len(_threads())
+    for _ in range(3):
+        linear(x)
+        F.linear(x, torch.randn(640, 640).bfloat16())
+    assert len(_threads()) == before  # one pool, not two
+
+
+def _threads() -> list[str]:
+    return os.listdir("/proc/self/task")
+
+
+# --- element-wise -----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(kernels, rng, dtype):
+    rows, h = rng.choice([1, 3, 40, 70]), rng.choice([1, 7, 16, 33, 1024, 1500])
+    x, residual, weight = torch.randn(rows, h + 5).to(dtype)[:, :h], torch.randn(rows, h).to(dtype), torch.randn(h).to(dtype)
+    assert_near(cpu_ops.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6), 2 * ROUNDING[dtype])
+    want, want_sum = add_rms_norm(x, residual, weight, 1e-6)
+    got, got_sum = cpu_ops.add_rms_norm(x, residual, weight, 1e-6)
+    assert got_sum is residual and torch.equal(got_sum, want_sum)
+    assert_near(got, want, 2 * ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul(kernels, rng, dtype):
+    rows, width = rng.choice([1, 3, 50]), rng.choice([1, 15, 16, 100, 3072])
+    x = torch.randn(rows, 2 * width).to(dtype) * 20
+    assert_near(cpu_ops.silu_and_mul(x), silu_and_mul(x.float()), 2 * ROUNDING[dtype])
+
+
+def _cache(num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """A cache full of NaN: what nobody wrote must not be read, not even to be multiplied by 0."""
+    if layout == "heads first":
+        return torch.full((num_blocks, heads, block_size, dim), float("nan"), dtype=dtype).transpose(1, 2)
+    return torch.full((num_blocks, block_size, heads, dim), float("nan"), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qk_norm_rope_write(kernels, rng, dtype):
+    tokens, heads, kv_heads, dim = rng.choice([1, 5, 33]), rng.choice([4, 6]), rng.choice([1, 2]), rng.choice([2, 10, 16, 64, 128])
+    block_size, layout = rng.choice([1, 3, 16]), rng.choice(["tokens first", "heads first"])
+    k_cache, v_cache = (_cache(40, block_size, kv_heads, dim, dtype, layout) for _ in range(2))
+    slots = torch.randperm(40 * block_size)[:tokens]
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    q, k, v = (t.reshape(tokens, -1, dim) for t in qkv.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], 1))
+    positions, table = torch.randint(0, 100, (tokens,)), torch.randn(100, dim)
+    q_weight, k_weight = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if rng.random() < 0.6 else (None, None)
+    if q_weight is not None:
+        q, k = rms_norm(q, q_weight, 1e-6), rms_norm(k, k_weight, 1e-6)
+    want_q, want_k = apply_rotary(q, table[positions]), apply_rotary(k, table[positions])
+    got = cpu_ops.qk_norm_rope_write(qkv, q_weight, k_weight, 1e-6, table, positions, k_cache, v_cache, slots, heads)
+    blocks, offsets = slots // block_size, slots % block_size
+    assert_near(got, want_q, 3 * ROUNDING[dtype])
+    assert_near(k_cache[blocks, offsets], want_k, 3 * ROUNDING[dtype])
+    assert torch.equal(v_cache[blocks, offsets], v)
+    assert int((~k_cache.isnan()).sum()) == int((~v_cache.isnan()).sum()) == tokens * kv_heads * dim
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_kv(kernels, rng, dtype):
+    tokens, kv_heads, dim, block_size = rng.choice([1, 40]), rng.choice([1, 3]), rng.choice([5, 64]), rng.choice([1, 5, 16])
+    k_cache, v_cache = (_cache(50, block_size, kv_heads, dim, dtype, rng.choice(["tokens first", "heads first"])) for _ in range(2))
+    both = torch.randn(tokens, 2 * kv_heads, dim).to(dtype)
+    slots = torch.randperm(50 * block_size)[:tokens]
+    cpu_ops.write_kv(both[:, :kv_heads], both[:, kv_heads:], k_cache, v_cache, slots)
+    assert torch.equal(k_cache[slots // block_size, slots % block_size], both[:, :kv_heads])
+    assert torch.equal(v_cache[slots // block_size, slots % block_size], both[:, kv_heads:])
+
+
+# --- attention ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _dense(q, k, v, scale, window, soft_cap):
+    """One request: q [n, H, D] are the last n of the tokens of k, v [L, Hk, D]."""
+    n, length, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    positions = torch.arange(length - n, length)[:, None]
+    seen = torch.arange(length) <= positions
+    if window:
+        seen &= torch.arange(length) > positions - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+
+def _paged_case(rng: random.Random, dtype: torch.dtype, query_lens: list[int], contexts: list[int], head_dim: int):
+    kv_heads, group, block_size = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 5, 7]), rng.choice([1, 5, 16, 16, 32])
+    window, soft_cap = rng.choice([None, None, 1, 20, 150]), rng.choice([None, None, 5.0])
+    lengths = [q + c for q, c in zip(query_lens, contexts)]
+    width = max(-(-n // block_size) for n in lengths)
+    num_blocks = sum(-(-n // block_size) for n in lengths) + 3
+    layout = rng.choice(["tokens first", "heads first"])
+    k_cache, v_cache = (_cache(num_blocks, block_size, kv_heads, head_dim, dtype, layout) for _ in range(2))
+    free = list(range(1, num_blocks))
+    rng.shuffle(free)
+    table = torch.zeros(len(lengths), width + 2, dtype=torch.int32)[:, : width + 1]
+    q = torch.randn(sum(query_lens), group * kv_heads + 1, head_dim).to(dtype)[:, : group * kv_heads]
+    scale, want, start = head_dim**-0.5 * rng.choice([1.0, 3.0]), [], 0
+    for i, (n, length) in enumerate(zip(query_lens, lengths)):
+        k, v = torch.randn(length, kv_heads, head_dim).to(dtype), torch.randn(length, kv_heads, head_dim).to(dtype)
+        first_seen = max(0, length - n - window + 1) if window else 0
+        for b in range(-(-length // block_size)):
+            table[i, b] = free.pop()
+            part = slice(max(b * block_size, first_seen), min((b + 1) * block_size, length))  # what fell out of the window may be overwritten
+            if part.start < part.stop:
+                k_cache[table[i, b], part.start - b * block_size: part.stop - b * block_size] = k[part]
+                v_cache[table[i, b], part.start - b * block_size: part.stop - b * block_size] = v[part]
+        want.append(_dense(q[start: start + n], k, v, scale, window, soft_cap))
+        start += n
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    arguments = (q, k_cache, v_cache, table, torch.tensor(lengths).int(), starts, scale, window, soft_cap)
+    return arguments, torch.cat(want)
+
+
+def _check_attention(rng, dtype, query_lens, contexts, head_dim):
+    arguments, want = _paged_case(rng, dtype, query_lens, contexts, head_dim)
+    for path in (0, 1, 2):
+        assert_near(cpu_ops.paged_attention(*arguments, path=path), want, max(3 * ROUNDING[dtype], 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
+def test_attention_decode(kernels, rng, dtype, head_dim):
+    _check_attention(rng, dtype, [1] * 5, [rng.choice([0, 1, 15, 16, 63, 255, 256, 300, 700]) for _ in range(5)], head_dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
+def test_attention_prefill_and_mixed(kernels, rng, dtype, head_dim):
+    query_lens = [rng.choice([1, 1, 2, 3, 9, 30, 70, 130]) for _ in range(4)]
+    _check_attention(rng, dtype, query_lens, [rng.choice([0, 0, 1, 40, 200, 513]) for _ in range(4)], head_dim)
+
+
+def test_attention_of_one_token_does_not_depend_on_the_batch(kernels):
+    rng = random.Random(1)
+    torch.manual_seed(1)
+    (q, k_cache, v_cache, table, lengths, starts, *rest), _ = _paged_case(rng, torch.bfloat16, [1, 30, 1, 7], [700, 100, 40, 300], 64)
+    together = cpu_ops.paged_attention(q, k_cache, v_cache, table, lengths, starts, *rest)
+    for i in range(4):
+        a, b = int(starts[i]), int(starts[i + 1])
+        alone = cpu_ops.paged_attention(q[a:b], k_cache, v_cache, table[i: i + 1], lengths[i: i + 1], torch.tensor([0, b - a]).int(), *rest)
+        assert torch.equal(alone, together[a:b])
+
+
+def test_attention_reasons():
+    assert cpu_ops.attention_reason(4, 2, 64, torch.float16) is None
+    assert "head_dim 24" in cpu_ops.attention_reason(4, 2, 24, torch.float32)
+    assert "float64" in cpu_ops.attention_reason(4, 2, 32, torch.float64)

@@ -1,0 +1,151 @@
+"""The native CPU kernels as functions of torch tensors. Call them only once `native.KERNELS.lib` is loaded.
+
+Each has a twin in plain torch that computes the same: `worker/layers` for the norms, the activation and the rotary embedding, `F.linear` for PackedLinear,
+`worker/attention/cpu_paged.py` for attention. Results differ by rounding only: the kernels compute in float32 and round where the twins round.
+"""
+
+from __future__ import annotations
+
+from ctypes import CDLL, byref, c_size_t, c_void_p
+
+import torch
+
+from worker.kernels.native import KERNELS, LayerArgs, QkvArgs
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MAX_HEAD_DIM = 512
+_LIBC = CDLL(None)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm (arXiv:1910.07467) over the last dimension of x `[T, H]`."""
+    out = torch.empty_like(x)
+    KERNELS.lib.quire_add_rms_norm(x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), out.data_ptr(), out.stride(0), x.shape[0], x.shape[1], eps, _DTYPES[x.dtype])
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual += x, in place; returns (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
+    out = torch.empty_like(x)
+    KERNELS.lib.quire_add_rms_norm(x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0),
+                                   x.shape[0], x.shape[1], eps, _DTYPES[x.dtype])  # fmt: skip
+    return out, residual
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` for x = [gate, up] side by side: `[T, 2 D] -> [T, D]` (SwiGLU, arXiv:2002.05202)."""
+    width = x.shape[1] // 2
+    out = x.new_empty(x.shape[0], width)
+    KERNELS.lib.quire_silu_and_mul(x.data_ptr(), x.stride(0), out.data_ptr(), width, x.shape[0], width, _DTYPES[x.dtype])
+    return out
+
+
+def qk_norm_rope_write(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor | None,
+                       positions: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Per-head RMSNorm of q and k (if weights are given), rotary embedding (rotate-half form, arXiv:2104.09864), and the store of k and v into their slots.
+
+    qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, its q part is overwritten; cos_sin `[max_positions, head_dim]` float32 holds the cosines of
+    the head_dim / 2 angles, then the sines; positions and slot_mapping are int64 `[T]`; caches are `[num_blocks, block_size, num_kv_heads, head_dim]` of
+    qkv's type. Returns q as a view `[T, num_heads, head_dim]`.
+    """
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    args = QkvArgs(None, k_cache.data_ptr(), v_cache.data_ptr(), None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(),
+                   None if cos_sin is None else cos_sin.data_ptr(), qkv.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+                   num_heads, num_kv_heads, head_dim, 0 if cos_sin is None else cos_sin.shape[1], block_size, _DTYPES[qkv.dtype], eps)  # fmt: skip
+    KERNELS.lib.quire_qkv_to_cache(byref(args), qkv.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(), qkv.shape[0])
+    return qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store k and v `[T, num_kv_heads, head_dim]` (heads of a token contiguous) into their slots, int64 `[T]`."""
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    args = QkvArgs(None, k_cache.data_ptr(), v_cache.data_ptr(), None, None, None, 0, *k_cache.stride()[:3], *v_cache.stride()[:3],
+                   0, num_kv_heads, head_dim, 0, block_size, _DTYPES[k.dtype], 0.0)  # fmt: skip
+    KERNELS.lib.quire_write_kv(byref(args), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slot_mapping.data_ptr(), k.shape[0])
+
+
+def attention_reason(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> str | None:
+    """None if `paged_attention` can serve such a model, else why not."""
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
+    return None if dtype in _DTYPES else f"no kernel for {dtype}"
+
+
+def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
+                    scale: float, window: int | None = None, soft_cap: float | None = None, out: torch.Tensor | None = None, path: int = 0) -> torch.Tensor:
+    """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, as `AttentionBackend.forward` describes it: any mixture of decode and prefill.
+
+    Caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, head_dim contiguous, of q's type (float32, bfloat16, float16); block_table `[R, K]`,
+    seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` forces the vector (1) or AMX (2) code, for tests; 0 chooses per request.
+    """
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype)
+    args = LayerArgs(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.stride()[:3], *v_cache.stride()[:3], q.shape[1], num_kv_heads, head_dim, block_size,
+                     _DTYPES[q.dtype], window or 0, scale, soft_cap or 0.0)  # fmt: skip
+    KERNELS.lib.quire_paged_attention(byref(args), q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0), block_table.data_ptr(), block_table.stride(0),
+                                      seq_lens.data_ptr(), query_start_loc.data_ptr(), seq_lens.shape[0], path)  # fmt: skip
+    return out
+
+
+class PackedLinear:
+    """x -> x W^T + bias with a bfloat16 weight `[n, k]` rearranged once, so that any number of rows streams it front to back. The original may be freed.
+
+    The sum over k is float32 in one fixed order: a row's result depends neither on the other rows nor on the threads (with AMX; else on 1, 2, 4 or 8 rows).
+    With `silu_and_mul` the weight is [gate, up] stacked and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 before it is rounded.
+
+    Raises:
+        ValueError: the weight is not bfloat16, or cannot be split in two.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, silu_and_mul: bool = False) -> None:
+        if weight.dtype != torch.bfloat16:
+            raise ValueError(f"PackedLinear takes a bfloat16 weight, not {weight.dtype}")
+        n, k = weight.shape
+        if silu_and_mul and n % 2:
+            raise ValueError(f"a weight of {n} rows is no stack of gate and up")
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self.lib, self.flags = KERNELS.lib, int(silu_and_mul) << 1
+        self.in_features, self.out_features = k, n // 2 if silu_and_mul else n
+        self._n = n
+        columns = self.lib.quire_gemm_packed_columns(n, int(silu_and_mul))
+        self.packed = huge_pages(torch.empty(columns * (-(-k // 32) * 32), dtype=torch.bfloat16))
+        self.lib.quire_gemm_pack(weight.data_ptr(), weight.stride(0), self.packed.data_ptr(), n, k, int(silu_and_mul))
+        self.bias = None if bias is None else _packed_bias(bias, columns, silu_and_mul)
+        self._pointers = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0) -> torch.Tensor:
+        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32. `path` forces the vector (1) code, for tests."""
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty(rows.shape[0], self.out_features, dtype=dtype)
+        self.lib.quire_gemm_run(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
+                                self.flags | (dtype is torch.float32), path)  # fmt: skip
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` `[T]` int64 of the weight as it was: `[T, k]`. So an embedding can share the packed output head."""
+        assert not self.flags, "rows of gate and up are interleaved"
+        out = torch.empty(ids.shape[0], self.in_features, dtype=torch.bfloat16)
+        self.lib.quire_gemm_unpack_rows(self.packed.data_ptr(), ids.data_ptr(), ids.shape[0], out.data_ptr(), self.in_features, self.in_features)
+        return out
+
+
+def _packed_bias(bias: torch.Tensor, columns: int, silu_and_mul: bool) -> torch.Tensor:
+    """Float32, padded, and with silu_and_mul in the packed order: 16 of the gate, 16 of up, and so on."""
+    if not silu_and_mul:
+        return torch.nn.functional.pad(bias.float(), (0, columns - len(bias)))
+    halves = bias.float().view(2, -1)
+    halves = torch.nn.functional.pad(halves, (0, columns // 2 - halves.shape[1]))
+    return halves.view(2, -1, 16).transpose(0, 1).reshape(-1).contiguous()
+
+
+def huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Ask for huge pages under a tensor that nobody has touched yet: fewer TLB misses when it is streamed. A hint: without them all works as well."""
+    size = 1 << 21
+    first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    first, end = -(-first // size) * size, end // size * size
+    if end > first:
+        _LIBC.madvise(c_void_p(first), c_size_t(end - first), 14)  # MADV_HUGEPAGE
+    return tensor

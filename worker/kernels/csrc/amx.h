@@ -1,0 +1,59 @@
+// AMX tiles through inline assembly that tells the compiler about memory.
+//
+// The intrinsics of the compilers we support do not: GCC 12's `_tile_loadd` has no memory clobber and `_tile_loadconfig` claims to read 8 bytes, so
+// stores that fill a tile's source may be moved behind the load or dropped.
+#pragma once
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+#define QUIRE_AMX 1
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+
+#include "simd.h"
+
+// Linux hands out the tile registers' state only to a process that asked for it, once. False where it refuses.
+static inline bool amx_permitted() {
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+  return granted;
+}
+
+#define TILE_LOAD(t, p, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((long)(stride)) : "memory")
+#define TILE_STORE(t, p, stride) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((long)(stride)) : "memory")
+#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
+#define TILE_DP(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+
+// Configures this thread's tiles while it lives: 8 tiles of 16 rows x 64 bytes, of which tiles 0, 1 (accumulators) and 4 (a left operand) may have
+// fewer rows. Released at the end, so that a library that configures tiles itself finds them in their initial state.
+struct TileScope {
+  explicit TileScope(int rows_of_0_1_4 = 16) {
+    struct alignas(64) { uint8_t palette = 1, start_row = 0, zero[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } config;
+    for (int t = 0; t < 8; t++) {
+      config.bytes[t] = 64;
+      config.rows[t] = uint8_t(t == 0 || t == 1 || t == 4 ? rows_of_0_1_4 : 16);
+    }
+    asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");
+  }
+  ~TileScope() { asm volatile("tilerelease" ::); }
+  TileScope(const TileScope&) = delete;
+};
+
+// Tiles 0, 1 (rows 0..15) and 2, 3 (rows 16..31) += A B over `steps` k-steps of 32, for 32 rows and 32 columns. Both operands are sequences of k-steps
+// of two 1 KiB tiles: of A rows 0..15, then 16..31; of B columns 0..15, then 16..31, each as 16 rows of 16 columns x 2 consecutive k.
+// `ahead` is brought into L2 meanwhile, `ahead_step` bytes per step.
+static inline void amx_tiles_2x2(const bf16* a, const bf16* b, int steps, const char* ahead = nullptr, long ahead_step = 0) {
+  for (int s = 0; s < steps; s++, a += 1024, b += 1024, ahead += ahead_step) {
+    for (long i = 0; i < ahead_step; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+    TILE_LOAD(4, a, 64);
+    TILE_LOAD(6, b, 64);
+    TILE_DP(0, 4, 6);
+    TILE_LOAD(7, b + 512, 64);
+    TILE_DP(1, 4, 7);
+    TILE_LOAD(5, a + 512, 64);
+    TILE_DP(2, 5, 6);
+    TILE_DP(3, 5, 7);
+  }
+}
+#endif

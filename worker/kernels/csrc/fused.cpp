@@ -1,0 +1,177 @@
+// The element-wise work between two matrix products, each as one pass: residual + RMS norm; q/k norm + rotary embedding + KV cache write; SiLU * up.
+// Arithmetic is float32; it rounds where the layers in plain torch do: a normalised value before it is scaled, and every result.
+#include <omp.h>
+
+#include "simd.h"
+
+namespace {
+
+constexpr long kMinParallel = 1 << 15;  // elements; below, waking the other threads costs more than it saves
+
+template <typename F>
+void parallel_rows(long rows, long elements, F&& f) {
+#pragma omp parallel for schedule(static) if (rows > 1 && elements >= kMinParallel)
+  for (long r = 0; r < rows; r++) f(r);
+}
+
+// As a tensor of type T would hold it.
+template <typename T>
+vf rounded(vf x) {
+  T t[16];
+  store(t, x);
+  return load(t);
+}
+template <>
+vf rounded<float>(vf x) { return x; }
+
+template <typename T>
+void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, long h, float eps) {
+  vf sum = zero();
+  float tail = 0;
+  long i = 0;
+  for (; i + 16 <= h; i += 16) {
+    vf v = load(x + i);
+    if (residual) {
+      store(residual + i, v + load(residual + i));
+      v = load(residual + i);  // as rounded: what the next layer will see
+    }
+    sum = fma(v, v, sum);
+  }
+  for (; i < h; i++) {
+    float v = to_float(x[i]);
+    if (residual) {
+      store_scalar(residual + i, v + to_float(residual[i]));
+      v = to_float(residual[i]);
+    }
+    tail += v * v;
+  }
+  const float scale = 1.f / std::sqrt((reduce_add(sum) + tail) / float(h) + eps);
+  const T* src = residual ? residual : x;
+  for (i = 0; i + 16 <= h; i += 16) store(out + i, rounded<T>(load(src + i) * set1(scale)) * load(weight + i));
+  for (; i < h; i++) {
+    store_scalar(out + i, to_float(src[i]) * scale);
+    store_scalar(out + i, to_float(out[i]) * to_float(weight[i]));
+  }
+}
+
+template <typename T>
+void silu_and_mul_row(const T* x, T* out, long width) {
+  long i = 0;
+  for (; i + 16 <= width; i += 16) store(out + i, silu(load(x + i)) * load(x + width + i));
+  for (; i < width; i++) {
+    float v = to_float(x[i]);
+    store_scalar(out + i, v / (1.f + std::exp(-v)) * to_float(x[width + i]));
+  }
+}
+
+struct QkvArgs {
+  void* qkv;  // [T, (num_heads + 2 num_kv_heads) * head_dim]; q is overwritten in place
+  void* k_cache;
+  void* v_cache;
+  const void* q_weight;  // [head_dim] of the q norm, or null
+  const void* k_weight;
+  const float* cos_sin;  // [positions, rotary_dim]: cosines, then sines; null: no rotation
+  long ld_qkv, k_block, k_slot, k_head, v_block, v_slot, v_head;  // strides in elements
+  long num_heads, num_kv_heads, head_dim, rotary_dim, block_size, dtype;
+  float eps;
+};
+
+constexpr long kMaxHeadDim = 512;
+
+template <typename T>
+void norm_rope(const T* src, T* dst, const T* weight, const float* cos_sin, const QkvArgs& a) {
+  const long d = a.head_dim, half = a.rotary_dim / 2;
+  alignas(64) float v[kMaxHeadDim + 16];
+  long i = 0;
+  vf sum = zero();
+  for (; i + 16 <= d; i += 16) {
+    vf x = load(src + i);
+    sum = fma(x, x, sum);
+    store(v + i, x);
+  }
+  float tail = 0;
+  for (; i < d; i++) v[i] = to_float(src[i]), tail += v[i] * v[i];
+  if (weight) {
+    const float scale = 1.f / std::sqrt((reduce_add(sum) + tail) / float(d) + a.eps);
+    for (i = 0; i + 16 <= d; i += 16) store(v + i, rounded<T>(rounded<T>(load(v + i) * set1(scale)) * load(weight + i)));
+    for (T t; i < d; i++) {
+      store_scalar(&t, v[i] * scale);
+      store_scalar(&t, to_float(t) * to_float(weight[i]));
+      v[i] = to_float(t);
+    }
+  }
+  if (cos_sin) {  // rotate pairs (i, i + half)
+    for (i = 0; i + 16 <= half; i += 16) {
+      vf x = load(v + i), y = load(v + half + i), c = load(cos_sin + i), s = load(cos_sin + half + i);
+      store(v + i, x * c - y * s);
+      store(v + half + i, fma(y, c, x * s));
+    }
+    for (; i < half; i++) {
+      float x = v[i], y = v[half + i], c = cos_sin[i], s = cos_sin[half + i];
+      v[i] = x * c - y * s;
+      v[half + i] = y * c + x * s;
+    }
+  }
+  for (i = 0; i + 16 <= d; i += 16) store(dst + i, load(v + i));
+  for (; i < d; i++) store_scalar(dst + i, v[i]);
+}
+
+template <typename T>
+void qkv_token(const QkvArgs& a, long t, long position, long slot) {
+  const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
+  T* row = (T*)a.qkv + t * a.ld_qkv;
+  const float* cs = a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr;
+  if (a.q_weight || cs)
+    for (long h = 0; h < hq; h++) norm_rope(row + h * d, row + h * d, (const T*)a.q_weight, cs, a);
+  const long block = slot / a.block_size, offset = slot % a.block_size;
+  T* k = (T*)a.k_cache + block * a.k_block + offset * a.k_slot;
+  T* v = (T*)a.v_cache + block * a.v_block + offset * a.v_slot;
+  for (long h = 0; h < hk; h++) norm_rope(row + (hq + h) * d, k + h * a.k_head, (const T*)a.k_weight, cs, a);
+  for (long h = 0; h < hk; h++) memcpy(v + h * a.v_head, row + (hq + hk + h) * d, d * sizeof(T));
+}
+
+}  // namespace
+
+// dtype: 0 float32, 1 bfloat16, 2 float16.
+#define DISPATCH(dtype, CALL)                                 \
+  switch (dtype) {                                            \
+    case 0: { using T = float; CALL; } break;                 \
+    case 1: { using T = bf16; CALL; } break;                  \
+    default: { using T = f16; CALL; } break;                  \
+  }
+
+extern "C" {
+
+// residual may be null: then out = norm(x). Else residual += x, out = norm(residual).
+void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype) {
+  DISPATCH(dtype, parallel_rows(rows, rows * h, [&](long r) {
+             add_rms_norm_row<T>((const T*)x + r * ldx, residual ? (T*)residual + r * ldr : nullptr, (const T*)weight, (T*)out + r * ldo, h, eps);
+           }));
+}
+
+// x [rows, 2 * width] -> out [rows, width] = silu(x[:, :width]) * x[:, width:].
+void quire_silu_and_mul(const void* x, long ldx, void* out, long ldo, long rows, long width, int dtype) {
+  DISPATCH(dtype, parallel_rows(rows, rows * width, [&](long r) { silu_and_mul_row<T>((const T*)x + r * ldx, (T*)out + r * ldo, width); }));
+}
+
+// Normalises and rotates q (in place) and k, and writes k and v of each token to its slot.
+void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens) {
+  QkvArgs args = *a;
+  args.qkv = qkv;
+  const long elements = num_tokens * (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
+  DISPATCH(a->dtype, parallel_rows(num_tokens, elements, [&](long t) { qkv_token<T>(args, t, positions[t], slots[t]); }));
+}
+
+// k, v [T, num_kv_heads, head_dim] (row strides ldk, ldv) to their slots; strides and sizes from `a`.
+void quire_write_kv(const QkvArgs* a, const void* k, long ldk, const void* v, long ldv, const long* slots, long num_tokens) {
+  DISPATCH(a->dtype, parallel_rows(num_tokens, num_tokens * 2 * a->num_kv_heads * a->head_dim, [&](long t) {
+             const long block = slots[t] / a->block_size, offset = slots[t] % a->block_size, d = a->head_dim;
+             T* kd = (T*)a->k_cache + block * a->k_block + offset * a->k_slot;
+             T* vd = (T*)a->v_cache + block * a->v_block + offset * a->v_slot;
+             for (long h = 0; h < a->num_kv_heads; h++) {
+               memcpy(kd + h * a->k_head, (const T*)k + t * ldk + h * d, d * sizeof(T));
+               memcpy(vd + h * a->v_head, (const T*)v + t * ldv + h * d, d * sizeof(T));
+             }
+           }));
+}
+}

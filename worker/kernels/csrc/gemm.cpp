@@ -1,0 +1,324 @@
+// y[m, n] = x[m, k] W[n, k]^T (+ bias), bf16 in, fp32 accumulation, for a weight that is packed once.
+//
+// Packed weight: blocks of 32 output columns; a block is a sequence of k-steps of 32; a k-step is two tiles of 16 columns; a tile is 16 rows of
+// 16 columns x 2 consecutive k, which is both AMX's right operand and what `vdpbf16ps` wants:
+//     packed[n / 32][k / 32][n / 16 % 2][k / 2 % 16][n % 16][k % 2]          n and k padded with zeros to multiples of 32
+// So whatever computes reads the weight once, front to back. The same layout serves one row and thousands.
+#include <omp.h>
+
+#include <algorithm>
+
+#include "amx.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int kCols = 32;                   // columns of a block
+constexpr int kStep = 32;                   // k of a step
+constexpr int kStepElems = kCols * kStep;   // 2 KiB of weight
+
+struct Gemm {
+  const bf16* x;
+  long ldx;
+  const bf16* packed;
+  const float* bias;  // may be null
+  void* out;
+  long ldo;
+  int m, n, k;
+  int out_f32, silu_mul;
+
+  int k_steps() const { return (k + kStep - 1) / kStep; }
+  int n_blocks() const { return (n + kCols - 1) / kCols; }
+  const bf16* block(int nb) const { return packed + size_t(nb) * k_steps() * kStepElems; }
+};
+
+// Columns n0..n0+31 of one row: acc holds them as two vectors.
+inline void finish_row(const Gemm& g, int row, int n0, vf a, vf b) {
+  if (g.silu_mul) {  // tile 0 is the gate, tile 1 the matching columns of up
+    int n1 = n0 / 2, width = std::min(16, g.n / 2 - n1);
+    bf16* p = (bf16*)g.out + row * g.ldo + n1;
+    if (g.bias) a = a + load(g.bias + n0), b = b + load(g.bias + n0 + 16);
+    vf r = silu(a) * b;
+    if (width == 16) return store(p, r);
+    bf16 t[16];
+    store(t, r);
+    memcpy(p, t, width * sizeof(bf16));
+    return;
+  }
+  int width = g.n - n0;
+  if (g.bias) a = a + load(g.bias + n0), b = b + load(g.bias + n0 + 16);  // the bias is padded to whole blocks
+  if (g.out_f32) {
+    float* p = (float*)g.out + row * g.ldo + n0;
+    if (width >= kCols) { store(p, a); store(p + 16, b); return; }
+    float t[kCols];
+    store(t, a); store(t + 16, b);
+    memcpy(p, t, width * sizeof(float));
+  } else {
+    bf16* p = (bf16*)g.out + row * g.ldo + n0;
+    if (width >= kCols) { store(p, a); store(p + 16, b); return; }
+    bf16 t[kCols];
+    store(t, a); store(t + 16, b);
+    memcpy(p, t, width * sizeof(bf16));
+  }
+}
+
+inline void prefetch_step(const char* p) {
+  for (int i = 0; i < 2 * kStepElems; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
+}
+
+// --- vector path: up to ROWS rows at a time, on any x86 with AVX2 ---------------------------------------------------------------------------------
+
+// acc += the two products of each of 16 columns; w holds 16 pairs of bf16, x one pair.
+#if defined(__AVX512BF16__)
+inline vf dot_pairs(vf acc, const bf16* w, uint32_t x) {
+  return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(int(x)))};
+}
+#elif defined(__AVX512F__)
+inline vf dot_pairs(vf acc, const bf16* w, uint32_t x) {
+  __m512i p = _mm512_loadu_si512(w);
+  vf even = {_mm512_castsi512_ps(_mm512_slli_epi32(p, 16))}, odd = {_mm512_castsi512_ps(_mm512_and_si512(p, _mm512_set1_epi32(int(0xffff0000u))))};
+  return fma(odd, set1(to_float(bf16{uint16_t(x >> 16)})), fma(even, set1(to_float(bf16{uint16_t(x)})), acc));
+}
+#else
+inline vf dot_pairs(vf acc, const bf16* w, uint32_t x) {
+  __m256 xe = _mm256_castsi256_ps(_mm256_set1_epi32(int(x << 16))), xo = _mm256_castsi256_ps(_mm256_set1_epi32(int(x & 0xffff0000u)));
+  auto half = [&](__m256 c, const bf16* q) {
+    __m256i p = _mm256_loadu_si256((const __m256i*)q);
+    c = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(p, 16)), xe, c);
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(p, _mm256_set1_epi32(int(0xffff0000u)))), xo, c);
+  };
+  return {half(acc.a, w), half(acc.b, w + 16)};
+}
+#endif
+
+// Rows of x, as pairs, zero beyond k: the caller copies x when k is odd.
+template <int ROWS>
+void vector_block(const Gemm& g, const bf16* x, long ldx, int row0, int nb) {
+  const bf16* w = g.block(nb);
+  constexpr int CHAINS = ROWS >= 4 ? 1 : 4 / ROWS;  // several chains hide the latency of a few rows
+  vf acc[CHAINS][ROWS][2];
+  for (auto& c : acc) for (auto& r : c) r[0] = zero(), r[1] = zero();
+  int pairs = (g.k + 1) / 2, steps = pairs / 16;
+  auto pair_at = [&](int r, int p) {
+    uint32_t v;
+    memcpy(&v, x + r * ldx + 2 * p, 4);
+    return v;
+  };
+  for (int s = 0; s < steps; s++, w += kStepElems) {
+    prefetch_step((const char*)(w + 4 * kStepElems));
+#pragma GCC unroll 16
+    for (int p = 0; p < 16; p++)
+      for (int r = 0; r < ROWS; r++) {
+        uint32_t v = pair_at(r, s * 16 + p);
+        auto& c = acc[p % CHAINS][r];
+        c[0] = dot_pairs(c[0], w + p * 32, v);
+        c[1] = dot_pairs(c[1], w + kStepElems / 2 + p * 32, v);
+      }
+  }
+  for (int p = 0; p < pairs % 16; p++)
+    for (int r = 0; r < ROWS; r++) {
+      uint32_t v = pair_at(r, steps * 16 + p);
+      acc[0][r][0] = dot_pairs(acc[0][r][0], w + p * 32, v);
+      acc[0][r][1] = dot_pairs(acc[0][r][1], w + kStepElems / 2 + p * 32, v);
+    }
+  for (int r = 0; r < ROWS; r++) {
+    for (int c = 1; c < CHAINS; c++) acc[0][r][0] = acc[0][r][0] + acc[c][r][0], acc[0][r][1] = acc[0][r][1] + acc[c][r][1];
+    finish_row(g, row0 + r, nb * kCols, acc[0][r][0], acc[0][r][1]);
+  }
+}
+
+void vector_rows(const Gemm& g, const bf16* x, long ldx, int row0, int rows, int nb) {
+#if defined(__AVX512F__)
+  for (; rows >= 8; rows -= 8, row0 += 8, x += 8 * ldx) vector_block<8>(g, x, ldx, row0, nb);
+  for (; rows >= 4; rows -= 4, row0 += 4, x += 4 * ldx) vector_block<4>(g, x, ldx, row0, nb);
+#endif
+  for (; rows >= 2; rows -= 2, row0 += 2, x += 2 * ldx) vector_block<2>(g, x, ldx, row0, nb);
+  if (rows) vector_block<1>(g, x, ldx, row0, nb);
+}
+
+// --- AMX path ---------------------------------------------------------------------------------------------------------------------------------------
+
+#if QUIRE_AMX
+
+// C[up to 16 rows x 32 columns]; the left operand is a row-major matrix.
+void amx_block_1(const Gemm& g, const bf16* x, long ldx, int rows, int nb) {
+  const bf16* w = g.block(nb);
+  const int steps = g.k_steps();
+  TILE_ZERO(0); TILE_ZERO(1);
+  for (int s = 0; s < steps; s++, w += kStepElems) {
+    prefetch_step((const char*)(w + 4 * kStepElems));
+    TILE_LOAD(4, x + s * kStep, ldx * 2);
+    TILE_LOAD(6, w, 64);
+    TILE_DP(0, 4, 6);
+    TILE_LOAD(7, w + kStepElems / 2, 64);
+    TILE_DP(1, 4, 7);
+  }
+  alignas(64) float c[2][16][16];
+  TILE_STORE(0, c[0], 64); TILE_STORE(1, c[1], 64);
+  for (int r = 0; r < rows; r++) finish_row(g, r, nb * kCols, load(c[0][r]), load(c[1][r]));
+}
+
+// Copies rows [row0, row0 + 32) of x into `steps` k-steps of two tiles each, zero-padded.
+void pack_rows(const Gemm& g, int row0, int step0, int step1, bf16* a) {
+  for (int s = step0; s < step1; s++, a += kStepElems) {
+    int k0 = s * kStep, width = std::min(kStep, g.k - k0);
+    for (int r = 0; r < 32; r++) {
+      bf16* dst = a + r * kStep;
+      const bf16* src = g.x + (row0 + r) * g.ldx + k0;
+      if (row0 + r >= g.m) memset(dst, 0, 64);
+      else if (width == kStep) _mm512_store_si512(dst, _mm512_loadu_si512(src));
+      else _mm512_store_si512(dst, _mm512_maskz_loadu_epi16((1u << width) - 1, src));
+    }
+  }
+}
+#endif
+
+thread_local Scratch shared_scratch, own_scratch;
+
+int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per piece: 64 KiB or more, but at least four pieces a thread
+  long blocks = g.n_blocks();
+  long by_size = std::max(1L, (128L << 10) / bytes_per_block);
+  return int(std::max(1L, std::min(by_size, blocks / (4L * threads))));
+}
+
+void run_few_rows(const Gemm& g, int threads, bool amx) {
+  long per = pieces_of(g, threads, long(g.k_steps()) * kStepElems * 2);
+  Queue queue((g.n_blocks() + per - 1) / per);
+  const bf16* x = g.x;
+  long ldx = g.ldx;
+  if (amx ? g.k % kStep : g.k % 2) {  // operands are read in whole k-steps (or pairs): copy to pad
+    ldx = long(g.k_steps()) * kStep;
+    bf16* copy = (bf16*)shared_scratch.get(g.m * ldx * 2);
+    for (int r = 0; r < g.m; r++) {
+      memcpy(copy + r * ldx, g.x + r * g.ldx, g.k * 2);
+      memset(copy + r * ldx + g.k, 0, (ldx - g.k) * 2);
+    }
+    x = copy;
+  }
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    auto work = [&](auto&& block) {
+      for (long i; queue.take(i);)
+        for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
+    };
+#if QUIRE_AMX
+    if (amx) {
+      TileScope tiles(g.m);
+      work([&](int nb) { amx_block_1(g, x, ldx, g.m, nb); });
+    } else
+#endif
+      work([&](int nb) { vector_rows(g, x, ldx, 0, g.m, nb); });
+  }
+}
+
+#if QUIRE_AMX
+
+// Rows in groups of at most kMaxRows, k in runs of at most kMaxSteps: what a group of rows keeps in L2 while the weight streams by.
+constexpr int kMaxRows = 256, kMaxSteps = 32;
+
+void run_many_rows(const Gemm& g, int threads) {
+  const int steps = g.k_steps(), blocks = g.n_blocks(), pairs = (g.m + 31) / 32;
+  const long pair_elems = long(steps) * kStepElems;
+  bf16* a = (bf16*)shared_scratch.get(size_t(pairs) * pair_elems * 2);
+  const int group = kMaxRows / 32, groups = (pairs + group - 1) / group;
+  long per = std::max(1L, std::min(4L, long(blocks) * groups / (4L * threads)));
+  const long pieces = (blocks + per - 1) / per;
+  Queue queue(pieces * groups);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (long i = 0; i < long(pairs) * steps; i++) pack_rows(g, int(i / steps) * 32, int(i % steps), int(i % steps) + 1, a + i * kStepElems);
+    TileScope tiles;
+    float* c = (float*)own_scratch.get(size_t(group) * per * 4096);
+    for (long i; queue.take(i);) {
+      const int pair0 = int(i / pieces) * group, pair1 = std::min(pair0 + group, pairs);
+      const int nb0 = int(i % pieces * per), nb1 = std::min(int(nb0 + per), blocks);
+      for (int s0 = 0; s0 < steps; s0 += kMaxSteps) {
+        const int s1 = std::min(s0 + kMaxSteps, steps), run = s1 - s0;
+        const bool first = s0 == 0, last = s1 == steps;
+        for (int nb = nb0; nb < nb1; nb++) {
+          const bf16* w = g.block(nb) + size_t(s0) * kStepElems;
+          const char* ahead = (const char*)(nb + 1 < nb1 ? w + pair_elems : last ? g.block(nb1 < blocks ? nb1 : 0) : g.block(nb0) + size_t(s1) * kStepElems);
+          const long ahead_step = (2L * kStepElems / (pair1 - pair0) + 63) / 64 * 64;  // the next block arrives while this one is used
+          for (int p = pair0; p < pair1; p++) {
+            float* tile = c + (size_t(p - pair0) * per + (nb - nb0)) * 1024;
+            if (first) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
+            else { TILE_LOAD(0, tile, 64); TILE_LOAD(1, tile + 256, 64); TILE_LOAD(2, tile + 512, 64); TILE_LOAD(3, tile + 768, 64); }
+            amx_tiles_2x2(a + p * pair_elems + long(s0) * kStepElems, w, run, ahead + long(p - pair0) * run * ahead_step, ahead_step);
+            TILE_STORE(0, tile, 64); TILE_STORE(1, tile + 256, 64); TILE_STORE(2, tile + 512, 64); TILE_STORE(3, tile + 768, 64);
+            if (!last) continue;
+            for (int r = 0, rows = std::min(32, g.m - p * 32); r < rows; r++) {
+              const float* t = tile + (r / 16) * 512 + (r % 16) * 16;
+              finish_row(g, p * 32 + r, nb * kCols, load(t), load(t + 256));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+#endif
+
+}  // namespace
+
+extern "C" {
+
+// Source column of packed column j: with silu_mul, tiles of 16 gate columns and the matching 16 up columns alternate.
+static inline long source_column(long j, long n, int silu_mul) {
+  if (!silu_mul) return j < n ? j : -1;
+  long half = n / 2, i = j / 32 * 16 + j % 16;
+  return i < half ? (j % 32 < 16 ? i : half + i) : -1;
+}
+
+// Columns the packed weight has: n rounded up to whole blocks (of each half, with silu_mul).
+long quire_gemm_packed_columns(long n, int silu_mul) { return silu_mul ? (n / 2 + 15) / 16 * 32 : (n + 31) / 32 * 32; }
+
+// weight [n, k] with row stride ldw, to packed [columns / 32][ceil(k / 32)][2][16][16][2].
+void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k, int silu_mul) {
+  const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols;
+#pragma omp parallel for schedule(dynamic, 4)
+  for (long nb = 0; nb < blocks; nb++)
+    for (long t = 0; t < 2; t++) {
+      const bf16* rows[16];
+      for (int c = 0; c < 16; c++) {
+        long j = source_column(nb * 32 + t * 16 + c, n, silu_mul);
+        rows[c] = j < 0 ? nullptr : weight + j * ldw;
+      }
+      for (long s = 0; s < steps; s++) {
+        uint32_t* dst = (uint32_t*)(packed + (nb * steps + s) * kStepElems + t * (kStepElems / 2));
+        for (int r = 0; r < 16; r++)
+          for (int c = 0; c < 16; c++) {
+            long kk = s * kStep + 2 * r;
+            uint32_t v = 0;
+            if (rows[c] && kk + 1 < k) memcpy(&v, rows[c] + kk, 4);
+            else if (rows[c] && kk < k) v = rows[c][kk].bits;
+            dst[r * 16 + c] = v;
+          }
+      }
+    }
+}
+
+// out[i, :k] = row ids[i] of the weight that `packed` was made from (without silu_mul): an embedding that shares the packed LM head.
+void quire_gemm_unpack_rows(const bf16* packed, const long* ids, long num_ids, bf16* out, long ldo, long k) {
+  const long steps = (k + kStep - 1) / kStep;
+#pragma omp parallel for schedule(static) if (num_ids > 4)
+  for (long i = 0; i < num_ids; i++) {
+    const bf16* col = packed + ids[i] / 32 * steps * kStepElems + ids[i] / 16 % 2 * (kStepElems / 2) + ids[i] % 16 * 2;
+    for (long kk = 0; kk < k; kk++) out[i * ldo + kk] = col[kk / kStep * kStepElems + kk % kStep / 2 * 32 + kk % 2];
+  }
+}
+
+// bias: fp32, padded to the packed columns, in packed order. out: bf16, or float32 with out_f32. path: 0 automatic, 1 vector, 2 AMX.
+void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
+  Gemm g{x, ldx, packed, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1};
+  const int threads = omp_get_max_threads();
+#if QUIRE_AMX
+  if (path != 1 && amx_permitted()) {
+    if (m <= 16) return run_few_rows(g, threads, true);
+    return run_many_rows(g, threads);
+  }
+#endif
+  run_few_rows(g, threads, false);
+}
+}

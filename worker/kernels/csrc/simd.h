@@ -1,0 +1,164 @@
+// Sixteen floats at a time: one AVX-512 register, or two AVX2 registers where there is no AVX-512.
+//
+// Every kernel is written once against these few functions. `load`/`store` are overloaded on the element type, so a template over the cache's
+// dtype (float, bf16, f16) is all it takes to support all three.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+static constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+  uint32_t u = uint32_t(x.bits) << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+static inline float to_float(f16 x) { return _cvtsh_ss(x.bits); }
+
+static inline bf16 to_bf16(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return {uint16_t((u >> 16) | 0x40)};  // NaN stays NaN
+  return {uint16_t((u + 0x7fffu + ((u >> 16) & 1)) >> 16)};
+}
+
+static inline void store_scalar(float* p, float x) { *p = x; }
+static inline void store_scalar(bf16* p, float x) { *p = to_bf16(x); }
+static inline void store_scalar(f16* p, float x) { p->bits = _cvtss_sh(x, 0); }
+
+#if defined(__AVX512F__)
+
+struct vf { __m512 v; };
+
+static inline vf zero() { return {_mm512_setzero_ps()}; }
+static inline vf set1(float x) { return {_mm512_set1_ps(x)}; }
+static inline vf load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline vf load(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))}; }
+static inline vf load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+static inline void store(float* p, vf a) { _mm512_storeu_ps(p, a.v); }
+static inline void store(f16* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, 0)); }
+#if defined(__AVX512BF16__)
+static inline void store(bf16* p, vf a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
+#else
+static inline void store(bf16* p, vf a) {
+  __m512i u = _mm512_castps_si512(a.v);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, odd), _mm512_set1_epi32(0x7fff)), 16);
+  rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
+}
+#endif
+static inline vf operator+(vf a, vf b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline vf operator-(vf a, vf b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline vf operator*(vf a, vf b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline vf operator/(vf a, vf b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline vf fma(vf a, vf b, vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline vf max(vf a, vf b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline vf min(vf a, vf b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline float reduce_add(vf a) { return _mm512_reduce_add_ps(a.v); }
+static inline float reduce_max(vf a) { return _mm512_reduce_max_ps(a.v); }
+// Lanes lo <= lane < hi of a, `other` elsewhere.
+static inline vf select_range(vf a, int lo, int hi, vf other) {
+  uint32_t m = hi <= 0 ? 0u : hi >= 16 ? 0xffffu : (1u << hi) - 1;
+  m &= lo <= 0 ? 0xffffu : lo >= 16 ? 0u : ~((1u << lo) - 1);
+  return {_mm512_mask_mov_ps(other.v, (__mmask16)m, a.v)};
+}
+// 2^x for x <= 0 and -inf: relative error below 4e-7.
+static inline vf exp2(vf x) {
+  x = max(x, set1(-150.f));  // scalef would do, but -inf - -inf below would not
+  __m512 n = _mm512_roundscale_ps(x.v, 0);
+  vf f = {_mm512_sub_ps(x.v, n)};
+  vf p = fma(set1(0.0013276472f), f, set1(0.0096755413f));
+  p = fma(p, f, set1(0.055507133f));
+  p = fma(p, f, set1(0.24022123f));
+  p = fma(p, f, set1(0.69314697f));
+  p = fma(p, f, set1(1.0f));
+  return {_mm512_scalef_ps(p.v, n)};
+}
+
+#else
+
+struct vf { __m256 a, b; };
+
+static inline vf zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline __m256 load8(const bf16* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16)); }
+static inline vf load(const bf16* p) { return {load8(p), load8(p + 8)}; }
+static inline vf load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))}; }
+static inline void store(float* p, vf x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+static inline void store(f16* p, vf x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, 0));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, 0));
+}
+static inline __m256i round8(__m256 x) {
+  __m256i u = _mm256_castps_si256(x);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, odd), _mm256_set1_epi32(0x7fff)), 16);
+  return _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+static inline void store(bf16* p, vf x) {
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(round8(x.a), round8(x.b)), 0xd8));
+}
+static inline vf operator+(vf x, vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline vf operator-(vf x, vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+static inline vf operator*(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+static inline vf operator/(vf x, vf y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+static inline vf fma(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+static inline vf max(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline vf min(vf x, vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+static inline float reduce_add(vf x) {
+  __m256 s = _mm256_add_ps(x.a, x.b);
+  __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  t = _mm_add_ps(t, _mm_movehl_ps(t, t));
+  return _mm_cvtss_f32(_mm_add_ss(t, _mm_shuffle_ps(t, t, 1)));
+}
+static inline float reduce_max(vf x) {
+  __m256 s = _mm256_max_ps(x.a, x.b);
+  __m128 t = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  t = _mm_max_ps(t, _mm_movehl_ps(t, t));
+  return _mm_cvtss_f32(_mm_max_ss(t, _mm_shuffle_ps(t, t, 1)));
+}
+static inline vf select_range(vf x, int lo, int hi, vf other) {
+  const __m256i first = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), second = _mm256_add_epi32(first, _mm256_set1_epi32(8));
+  auto pick = [&](__m256 a, __m256 b, __m256i lane) {
+    __m256i in = _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane), _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(lo - 1)));
+    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(in));
+  };
+  return {pick(x.a, other.a, first), pick(x.b, other.b, second)};
+}
+static inline __m256 exp2_8(__m256 x) {
+  x = _mm256_max_ps(x, _mm256_set1_ps(-126.f));
+  __m256 n = _mm256_round_ps(x, 0), f = _mm256_sub_ps(x, n);
+  __m256 p = _mm256_fmadd_ps(_mm256_set1_ps(0.0013276472f), f, _mm256_set1_ps(0.0096755413f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.055507133f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.24022123f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.69314697f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
+  __m256i bias = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(bias));
+}
+static inline vf exp2(vf x) { return {exp2_8(x.a), exp2_8(x.b)}; }
+
+#endif
+
+static inline vf exp(vf x) { return exp2(x * set1(1.44269504f)); }  // for x <= ~88
+
+// Absolute error below 1e-6, which is what a soft cap needs.
+static inline vf tanh(vf x) {
+  vf e = exp(min(max(x + x, set1(-30.f)), set1(30.f)));
+  return (e - set1(1.f)) / (e + set1(1.f));
+}
+
+// x / (1 + exp(-x)); the argument is clamped so that exp stays finite.
+static inline vf silu(vf x) { return x / (set1(1.f) + exp(min(zero() - x, set1(87.f)))); }

@@ -1,0 +1,107 @@
+"""Loads the compiled CPU kernels, and has them compiled in the background where they are not there yet.
+
+The torch twins serve until the library is loaded; nobody waits for a compiler. `load()` is called once at start; when it reports "building", the worker
+calls `poll()` between steps and finalizes the model's layers again once it returns True.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import subprocess
+import sys
+from ctypes import c_float, c_int, c_long, c_void_p
+
+from worker.kernels import build
+
+logger = logging.getLogger(__name__)
+
+_P, _L, _I, _F = c_void_p, c_long, c_int, c_float
+
+
+class LayerArgs(ctypes.Structure):
+    """What attention needs of a layer. Mirrors `Layer` in attention.cpp; strides in elements."""
+
+    _fields_ = [("k_cache", _P), ("v_cache", _P), ("k_block", _L), ("k_slot", _L), ("k_head", _L), ("v_block", _L), ("v_slot", _L), ("v_head", _L),
+                ("num_heads", _L), ("num_kv_heads", _L), ("head_dim", _L), ("block_size", _L), ("dtype", _L), ("window", _L), ("scale", _F), ("soft_cap", _F)]
+
+
+class QkvArgs(ctypes.Structure):
+    """What the q/k norm, rotary and cache write need of a layer. Mirrors `QkvArgs` in fused.cpp."""
+
+    _fields_ = [("qkv", _P), ("k_cache", _P), ("v_cache", _P), ("q_weight", _P), ("k_weight", _P), ("cos_sin", _P),
+                ("ld_qkv", _L), ("k_block", _L), ("k_slot", _L), ("k_head", _L), ("v_block", _L), ("v_slot", _L), ("v_head", _L),
+                ("num_heads", _L), ("num_kv_heads", _L), ("head_dim", _L), ("rotary_dim", _L), ("block_size", _L), ("dtype", _L), ("eps", _F)]
+
+
+_SIGNATURES = {
+    "quire_gemm_packed_columns": ([_L, _I], _L),
+    "quire_gemm_pack": ([_P, _L, _P, _L, _L, _I], None),
+    "quire_gemm_unpack_rows": ([_P, _P, _L, _P, _L, _L], None),
+    "quire_gemm_run": ([_P, _L, _P, _P, _P, _L, _L, _L, _L, _I, _I], None),
+    "quire_add_rms_norm": ([_P, _L, _P, _L, _P, _P, _L, _L, _L, _F, _I], None),
+    "quire_silu_and_mul": ([_P, _L, _P, _L, _L, _L, _I], None),
+    "quire_qkv_to_cache": ([ctypes.POINTER(QkvArgs), _P, _P, _P, _L], None),
+    "quire_write_kv": ([ctypes.POINTER(QkvArgs), _P, _L, _P, _L, _P, _L], None),
+    "quire_paged_attention": ([ctypes.POINTER(LayerArgs), _P, _L, _P, _L, _P, _L, _P, _P, _L, _I], None),
+}
+
+
+class Kernels:
+    """The library of this process. `lib` is None until it is loaded; `status` says where it stands, for the log and the table of choices."""
+
+    def __init__(self) -> None:
+        self.lib: ctypes.CDLL | None = None
+        self.level: str | None = None
+        self.status = "not loaded"
+        self._builder: subprocess.Popen | None = None
+
+    def load(self, background: bool = True) -> bool:
+        """Load the library if it exists; else start building it, in a process of its own (or, with background=False, right here). True if it is loaded."""
+        if self.lib is not None:
+            return True
+        self.level = build.cpu_level()
+        if self.level is None:
+            self.status = "no native kernels: the CPU lacks AVX2, or is not x86-64 Linux"
+            return False
+        path = build.find_library(self.level)
+        if path is not None:
+            return self._open(str(path))
+        if build.compiler() is None:
+            self.status = "no native kernels: no C++ compiler to build them ($CXX, g++, clang++) and none prebuilt"
+            return False
+        if not background:
+            return self._open(str(build.build(self.level, build.cache_folder())))
+        self._builder = subprocess.Popen([sys.executable, build.__file__, "--background", "--level", self.level, "--into", str(build.cache_folder())],
+                                         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.status = f"building native kernels ({self.level}) in the background"
+        return False
+
+    def poll(self) -> bool:
+        """True exactly once: when a background build has ended well and its library is now loaded."""
+        if self._builder is None or self._builder.poll() is None:
+            return False
+        builder, self._builder = self._builder, None
+        output = builder.stdout.read()
+        builder.stdout.close()
+        if builder.returncode:
+            self.status = "no native kernels: the build failed"
+            logger.warning("building the native kernels failed; serving without them:\n%s", output)
+            return False
+        return self._open(output.split()[-1])
+
+    def _open(self, path: str) -> bool:
+        try:
+            lib = ctypes.CDLL(path)
+        except OSError as error:
+            self.status = f"no native kernels: {error}"
+            logger.warning("cannot load the native kernels: %s", error)
+            return False
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(lib, name)
+            function.argtypes, function.restype = arguments, result
+        self.lib, self.status = lib, f"native kernels ({self.level})"
+        return True
+
+
+KERNELS = Kernels()  # one per process: a library cannot be unloaded
