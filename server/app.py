@@ -45,7 +45,8 @@ def create_app(state: ServerState) -> ASGIApp:
     app = FastAPI(title="quire", version=state.version, redoc_url=None, redirect_slashes=False)
     app.state.server = state
     for path, handler, methods, body, answer in ROUTES:
-        app.add_api_route(path, handler, methods=methods, response_class=Response, openapi_extra=_documented(body, answer))
+        for method in methods:
+            app.add_api_route(path, handler, methods=[method], response_class=Response, openapi_extra=_documented(body, answer), include_in_schema=method != "HEAD")
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(ClientGone, _client_gone)
@@ -154,7 +155,7 @@ async def server_info(request: Request) -> Response:
     """The effective configuration, what was chosen automatically, and the memory plan."""
     state = request.app.state.server
     return JsonResponse({"version": state.version, "system_fingerprint": state.system_fingerprint, "models": state.names, "health": state.health(),
-                         "config": _shown(state.config), "engine": state.ready and msgspec.to_builtins(state.ready),
+                         "config": _shown(state.config), "engine": state.ready and {"steps_in_flight": state.ready.depth} | msgspec.to_builtins(state.ready.worker),
                          "sampling_defaults": state.model and state.model.sampling_defaults, "num_requests_in_flight": state.num_in_flight})
 
 

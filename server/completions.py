@@ -93,6 +93,7 @@ class _Completion:
         self.include_usage = bool(options and options.include_usage)
         self.running_usage = bool(options and options.continuous_usage_stats)
         self.formatters: dict[int, Formatter] = {}  # per choice, which counts its own text offsets
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of a stream, per choice, until they are sent
         self.started: set[int] = set()
         empty = msgspec.json.encode(self._chunk([]))
         self.head, self.tail = (b"data: " + empty + b"\n\n").split(b'"choices":[]')
@@ -163,15 +164,17 @@ class _Completion:
 
     def _frame(self, delta: Delta) -> bytes:
         body = self.body
+        if delta.prompt_logprobs:  # in parts, all before the first token
+            self.prompt_logprobs.setdefault(delta.index, []).extend(delta.prompt_logprobs)
+        if not (delta.text or delta.token_ids or delta.finish_reason):
+            return b""
         first = delta.index not in self.started
         self.started.add(delta.index)
         plain = body.logprobs is None and not body.return_token_ids and not self.running_usage
         if plain and delta.finish_reason is None and not (first and body.echo):
-            if not delta.text:
-                return b""
-            return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]%b' % (
+            return b"" if not delta.text else b'%b%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]%b' % (
                 self.head, delta.index, msgspec.json.encode(delta.text), self.tail)
-        echo = self._echo(delta.index, delta.prompt_logprobs or []) if first else ("", None)
+        echo = self._echo(delta.index, self.prompt_logprobs.pop(delta.index, [])) if first else ("", None)
         choice = self._output(delta.index, delta.text, delta.token_ids, delta.logprobs or [], delta.finish_reason, delta.stop_reason, echo)
         if first and body.return_token_ids:
             choice.prompt_token_ids = self.prompts[delta.index // self.n]

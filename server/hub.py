@@ -55,12 +55,13 @@ def resolve(model: str, *, revision: str | None = None, download_dir: str | None
 def _bytes_to_download(model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]) -> int:
     """What is not in the cache yet; 0 also when the Hub cannot be asked, and the cache decides."""
     import huggingface_hub as hub
+    from huggingface_hub import constants, errors
 
-    if hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         return 0
     try:
         files = hub.snapshot_download(model, revision=revision, cache_dir=download_dir, tqdm_class=_bar_class(0, lambda phase, fraction: None), dry_run=True, **patterns)
-    except hub.errors.DryRunError:
+    except errors.DryRunError:
         return 0
     return sum(file.file_size for file in files if file.will_download)
 
@@ -88,9 +89,8 @@ def _bar_class(num_bytes: int, progress: Progress) -> type:
 
 
 def _explain(error: Exception, model: str, revision: str | None) -> str:
-    import huggingface_hub as hub
+    from huggingface_hub import constants, errors
 
-    errors = hub.errors
     if isinstance(error, errors.GatedRepoError):
         return f"model: {model} is gated: accept its conditions at https://huggingface.co/{model} and set HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
@@ -98,6 +98,6 @@ def _explain(error: Exception, model: str, revision: str | None) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"model: there is no folder {model}, and no such model on the Hugging Face Hub (a private one needs HF_TOKEN)"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
         return f"model: there is no folder {model}, it is not in the Hugging Face cache, and {why}"
     return f"model: {model} cannot be downloaded: {type(error).__name__}: {error}"

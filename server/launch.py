@@ -56,7 +56,10 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
 
 
 async def _run(config: Config, listener: socket.socket, started: float) -> int:
-    return await Launcher(config, listener, started).run()
+    launcher = Launcher(config, listener, started)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, launcher.on_signal, number)
+    return await launcher.run()
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -111,9 +114,6 @@ class Launcher:
 
     async def run(self) -> int:
         """Serve until stopped; the exit code."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
         http = _http_server(self.state)
         serving = asyncio.create_task(http.serve(sockets=[self.listener]))
         living = asyncio.create_task(self._live())
@@ -150,7 +150,7 @@ class Launcher:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.supervisor.run())
                 tasks.create_task(self._load_tokenizer())
-        except* (ValueError, EngineFailed) as errors:
+        except* Exception as errors:  # of the group, whose only one it is: the other task was cancelled
             raise _first(errors) from None
         finally:
             self.shown.close()
@@ -220,7 +220,8 @@ class Launcher:
     def _current_engine(self) -> EngineProcess | None:
         return self.engine if self.supervisor is None else self.supervisor.engine
 
-    def _on_signal(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
+        """The first ends the server in order, the second at once."""
         name = signal.Signals(number).name
         if self.stop.is_set():
             logger.warning("%s again: ending at once", name)

@@ -40,6 +40,7 @@ class Supervisor:
             ended = in_thread(self.engine.wait)
             await self._serve(ended)
             reason = self.client.dead or _describe(ended.result())
+            self.client.on_dead(reason)
             self.on_death()
             self.engine.kill()  # its workers, if any outlived it
             self._judge(reason)

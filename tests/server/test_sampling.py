@@ -1,0 +1,149 @@
+"""Request fields -> SamplingParams: every parameter arrives, defaults are taken in order, and what the model cannot do is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from configs.config import Config
+from engine.messages import SamplingParams
+from server.errors import BadRequest, ContextLengthExceeded
+from server.parsing import parse
+from server.protocol import ChatCompletionRequest, CompletionRequest
+from server.sampling import fit, read_sampling_defaults, to_sampling_params
+from server.state import ModelInfo
+
+MODEL = ModelInfo(max_model_len=100, vocab_size=512, eos_token_ids=[2, 0], sampling_defaults={}, max_logprobs=20, priorities=False)
+
+
+class Words:
+    """Two ids a word: one for a leading space, one for the letters."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [300 * text.startswith(" ") + len(text.strip()), 7]
+
+
+def chat(model: ModelInfo = MODEL, **fields) -> SamplingParams:
+    return convert(ChatCompletionRequest, model, {"messages": [{"role": "user", "content": "x"}], **fields})
+
+
+def text(model: ModelInfo = MODEL, **fields) -> SamplingParams:
+    return convert(CompletionRequest, model, {"prompt": "x", **fields})
+
+
+def convert(cls, model, data) -> SamplingParams:
+    request, unknown = parse(json.dumps(data).encode(), cls)
+    assert not unknown
+    return to_sampling_params(request, model, Words())
+
+
+PASSED_ON = [
+    ("temperature", 0.3, 0.3), ("temperature", 0, 0.0), ("temperature", 1e-6, 0.0), ("temperature", 0.001, 0.001), ("top_p", 0.5, 0.5), ("top_k", 5, 5), ("top_k", -1, 0),
+    ("min_p", 0.2, 0.2), ("seed", 17, 17), ("seed", -2, -2), ("presence_penalty", -1.5, -1.5), ("frequency_penalty", 2, 2.0), ("repetition_penalty", 1.2, 1.2),
+    ("max_tokens", 5, 5), ("min_tokens", 3, 3), ("stop_token_ids", [4, 5], [4, 5]), ("ignore_eos", True, True), ("allowed_token_ids", [1, 511], [1, 511]),
+    ("prompt_logprobs", 3, 3), ("prompt_logprobs", 0, 0),
+]
+
+
+@pytest.mark.parametrize("make", [chat, text])
+@pytest.mark.parametrize("name,value,expected", PASSED_ON)
+def test_parameters_arrive(make, name, value, expected):
+    assert getattr(make(**{name: value}), name) == expected
+
+
+def test_logit_bias_and_bad_words():
+    params = chat(logit_bias={"5": -100, "511": 1.5}, bad_words=["abc", " de"])
+    assert params.logit_bias == {5: -100.0, 511: 1.5}
+    assert params.bad_words_ids == [[3, 7], [303, 7], [302, 7]]  # as a text begins, and after a space; " de" is its own second form
+    assert chat().logit_bias is None and chat(logit_bias={}).logit_bias is None and chat().bad_words_ids is None
+
+
+def test_openai_defaults_and_a_random_seed():
+    params = chat()
+    assert params == SamplingParams(max_tokens=100, seed=params.seed, eos_token_ids=[2, 0])
+    assert text().max_tokens == 16
+    seeds = {chat().seed for _ in range(20)} | {chat(seed=-1).seed for _ in range(20)}
+    assert len(seeds) == 40 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_request_then_model_then_openai(tmp_path):
+    file = {"temperature": 0.6, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1.1, "max_new_tokens": 40, "do_sample": True, "eos_token_id": 2, "min_p": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    defaults = read_sampling_defaults(Config(), str(tmp_path))
+    assert defaults == {"temperature": 0.6, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1.1, "max_tokens": 40}
+    model = ModelInfo(100, 512, [2], defaults, 20, False)
+    for make in (chat, text):
+        params = make(model, top_p=0.5)
+        assert (params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty, params.max_tokens) == (0.6, 0.5, 30, 0.0, 1.1, 40)
+        assert make(model, max_tokens=7).max_tokens == 7
+
+
+def test_where_the_defaults_come_from(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "generation_config.json").write_text('{"top_k": 7}')
+    (tmp_path / "generation_config.json").write_text('{"top_k": 5}')
+
+    def read(source: str, folder=tmp_path) -> dict:
+        return read_sampling_defaults(Config.from_flat(generation_config=source), str(folder))
+
+    assert read("auto") == {"top_k": 5} and read("vllm") == {} and read(str(tmp_path / "other")) == {"top_k": 7}
+    assert read("auto", tmp_path / "other") == {"top_k": 7} and read("auto", tmp_path / "nowhere") == {}
+    with pytest.raises(ValueError, match="generation_config"):
+        read(str(tmp_path / "nowhere"))
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match="generation_config"):
+        read("auto")
+
+
+REFUSED = [
+    (chat, {"n": 2, "temperature": 0}, "n", "greedy"), (chat, {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "4"),
+    (chat, {"max_tokens": 101}, "max_tokens", "100"), (chat, {"max_completion_tokens": 101}, "max_completion_tokens", "100"),
+    (chat, {"max_tokens": 0}, "max_tokens", "1"), (text, {"max_tokens": 0}, "max_tokens", "echo"), (text, {"max_tokens": 101}, "max_tokens", "100"),
+    (chat, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "max_completion_tokens"),
+    (chat, {"stop_token_ids": [512]}, "stop_token_ids", "512"), (chat, {"allowed_token_ids": [600]}, "allowed_token_ids", "512"),
+    (chat, {"logit_bias": {"512": 1}}, "logit_bias", "512"), (chat, {"logit_bias": {"-1": 1}}, "logit_bias", "-1"), (chat, {"logit_bias": {"x": 1}}, "logit_bias", "ids"),
+    (chat, {"top_logprobs": 2}, "top_logprobs", "logprobs"), (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    (chat, {"logprobs": True, "top_logprobs": -1}, "top_logprobs", "20"), (text, {"logprobs": 21}, "logprobs", "20"), (text, {"logprobs": -1}, "logprobs", "20"),
+    (text, {"prompt_logprobs": 21}, "prompt_logprobs", "20"), (text, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+]
+
+
+@pytest.mark.parametrize("make,fields,param,word", REFUSED)
+def test_refused_with_the_limit(make, fields, param, word):
+    with pytest.raises(BadRequest) as caught:
+        make(**fields)
+    assert caught.value.param == param and param in caught.value.message and word in caught.value.message
+
+
+def test_logprobs():
+    assert chat().logprobs is None and chat(logprobs=False).logprobs is None and chat(logprobs=False, top_logprobs=0).logprobs is None
+    assert chat(logprobs=True).logprobs == 0 and chat(logprobs=True, top_logprobs=20).logprobs == 20
+    assert text(logprobs=0).logprobs == 0 and text(logprobs=5).logprobs == 5 and text().logprobs is None
+    unlimited = ModelInfo(100, 512, [2], {}, -1, False)
+    assert chat(unlimited, logprobs=True, top_logprobs=-1).logprobs == -1 and text(unlimited, logprobs=400).logprobs == 400
+
+
+def test_echo_asks_for_logprobs_of_the_prompt():
+    assert text(echo=True).prompt_logprobs is None and text(echo=True, logprobs=3).prompt_logprobs == 3
+    assert text(echo=True, logprobs=0, prompt_logprobs=2).prompt_logprobs == 2
+    unlimited = ModelInfo(100, 512, [2], {}, -1, False)
+    assert text(unlimited, echo=True, logprobs=-1, prompt_logprobs=2).prompt_logprobs == -1
+    assert text(echo=True, logprobs=1, max_tokens=0).max_tokens == 1  # the engine samples one token, which the answer leaves out
+
+
+def test_fit_clips_to_the_context():
+    assert fit(chat(), 60, MODEL, "messages").max_tokens == 40
+    assert fit(chat(max_tokens=10), 60, MODEL, "messages").max_tokens == 10
+    clipped = fit(chat(max_tokens=80, min_tokens=70), 60, MODEL, "messages")
+    assert (clipped.max_tokens, clipped.min_tokens) == (40, 40)
+    assert fit(chat(), 99, MODEL, "messages").max_tokens == 1
+
+
+@pytest.mark.parametrize("num_tokens", [100, 101, 5000])
+def test_too_long_a_prompt_names_both_numbers(num_tokens):
+    with pytest.raises(ContextLengthExceeded) as caught:
+        fit(chat(), num_tokens, MODEL, "messages")
+    error = caught.value
+    assert (error.status, error.param, error.code) == (400, "messages", "context_length_exceeded") and "100" in error.message and str(num_tokens) in error.message
