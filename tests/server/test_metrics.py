@@ -1,0 +1,175 @@
+"""Names, types, labels and values of what Prometheus reads; the log line."""
+
+import asyncio
+import logging
+
+import pytest
+from prometheus_client import Counter
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.messages import EngineStats, RequestTiming, SamplingParams
+from server.generation import GenerationRequest
+from server.metrics import Histogram, Metrics
+from server.stats_log import StatsLog
+
+GAUGES = {"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc", "cache_config_info"}
+COUNTERS = {"prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success"}
+HISTOGRAMS = {
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+    "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens", "iteration_tokens_total",
+    "request_num_preemptions", "request_prefill_kv_computed_tokens"}
+
+
+def families(metrics):
+    return {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+
+
+def sample(metrics, name, **labels):
+    """The value of one series; names as scraped."""
+    for family in families(metrics).values():
+        for s in family.samples:
+            if s.name == name and labels.items() <= s.labels.items():
+                return s.value
+    raise KeyError(name)
+
+
+@pytest.fixture
+def metrics():
+    metrics = Metrics("org/model", 3000)
+    metrics.set_cache_config(block_size=16, num_gpu_blocks=100, enable_prefix_caching=True)
+    return metrics
+
+
+def request(**fields):
+    return GenerationRequest("r", [1] * 7, SamplingParams(max_tokens=40), arrival_time=0.0, **fields)
+
+
+def test_names_types_and_labels(metrics):
+    found = families(metrics)
+    for prefix in ("quire:", "vllm:"):
+        for names, kind in ((GAUGES, "gauge"), (COUNTERS, "counter"), (HISTOGRAMS, "histogram")):
+            assert {name: found[prefix + name].type for name in names} == dict.fromkeys(names, kind)
+    for name, family in found.items():
+        if ":" in name and not name.endswith("cache_config_info"):
+            for s in family.samples:
+                assert s.labels["model_name"] == "org/model" and s.labels["engine"] == "0"
+    assert found["vllm:cache_config_info"].samples[0].labels == {"block_size": "16", "num_gpu_blocks": "100", "enable_prefix_caching": "True", "engine": "0"}
+    assert {s.name for s in found["vllm:prompt_tokens"].samples} == {"vllm:prompt_tokens_total"}
+    assert {s.labels["finished_reason"] for s in found["vllm:request_success"].samples} == {"stop", "length", "abort", "error", "repetition"}
+
+
+def test_without_the_aliases():
+    names = families(Metrics("m", 100, vllm_names=False))
+    assert any(name.startswith("quire:") for name in names) and not any(name.startswith("vllm:") for name in names)
+
+
+def test_buckets(metrics):
+    found = families(metrics)
+
+    def bounds(name):
+        return [s.labels["le"] for s in found["vllm:" + name].samples if s.name.endswith("_bucket")]
+
+    assert bounds("request_prompt_tokens") == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "500.0", "1000.0", "2000.0", "+Inf"]
+    assert bounds("time_to_first_token_seconds")[:3] == ["0.001", "0.005", "0.01"] and bounds("time_to_first_token_seconds")[-2:] == ["2560.0", "+Inf"]
+    assert bounds("inter_token_latency_seconds")[0] == "0.01" and len(bounds("inter_token_latency_seconds")) == 20
+    assert bounds("e2e_request_latency_seconds")[-2] == "7680.0"
+    assert bounds("iteration_tokens_total")[-2] == "16384.0"
+    assert bounds("request_params_n") == ["1.0", "2.0", "5.0", "10.0", "20.0", "+Inf"]
+
+
+def test_histogram_counts_as_prometheus_does():
+    reference_values = [0.5, 1, 1, 1.5, 2, 7]
+    histogram = Histogram([1, 2, 5])
+    for value in reference_values:
+        histogram.observe(value)
+    histogram.observe(2.0, count=2)
+    assert histogram.buckets() == [("1.0", 3), ("2.0", 7), ("5.0", 7), ("+Inf", 8)]
+    assert histogram.total == sum(reference_values) + 4
+
+
+def test_engine_statistics(metrics):
+    metrics.observe_stats(EngineStats(3, 2, 0.25, 100, 60, 1, 40, 7, [10, 37]))
+    metrics.observe_stats(EngineStats(1, 0, 0.5, 10, 0, 0, 10, 3, [5]))
+    assert sample(metrics, "vllm:num_requests_running") == 1
+    assert sample(metrics, "vllm:num_requests_waiting") == sample(metrics, "vllm:num_requests_waiting_by_reason", reason="capacity") == 0
+    assert sample(metrics, "vllm:kv_cache_usage_perc") == 0.5
+    assert sample(metrics, "quire:prefix_cache_queries_total") == sample(metrics, "vllm:prefix_cache_queries_total") == 110
+    assert sample(metrics, "vllm:prefix_cache_hits_total") == 60
+    assert sample(metrics, "vllm:num_preemptions_total") == 1
+    assert sample(metrics, "vllm:generation_tokens_total") == 10
+    assert sample(metrics, "vllm:iteration_tokens_total_count") == 3 and sample(metrics, "vllm:iteration_tokens_total_sum") == 52
+    assert sample(metrics, "vllm:iteration_tokens_total_bucket", le="16.0") == 2
+
+
+def test_a_finished_request(metrics, monkeypatch):
+    monkeypatch.setattr("server.metrics.time.time", lambda: 10.0)
+    metrics.observe_first_token(0.3, 7, 4)
+    metrics.observe_tokens(0.09, 3)
+    timing = RequestTiming(queued=1.0, scheduled=1.5, first_token=2.0, finished=8.0, num_preemptions=2, num_prefill_computed=3)
+    metrics.observe_request(request(), "length", 4, 2.1, timing)
+    metrics.observe_group(request(n=2), 4)
+    expected = {"time_to_first_token_seconds": 0.3, "e2e_request_latency_seconds": 10.0, "request_queue_time_seconds": 0.5,
+                "request_inference_time_seconds": 6.5, "request_prefill_time_seconds": 0.5, "request_decode_time_seconds": 6.0,
+                "request_time_per_output_token_seconds": 2.0, "request_prompt_tokens": 7, "request_generation_tokens": 4, "request_params_max_tokens": 40,
+                "request_params_n": 2, "request_max_num_generation_tokens": 4, "request_num_preemptions": 2, "request_prefill_kv_computed_tokens": 3}
+    for name, value in expected.items():
+        assert sample(metrics, f"vllm:{name}_sum") == pytest.approx(value), name
+        assert sample(metrics, f"vllm:{name}_count") == 1, name
+    assert sample(metrics, "vllm:inter_token_latency_seconds_count") == 3
+    assert sample(metrics, "vllm:inter_token_latency_seconds_bucket", le="0.05") == 3
+    assert sample(metrics, "vllm:prompt_tokens_total") == 7 and sample(metrics, "vllm:prompt_tokens_cached_total") == 4
+    assert sample(metrics, "vllm:request_success_total", finished_reason="length") == 1
+
+
+def test_a_request_that_a_stop_string_ended(metrics, monkeypatch):
+    monkeypatch.setattr("server.metrics.time.time", lambda: 10.0)
+    metrics.observe_request(request(), "stop", 5, 2.0, None)
+    assert sample(metrics, "vllm:request_time_per_output_token_seconds_sum") == 2.0
+    assert sample(metrics, "vllm:request_queue_time_seconds_count") == 0
+    metrics.observe_request(request(), "error", 0, 0.0, None)
+    metrics.observe_abort()
+    assert sample(metrics, "vllm:request_success_total", finished_reason="error") == sample(metrics, "vllm:request_success_total", finished_reason="abort") == 1
+    assert sample(metrics, "vllm:e2e_request_latency_seconds_count") == 1
+
+
+def test_others_may_publish_in_the_same_registry(metrics):
+    Counter("http_requests", "Requests.", ["status"], registry=metrics.registry).labels("200").inc()
+    assert sample(metrics, "http_requests_total", status="200") == 1
+
+
+class TestLog:
+    def lines(self, caplog, log, *times):
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, logger="quire.stats"):
+            for now in times:
+                log.log(log._since + now)
+        return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+    def test_wording(self, caplog):
+        log = StatsLog(10.0, "cuda")
+        log.observe(EngineStats(4, 2, 0.123, 100, 25, 3, 1000, 55, []))
+        assert self.lines(caplog, log, 10.0) == [(
+            "INFO", "Engine 000: Avg prompt throughput: 100.0 tokens/s, Avg generation throughput: 5.5 tokens/s, Running: 4 reqs, Waiting: 2 reqs, "
+                    "Preemptions: 3, GPU KV cache usage: 12.3%, Prefix cache hit rate: 25.0%")]
+
+    def test_quiet_when_idle(self, caplog):
+        log = StatsLog(10.0)
+        assert [level for level, _ in self.lines(caplog, log, 10)] == ["DEBUG"]
+        log.observe(EngineStats(1, 0, 0.5, 0, 0, 0, 3, 1, []))
+        log.observe(EngineStats())
+        (level, text), = self.lines(caplog, log, 10)
+        assert level == "INFO" and "CPU KV cache usage: 0.0%" in text and "Preemptions" not in text and "hit rate" not in text
+        assert [level for level, _ in self.lines(caplog, log, 10, 10)] == ["INFO", "DEBUG"]
+
+    def test_interval(self, caplog):
+        async def main(interval):
+            task = asyncio.create_task(StatsLog(interval).run())
+            await asyncio.sleep(0.2)
+            task.cancel()
+
+        with caplog.at_level(logging.DEBUG, logger="quire.stats"):
+            asyncio.run(main(0.0))
+            assert not caplog.records
+            asyncio.run(main(0.05))
+            assert len(caplog.records) >= 2
