@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import numpy
 import pytest
@@ -13,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs import cli
-from server.bench import datasets, load, report, serve
+from server.bench import datasets, load, report, serve, startup
 from server.bench.connection import Client
 from tests.server.fake_openai import MODEL, FakeOpenAI
+from tests.server.light_model import write_light_model
 
 
 @pytest.fixture
@@ -188,3 +192,75 @@ def test_sharegpt_uses_conversations_of_usable_length(tmp_path):
     (tmp_path / "s.json").write_text(json.dumps([*content, {"conversations": []}]))
     made = samples(WordEncoder(), dataset_name="sharegpt", dataset_path=tmp_path / "s.json", num_prompts=4)
     assert {(sample.prompt, sample.prompt_len, sample.output_len) for sample in made} == {("a" * 60, 20, 10), ("c" * 90, 30, 20)} and len(made) == 4
+
+
+# ---- with the whole server and engine, over the fake executor
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_light_model(tmp_path_factory.mktemp("light"))
+
+
+FAKE = ["--distributed-executor-backend", "fake", "--max-model-len", "256"]
+
+
+def test_startup_stages_come_in_order(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("QUIRE_FAKE", "load_delay=1")
+    assert cli.main(["bench", "startup", folder, *FAKE, "--num-iters", "2", "--output-json", str(tmp_path / "r.json")]) == 0
+    figures = json.loads((tmp_path / "r.json").read_text())
+    assert list(figures) == list(startup.STAGES) and all(len(values) == 2 for values in figures.values())
+    for live, ready, first_token in zip(*figures.values()):
+        assert 0 < live <= ready < first_token and ready >= 1.0
+    assert "first token of the first request" in capsys.readouterr().out
+
+
+def test_startup_reports_a_server_that_ends(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["bench", "startup", str(tmp_path / "nowhere")])
+    assert exit.value.code == 1 and "ended with status 1" in (shown := capsys.readouterr().err) and "there is no folder" in shown
+
+
+def test_startup_takes_another_servers_command(capsys):
+    command = f"{sys.executable} -c 'import sys; sys.exit(sys.argv[1])' port-{{port}}"
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "startup", "--serve-command", command])
+    assert "port-" in (shown := capsys.readouterr().err) and "{port}" not in shown
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["bench", "startup", "--serve-command", command, "--num-iter", "1"])
+    assert exit.value.code == 2 and "did you mean --num-iters?" in capsys.readouterr().err
+
+
+def test_throughput_and_latency_count_the_tokens(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("QUIRE_FAKE", "step_delay=0.01")
+    assert cli.main(["bench", "throughput", folder, *FAKE, "--num-prompts", "8", "--input-len", "12", "--output-len", "6", "--disable-tqdm", "--output-json", str(tmp_path / "t.json")]) == 0
+    figures = json.loads((tmp_path / "t.json").read_text())
+    assert (figures["num_requests"], figures["total_input_tokens"], figures["total_output_tokens"]) == (8, 96, 48)
+    assert figures["elapsed_time"] >= 6 * 0.01 and figures["output_tokens_per_second"] == pytest.approx(48 / figures["elapsed_time"])
+    assert cli.main(["bench", "latency", folder, *FAKE, "--batch-size", "2", "--input-len", "4", "--output-len", "5", "--num-iters", "3", "--num-iters-warmup", "1", "--disable-tqdm",
+                     "--output-json", str(tmp_path / "l.json")]) == 0
+    latencies = json.loads((tmp_path / "l.json").read_text())["latencies"]
+    assert len(latencies) == 3 and all(5 * 0.01 <= latency < 5 for latency in latencies)
+    assert "requests/s" in (shown := capsys.readouterr().out) and "Avg latency" in shown
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent.parent / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_compare_starts_both_in_turn(folder, tmp_path, capsys):
+    command = f"{sys.executable} -m quire serve {folder} {' '.join(FAKE)} --port {{port}}"
+    assert script("compare").main(["--a", command, "--b", f"{command} --max-num-seqs 2", "--rounds", "1", "--output-json", str(tmp_path / "r.json"), "--",
+                                   "--num-prompts", "4", "--input-len", "8", "--output-len", "8", "--ignore-eos", "--max-concurrency", "1,4"]) == 0
+    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert [[run["total_output_tokens"] for run in runs[name][0]] for name in ("a", "b")] == [[32, 32], [32, 32]]
+    assert "| 4 | output tok/s |" in capsys.readouterr().out
+
+
+def test_overhead_attributes_cpu_time(folder, capsys):
+    assert script("overhead").main([folder, "--max-concurrency", "2", "--output-len", "32", "--input-len", "16"]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert "CPU us per token" in header and float(row.split()[1]) > 100 and len(row.split()) == 7

@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from engine.executor.fake import expected_tokens
 from engine.messages import SamplingParams as EngineParams
 from server.offline import LLM, SamplingParams, offline_config
-from tests.checkpoints import VOCAB_SIZE, greedy, load_reference
+from tests.checkpoints import greedy, load_reference
+from tests.server.light_model import VOCAB_SIZE, write_light_model
 
 MAX_LEN = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint):
-    return checkpoint("qwen3")
+def folder(tmp_path_factory):
+    return write_light_model(tmp_path_factory.mktemp("light"))
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +201,9 @@ def test_close_ends_the_engine(folder):
         llm.generate("x")
 
 
-def test_a_script_without_a_main_guard(folder, tmp_path):
+def test_a_script_without_a_main_guard(checkpoint, tmp_path):
     """Greedy tokens are those of transformers; nothing is left of the engine when the script ends."""
+    folder = checkpoint("qwen3")
     reference = load_reference(folder)
     prompt = [11, 12, 13, 14]
     tokens, _, margins = greedy(reference, prompt, 12)
