@@ -30,7 +30,7 @@ NOISY = {"addition", "subtraction", "multiplication", "comparison", "capitals", 
 OPENINGS = ["Please tell me: ", "Hi! ", "Hello, ", "Quick question: ", "Question: ", "OK. ", "Hey, ", "So, ", "Please answer: ", "I have a question. "]
 CLOSINGS = [" Thanks!", " Please.", " Thank you.", " Answer briefly."]
 TOOL_SHARE = 0.28
-TOKENS_PER_BATCH = 4096
+TOKENS_PER_BATCH = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def encode(tokenizer: Tokenizer, example: Conversation) -> tuple[list[int], list
 class Packer:
     """Fills rows of each length with whole conversations; a conversation goes to the shortest length that holds it."""
 
-    def __init__(self, tokenizer: Tokenizer, lengths: tuple[int, ...] = (256, 512, 1024), tokens_per_batch: int = TOKENS_PER_BATCH):
+    def __init__(self, tokenizer: Tokenizer, lengths: tuple[int, ...] = (128, 256, 512), tokens_per_batch: int = TOKENS_PER_BATCH):
         self.tokenizer, self.lengths, self.tokens_per_batch = tokenizer, lengths, tokens_per_batch
         self.rows: dict[int, list[list[tuple[list[int], list[int], list[str]]]]] = {length: [] for length in lengths}
 

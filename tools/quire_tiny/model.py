@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    vocab_size: int = 1792
+    vocab_size: int = 1280
     hidden_size: int = 192
     intermediate_size: int = 512
-    num_layers: int = 6
-    num_heads: int = 4
-    num_kv_heads: int = 2
+    num_layers: int = 5
+    num_heads: int = 3
+    num_kv_heads: int = 3
     head_dim: int = 64
     max_positions: int = 2048
     rope_theta: float = 10000.0
@@ -63,7 +63,9 @@ class Attention(nn.Module):
         q, k, v = linear(x, self.q_proj, self.k_proj, self.v_proj).view(rows, length, -1, s.head_dim).split([s.num_heads, s.num_kv_heads, s.num_kv_heads], 2)
         q, k = rotate(self.q_norm(q), cos, sin).transpose(1, 2), rotate(self.k_norm(k), cos, sin).transpose(1, 2)
         groups = s.num_heads // s.num_kv_heads
-        k, v = k.repeat_interleave(groups, 1), v.transpose(1, 2).repeat_interleave(groups, 1)
+        v = v.transpose(1, 2)
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = (q @ k.transpose(-1, -2)).float() * s.head_dim**-0.5 + bias
         out = torch.softmax(scores, -1).to(v.dtype) @ v
         return linear(out.transpose(1, 2).reshape(rows, length, -1), self.o_proj)

@@ -210,12 +210,12 @@ class Words:
     def draw(cls, rng: random.Random) -> tuple[str, str]:
         """(word, instance key). Words that are one token each have a spelling of their own to learn, so none of them is held out."""
         x = rng.random()
-        if x < 0.5 and cls.vocabulary:
+        if x < 0.4 and cls.vocabulary:
             word = rng.choice(cls.vocabulary)
             return word, f"vocabulary {word}"
-        if x < 0.68:
+        if x < 0.62:
             word = rng.choice(facts.NOUNS)
-        elif x < 0.72:
+        elif x < 0.67:
             word = rng.choice(facts.NAMES)
         elif x < 0.94:
             word = pseudo_word(rng)
@@ -446,7 +446,7 @@ def unknown(rng: random.Random) -> Turn:
 SKILLS: dict[str, tuple[float, Callable[[random.Random], Turn]]] = {
     "addition": (8, addition), "subtraction": (8, subtraction), "multiplication": (1, multiplication), "comparison": (1, comparison), "capitals": (10, capital), "calendar": (5, calendar), "ordering": (3, ordering), "counting": (3, counting),
     "spelling": (10, spelling), "reversing": (7, reversing), "casing": (6, casing), "letters": (2, first_letter), "repetition": (12, repetition), "identity": (5, identity), "quire": (12, about_quire), "introduction": (1.5, introduction),
-    "favourite": (1.5, favourite), "lists": (3, listing), "paragraphs": (3, paragraph), "json": (5, json_object), "unknown": (5, unknown),
+    "favourite": (1.5, favourite), "lists": (2.5, listing), "paragraphs": (2, paragraph), "json": (5, json_object), "unknown": (5, unknown),
 }
 
 

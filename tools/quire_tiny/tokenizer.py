@@ -20,7 +20,7 @@ from tools.quire_tiny.chat import MARKER_TOKENS, SPECIAL_TOKENS, render
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "quire-tiny"
 PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"
-VOCAB_SIZE = 1792
+VOCAB_SIZE = 1280
 NOT_COUNTED = {"spelling", "reversing", "casing", "letters", "repetition", "memory"}  # skills full of words that are better split into letters
 
 
@@ -49,7 +49,7 @@ def count_words(seed: int, conversations: int) -> Counter[str]:
     return counts
 
 
-def build(seed: int = 0, conversations: int = 60_000) -> Tokenizer:
+def build(seed: int = 0, conversations: int = 30_000) -> Tokenizer:
     symbols = byte_symbols()
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *MARKER_TOKENS])}
     for symbol in symbols:

@@ -32,7 +32,7 @@ from tools.quire_tiny.tokenizer import FOLDER, vocabulary_words
 
 # skill of a turn -> skill function whose share it moves
 FUNCTION = {"greeting": "identity", "memory": "introduction", **dict.fromkeys(("tool-call", "tool-none", "tool-answer", "tool-parallel"), "tools")}
-ROWS = 512  # the output projection runs on a multiple of this many positions
+ROWS = 256  # the output projection runs on a multiple of this many positions
 TOKENS_PER_SKILL = {"paragraphs": 0.3, "lists": 0.6}  # weight of the loss, for skills whose answers are long
 
 
@@ -257,7 +257,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def held_out_batches(tokenizer: Tokenizer, seed: int, count: int) -> list[Batch]:
-    rng, packer, found = random.Random(seed + 1_000_003), data.Packer(tokenizer, (256,)), []
+    rng, packer, found = random.Random(seed + 1_000_003), data.Packer(tokenizer, (512,)), []
     while len(found) < count:
         if (batch := packer.add(data.conversation(rng, held=True))) is not None:
             found.append(batch)
@@ -289,16 +289,16 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=FOLDER)
     parser.add_argument("--export", type=Path, help="write the checkpoint as a Hugging Face folder and exit")
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--workers", type=int, default=2, help="processes of one thread; each adds a batch of 4096 tokens to every step")
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread; each adds a batch of 2048 tokens to every step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--intermediate-size", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--matrix-lr", type=float, default=0.02)
     parser.add_argument("--other-lr", type=float, default=0.004)
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--warmup", type=int, default=60)
-    parser.add_argument("--decay-from", type=float, default=0.45, help="fraction of the run after which the learning rate falls")
+    parser.add_argument("--decay-from", type=float, default=0.4, help="fraction of the run after which the learning rate falls")
     parser.add_argument("--save-every", type=int, default=200)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     train(parser.parse_args())

@@ -1,0 +1,163 @@
+"""The generator of quire-tiny's data, its tokenizer's rules and its chat template."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import jinja2.sandbox
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tools.quire_tiny import data, evaluate, skills
+from tools.quire_tiny.chat import render
+from tools.quire_tiny.tokenizer import vocabulary_words
+from tools.quire_tiny.tool_skills import draw_use, key_of, tool_conversation
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "quire-tiny"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+@pytest.fixture(autouse=True)
+def words(tokenizer, monkeypatch):
+    monkeypatch.setattr(skills.Words, "vocabulary", vocabulary_words(tokenizer))
+
+
+def template():
+    """chat_template.jinja in the environment that transformers gives it."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment.from_string((FOLDER / "chat_template.jinja").read_text())
+
+
+def test_same_seed_same_conversations():
+    first, second = ([data.conversation(random.Random(5), held=False) for _ in range(3)] for _ in range(2))
+    assert first == second
+    assert data.conversation(random.Random(6), held=False) != first[0]
+
+
+@pytest.mark.parametrize("name", list(skills.SKILLS))
+def test_each_skill_has_training_and_held_out_instances(name):
+    rng = random.Random(1)
+    train = {skills.draw(name, rng, held=False).key for _ in range(200)}
+    held = {skills.draw(name, rng, held=True).key for _ in range(20)}
+    assert not train & held
+
+
+def test_held_out_number_pairs_never_occur_in_training_conversations():
+    rng = random.Random(2)
+    turns = [skills.draw("addition", rng, held=False) for _ in range(2000)]
+    pairs = {(a, b) for a in range(100) for b in range(100) if skills.held_out(f"add {a} {b}")}
+    asked = {tuple(int(n) for n in t.assistant.split(" = ")[0].split(" + ")) for turn in turns for t in (turn, *turn.follow_ups)}
+    assert 500 < len(pairs) < 900
+    assert not asked & pairs
+
+
+@pytest.mark.parametrize("name", ["addition", "subtraction", "multiplication"])
+def test_sums_are_right(name):
+    rng = random.Random(3)
+    for _ in range(300):
+        question, answer = skills.SKILLS[name][1](rng).assistant.split(" = ")
+        assert eval(question) == int(answer)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("reversing", lambda w: w[::-1]), ("spelling", "-".join), ("casing", None)])
+def test_letters_are_right(name, expected):
+    rng = random.Random(4)
+    for _ in range(300):
+        turn = skills.SKILLS[name][1](rng)
+        if turn.skill == name:
+            word = turn.key.removeprefix("vocabulary ").removeprefix("word ")
+            answers = {word.upper(), word.lower()} if expected is None else {expected(word), expected(word[:1].upper() + word[1:])}
+            assert {turn.assistant, turn.assistant.lower()} & {a for a in answers} | {a.lower() for a in answers} & {turn.assistant.lower()}
+
+
+def test_json_answers_are_json_objects():
+    rng = random.Random(5)
+    for _ in range(300):
+        assert isinstance(json.loads(skills.json_object(rng).assistant), dict)
+
+
+def test_tool_calls_match_their_definition():
+    rng = random.Random(6)
+    for _ in range(400):
+        use = draw_use(rng, held=False)
+        schema = use.tool["function"]["parameters"]
+        assert set(use.arguments) <= set(schema["properties"])
+        assert set(schema["required"]) <= set(use.arguments)
+        assert not skills.held_out(key_of(use))
+
+
+def test_the_called_tool_is_offered():
+    rng = random.Random(7)
+    for _ in range(400):
+        _, messages, tools = tool_conversation(rng, held=False)
+        names = [t["function"]["name"] for t in tools]
+        called = [c["function"]["name"] for m in messages for c in m.get("tool_calls") or []]
+        assert set(called) <= set(names)
+        assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_template_makes_the_text_that_was_trained(held):
+    rng, chat = random.Random(8), template()
+    for _ in range(150):
+        example = data.conversation(rng, held, tool_share=0.5)
+        trained = "".join(text for text, _ in render(example.messages, example.tools))
+        assert chat.render(messages=example.messages, tools=example.tools or None, add_generation_prompt=False) == trained
+        prompt = "".join(text for text, _ in render(example.messages[:-1], example.tools, add_generation_prompt=True))
+        assert chat.render(messages=example.messages[:-1], tools=example.tools or None, add_generation_prompt=True) == prompt
+
+
+def test_template_takes_what_clients_send():
+    chat = template()
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]}]
+    assert chat.render(messages=parts, add_generation_prompt=True) == "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
+    bare = [{"type": "function", "function": {"name": "now"}}]
+    assert "<tools>\nnow()\n</tools>" in chat.render(messages=parts, tools=bare)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": {"zone": "é"}}}]}
+    assert '{"name": "now", "arguments": {"zone": "é"}}' in chat.render(messages=[*parts, call])
+
+
+def test_any_text_survives_the_tokenizer(tokenizer):
+    for text in ["Hello, world!", "größer  und\n\n schöner\t", "你好 🙂", "12345 + 6", "get_weather(city)", "\x00\x7f", "<|im_start|>user"]:
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+
+
+def test_unknown_words_are_letters_and_numbers_are_digits(tokenizer):
+    assert tokenizer.encode(" zyxgrk 407").tokens == ["Ġ", "z", "y", "x", "g", "r", "k", "Ġ", "4", "0", "7"]
+
+
+def test_special_tokens_and_markers(tokenizer):
+    assert [tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [0, 1, 2]
+    ids = tokenizer.encode('<tool_call>\n{"name": "f"}\n</tool_call><|im_end|>').ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == '<tool_call>\n{"name": "f"}\n</tool_call>'
+
+
+def test_batches_learn_the_assistants_tokens_only(tokenizer):
+    batch = next(data.batches(tokenizer, random.Random(9), held=False))
+    rows, columns = np.nonzero(batch.targets >= 0)
+    assert (batch.targets[rows, columns] == batch.tokens[rows, columns + 1]).all()
+    assert (batch.document[rows, columns] == batch.document[rows, columns + 1]).all()
+    for number in range(len(batch.turn_skills)):
+        where = np.nonzero(batch.turn == number)
+        text = tokenizer.decode(batch.targets[where].tolist(), skip_special_tokens=False)
+        assert text.endswith("<|im_end|>") and text.count("<|im_end|>") == 1
+        before = batch.tokens[where[0][0], : where[1][0] + 1]
+        assert tokenizer.decode(before.tolist(), skip_special_tokens=False).endswith("<|im_start|>assistant\n")
+
+
+def test_evaluation_asks_held_out_instances_and_accepts_only_the_expected_answer():
+    cases = evaluate.build_cases(3, seed=1)
+    assert cases == evaluate.build_cases(3, seed=1)
+    for case in cases:
+        text = "\n".join(f"<tool_call>\n{json.dumps({'name': c['function']['name'], 'arguments': json.loads(c['function']['arguments'])})}\n</tool_call>" for c in case.expected.get("tool_calls") or []) or case.expected["content"]
+        assert evaluate.is_right(case, text, evaluate.parse_calls(text))
+        assert not evaluate.is_right(case, text[:-1], evaluate.parse_calls(text[:-1]))
+    assert evaluate.parse_calls("<tool_call>{broken</tool_call>") is None
