@@ -182,6 +182,7 @@ class Launcher:
         from server.metrics import Metrics
         from server.plan_table import plan_table
         from server.state import ModelInfo
+        from server.stats_log import StatsLog
 
         state, ready = self.state, self.state.client.ready
         if state.tokenizer is None or ready is None:
@@ -195,6 +196,10 @@ class Launcher:
                                 self.config.server.max_logprobs, self.config.scheduler.scheduling_policy == "priority")
         if state.metrics is None:
             state.metrics = Metrics(state.names[0], worker.max_model_len, self.config.server.vllm_metrics)
+            cache = dataclasses.asdict(self.config.cache)
+            state.metrics.set_cache_config(**{**cache, "block_size": worker.block_size, "num_gpu_blocks": worker.num_blocks})
+            self.stats_log = StatsLog(self.config.server.log_stats_interval, worker.plan.device)
+            self.logging = asyncio.create_task(self.stats_log.run())
         state.ready = ready
         self._announce()
 
@@ -210,6 +215,7 @@ class Launcher:
         self.state.stats = stats
         if self.state.metrics is not None:
             self.state.metrics.observe_stats(stats)
+            self.stats_log.observe(stats)
 
     def _on_death(self) -> None:
         self.state.ready = None

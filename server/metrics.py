@@ -60,7 +60,7 @@ class Histogram:
 class Metrics(Collector):
     """The metrics of one engine, index 0. Written by the event loop alone; `render` may be called from anywhere.
 
-    `registry` is ours alone: what else the server wants to publish under other names may be registered there.
+    `registry` is ours alone, so nothing else of this process is published by accident.
     """
 
     def __init__(self, model_name: str, max_model_len: int, vllm_names: bool = True):
@@ -71,6 +71,7 @@ class Metrics(Collector):
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         token_buckets = _token_buckets(max_model_len)
+        self._http: dict[tuple[str, str, str], int] = {}
         self._histograms = {name: Histogram(token_buckets if bounds is None else bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self._inter_token = self._histograms["inter_token_latency_seconds"]
         self.registry = CollectorRegistry()
@@ -136,6 +137,11 @@ class Metrics(Collector):
         """A sequence was given up by the server or its client."""
         self._finished["abort"] += 1
 
+    def observe_http(self, handler: str, method: str, status: int) -> None:
+        """An HTTP request was answered. `handler` is its route, not its path, of which there may be any number."""
+        key = (handler, method, f"{status // 100}xx")
+        self._http[key] = self._http.get(key, 0) + 1
+
     def set_cache_config(self, **fields: Any) -> None:
         """Published as labels of `cache_config_info`: the settings of the KV cache and what they came to (`num_gpu_blocks`, `block_size`)."""
         self._cache_config = {name: str(value) for name, value in fields.items()}
@@ -148,6 +154,10 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Any]:
         """Called by the registry on each scrape."""
+        http = CounterMetricFamily("http_requests", "Requests answered, by route.", labels=["handler", "method", "status"])
+        for key, count in self._http.items():
+            http.add_metric(key, count)
+        yield http
         for prefix in self._prefixes:
             yield from self._gauges(prefix)
             for name, value in self._counters.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 import time
 import uuid
 
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 PROBES = frozenset({"/live", "/ready", "/health"})
 
 
-def header(scope: Scope, name: bytes) -> str | None:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+def header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
@@ -74,6 +75,8 @@ class Edge:
             if not probe:
                 self.state.leave()
                 self._log(scope, status, time.perf_counter() - started)
+                if self.state.metrics is not None and status is not None:
+                    self.state.metrics.observe_http(getattr(scope.get("route"), "path", "none"), scope["method"], status)
 
     def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
         client = scope.get("client")
@@ -81,9 +84,9 @@ class Edge:
                            1000 * seconds, scope["request_id"])
 
 
-def _usable(request_id: str | None) -> str | None:
+def _usable(request_id: bytes | None) -> str | None:
     """A caller's id, if it is fit for headers and logs."""
-    return request_id if request_id and len(request_id) <= 256 and request_id.isascii() and request_id.isprintable() and " " not in request_id else None
+    return request_id.decode("ascii") if request_id and re.fullmatch(rb"[\x21-\x7e]{1,256}", request_id) else None
 
 
 def _printable(path: str) -> str:
@@ -109,18 +112,18 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PROBES:
             key = _presented_key(scope)
-            if not self._known(key or ""):
+            if key is None or not self._known(key):
                 what = "Incorrect API key provided." if key else "No API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
                 await send_error(send, Unauthorized(what))
                 return
         await self.app(scope, receive, send)
 
-    def _known(self, key: str) -> bool:
+    def _known(self, key: bytes) -> bool:
         """In a time that does not tell how much of a key was right, or which."""
-        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        digest = hashlib.sha256(key).digest()
         return sum(hmac.compare_digest(digest, known) for known in self.digests) > 0
 
 
-def _presented_key(scope: Scope) -> str | None:
-    scheme, _, token = (header(scope, b"authorization") or "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else header(scope, b"x-api-key")
+def _presented_key(scope: Scope) -> bytes | None:
+    scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else header(scope, b"x-api-key")

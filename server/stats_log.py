@@ -19,7 +19,7 @@ class StatsLog:
 
     def __init__(self, interval: float, device: str = "cpu"):
         self._interval = interval
-        self._device = "CPU" if device == "cpu" else "GPU"
+        self._device = "GPU" if device.startswith("cuda") else "CPU"
         self._stats = EngineStats()
         self._lookups: deque[tuple[int, int]] = deque(maxlen=_HIT_RATE_WINDOW)
         self._was_idle = True

@@ -4,7 +4,6 @@ import asyncio
 import logging
 
 import pytest
-from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.messages import EngineStats, RequestTiming, SamplingParams
@@ -133,9 +132,11 @@ def test_a_request_that_a_stop_string_ended(metrics, monkeypatch):
     assert sample(metrics, "vllm:e2e_request_latency_seconds_count") == 1
 
 
-def test_others_may_publish_in_the_same_registry(metrics):
-    Counter("http_requests", "Requests.", ["status"], registry=metrics.registry).labels("200").inc()
-    assert sample(metrics, "http_requests_total", status="200") == 1
+def test_http_requests(metrics):
+    for status in (200, 204, 404):
+        metrics.observe_http("/v1/models", "GET", status)
+    assert sample(metrics, "http_requests_total", handler="/v1/models", method="GET", status="2xx") == 2
+    assert sample(metrics, "http_requests_total", status="4xx") == 1
 
 
 class TestLog:
