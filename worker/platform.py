@@ -6,12 +6,14 @@ between host and device without making either wait.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
 
 from worker import host
+from worker.kernels.native import KERNELS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -79,7 +81,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     device = torch.device("cpu")
     dist_backend = "gloo"
-    attention_order = ("cpu_paged",)
+    attention_order = ("cpu_native", "cpu_paged")
     default_depth = 1
     measures_memory = False
 
@@ -97,10 +99,10 @@ class CpuPlatform(Platform):
         return dtype, reason
 
     def start(self, num_threads: int | None, world_size: int) -> list[tuple[str, str, str]]:
-        threads = num_threads or max(host.num_cores() // world_size, 1)
+        threads, reason = _num_threads(num_threads, world_size)
         torch.set_num_threads(threads)
-        reason = "as asked" if num_threads else "the cores this process may use" + (f", shared by {world_size} ranks" if world_size > 1 else "")
-        return [("num_threads", str(threads), reason)]
+        KERNELS.load()
+        return [("num_threads", str(threads), reason), ("kernels", "native" if KERNELS.lib else "torch", KERNELS.status)]
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
@@ -116,6 +118,15 @@ class CpuPlatform(Platform):
 
 
 _PASSED = Event()
+
+
+def _num_threads(asked: int | None, world_size: int) -> tuple[int, str]:
+    if asked:
+        return asked, "as asked"
+    if (variable := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        return max(int(variable), 1), "OMP_NUM_THREADS"
+    shared = f", shared by {world_size} ranks" if world_size > 1 else ""
+    return max(host.num_cores() // world_size, 1), "the cores this process may use" + shared
 
 
 class CudaPlatform(Platform):

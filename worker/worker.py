@@ -12,6 +12,7 @@ import torch.distributed as dist
 from configs.config import Config
 from configs.hf_config import ModelSpec, read_model_spec
 from worker import kv_cache, memory
+from worker.kernels.native import KERNELS
 from worker.loader import load_weights
 from worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
 from worker.model_runner import AsyncOutput, ModelRunner
@@ -40,9 +41,11 @@ class Worker:
         threads = platform.start(config.device.num_threads, self.world_size)
         total, available = platform.memory(self.world_size)
         spec = read_model_spec(config.model.model)
-        limits = memory.resolve_limits(config, spec, platform)
         parallel = config.parallel
         init_distributed(self.rank, self.world_size, self.init_method or "", tp_size=parallel.tensor_parallel_size, pp_size=parallel.pipeline_parallel_size, backend=platform.dist_backend)
+
+        self._agree_on_kernels(platform)
+        limits = memory.resolve_limits(config, spec, platform)
 
         progress("loading weights", 0.0)
         model = build_model(spec, limits.dtype, platform.device, limits.max_model_len)
@@ -67,12 +70,26 @@ class Worker:
     def execute(self, step: StepInput) -> AsyncOutput:
         """Launch a step. Its result may be awaited in another thread."""
         assert self.runner is not None, "initialize first"
+        if KERNELS.building and KERNELS.poll():
+            self._change_over()
         return self.runner.execute(step)
 
     def shutdown(self) -> None:
         """Give the memory back and leave the process groups. Idempotent."""
         self.runner = None
         shutdown_distributed()
+
+    def _agree_on_kernels(self, platform: Platform) -> None:
+        """Ranks repeat some of each other's work and must get the same results: all use the native CPU kernels, or none does while this process lives."""
+        if self.world_size > 1 and not self._agree(int(KERNELS.lib is not None), platform):
+            KERNELS.give_up("not all ranks had them when they started")
+
+    def _change_over(self) -> None:
+        """The native CPU kernels, which were being built while torch's served, are ready: from the next step on use them."""
+        spec, config = self.runner.model.spec, self.config
+        self.runner.model.finalize()
+        self.runner.backend = memory.resolve_limits(config, spec, self.runner.platform).attention.backend
+        logger.info("the %s are ready; attention is now %s", KERNELS.status, self.runner.backend.name)
 
     def _agree(self, num_blocks: int, platform: Platform) -> int:
         """The least of all ranks' numbers: each found its own memory, but block ids are common."""

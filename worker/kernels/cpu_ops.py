@@ -48,6 +48,7 @@ def qk_norm_rope_write(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weigh
     the head_dim / 2 angles, then the sines; positions and slot_mapping are int64 `[T]`; caches are `[num_blocks, block_size, num_kv_heads, head_dim]` of
     qkv's type. Returns q as a view `[T, num_heads, head_dim]`.
     """
+    assert positions.dtype == slot_mapping.dtype == torch.int64 and k_cache.dtype == qkv.dtype
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     args = QkvArgs(None, k_cache.data_ptr(), v_cache.data_ptr(), None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(),
                    None if cos_sin is None else cos_sin.data_ptr(), qkv.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
@@ -64,7 +65,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: t
     KERNELS.lib.quire_write_kv(byref(args), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slot_mapping.data_ptr(), k.shape[0])
 
 
-def attention_reason(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> str | None:
+def attention_reason(head_dim: int, dtype: torch.dtype) -> str | None:
     """None if `paged_attention` can serve such a model, else why not."""
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
@@ -78,6 +79,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     Caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, head_dim contiguous, of q's type (float32, bfloat16, float16); block_table `[R, K]`,
     seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` forces the vector (1) or AMX (2) code, for tests; 0 chooses per request.
     """
+    assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -125,9 +127,9 @@ class PackedLinear:
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` int64 of the weight as it was: `[T, k]`. So an embedding can share the packed output head."""
+        """Rows `ids` `[T]` of the weight as it was: `[T, k]`. So an embedding can share the packed output head."""
         assert not self.flags, "rows of gate and up are interleaved"
-        out = torch.empty(ids.shape[0], self.in_features, dtype=torch.bfloat16)
+        ids, out = ids.long(), torch.empty(ids.shape[0], self.in_features, dtype=torch.bfloat16)
         self.lib.quire_gemm_unpack_rows(self.packed.data_ptr(), ids.data_ptr(), ids.shape[0], out.data_ptr(), self.in_features, self.in_features)
         return out
 

@@ -1,7 +1,7 @@
 """Loads the compiled CPU kernels, and has them compiled in the background where they are not there yet.
 
-The torch twins serve until the library is loaded; nobody waits for a compiler. `load()` is called once at start; when it reports "building", the worker
-calls `poll()` between steps and finalizes the model's layers again once it returns True.
+The torch twins serve until the library is loaded; nobody waits for a compiler. `load()` is called once at start; while it is `building`, the worker calls
+`poll()` between steps, and finalizes the model's layers again once it returns True.
 """
 
 from __future__ import annotations
@@ -76,6 +76,15 @@ class Kernels:
                                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.status = f"building native kernels ({self.level}) in the background"
         return False
+
+    @property
+    def building(self) -> bool:
+        """Whether a background build has not been seen to end yet."""
+        return self._builder is not None
+
+    def give_up(self, reason: str) -> None:
+        """Use no native kernels in this process, for `reason`. A build goes on for the next start."""
+        self.lib, self._builder, self.status = None, None, f"no native kernels: {reason}"
 
     def poll(self) -> bool:
         """True exactly once: when a background build has ended well and its library is now loaded."""
