@@ -1,0 +1,73 @@
+"""The engine loop over a real worker in this process, without sockets: requests in, outputs out."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from configs.config import Config
+from engine.executor.base import get_executor, steps_in_flight
+from engine.kv_cache import KVCacheManager
+from engine.messages import AddRequest, SamplingParams, TokenLogprobs
+from engine.scheduler import Scheduler
+
+
+@dataclass
+class Result:
+    """Everything one request was sent."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    error: str | None = None
+
+
+class InProcessEngine:
+    """`InProcessEngine(folder, max_num_seqs=4)`; settings are field names of `Config`."""
+
+    def __init__(self, folder: str, **settings):
+        self.config = Config.from_flat(model=folder, device="cpu", **settings)
+        self.executor = get_executor(self.config)
+        self.ready = self.executor.initialize(lambda phase, fraction: None)
+        self.depth = steps_in_flight(self.config, self.ready)
+        self.scheduler = Scheduler(self.config.scheduler, self.ready, KVCacheManager(self.ready.num_blocks, self.ready.block_size, self.config.cache.enable_prefix_caching))
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams], outputs: list[list[int]] | None = None) -> list[Result]:
+        """Run all prompts at once to their ends. `outputs` are tokens the requests already have (a resubmission)."""
+        params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        results = {str(i): Result() for i in range(len(prompts))}
+        for i, (prompt, one) in enumerate(zip(prompts, params)):
+            early = self.scheduler.add(AddRequest(str(i), prompt, one, output_token_ids=outputs[i] if outputs else []))
+            if early:
+                self._collect(results, [early])
+        in_flight: deque = deque()
+        while self.scheduler.requests or in_flight:
+            if len(in_flight) < self.depth and (step := self.scheduler.schedule()):
+                in_flight.append((step, self.executor.execute(step.input)))
+                if len(in_flight) < self.depth:
+                    continue
+            assert in_flight, "requests are left, but nothing can be scheduled"
+            step, future = in_flight.popleft()
+            for batch in self.scheduler.update(step, future.result()).values():
+                self._collect(results, batch)
+        assert self.scheduler.kv.usage == 0, "blocks leaked"
+        return list(results.values())
+
+    def _collect(self, results, outputs) -> None:
+        for output in outputs:
+            result = results[output.request_id]
+            assert result.finish_reason is None, "an output after the last"
+            result.token_ids += output.new_token_ids
+            result.logprobs += output.logprobs or []
+            result.prompt_logprobs += output.prompt_logprobs or []
+            result.finish_reason, result.stop_reason, result.error = output.finish_reason, output.stop_reason, output.error
+            result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
+            if output.timing:
+                result.num_preemptions = output.timing.num_preemptions
+
+    def close(self) -> None:
+        self.executor.shutdown()
