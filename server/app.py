@@ -181,6 +181,8 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
+    if isinstance(error, EngineError) and request.app.state.server.status in ("draining", "failed"):  # worth another try elsewhere
+        error = Unavailable(error.message, code="shutting_down", retry_after=5)
     return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
 
 

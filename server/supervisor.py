@@ -52,12 +52,14 @@ class Supervisor:
         """From connecting to the engine's death."""
         await self.client.connect(self.engine.address)
         ready = asyncio.ensure_future(self.client.wait_ready())
-        await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done() and ready.exception() is None:
+        try:
+            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+        if not ready.cancelled() and ready.exception() is None:
             self.was_ready = True
             self.on_ready()
-        ready.cancel()
-        await asyncio.gather(ready, return_exceptions=True)
         await asyncio.wait({ended})
 
     def _judge(self, reason: str) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,20 @@ class RunningServer:
         return self.launcher.state
 
     def wait_ready(self, timeout: float = 30.0) -> RunningServer:
-        poll(lambda: hasattr(self, "launcher") and self.state.status == "ready", timeout)
+        poll(lambda: self.state.status == "ready" or not self.thread.is_alive(), timeout)
+        assert self.thread.is_alive(), self.state.failure
         return self
 
-    def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, **{"timeout": 30.0, "trust_env": False} | options)
+    @cached_property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30.0, trust_env=False)
 
-    def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30.0, **options)
+    @cached_property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30.0)
+
+    def openai_with(self, key: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30.0)
 
     def aopenai(self, key: str = "none") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30.0)

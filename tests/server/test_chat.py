@@ -20,12 +20,11 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 def ask(server, **fields):
     extra = fields.pop("extra_body", {})
-    return server.openai().chat.completions.create(**{"model": MODEL, "messages": HELLO, "max_tokens": 8, "seed": 1} | fields, extra_body=extra)
+    return server.openai.chat.completions.create(**{"model": MODEL, "messages": HELLO, "max_tokens": 8, "seed": 1} | fields, extra_body=extra)
 
 
 def post(server, **fields):
-    with server.http() as http:
-        return http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 8, "seed": 1} | fields)
+    return server.http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 8, "seed": 1} | fields)
 
 
 def events(response) -> list[dict | str]:

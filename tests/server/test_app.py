@@ -1,0 +1,434 @@
+"""Routes, errors, keys, streams that end early, and the end of the server itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from server.app import ROUTES
+from server.intake import MAX_BODY_BYTES
+from server.middleware import PROBES
+from tests.server.conftest import MODEL, poll, running_server
+from tests.server.test_chat import HELLO, events
+
+CHAT = "/v1/chat/completions"
+
+
+def is_error(answer: httpx.Response, status: int, code: str | None = None, param: str | None = None) -> bool:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"]
+    return (answer.status_code, error["code"], error["param"]) == (status, code, param)
+
+
+# ---- routes
+
+
+def test_models(server):
+    assert [model.id for model in server.openai.models.list()] == [MODEL, "alias"]
+    model = server.openai.models.retrieve(MODEL)
+    assert (model.id, model.owned_by, model.max_model_len, model.parent) == (MODEL, "quire", 512, None)
+    with pytest.raises(openai.NotFoundError) as caught:
+        server.openai.models.retrieve("no/such/model")
+    assert caught.value.code == "model_not_found"
+
+
+def test_tokenize_and_detokenize(server):
+    answer = server.http.post("/tokenize", json={"model": MODEL, "prompt": "Hello é🙂", "return_token_strs": True}).json()
+    ids = server.state.tokenizer.encode("Hello é🙂")
+    assert answer == {"count": len(ids), "max_model_len": 512, "tokens": ids, "token_strs": [server.state.tokenizer.id_to_token(i) for i in ids]}
+    assert server.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello é🙂"}
+    chat = server.http.post("/tokenize", json={"messages": HELLO}).json()
+    assert chat["token_strs"] is None
+    assert server.http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"] == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    without = server.http.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()
+    assert without["count"] < chat["count"]
+    assert server.http.post("/tokenize", json={"prompt": "word " * 3000}).json()["count"] > 512  # counting is what it is for
+    for body, param in (({}, "prompt"), ({"prompt": "a", "messages": HELLO}, "prompt"), ({"messages": HELLO, "tools": [{}]}, "tools")):
+        assert is_error(server.http.post("/tokenize", json=body), 400, "unsupported_parameter" if param == "tools" else None, param)
+    assert is_error(server.http.post("/detokenize", json={"tokens": [512]}), 400, None, "tokens")
+    assert is_error(server.http.post("/detokenize", json={"tokens": [], "model": "x"}), 404, "model_not_found", "model")
+
+
+def test_health_version_and_info(server):
+    for path in ("/health", "/ready", "/live"):
+        assert server.http.get(path).status_code == server.http.head(path).status_code == 200
+    assert server.http.get("/version").json() == {"version": server.state.version}
+    info = server.http.get("/server_info").json()
+    assert info["config"]["server"]["served_model_name"] == [MODEL, "alias"] and info["engine"]["max_model_len"] == 512 and info["engine"]["plan"]["device"] == "fake"
+    assert info["sampling_defaults"] == {"temperature": 0.7, "top_k": 20}
+
+
+def test_reset_prefix_cache(server):
+    def cached() -> int:
+        message = [{"role": "user", "content": "some prompt that fills a few blocks of the cache " * 4}]
+        return server.openai.chat.completions.create(model=MODEL, messages=message, max_tokens=1).usage.prompt_tokens_details.cached_tokens
+
+    cached()
+    assert cached() > 0
+    assert server.http.post("/reset_prefix_cache").json() == {"success": True}
+    assert cached() == 0
+
+
+def test_metrics(server):
+    server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 3})
+    answer = server.http.get("/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    for prefix in ("quire", "vllm"):
+        count = re.search(rf'^{prefix}:request_success_total{{.*finished_reason="length".*}} (\S+)$', answer.text, re.MULTILINE)
+        assert count and float(count[1]) >= 1
+
+
+def test_openapi_describes_the_bodies(server):
+    document = server.http.get("/openapi.json").json()
+    assert server.http.get("/docs").status_code == 200
+    for path, _, methods, body, _ in ROUTES:
+        for method in set(methods) - {"HEAD"}:
+            operation = document["paths"][path.replace(":path", "")][method.lower()]
+            assert (body is not None) == ("requestBody" in operation)
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references and references <= set(document["components"]["schemas"])
+    fields = document["components"]["schemas"]["ChatCompletionRequest"]
+    assert {"messages", "temperature", "stop", "logit_bias"} <= set(fields["properties"]) and fields["required"] == ["messages"]
+    assert fields["properties"]["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+
+
+# ---- errors
+
+
+def test_unknown_routes_and_methods(server):
+    for method, path in (("GET", "/"), ("GET", "/v1"), ("POST", "/v1/nothing"), ("GET", "/v1/models/"), ("GET", "/%0d%0aX-A:1"), ("GET", "/health/")):
+        assert server.http.request(method, path).status_code == 404 and server.http.request(method, path).json()["error"]["message"]
+    for method, path in (("GET", CHAT), ("PUT", "/v1/completions"), ("POST", "/v1/models"), ("DELETE", "/health")):
+        answer = server.http.request(method, path)
+        assert is_error(answer, 405) and "allow" in answer.headers
+
+
+@pytest.mark.parametrize("path", [path for path, _, _, body, _ in ROUTES if body])
+def test_what_is_no_json_object(server, path):
+    headers = {"content-type": "application/json; charset=utf-8"}
+    for body in (b"", b"{", b"[]", b"\xff", b"[" * 100_000):
+        assert is_error(server.http.post(path, content=body, headers=headers), 400)
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", ""):
+        assert is_error(server.http.post(path, content=b"{}", headers={"content-type": content_type}), 415)
+    assert is_error(server.http.post(path, content=b"{}", headers=headers | {"content-encoding": "gzip"}), 415)
+
+
+def test_a_body_too_large_is_refused_before_it_is_read(server):
+    with socket.create_connection((server.listener.getsockname()[0], server.listener.getsockname()[1])) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n".encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413")
+
+
+def test_a_chunked_body_too_large_is_cut_off(server):
+    block = b"x" * 2**20
+
+    def body():
+        for _ in range(MAX_BODY_BYTES // len(block) + 2):
+            yield block
+
+    try:
+        answer = server.http.post(CHAT, content=body(), headers={"content-type": "application/json"})
+    except httpx.HTTPError:  # the server closes the connection on us while we still send
+        return
+    assert is_error(answer, 413)
+
+
+def test_unknown_fields_give_a_warning(server):
+    answer = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "temprature": 1, 'b"\r\né': 2})
+    assert answer.status_code == 200
+    warning = answer.headers["warning"]
+    assert warning.startswith('199 quire "unknown parameters ignored: temprature, ') and warning.count('"') == 2
+    assert "warning" not in server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "user": "u"}).headers
+
+
+def test_an_unexpected_exception_is_a_500_without_details(server, monkeypatch):
+    monkeypatch.setattr(server.state.tokenizer, "encode_async", lambda *args: 1 / 0, raising=False)
+    answer = server.http.post(CHAT, json={"messages": HELLO})
+    assert is_error(answer, 500, "internal_error") and "ZeroDivision" not in answer.text and answer.headers["x-request-id"]
+    monkeypatch.undo()
+    assert server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_fails_in_the_engine_fails_alone(server, monkeypatch, stream):
+    """The engine refuses what the server let pass: the error is this request's answer."""
+    monkeypatch.setattr("server.sampling.fit", None)
+    monkeypatch.setattr("server.intake.fit", lambda sampling, *args: sampling)
+    answer = server.http.post("/v1/completions", json={"prompt": [5] * 600, "stream": stream})
+    if stream:
+        error, done = events(answer)
+        assert answer.status_code == 200 and error["error"]["code"] == "engine_error" and done == "[DONE]"
+    else:
+        assert is_error(answer, 500, "engine_error")
+
+
+# ---- ids
+
+
+def test_request_ids(server):
+    def answer(body: dict | None = None, **headers: str) -> httpx.Response:
+        return server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1} | (body or {}), headers=headers)
+
+    assert answer(**{"X-Request-Id": "abc"}).headers["x-request-id"] == "abc" and answer(**{"X-Request-Id": "abc"}).json()["id"] == "chatcmpl-abc"
+    assert answer({"request_id": "mine"}, **{"X-Request-Id": "abc"}).headers["x-request-id"] == "mine"
+    made_up = answer().headers["x-request-id"]
+    assert len(made_up) == 32 and made_up != answer().headers["x-request-id"]
+    for unusable in ("a b", "x" * 300, "é"):
+        assert re.fullmatch("[0-9a-f]{32}", answer(**{"X-Request-Id": unusable.encode("latin-1")}).headers["x-request-id"])
+    assert server.http.get("/nothing", headers={"x-request-id": "r"}).headers["x-request-id"] == "r"
+
+
+def test_equal_request_ids_do_not_meet(slow_server):
+    answers = {}
+
+    def ask(seed: int) -> None:
+        answers[seed] = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 10, "seed": seed << 40, "request_id": "same"}).json()["choices"][0]["message"]["content"]
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = {}
+    answers, together = alone, answers
+    for seed in range(4):
+        ask(seed)
+    assert alone == together and len(set(alone.values())) == 4
+
+
+# ---- keys and origins
+
+
+@pytest.fixture(scope="module")
+def keyed_server(model_folder):
+    with running_server(model_folder, api_key=["first", "sécond"], allowed_origins=["http://ui.example"], scheduling_policy="priority", strict_params=True) as server:
+        yield server.wait_ready()
+
+
+ALL_ROUTES = [(method, path.replace("{model_id:path}", MODEL)) for path, _, methods, _, _ in ROUTES for method in methods]
+ALL_ROUTES += [("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/nothing"), ("POST", "/v1/nothing"), ("DELETE", CHAT), ("GET", "/health/"), ("GET", "/live/../metrics")]
+
+
+@pytest.mark.parametrize("method,path", ALL_ROUTES)
+def test_keys_guard_everything_but_the_probes(keyed_server, method, path):
+    http = keyed_server.http
+    wrong = [{}, {"authorization": "Bearer nope"}, {"authorization": "Bearer"}, {"authorization": "first"}, {"authorization": "Basic first"}, {"x-api-key": "nope"},
+             {"authorization": "Bearer first2"}, {"authorization": "Bearer firs"}, {"authorization": "Bearer nope", "x-api-key": "first"}]
+    for headers in wrong:
+        answer = http.request(method, path, headers=headers)
+        if path in PROBES:
+            assert answer.status_code == 200
+        else:
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer" and answer.headers["x-request-id"]
+            if method != "HEAD":
+                assert is_error(answer, 401, "invalid_api_key")
+    for headers in ({"authorization": "Bearer first"}, {"authorization": "bearer first"}, {"x-api-key": "first"}, {"authorization": "Bearer sécond".encode()}):
+        assert http.request(method, path, headers=headers).status_code != 401
+
+
+def test_the_sdk_understands_a_wrong_key(keyed_server):
+    with keyed_server.openai_with("nope") as client, pytest.raises(openai.AuthenticationError) as caught:
+        client.models.list()
+    assert caught.value.code == "invalid_api_key"
+    with keyed_server.openai_with("first") as client:
+        assert client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_keys_are_not_shown(keyed_server):
+    text = keyed_server.http.get("/server_info", headers={"x-api-key": "first"}).text
+    assert "first" not in text and "***" in text
+
+
+def test_origins(keyed_server, server):
+    asked = {"origin": "http://ui.example", "access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    preflight = keyed_server.http.options(CHAT, headers=asked)
+    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == "http://ui.example"
+    refused = keyed_server.http.get("/v1/models", headers={"origin": "http://ui.example"})
+    assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "http://ui.example"
+    assert "access-control-allow-origin" not in keyed_server.http.get("/v1/models", headers={"origin": "http://other.example"}).headers
+    assert "access-control-allow-origin" not in server.http.get("/v1/models", headers=asked).headers
+
+
+def test_strict_parameters(keyed_server):
+    answer = keyed_server.http.post(CHAT, json={"messages": HELLO, "temprature": 1}, headers={"x-api-key": "first"})
+    assert is_error(answer, 400, "unknown_parameter", "temprature")
+
+
+def test_priority(keyed_server, server):
+    def status(running, value, in_header: bool) -> int:
+        headers = {"x-api-key": "first"} | ({"x-vllm-priority": str(value)} if in_header else {})
+        return running.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1} | ({} if in_header else {"priority": value}), headers=headers).status_code
+
+    for in_header in (False, True):
+        assert [status(keyed_server, value, in_header) for value in (-5, 0, 7)] == [200, 200, 200]
+        assert [status(server, value, in_header) for value in (-5, 0, 7)] == [400, 200, 400]
+    assert status(keyed_server, "high", True) == status(keyed_server, 2**63, True) == 400
+
+
+# ---- time
+
+
+def test_deadlines(slow_server):
+    def ask(body: dict | None = None, **headers: str) -> dict:
+        answer = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 400, "ignore_eos": True} | (body or {}), headers=headers)
+        assert answer.status_code == 200
+        return answer.json()
+
+    for answer in (ask({"t_max_predict_ms": 150}), ask(**{"X-Request-Timeout": "0.3"})):
+        choice = answer["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout") and 0 < answer["usage"]["completion_tokens"] < 100
+    poll(lambda: slow_server.state.client.num_open == 0)
+    assert ask({"t_max_predict_ms": 0, "max_tokens": 2})["choices"][0]["stop_reason"] is None
+    for bad in ("0", "-1", "soon", "inf", "nan"):
+        assert is_error(slow_server.http.post(CHAT, json={"messages": HELLO}, headers={"X-Request-Timeout": bad}), 400, None, "X-Request-Timeout")
+
+
+def occupy(server, count: int, num_tokens: int = 400) -> list[httpx.Response]:
+    """So many streams that run or wait; close them to end them."""
+    streams = []
+    for _ in range(count):
+        request = server.http.build_request("POST", CHAT, json={"messages": HELLO, "max_tokens": num_tokens, "ignore_eos": True, "stream": True})
+        streams.append(httpx.Client(timeout=30.0, trust_env=False).send(request, stream=True))
+    poll(lambda: server.state.client.num_open == count)
+    return streams
+
+
+def test_a_full_queue_refuses(slow_server):
+    streams = occupy(slow_server, 12)  # 4 run, 8 wait
+    answer = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
+    assert is_error(answer, 503, "overloaded") and int(answer.headers["retry-after"]) > 0 and "8" in answer.json()["error"]["message"]
+    for stream in streams:
+        stream.close()
+    poll(lambda: slow_server.state.client.num_open == 0)
+    assert slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
+
+
+def test_comments_keep_a_waiting_stream_alive(slow_server):
+    streams = occupy(slow_server, 4)
+    with slow_server.http.stream("POST", CHAT, json={"messages": HELLO, "max_tokens": 1, "stream": True}) as response:
+        lines = response.iter_lines()
+        assert next(lines) == ": waiting for the first token" and next(lines) == "" and next(lines) == ": waiting for the first token"
+        for stream in streams:
+            stream.close()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+# ---- clients that go away
+
+
+def vanish(server, body: dict, after: float | None) -> None:
+    """Send a request over a socket of one's own and close it: after some seconds, or after the first bytes of the answer."""
+    data = json.dumps({"messages": HELLO, "max_tokens": 450, "ignore_eos": True} | body).encode()
+    with socket.create_connection(server.listener.getsockname()[:2]) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        if after is None:
+            connection.recv(1)
+        else:
+            time.sleep(after)
+
+
+@pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"stream": True, "n": 3}, {"stream": False, "n": 3}])
+def test_a_client_that_goes_away_frees_its_request(slow_server, body):
+    state = slow_server.state
+    vanish(slow_server, body, 0.1)
+    poll(lambda: state.client.num_open == 0 and state.num_in_flight == 0, timeout=2)
+    poll(lambda: (state.stats.num_running, state.stats.num_waiting) == (0, 0), timeout=3)
+    assert state.stats.kv_cache_usage == 0
+
+
+def test_hundreds_of_clients_vanish_at_random_moments(slow_server):
+    import random
+
+    rng, state = random.Random(3), slow_server.state
+    for _ in range(15):
+        moments = [rng.choice([0, None, rng.random() * 0.05]) for _ in range(8)]
+        bodies = [{"stream": True if moment is None else rng.random() < 0.5, "n": rng.choice([1, 2]), "max_tokens": rng.choice([1, 5, 450])} for moment in moments]
+        threads = [threading.Thread(target=vanish, args=(slow_server, body, moment)) for body, moment in zip(bodies, moments)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    poll(lambda: state.client.num_open == 0 and state.num_in_flight == 0, timeout=5)
+    poll(lambda: (state.stats.num_running, state.stats.num_waiting, state.stats.kv_cache_usage) == (0, 0, 0), timeout=5)
+    assert slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 3}).status_code == 200
+
+
+def test_a_slow_reader_gets_fewer_larger_chunks(server):
+    """A client that reads late is not buffered for without limit: what piles up is merged, and the text is still whole."""
+    fields = {"messages": HELLO, "max_tokens": 400, "seed": 4, "ignore_eos": True, "n": 8, "logprobs": True, "top_logprobs": 20}
+    whole = server.http.post(CHAT, json=fields).json()
+    texts = [""] * 8
+    num_chunks = 0
+    with server.http.stream("POST", CHAT, json=fields | {"stream": True}) as response:
+        time.sleep(1.0)
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                texts[choice["index"]] += choice["delta"].get("content", "")
+                num_chunks += 1
+    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+    assert num_chunks < 8 * 400
+
+
+# ---- loading and ending
+
+
+def test_while_loading(model_folder):
+    with running_server(model_folder, fake="load_delay=1.5") as server:
+        http = server.http
+        assert http.get("/live").status_code == 200
+        seen = set()
+        while (answer := http.get("/ready")).status_code == 503:
+            body = answer.json()
+            assert body["status"] == "loading" and 0 <= body["percent"] <= 100
+            seen.add((body["phase"], body["percent"]))
+            assert http.get("/health").status_code in (503, 200)
+            refused = http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
+            if refused.status_code != 200:
+                assert is_error(refused, 503, "model_loading") and int(refused.headers["retry-after"]) > 0
+            time.sleep(0.05)
+        assert len({percent for phase, percent in seen if phase == "loading weights"}) > 3
+        assert http.get("/v1/models").status_code == http.get("/server_info").status_code == 200
+        assert http.get("/health").json() == {"status": "ready"}
+
+
+def test_ending_lets_running_requests_finish(model_folder):
+    with running_server(model_folder, fake="step_delay=0.01") as server:
+        server.wait_ready()
+        streams = occupy(server, 2, num_tokens=60)
+        server.signal()
+        poll(lambda: server.state.draining)
+        assert server.http.get("/ready").status_code == 503 and server.http.get("/ready").json()["status"] == "draining"
+        assert server.http.get("/live").status_code == 200
+        assert is_error(server.http.post(CHAT, json={"messages": HELLO}), 503, "shutting_down")
+        for stream in streams:
+            stream.read()
+            assert events(stream)[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.stop() == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/live", trust_env=False)
+
+
+def test_ending_ends_the_rest_with_an_error_event(model_folder):
+    with running_server(model_folder, fake="step_delay=0.05", shutdown_timeout=0.3) as server:
+        server.wait_ready()
+        streams = occupy(server, 2)
+        answer = {}
+        thread = threading.Thread(target=lambda: answer.update(whole=server.http.post(CHAT, json={"messages": HELLO})))
+        thread.start()
+        poll(lambda: server.state.client.num_open == 3)
+        started = time.monotonic()
+        assert server.stop() == 0 and time.monotonic() - started < 5
+        for stream in streams:
+            stream.read()
+            *_, error, done = events(stream)
+            assert error["error"]["message"] and done == "[DONE]"
+        thread.join()
+        assert is_error(answer["whole"], 503, "shutting_down") and "retry-after" in answer["whole"].headers
