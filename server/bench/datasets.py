@@ -69,7 +69,7 @@ def ratio(text: str) -> float:
 
 def make_samples(arguments: argparse.Namespace, encoder: Encoder | None, seed: int) -> list[Sample]:
     """`num_prompts` samples. Raises ValueError when the dataset needs a tokenizer or file that is not there."""
-    return DATASETS[arguments.dataset_name](arguments, encoder, random.Random(seed))
+    return DATASETS[arguments.dataset_name](arguments, encoder, random.Random(str(seed)))  # of a number, only the absolute value counts
 
 
 def random_text(rng: random.Random, num_tokens: int, encoder: Encoder | None) -> str:

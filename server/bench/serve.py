@@ -107,9 +107,13 @@ async def measure(arguments: argparse.Namespace, goodput: dict[str, float]) -> l
     with contextlib.closing(client):
         model, root = await find_model(client, arguments.model)
         target = Target(client, arguments.endpoint, model, arguments.ignore_eos, arguments.temperature, arguments.extra_body)
-        samples = make_samples(arguments, load_encoder(arguments.tokenizer, root), arguments.seed)
-        await warm_up(target, samples, arguments.num_warmups)
-        return [await measure_once(target, samples, limit, arguments, goodput) for limit in arguments.max_concurrency or [None]]
+        encoder = load_encoder(arguments.tokenizer, root)
+        await warm_up(target, make_samples(with_prompts(arguments, arguments.num_warmups + 1), encoder, arguments.seed - 1))
+        runs = []
+        for i, limit in enumerate(arguments.max_concurrency or [None]):
+            samples = make_samples(arguments, encoder, arguments.seed + i)  # new ones for each run, which else finds the last one's in the prefix cache
+            runs.append(await measure_once(target, samples, limit, arguments, goodput))
+        return runs
 
 
 async def find_model(client: Client, name: str | None) -> tuple[str, str | None]:
@@ -139,11 +143,16 @@ def load_encoder(tokenizer: str | None, root: str | None) -> Encoder | None:
     return Tokenizer.load(folder)
 
 
-async def warm_up(target: Target, samples: Sequence[Sample], num_warmups: int) -> None:
+def with_prompts(arguments: argparse.Namespace, num_prompts: int) -> argparse.Namespace:
+    return argparse.Namespace(**(vars(arguments) | {"num_prompts": num_prompts}))
+
+
+async def warm_up(target: Target, samples: Sequence[Sample]) -> None:
+    """The first sample tests the server, the others follow at once. Raises RuntimeError when the first fails."""
     first = await send(target, samples[0])
     if first.error:
         raise RuntimeError(f"the first request failed: {first.error}")
-    await asyncio.gather(*(send(target, samples[i % len(samples)]) for i in range(num_warmups)))
+    await asyncio.gather(*(send(target, sample) for sample in samples[1:]))
 
 
 async def measure_once(target: Target, samples: list[Sample], limit: int | None, arguments: argparse.Namespace, goodput: dict[str, float]) -> dict[str, Any]:

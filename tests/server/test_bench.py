@@ -61,6 +61,7 @@ def test_sweep_gives_a_run_for_each_concurrency_and_a_plot(server, tmp_path, cap
     pytest.importorskip("matplotlib")
     assert bench(server, "--max-concurrency", "1,3", "--result-filename", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png")) == 0
     assert [run["max_concurrency"] for run in json.loads((tmp_path / "r.json").read_text())] == [1, 3]
+    assert len({request["prompt"] for request in server.requests}) == 13  # one to test the server, and new ones for each run: no prefix is cached
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "concurrency 3" in capsys.readouterr().out
 
