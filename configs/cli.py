@@ -132,7 +132,7 @@ def _refuse_swallowed_model(parser: argparse.ArgumentParser, given: dict[str, An
 
 
 def _use_embedded_model(parser: argparse.ArgumentParser, settings: Settings, need_model: bool) -> None:
-    if (EMBEDDED_MODEL / "config.json").is_file():
+    if (EMBEDDED_MODEL / "model.safetensors").is_file():
         settings.values["model"] = str(EMBEDDED_MODEL)
         settings.sources["model"] = "default (comes with quire)"
         if "served_model_name" not in settings.values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -144,7 +145,7 @@ def test_no_model_is_an_error_until_one_comes_with_quire(served, refused, monkey
     monkeypatch.setattr(cli, "EMBEDDED_MODEL", tmp_path / "quire-tiny")
     assert "name a model" in refused()
     (tmp_path / "quire-tiny").mkdir()
-    (tmp_path / "quire-tiny" / "config.json").write_text("{}")
+    (tmp_path / "quire-tiny" / "model.safetensors").write_bytes(b"")
     config, origins = served()
     assert config.model.model == str(tmp_path / "quire-tiny") and config.server.served_model_name == ["quire-tiny"]
     assert origins["model"] == "default (comes with quire)"
@@ -187,6 +188,12 @@ def test_presets_are_valid(served, path):
     expected = yaml.safe_load(path.read_text())
     _, origins = served("m", "--config", path.stem)
     assert origins == {"model": "command line"} | dict.fromkeys(expected, f"file {path}")
+
+
+def test_the_readme_names_every_everyday_flag():
+    readme = (PRESETS.parent / "README.md").read_text()
+    table = readme[readme.index("| flag |"):readme.index("Presets:")]
+    assert {option.flag for option in all_options().values() if option.everyday} - {"--model"} == set(re.findall(r"`(--[a-z-]+)`", table))
 
 
 def test_unknown_commands_and_version(capsys):
