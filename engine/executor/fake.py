@@ -29,7 +29,7 @@ def extend(state: int, token_id: int) -> int:
 
 def next_token(state: int, sampling: SamplingParams, num_outputs: int, vocab_size: int, eos_chance: float) -> int:
     """The token that follows a context. With probability `eos_chance` it is an end-of-sequence token, except below `min_tokens`."""
-    mixed = (state ^ (state >> 29)) * 0xBF58476D1CE4E5B9 + sampling.seed
+    mixed = (state ^ (state >> 29)) * 0xBF58476D1CE4E5B9 + sampling.seed * 0x9E3779B97F4A7C15  # spread: the low bits are dropped below
     mixed = (mixed ^ (mixed >> 32)) & _MASK
     if sampling.eos_token_ids and num_outputs >= sampling.min_tokens and mixed % 9973 < eos_chance * 9973:
         return sampling.eos_token_ids[mixed % len(sampling.eos_token_ids)]
