@@ -55,6 +55,7 @@ def load_weights(model: CausalLM, spec: ModelSpec, folder: str, load_format: str
             placements.sort(key=lambda p: checkpoint.position[p.part.name])
             fill = checkpoint.fill
         _fill_all(placements, fill, progress)
+    with torch.inference_mode():  # the files are closed: repacking need not share the memory with their pages
         model.finalize()
 
 
