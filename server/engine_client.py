@@ -288,17 +288,21 @@ class EngineClient:
             asyncio.get_running_loop().call_soon(self._on_readable)
 
     def _on_readable(self) -> None:
-        """The descriptor signals changes only, so everything must be read, or another turn asked for."""
-        for _ in range(_MESSAGES_PER_TURN):
-            socket = self._socket  # a message may end the connection
-            if socket is None:
-                return
-            try:
-                frame = socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._receive(self._decode(frame))
-        asyncio.get_running_loop().call_soon(self._on_readable)
+        """The descriptor signals changes only: unless everything was read, another turn is asked for (also when a callback raises)."""
+        more = True
+        try:
+            for _ in range(_MESSAGES_PER_TURN):
+                if self._socket is None:  # a message may end the connection
+                    return
+                try:
+                    frame = self._socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    more = False
+                    return
+                self._receive(self._decode(frame))
+        finally:
+            if more and self._socket is not None:
+                asyncio.get_running_loop().call_soon(self._on_readable)
 
     def _receive(self, message: FromEngine) -> None:
         match message:

@@ -70,8 +70,8 @@ class Generation:
         while True:
             output = await self._stream.__anext__()
             choice = self._choices[output.request_id]
-            if self._metrics is not None and output.new_token_ids:
-                choice.observe(self._metrics, len(output.new_token_ids), output.num_cached_tokens)
+            if self._metrics is not None:
+                choice.observe(self._metrics, output)
             delta = choice.advance(output)
             if delta is None:
                 continue
@@ -164,11 +164,17 @@ class _Choice:
         del items[:count]
         return taken
 
-    def observe(self, metrics: Any, num_tokens: int, num_cached_tokens: int) -> None:
+    def observe(self, metrics: Any, output: EngineOutput) -> None:
+        """Record when tokens came. A prompt counts with its first token, or at the end of a request for none."""
+        num_tokens = len(output.new_token_ids)
+        if not self.last_token_time and (num_tokens or output.finish_reason == "length"):
+            metrics.observe_prompt(len(self.request.prompt_token_ids), output.num_cached_tokens)
+        if not num_tokens:
+            return
         now = time.time()
         if self.last_token_time:
             metrics.observe_tokens(now - self.last_token_time, num_tokens)
         else:
             self.first_token_time = now
-            metrics.observe_first_token(now - self.request.arrival_time, len(self.request.prompt_token_ids), num_cached_tokens)
+            metrics.observe_first_token(now - self.request.arrival_time)
         self.last_token_time = now

@@ -92,11 +92,14 @@ class Metrics(Collector):
         for num_tokens in stats.iteration_tokens:
             steps.observe(num_tokens)
 
-    def observe_first_token(self, latency: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """`latency` in seconds since the request arrived."""
-        self._histograms["time_to_first_token_seconds"].observe(latency)
+    def observe_prompt(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A sequence's prompt was processed."""
         self._counters["prompt_tokens"] += num_prompt_tokens
         self._counters["prompt_tokens_cached"] += num_cached_tokens
+
+    def observe_first_token(self, latency: float) -> None:
+        """`latency` in seconds since the request arrived."""
+        self._histograms["time_to_first_token_seconds"].observe(latency)
 
     def observe_tokens(self, interval: float, num_tokens: int) -> None:
         """`num_tokens` came `interval` seconds after the last of the same sequence."""

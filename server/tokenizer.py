@@ -69,7 +69,11 @@ class Tokenizer:
     # ---- ids and text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Raises ValueError for a text with unpaired surrogates, which has no UTF-8."""
+        try:
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:
+            raise ValueError("the text is not valid Unicode: it has unpaired surrogates") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> str:
         """The text of all ids together. Ids without a token have no text."""
@@ -139,7 +143,8 @@ class Tokenizer:
         return await self._run(len(text), partial(self.encode, text, add_special_tokens))
 
     async def render_chat_async(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
-        size = sum(len(m.get("content") or "") if isinstance(m.get("content"), str) else _LONG_TEXT for m in messages)
+        contents = [message.get("content") or "" for message in messages]
+        size = sum(len(content) if isinstance(content, str) else _LONG_TEXT for content in contents)
         return await self._run(size, partial(self.render_chat, messages, **kwargs))
 
     async def _run(self, size: int, function: Callable[[], Any]) -> Any:

@@ -159,6 +159,19 @@ class TestRequests:
             assert seen == [EngineStats(num_running=3)]
 
     @asynchronous
+    async def test_a_callback_that_raises_stops_nothing(self):
+        def fail(stats):
+            raise RuntimeError("a bug")
+
+        async with connected(on_stats=fail) as (client, engine):
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+            stream = client.generate(request())
+            await engine.receive()
+            for i in range(20):
+                await engine.send(StepOutputs([EngineOutput("r", [i], "length" if i == 19 else None)], EngineStats()))
+            assert [i async for o in stream for i in o.new_token_ids] == list(range(20))
+
+    @asynchronous
     async def test_many_messages_at_once(self):
         """More than are read in one turn, while sending goes on: no signal of the socket may be lost."""
         async with connected() as (client, engine):

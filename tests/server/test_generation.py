@@ -212,18 +212,23 @@ def test_errors_are_told(tokenizer):
 
 
 class TestRecording:
-    def test_what_is_recorded(self, tokenizer):
+    def record(self, tokenizer, script, **fields):
         calls = []
+        names = ("observe_prompt", "observe_first_token", "observe_tokens", "observe_request", "observe_group", "observe_abort")
+        recorder = SimpleNamespace(**{name: lambda *args, name=name: calls.append((name, *args)) for name in names})
+        run(tokenizer, ScriptedClient(script), recorder, prompt=[5, 6, 7], **fields)
+        return calls
 
-        def record(name):
-            return lambda *args: calls.append((name, *args))
-
-        names = ("observe_first_token", "observe_tokens", "observe_request", "observe_group", "observe_abort")
+    def test_what_is_recorded(self, tokenizer):
         timing = RequestTiming(1, 2, 3, 4, 0, 2)
-        script = [EngineOutput("r", [70, 71], num_cached_tokens=1), EngineOutput("r", [72, 73, 74]), EngineOutput("r", [75], "length", timing=timing)]
-        run(tokenizer, ScriptedClient(script), SimpleNamespace(**{name: record(name) for name in names}), prompt=[5, 6, 7])
-        assert [(call[0], call[-2:] if call[0] == "observe_first_token" else call[-1]) for call in calls] == [
-            ("observe_first_token", (3, 1)), ("observe_tokens", 3), ("observe_tokens", 1), ("observe_request", timing), ("observe_group", 6)]
+        calls = self.record(tokenizer, [EngineOutput("r", [70, 71], num_cached_tokens=1), EngineOutput("r", [72, 73, 74]), EngineOutput("r", [75], "length", timing=timing)])
+        assert [name for name, *_ in calls] == ["observe_prompt", "observe_first_token", "observe_tokens", "observe_tokens", "observe_request", "observe_group"]
+        assert calls[0][1:] == (3, 1) and calls[2][2] == 3 and calls[3][2] == 1
+        assert (calls[4][2:4], calls[4][5], calls[5][2]) == (("length", 6), timing, 6)
+
+    def test_a_request_for_no_tokens(self, tokenizer):
+        calls = self.record(tokenizer, [EngineOutput("r", [], "length", num_cached_tokens=2)], sampling={"max_tokens": 0})
+        assert [name for name, *_ in calls] == ["observe_prompt", "observe_request", "observe_group"] and calls[0][1:] == (3, 2)
 
     def test_a_stop_string_counts_its_tokens(self, tokenizer):
         metrics = Metrics("m", 4096)

@@ -103,7 +103,8 @@ def test_engine_statistics(metrics):
 
 def test_a_finished_request(metrics, monkeypatch):
     monkeypatch.setattr("server.metrics.time.time", lambda: 10.0)
-    metrics.observe_first_token(0.3, 7, 4)
+    metrics.observe_prompt(7, 4)
+    metrics.observe_first_token(0.3)
     metrics.observe_tokens(0.09, 3)
     timing = RequestTiming(queued=1.0, scheduled=1.5, first_token=2.0, finished=8.0, num_preemptions=2, num_prefill_computed=3)
     metrics.observe_request(request(), "length", 4, 2.1, timing)

@@ -83,6 +83,11 @@ class TestTokenText:
         assert tokenizer.id_to_token(tokenizer.vocab_size + 5) == ""
 
 
+def test_unpaired_surrogates_are_refused(folders):
+    with pytest.raises(ValueError, match="surrogates"):
+        Tokenizer.load(folders["byte_level"]).encode("a\ud800")
+
+
 class TestLoading:
     def test_torch_and_transformers_stay_out(self, folders):
         code = ("import sys; from server.tokenizer import Tokenizer; t = Tokenizer.load(sys.argv[1]);"
