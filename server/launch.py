@@ -150,8 +150,8 @@ class Launcher:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.supervisor.run())
                 tasks.create_task(self._load_tokenizer())
-        except* Exception as errors:  # of the group, whose only one it is: the other task was cancelled
-            raise _first(errors) from None
+        except ExceptionGroup as errors:  # one error: the other task was cancelled for it
+            raise errors.exceptions[0] from None
         finally:
             self.shown.close()
 
@@ -283,12 +283,6 @@ def _tokenizer(folder: str, config: Config) -> Any:
     tokenizer = Tokenizer.load(folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code)
     _ = tokenizer.max_token_chars  # computed once; not during the first request
     return tokenizer
-
-
-def _first(errors: BaseExceptionGroup) -> BaseException:
-    while isinstance(errors, BaseExceptionGroup):
-        errors = errors.exceptions[0]
-    return errors
 
 
 def _version() -> str:

@@ -189,7 +189,7 @@ def test_equal_request_ids_do_not_meet(slow_server):
     answers = {}
 
     def ask(seed: int) -> None:
-        answers[seed] = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 10, "seed": seed << 40, "request_id": "same"}).json()["choices"][0]["message"]["content"]
+        answers[seed] = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 10, "seed": seed << 47, "request_id": "same"}).json()["choices"][0]["message"]["content"]
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
     for thread in threads:

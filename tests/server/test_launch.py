@@ -1,0 +1,274 @@
+"""The server as a process: how soon it answers, how it ends, and what it survives. The engine behind it has the fake executor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.conftest import poll
+from tests.server.test_chat import HELLO, events
+
+CHAT = "/v1/chat/completions"
+SCRIPT = """
+import json, sys
+from configs.config import Config
+from server.launch import serve
+code = serve(Config.from_flat(**json.loads(sys.argv[1])), {"port": "flag"})
+assert not {"torch", "transformers", "worker.worker"} & set(sys.modules)
+sys.exit(code)
+"""
+
+
+class ServerProcess:
+    def __init__(self, folder: str, tmp_path: Path, fake: str = "", script: str = SCRIPT, **settings):
+        self.port = free_port()
+        settings = {"model": folder, "port": self.port, "distributed_executor_backend": "fake", "max_model_len": "512", "served_model_name": ["m"], "log_stats_interval": 0.0,
+                    "shutdown_timeout": 5.0, **settings}
+        self.log_path = tmp_path / f"log-{self.port}"
+        self.started = time.monotonic()
+        with open(self.log_path, "w") as log:
+            self.process = subprocess.Popen([sys.executable, "-c", script, json.dumps(settings)], stderr=log, stdout=log, env=os.environ | {"QUIRE_FAKE": fake})
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20.0, trust_env=False)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def status(self, path: str) -> int | None:
+        try:
+            return self.http.get(path).status_code
+        except httpx.HTTPError:
+            return None
+
+    def wait_ready(self) -> ServerProcess:
+        poll(lambda: self.status("/ready") == 200 or self.process.poll() is not None, 30)
+        assert self.process.poll() is None, self.log
+        return self
+
+    def engine(self) -> psutil.Process:
+        return next(child for child in psutil.Process(self.process.pid).children() if "engine.core" in child.cmdline())
+
+    def stream(self, num_tokens: int = 400, **fields) -> httpx.Response:
+        body = {"messages": HELLO, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "seed": 1} | fields
+        client = httpx.Client(timeout=20.0, trust_env=False)
+        return client.send(client.build_request("POST", f"http://127.0.0.1:{self.port}{CHAT}", json=body), stream=True)
+
+    def wait(self, timeout: float = 15) -> int:
+        return self.process.wait(timeout)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def server_process(*args, **settings) -> Iterator[ServerProcess]:
+    server = ServerProcess(*args, **settings)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def socket_folders() -> set[str]:
+    import tempfile
+
+    return set(map(str, Path(tempfile.gettempdir()).glob("quire-*")))
+
+
+def test_answers_before_it_has_loaded_and_ends_in_order(model_folder, tmp_path):
+    before = socket_folders()
+    with server_process(model_folder, tmp_path, fake="load_delay=2") as server:
+        poll(lambda: server.status("/live") == 200, 10)
+        first_answer = time.monotonic() - server.started
+        assert server.status("/ready") == 503 and server.http.get("/ready").json()["status"] == "loading"
+        server.wait_ready()
+        engine = server.engine()
+        answer = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 3})
+        assert answer.status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0 and gone(engine)
+        assert first_answer < 5  # 1 on an idle machine; this one may be anything but
+        log = server.log
+    for text in ("loading weights", "fits 16368 tokens", "ready in ", "try: curl http://127.0.0.1", '"POST /v1/chat/completions" 200', "settings: port (flag)", "SIGTERM"):
+        assert text in log
+    assert "/live" not in log and "Traceback" not in log
+    assert socket_folders() <= before
+
+
+def test_requests_finish_after_a_signal(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, fake="step_delay=0.02") as server:
+        server.wait_ready()
+        stream = server.stream(num_tokens=40)
+        server.process.send_signal(signal.SIGINT)
+        poll(lambda: server.status("/ready") == 503)
+        assert server.http.post(CHAT, json={"messages": HELLO}).status_code == 503
+        stream.read()
+        assert events(stream)[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
+
+
+def test_a_second_signal_ends_at_once(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, fake="step_delay=0.1", shutdown_timeout=30.0) as server:
+        server.wait_ready()
+        engine = server.engine()
+        server.stream()
+        server.process.send_signal(signal.SIGINT)
+        poll(lambda: server.status("/ready") == 503)
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait(3) == 128 + signal.SIGINT
+        poll(lambda: gone(engine), 3)
+
+
+def test_a_signal_while_loading(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, fake="load_delay=20") as server:
+        poll(lambda: server.status("/live") == 200)
+        poll(lambda: "loading weights" in server.http.get("/ready").text)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_a_killed_server_leaves_no_engine(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, fake="step_delay=0.05") as server:
+        engine = server.wait_ready().engine()
+        server.stream()
+        server.process.kill()
+        poll(lambda: gone(engine), 5)
+
+
+# ---- the engine dies
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_streams_go_on_behind_a_new_engine(model_folder, tmp_path, signal_number):
+    with server_process(model_folder, tmp_path, fake="step_delay=0.02") as server:
+        server.wait_ready()
+        whole = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 80, "ignore_eos": True, "seed": 1}).json()["choices"][0]["message"]["content"]
+        stream = server.stream(num_tokens=80)
+        lines = stream.iter_lines()
+        received = [next(lines) for _ in range(20)]
+        first = server.engine()
+        first.send_signal(signal_number)
+        poll(lambda: server.status("/ready") == 503)
+        received += list(lines)
+        chunks = [json.loads(line[6:]) for line in received if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == whole
+        assert received[-2] == "data: [DONE]" and chunks[-1]["choices"][0]["finish_reason"] == "length"
+        server.wait_ready()
+        assert server.engine().pid != first.pid and "the engine died" in server.log
+
+
+def test_an_engine_that_keeps_dying_ends_the_server(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path) as server:
+        for _ in range(3):
+            server.wait_ready().engine().kill()
+            poll(lambda: server.status("/ready") != 200)
+        assert server.wait() == 1
+        assert "cannot go on" in server.log and "3 times" in server.log
+
+
+def test_an_engine_that_cannot_start_gives_its_reason(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, fake="nonsense=1") as server:
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(server.wait(20)))
+        thread.start()
+        thread.join()
+        assert answers == [1] and "cannot start: QUIRE_FAKE: unknown option nonsense" in server.log and "ready in" not in server.log
+
+
+def test_a_tokenizer_that_cannot_be_loaded(model_folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with server_process(model_folder, tmp_path, tokenizer=str(tmp_path)) as server:
+        assert server.wait(20) == 1 and "cannot start: " in server.log and "tokenizer" in server.log
+
+
+@pytest.mark.parametrize("settings,reason", [({"model": "./nowhere"}, "there is no folder ./nowhere"), ({"model": "org/none"}, "not in the Hugging Face cache"),
+                                             ({"generation_config": "/nowhere"}, "generation_config"), ({"chat_template": "{% if"}, "chat template")])
+def test_settings_that_name_nothing(model_folder, tmp_path, settings, reason):
+    with server_process(settings.pop("model", model_folder), tmp_path, **settings) as server:
+        assert server.wait(20) == 1 and reason in server.log and "Traceback" not in server.log
+
+
+# ---- where it listens
+
+
+def test_a_port_in_use(model_folder, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with server_process(model_folder, tmp_path, port=taken.getsockname()[1]) as server:
+            assert server.wait(20) == 1 and "cannot listen on 127.0.0.1" in server.log and "in use" in server.log
+
+
+def test_unix_socket(model_folder, tmp_path):
+    path = str(tmp_path / "s")
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(path)
+    stale.close()
+    with server_process(model_folder, tmp_path, uds=path) as server, httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x") as http:
+        def ready() -> bool:
+            try:
+                return http.get("/ready").status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        poll(ready, 20)
+        assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
+        with server_process(model_folder, tmp_path, uds=path) as second:
+            assert second.wait(20) == 1 and "cannot listen" in second.log
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0 and not os.path.exists(path) and "--unix-socket" in server.log
+
+
+def test_works_from_any_folder_without_being_installed(model_folder, tmp_path):
+    """Modules of the current folder must not stand in for ours."""
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("raise SystemExit('the wrong engine')")
+    root = str(Path(__file__).parents[2])
+    script = f"import os, sys; sys.path.insert(0, {root!r}); os.chdir({str(tmp_path)!r})\n" + SCRIPT
+    with server_process(model_folder, tmp_path, script=script) as server:
+        server.wait_ready()
+
+
+def test_a_model_of_the_hub(model_folder, tmp_path, monkeypatch):
+    """Out of a cache in the Hub's layout, offline; the name in responses is the id."""
+    root = tmp_path / "models--org--model"
+    commit = "a" * 40
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text(commit)
+    (root / "snapshots").mkdir()
+    os.symlink(model_folder, root / "snapshots" / commit)
+    with server_process("org/model", tmp_path, download_dir=str(tmp_path), served_model_name=[]) as server:
+        server.wait_ready()
+        assert server.http.post(CHAT, json={"model": "org/model", "messages": HELLO, "max_tokens": 1}).json()["model"] == "org/model"
+
+
+def test_idle_costs_next_to_nothing(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path) as server:
+        server.wait_ready()
+        processes = [psutil.Process(server.process.pid), server.engine()]
+        time.sleep(0.5)
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        time.sleep(3)
+        used = [sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before)]
+        assert all(seconds <= 0.03 for seconds in used), used  # 1 % of a core
