@@ -12,6 +12,8 @@ import torch.multiprocessing as mp
 from configs.hf_config import read_model_spec
 from tests.worker.dense_attention import PagedRunner
 from tests.worker.ranks import run_ranks, thread_groups
+from worker.kernels import build as native_build
+from worker.kernels import native
 from worker.loader import load_weights
 from worker.models import build_model
 from worker.parallel import Group, init_distributed, shutdown_distributed, tp, use_groups
@@ -20,9 +22,9 @@ CPU = torch.device("cpu")
 TEXT = list(range(4, 90))
 
 
-def build(folder: str, load_format: str = "auto", **changes):
+def build(folder: str, load_format: str = "auto", dtype: torch.dtype = torch.float32, **changes):
     spec = replace(read_model_spec(folder), **changes)
-    model = build_model(spec, torch.float32, CPU)
+    model = build_model(spec, dtype, CPU)
     load_weights(model, spec, folder, load_format, seed=3)
     return model
 
@@ -69,6 +71,21 @@ def test_dummy_weights_agree_over_ranks(checkpoint):
     models = build_ranks(2, folder, load_format="dummy")
     for logits in run_ranks(lambda rank: logits_of(models[rank]), 2):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(native_build.cpu_level() is None or native_build.compiler() is None, reason="no native kernels here")
+@pytest.mark.parametrize("name", ["llama-bias", "llama-tied"])
+def test_ranks_with_repacked_weights(checkpoint, monkeypatch, name):
+    folder = checkpoint(name)
+    expected = logits_of(build(folder))
+    loaded = native.Kernels()
+    assert loaded.load(background=False), loaded.status
+    monkeypatch.setattr(native.KERNELS, "lib", loaded.lib)
+    rounded = logits_of(build(folder, dtype=torch.bfloat16))
+    models = build_ranks(2, folder, dtype=torch.bfloat16)
+    assert models[1].lm_head.weight is None
+    for logits in run_ranks(lambda rank: logits_of(models[rank]), 2):
+        assert (logits - expected).abs().mean() < 1.3 * (rounded - expected).abs().mean()  # no worse than one rank in bfloat16
 
 
 class Rank(Group):

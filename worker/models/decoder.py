@@ -120,7 +120,7 @@ class CausalLM(nn.Module):
             self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """input_ids and positions `[T]` -> `[T, H]`. A pipeline stage but the first takes the previous one's result as `hidden`."""
+        """input_ids and positions `[T]` -> `[T, H]`. A pipeline stage but the first takes the previous one's result as `hidden`, and may overwrite it."""
         return self.model(input_ids, positions, attn, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
