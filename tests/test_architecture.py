@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,3 +135,16 @@ def test_public_names():
     assert quire.__all__ == ["LLM", "SamplingParams"]
     with pytest.raises(AttributeError):
         quire.Engine  # noqa: B018
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/deployment.md"])
+def test_documents_name_files_that_exist(document):
+    named = re.findall(r"`((?:configs|server|engine|worker|tests|tools|benchmarks)/[\w/.]*)`", (ROOT / document).read_text(encoding="utf-8"))
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_architecture_document_names_every_module():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = re.findall(r"`((?:engine|server|worker)/\w+/)`", text)
+    missing = [path.relative_to(ROOT).as_posix() for path in MODULES.values() if path.name != "__init__.py"]
+    assert not [path for path in missing if f"`{path}`" not in text and not path.startswith(tuple(folders)) and not path.endswith("/messages.py")]
