@@ -30,7 +30,7 @@ class InProcessEngine:
     """`InProcessEngine(folder, max_num_seqs=4)`; settings are field names of `Config`."""
 
     def __init__(self, folder: str, **settings):
-        self.config = Config.from_flat(model=folder, device="cpu", **settings)
+        self.config = Config.from_flat(**{"model": folder, "device": "cpu", **settings})
         self.executor = get_executor(self.config)
         self.ready = self.executor.initialize(lambda phase, fraction: None)
         self.depth = steps_in_flight(self.config, self.ready)

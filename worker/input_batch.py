@@ -32,7 +32,7 @@ class InputBuffers:
         self.query_start_loc = zeros(max_num_reqs + 1, dtype=torch.int32)
         self.seq_lens = zeros(max_num_reqs, dtype=torch.int32)
         self.block_table = zeros(max_num_reqs, max_blocks, dtype=torch.int32)
-        self.arange = torch.arange(max(max_num_tokens, max_num_reqs), device=device)
+        self.arange = torch.arange(max(max_num_tokens, max_num_reqs) + 1, device=device)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from worker.attention.base import AttentionBackend
+from worker.cuda_graph import CudaGraphs, Replay
 from worker.input_batch import InputBatch, InputBuffers, prepare_inputs
 from worker.logprobs import Entries, PromptLogprobs, prompt_messages
 from worker.messages import StepInput, StepOutput, TokenLogprobs
@@ -75,6 +76,10 @@ class ModelRunner:
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
             self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, sampled.token_ids.clamp(min=0), batch.attn.max_seq_len)
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event())
+
+    def use_graphs(self, max_model_len: int, record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
+        """From now on replay recorded forward passes where every request has one token. `record` is for tests without a GPU."""
+        self.forward = CudaGraphs(self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record)
 
     def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states `[T, H]` of the step's tokens."""

@@ -26,6 +26,7 @@ class Platform(ABC):
     dist_backend: str
     attention_order: tuple[str, ...]  # names in worker/attention, the best first
     default_depth: int  # steps in flight
+    has_graphs = False  # can record a forward pass and replay it
     measures_memory: bool  # whether `memory_in_use` knows the largest amount so far
 
     @abstractmethod
@@ -136,6 +137,7 @@ class CudaPlatform(Platform):
     dist_backend = "nccl"
     attention_order = ("flash_attn_3", "flash_attn_2", "torch_varlen", "triton_paged", "cpu_paged")
     default_depth = 2
+    has_graphs = True
     measures_memory = True
 
     def __init__(self, rank: int) -> None:

@@ -62,6 +62,8 @@ class Worker:
         plan = msgspec.structs.replace(plan, kv_cache=num_blocks * plan.bytes_per_block)
         ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices)
         self.runner = _make_runner(model, spec, platform, limits, num_blocks, ready.max_model_len)
+        if platform.has_graphs and not config.device.enforce_eager and self.runner.backend.graph_safe:
+            self.runner.use_graphs(ready.max_model_len)
         progress("allocating KV cache", 1.0)
         if self.rank == 0:
             logger.info("%s", memory.describe(plan, ready))

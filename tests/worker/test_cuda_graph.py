@@ -1,0 +1,71 @@
+"""Padded replay of decode steps. A recorder that runs the function again stands in for CUDA's, so that the padding and the dispatch are tested without a GPU."""
+
+import pytest
+import torch
+
+from engine.messages import SamplingParams
+from tests.in_process import InProcessEngine
+from worker.cuda_graph import padded_sizes
+
+
+class Recorder:
+    """Replays by calling the function again; the model's static output is what CUDA's graph would overwrite."""
+
+    def __init__(self, model):
+        self.model, self.statics, self.num_replays = model, {}, 0
+
+    def forward(self, input_ids, positions, attn):
+        hidden = self.model(input_ids, positions, attn)
+        return self.statics.setdefault(len(input_ids), hidden.clone()).copy_(hidden)
+
+    def __call__(self, function):
+        function()
+
+        def replay():
+            self.num_replays += 1
+            function()
+
+        return replay
+
+
+def test_padded_sizes_bound_the_waste():
+    assert padded_sizes(3) == [1, 2, 3]
+    sizes = padded_sizes(256)
+    assert sizes[:4] == [1, 2, 4, 8] and sizes[-1] == 256
+    for num_reqs in range(16, 257):
+        size = next(size for size in sizes if size >= num_reqs)
+        assert size <= num_reqs * 1.5 and size - num_reqs < 16
+    assert padded_sizes(2000)[-1] == 512  # larger batches run eagerly
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
+def test_graphs_and_eager_give_the_same_tokens(name, checkpoint):
+    settings = dict(block_size=4, num_gpu_blocks_override=120, max_num_batched_tokens=32, max_num_seqs=7, max_model_len="200")
+    prompts = [[7 * i + 5 + j for j in range(length)] for i, length in enumerate([1, 3, 9, 20, 45, 2, 11, 6, 30, 4, 5])]
+    sampling = [SamplingParams(max_tokens=4 + 3 * (i % 5), temperature=float(i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))]
+
+    eager = InProcessEngine(checkpoint(name), **settings)
+    want = [result.token_ids for result in eager.generate(prompts, sampling)]
+    eager.close()
+
+    engine = InProcessEngine(checkpoint(name), **settings)
+    runner = engine.executor._worker.runner
+    recorder = Recorder(runner.model)
+    runner.use_graphs(200, recorder)
+    runner.forward.forward = recorder.forward
+    assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
+    assert recorder.num_replays > 10 and set(recorder.statics) <= set(runner.forward.sizes)
+    assert max(recorder.statics) == 7 and 1 in recorder.statics
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_cuda_graphs_equal_eager_on_the_gpu(checkpoint):
+    outputs = []
+    for enforce_eager in (True, False):
+        engine = InProcessEngine(checkpoint("qwen3", dtype="bfloat16"), device="cuda", enforce_eager=enforce_eager, max_num_seqs=16, max_model_len="512", num_gpu_blocks_override=600)
+        prompts = [[(11 * i + j) % 490 + 4 for j in range(5 + 9 * i)] for i in range(12)]
+        outputs.append([result.token_ids for result in engine.generate(prompts, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))])
+        engine.close()
+    assert outputs[0] == outputs[1]

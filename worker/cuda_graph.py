@@ -1,0 +1,99 @@
+"""CUDA graphs for steps in which every request has one token: the forward pass is recorded once per padded batch size and then replayed by one call.
+
+Eager steps and graphs read the same `InputBuffers`; a replay only fills the padding. Padding rows are requests of one token in the null block, so they
+touch nothing that anybody reads. A size is recorded when it comes up for the second time, so that no first token waits for a recording.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+
+from worker.attention.base import AttentionBackend, AttentionMetadata
+from worker.input_batch import InputBatch, InputBuffers
+
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]  # (input_ids, positions, attn) -> hidden
+Replay = Callable[[], None]
+
+
+def padded_sizes(max_num_seqs: int, largest: int = 512) -> list[int]:
+    """1, 2, 4, then multiples of 8 up to 64, of 16 up to 256 and of 32 above: padding costs at most an eighth of a large step."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, largest + 1, 32)]
+    return [size for size in sizes if size < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= largest else [])
+
+
+class CudaGraphs:
+    """A forward pass for `ModelRunner.forward`: replays a graph where one applies, and runs `eager` otherwise.
+
+    `record(function)` runs `function` once under capture and returns what replays it; all recordings share one memory pool, the largest comes to need most.
+    """
+
+    def __init__(self, forward: Forward, eager: Callable[[InputBatch], torch.Tensor], buffers: InputBuffers, backend: AttentionBackend, max_model_len: int,
+                 record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
+        self.forward, self.eager, self.buffers, self.backend = forward, eager, buffers, backend
+        self.max_model_len = max_model_len
+        self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
+        self.record = record or _CudaRecorder()
+        self._seen: set[int] = set()
+        self._graphs: dict[int, tuple[Replay, torch.Tensor]] = {}  # padded size -> (replay, hidden states [size, H] that it overwrites)
+
+    def __call__(self, batch: InputBatch) -> torch.Tensor:
+        """Hidden states `[T, H]`; valid until the next call."""
+        num_reqs = len(batch.step.rows)
+        if batch.attn.max_query_len > 1 or num_reqs > self.sizes[-1]:
+            return self.eager(batch)
+        size = self.sizes[bisect_left(self.sizes, num_reqs)]
+        if size not in self._seen:
+            self._seen.add(size)
+            return self.eager(batch)
+        self._pad(num_reqs, size)
+        if size not in self._graphs:
+            self._graphs[size] = self._record(size)
+        replay, hidden = self._graphs[size]
+        replay()
+        return hidden[:num_reqs]
+
+    def _pad(self, num_reqs: int, size: int) -> None:
+        """Make rows num_reqs .. size - 1 requests of one token, token 0 at position 0, in the null block."""
+        if num_reqs == size:
+            return
+        buffers, padding = self.buffers, slice(num_reqs, size)
+        for tensor in (buffers.input_ids, buffers.positions, buffers.slot_mapping):
+            tensor[padding].zero_()
+        buffers.seq_lens[padding].fill_(1)
+        buffers.block_table[padding, 0].zero_()
+        buffers.query_start_loc[num_reqs + 1 : size + 1] = buffers.arange[num_reqs + 1 : size + 1]
+
+    def _record(self, size: int) -> tuple[Replay, torch.Tensor]:
+        buffers, outputs = self.buffers, []
+        # The table is as wide as the longest context and the lengths are bounds only, because both change between replays.
+        attn = AttentionMetadata(self.backend, buffers.slot_mapping[:size], buffers.query_start_loc[: size + 1], buffers.seq_lens[:size], buffers.block_table[:size],
+                                 max_query_len=1, max_seq_len=self.max_model_len)
+
+        def run() -> None:
+            self.backend.build(attn)
+            outputs.append(self.forward(buffers.input_ids[:size], buffers.positions[:size], attn))
+
+        replay = self.record(run)
+        return replay, outputs[-1]
+
+
+class _CudaRecorder:
+    """Capture with torch, after a run on the side that lets kernels compile and libraries allocate their workspaces."""
+
+    def __init__(self) -> None:
+        self._pool = None
+
+    def __call__(self, function: Callable[[], None]) -> Replay:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            function()
+        self._pool = self._pool or graph.pool()
+        return graph.replay
