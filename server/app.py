@@ -19,7 +19,7 @@ from server import intake
 from server.chat import chat_completions, prompt_ids
 from server.completions import completions
 from server.errors import ApiError, BadRequest, EngineError, NotFound, Unavailable, error_body, internal_error_body
-from server.middleware import ApiKeys, Edge
+from server.middleware import ApiKeys
 from server.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -41,7 +41,7 @@ CLIENT_CLOSED = 499  # nginx's code, for the log: nobody is left to read the ans
 
 
 def create_app(state: ServerState) -> ASGIApp:
-    """The whole HTTP side over `state`, which answers before the model is there."""
+    """The routes over `state`, behind the layers that the configuration asks for. `Edge` goes around it all."""
     app = FastAPI(title="quire", version=state.version, redoc_url=None, redirect_slashes=False)
     app.state.server = state
     for path, handler, methods, body, answer in ROUTES:
@@ -58,7 +58,7 @@ def create_app(state: ServerState) -> ASGIApp:
     if state.config.server.allowed_origins:
         layers = CORSMiddleware(layers, allow_origins=state.config.server.allowed_origins, allow_methods=["*"], allow_headers=["*"],
                                 expose_headers=["x-request-id", "retry-after", "warning"])
-    return Edge(layers, state)
+    return layers
 
 
 # ---- OpenAI

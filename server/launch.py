@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import importlib
 import logging
 import os
 import signal
@@ -22,7 +23,10 @@ from typing import Any
 
 from configs.config import Config, ServerConfig
 from server import hub
+from server.door import Door
 from server.engine_process import EngineProcess
+from server.middleware import Edge
+from server.state import ServerState
 from server.supervisor import EngineFailed, Supervisor, in_thread
 
 logger = logging.getLogger("quire")
@@ -102,10 +106,9 @@ class Launcher:
         self.folder = hub.local_folder(config.model.model)
         if self.folder is not None:
             self._start_engine()
-        from server.state import ServerState
-
         version = _version()
         self.state = ServerState(config, list(config.server.served_model_name) or [config.model.model], version, _fingerprint(config, version))
+        self.door = Door(self.state)
         self.stop = asyncio.Event()
 
     def _start_engine(self) -> None:
@@ -114,7 +117,7 @@ class Launcher:
 
     async def run(self) -> int:
         """Serve until stopped; the exit code."""
-        http = _http_server(self.state)
+        http = _http_server(Edge(self.door, self.state))
         serving = asyncio.create_task(http.serve(sockets=[self.listener]))
         living = asyncio.create_task(self._live())
         stopping = asyncio.create_task(self.stop.wait())
@@ -141,16 +144,17 @@ class Launcher:
 
         self.shown = StartProgress()
         try:
-            if self.folder is None:
-                self._progress("resolving model", 0.0)
-                self.folder = await self._resolve(self.config.model.model)
-                self._start_engine()
-            self.state.client = EngineClient(on_stats=self._on_stats, on_progress=lambda progress: self._progress(progress.phase, progress.fraction))
-            self.supervisor = Supervisor(self.engine.config, self.engine, self.state.client, self._open, self._on_death)
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._load_routes())
+                if self.folder is None:
+                    self._progress("resolving model", 0.0)
+                    self.folder = await self._resolve(self.config.model.model)
+                    self._start_engine()
+                self.state.client = EngineClient(on_stats=self._on_stats, on_progress=lambda progress: self._progress(progress.phase, progress.fraction))
+                self.supervisor = Supervisor(self.engine.config, self.engine, self.state.client, self._open, self._on_death)
                 tasks.create_task(self.supervisor.run())
                 tasks.create_task(self._load_tokenizer())
-        except ExceptionGroup as errors:  # one error: the other task was cancelled for it
+        except ExceptionGroup as errors:  # one error: the other tasks were cancelled for it
             raise errors.exceptions[0] from None
         finally:
             self.shown.close()
@@ -163,6 +167,11 @@ class Launcher:
 
         return await in_thread(lambda: hub.resolve(model, revision=None if tokenizer_only else options.revision, download_dir=options.download_dir,
                                                    tokenizer_only=tokenizer_only, progress=progress))
+
+    async def _load_routes(self) -> None:
+        create_app = await in_thread(lambda: importlib.import_module("server.app").create_app)
+        self.door.app = create_app(self.state)
+        self._open()
 
     async def _load_tokenizer(self) -> None:
         from server.sampling import read_sampling_defaults
@@ -178,17 +187,18 @@ class Launcher:
         self.shown.update(phase, fraction)
 
     def _open(self) -> None:
-        """Called when the tokenizer is there, and whenever an engine is: the second of them opens the door."""
+        """Called when the routes and the tokenizer are there, and whenever an engine is: the last of them opens the door."""
+        if self.state.client is None or self.state.client.ready is None:
+            return
+        if self.state.tokenizer is None or self.door.app is None:
+            self._progress("loading tokenizer", 0.0)
+            return
         from server.metrics import Metrics
         from server.plan_table import plan_table
         from server.state import ModelInfo
         from server.stats_log import StatsLog
 
         state, ready = self.state, self.state.client.ready
-        if state.tokenizer is None or ready is None:
-            if ready is not None:
-                self._progress("loading tokenizer", 0.0)
-            return
         worker = ready.worker
         self.shown.close()
         logger.info("%s", plan_table(worker))
@@ -264,16 +274,14 @@ class Launcher:
             await asyncio.wait_for(self.state.idle.wait(), END_TIMEOUT)
 
 
-def _http_server(state: Any) -> Any:
+def _http_server(app: Any) -> Any:
     import uvicorn
-
-    from server.app import create_app
 
     class Server(uvicorn.Server):
         def capture_signals(self) -> contextlib.AbstractContextManager[None]:
             return contextlib.nullcontext()  # the Launcher says when to end
 
-    return Server(uvicorn.Config(create_app(state), log_config=None, access_log=False, lifespan="off", server_header=False, backlog=BACKLOG,
+    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False, backlog=BACKLOG,
                                  timeout_keep_alive=30, timeout_graceful_shutdown=int(END_TIMEOUT)))
 
 

@@ -51,7 +51,7 @@ def test_offline_cache(cache):
 
 
 def test_offline_and_not_cached(cache):
-    with pytest.raises(ValueError, match="other/model.*not in the Hugging Face cache, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(ValueError, match=r"other/model.*not in the Hugging Face cache, and HF_HUB_OFFLINE is set"):
         hub.resolve("other/model", download_dir=str(cache))
     with pytest.raises(ValueError, match="not in the Hugging Face cache"):
         hub.resolve("org/model", download_dir=str(cache), revision="v2")

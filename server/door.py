@@ -1,0 +1,35 @@
+"""What answers from the first moment on: the probes, and 503 for the rest, until the routes are imported (FastAPI and pydantic take most of a second)."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.errors import ApiError
+from server.middleware import PROBES, send_error, send_json
+from server.state import ServerState
+
+
+class Door:
+    """Hands over to `app` as soon as there is one."""
+
+    def __init__(self, state: ServerState):
+        self.state = state
+        self.app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):
+            await self._probe(scope["path"], send)
+        else:
+            try:
+                self.state.require_ready()
+            except ApiError as error:
+                await send_error(send, error)
+
+    async def _probe(self, path: str, send: Send) -> None:
+        if path == "/live":
+            await send_json(send, 200, msgspec.json.encode({"status": "live"}), {})
+        else:
+            await send_json(send, 503, msgspec.json.encode(self.state.health()), {"Retry-After": "2"})
