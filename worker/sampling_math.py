@@ -8,8 +8,8 @@ Filters are thresholds on w, so tokens of equal weight stay or go together. In t
 k-th largest; top-p keeps the fewest largest weights whose sum reaches top_p of what the other two left. The picked token is the first one, by id, at
 which the running sum of the kept q exceeds floor(u * their total): the inverse of the distribution's CDF at u.
 
-No path sorts the vocabulary. The threshold of the k-th largest weight or of the nucleus is found by two histograms over the bits of w (which order
-like w does), 20481 and 16384 bins; or, on CPU with a small k, among the few blocks of the row that have the largest maxima.
+No path sorts the vocabulary. The threshold of the k-th largest weight or of the nucleus is found by histograms over the bits of w, which order like
+w does, from the highest bits to the lowest; or, on CPU with a small k, among the few blocks of the row that have the largest maxima.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import torch
 
 _SCALE = float(2**40)
-_LOW_BITS = 14  # of a float32 resolved by the second histogram
 _BASE = (127 - 40) << 23  # the bits of 2^-40
-_NUM_HIGH = ((127 << 23) - _BASE >> _LOW_BITS) + 1
-_NUM_LOW = 1 << _LOW_BITS
+_LEVELS_LONG = ((14, 15), (0, 14))  # (shift, bits) of each histogram: few passes over a long row,
+_LEVELS_SHORT = ((19, 10), (9, 10), (0, 9))  # or few bins for a short one
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK64 = (1 << 64) - 1
@@ -154,13 +153,15 @@ def kth_weight(w: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor) -> 
 
     Weights below 2^-40 are not told apart.
     """
-    key = (w.view(torch.int32) - _BASE).clamp_(0, (127 << 23) - _BASE).long()  # NaN, too, in range
-    high = key >> _LOW_BITS
-    bin_high, needed = _find_bin(high, amounts, needed, _NUM_HIGH)
-    inside = high == bin_high[:, None]
-    low = (key & (_NUM_LOW - 1)).mul_(inside)
-    bin_low, _ = _find_bin(low, amounts * inside, needed, _NUM_LOW)
-    return ((bin_high << _LOW_BITS) + bin_low + _BASE).int().view(torch.float32)
+    key = (w.view(torch.int32) - _BASE).clamp_(0, (127 << 23) - _BASE).long()  # 29 bits; NaN, too, in range
+    found = torch.zeros_like(needed)
+    for shift, bits in _LEVELS_LONG if w.shape[1] >= 1 << 15 else _LEVELS_SHORT:
+        digit = (key >> shift) & ((1 << bits) - 1)
+        reached, needed = _find_bin(digit, amounts, needed, 1 << bits)
+        found += reached << shift
+        if shift:
+            amounts = amounts * (digit == reached[:, None])
+    return (found + _BASE).int().view(torch.float32)
 
 
 def _find_bin(bins: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor, num_bins: int) -> tuple[torch.Tensor, torch.Tensor]:
