@@ -37,7 +37,7 @@ from engine.messages import (
     StepOutputs,
     ToEngine,
 )
-from engine.process import on_eof, set_name
+from engine.process import on_eof, set_name, start_logging
 from engine.scheduler import Outputs, Scheduler, Step
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ def main() -> None:
     set_name("quire-engine")
     socket = ServerSocket(sys.argv[1])
     config = read_config(sys.stdin.fileno())
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s engine: %(message)s", stream=sys.stderr)
+    start_logging(config.server.log_level, "engine")
     core = EngineCore(config, socket)
     on_eof(sys.stdin.fileno(), core.kill)
     exit_code = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -23,6 +24,11 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends. Linux only: elsewhere EOF on the pipe does it, between steps."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def start_logging(level: str, name: str) -> None:
+    """Log to stderr, every line with the process's name. The parent's stderr is ours, too."""
+    logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s", stream=sys.stderr)
 
 
 def on_eof(fd: int, then: Callable[[], None]) -> None:

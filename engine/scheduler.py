@@ -103,10 +103,8 @@ class Scheduler:
         step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], []), [])
         if self.by_priority and self.waiting:
             self._make_way()
-        num_preemptions = self.counts.num_preemptions
         self._schedule_running(step)
-        if self.counts.num_preemptions == num_preemptions:  # else memory is short: admit nobody
-            self._admit_waiting(step)
+        self._admit_waiting(step)
         if not step.requests:
             return None
         self._num_steps += 1
@@ -119,12 +117,13 @@ class Scheduler:
         grown: dict[Request, list[int]] = {}  # blocks added
         budget, prefills = self.token_budget, []
         for request in list(self.running):
+            if request.status is not Status.RUNNING:  # preempted by one before it
+                continue
             num_tokens = len(request.token_ids) + request.num_in_flight
             num_new = num_tokens - request.num_computed_tokens
             if num_new > 1:
                 prefills.append(request)
-            elif num_new == 1 and not (request.num_in_flight and num_tokens >= request.max_total_tokens) \
-                    and request.status is Status.RUNNING and self._grow(request, num_tokens, batch, grown):
+            elif num_new == 1 and not (request.num_in_flight and num_tokens >= request.max_total_tokens) and self._grow(request, num_tokens, batch, grown):
                 batch[request] = 1
                 budget -= 1
         for request in prefills:
@@ -148,7 +147,6 @@ class Scheduler:
             if victim is request:
                 return False
             batch.pop(victim, None)
-            grown.pop(victim, None)
             self._preempt(victim)
         grown[request] = block_ids
         return True

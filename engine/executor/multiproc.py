@@ -23,7 +23,7 @@ import msgspec
 
 from configs.config import Config
 from engine.executor.base import Executor, Pending, ReportProgress
-from engine.process import die_with_parent, set_name
+from engine.process import die_with_parent, set_name, start_logging
 from worker.messages import StepInput, StepOutput, WorkerReady
 
 STEP, CALL = b"S", b"C"  # to a worker
@@ -165,6 +165,7 @@ def worker_main(worker_class: str, config: Config, rank: int, world_size: int, i
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent()
     set_name(f"quire-worker-{rank}")
+    start_logging(config.server.log_level, f"worker {rank}")
     exit_code = 0
     try:
         module, _, name = worker_class.partition(":")

@@ -276,11 +276,11 @@ def test_fcfs_ignores_priority():
 
 def test_admission_leaves_running_requests_what_they_are_about_to_need():
     """Without a reserve a new request takes the last blocks, loses them a step later, and so on."""
-    engine = Engine(fake_config(num_gpu_blocks_override=41, block_size=4, max_num_seqs=8))
-    for i in range(30):
+    engine = Engine(fake_config(num_gpu_blocks_override=41, block_size=4, max_num_seqs=16, max_num_batched_tokens=64))
+    for i in range(40):
         engine.add(str(i), [i + 1] * 10, max_tokens=10)
-    engine.run(lambda: assert_invariants(engine))
-    assert sum(engine.last(str(i)).timing.num_preemptions for i in range(30)) <= 3
+    engine.run()
+    assert sum(engine.last(str(i)).timing.num_preemptions for i in range(40)) <= 6  # 13 without
 
 
 def test_preemption_does_not_change_what_was_cached_at_first():
