@@ -1,5 +1,6 @@
 """Incremental text against the full decode."""
 
+import itertools
 import time
 
 import pytest
@@ -106,11 +107,18 @@ class Characters:
         return ""
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(text=st.text(alphabet="  ''.?!,ntmsvreo", max_size=16), data=st.data())
 def test_clean_up_in_parts(text, data):
     stream = CleanUpStream(Characters())
     assert "".join([stream.push(part) for part in chunked(data.draw, list(map(ord, text)))]) + stream.finish() == clean_up_spaces(text)
+
+
+def test_clean_up_of_every_short_text():
+    for size in range(7):
+        for characters in itertools.product(" 'nt", repeat=size):
+            stream = CleanUpStream(Characters())
+            assert "".join([stream.push([ord(c)]) for c in characters]) + stream.finish() == clean_up_spaces("".join(characters))
 
 
 @settings(max_examples=60, deadline=None)
@@ -190,6 +198,12 @@ class TestStopStrings:
         assert "".join(pushed) == "abc <sto " and detokenizer.stopped == "<stop>"
         assert detokenizer.finish() == ""
         assert tokenizer.decode(ids[:detokenizer.num_tokens]).endswith("<stop>")
+
+    def test_a_stop_string_that_does_not_count_yet_is_not_held_back(self, tokenizers):
+        tokenizer = tokenizers["byte_level"]
+        detokenizer = Detokenizer(tokenizer, [], ["ab"], min_tokens=10)
+        ids = [*tokenizer.encode("a"), *tokenizer.encode("b")]
+        assert [detokenizer.push([i]) for i in ids] == ["", "ab"]
 
     def test_tokens_are_released_with_their_text(self, tokenizers):
         tokenizer = tokenizers["byte_level"]
