@@ -43,7 +43,7 @@ ENV PATH=/opt/quire/bin:$PATH \
     TRITON_CACHE_DIR=/cache/triton \
     QUIRE_HOST=0.0.0.0 \
     QUIRE_PORT=8000
-USER quire
+USER 1000
 WORKDIR /home/quire
 VOLUME /cache
 EXPOSE 8000
@@ -58,7 +58,7 @@ USER root
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
-USER quire
+USER 1000
 COPY --from=build-cuda /opt/quire /opt/quire
 
 # the last stage is the default
