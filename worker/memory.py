@@ -5,7 +5,6 @@ Nothing here needs weights, so `quire check` asks the same functions with sizes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -138,22 +137,6 @@ def report(spec: ModelSpec, platform: Platform, limits: Limits, plan: MemoryPlan
                        choices=[*limits.choices, *fitted, *choices])
 
 
-def describe(plan: MemoryPlan, ready: WorkerReady) -> str:
-    """The table that is shown before serving: where memory goes, what fits into it, what was chosen automatically and why."""
-    tokens = (ready.num_blocks - 1) * ready.block_size
-    rows = [
-        ("weights", _size(plan.weights), ""),
-        ("activations", _size(plan.activations), f"at most {ready.max_num_batched_tokens} tokens of {ready.max_num_seqs} requests per step"),
-        ("KV cache", _size(plan.kv_cache), f"{tokens:,} tokens in {ready.num_blocks - 1:,} blocks of {ready.block_size}: "
-                                           f"{tokens / ready.max_model_len:.1f} requests of the full {ready.max_model_len:,} tokens"),
-        ("reserve", _size(plan.reserve), "left to others"),
-    ]
-    lines = [f"Memory on {plan.device}: {_size(plan.available)} available of {_size(plan.total)}", *_aligned(rows)]
-    if ready.choices:
-        lines += ["Chosen automatically", *_aligned(ready.choices)]
-    return "\n".join(lines)
-
-
 def _attention_spec(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> AttentionSpec:
     tp = config.parallel.tensor_parallel_size
     windows = any(spec.layer_window(layer) for layer in range(spec.num_hidden_layers))
@@ -193,8 +176,3 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.1f} MiB"
-
-
-def _aligned(rows: list[tuple[str, str, str]]) -> Iterator[str]:
-    first, second = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
-    return (f"  {name:<{first}}  {value:>{second}}  {note}".rstrip() for name, value, note in rows)

@@ -65,8 +65,6 @@ class Worker:
         if platform.has_graphs and not config.device.enforce_eager and self.runner.backend.graph_safe:
             self.runner.use_graphs(ready.max_model_len)
         progress("allocating KV cache", 1.0)
-        if self.rank == 0:
-            logger.info("%s", memory.describe(plan, ready))
         return ready
 
     def execute(self, step: StepInput) -> AsyncOutput:
