@@ -201,7 +201,7 @@ class TestStopStrings:
 
     def test_a_stop_string_that_does_not_count_yet_is_not_held_back(self, tokenizers):
         tokenizer = tokenizers["byte_level"]
-        detokenizer = Detokenizer(tokenizer, [], ["ab"], min_tokens=10)
+        detokenizer = Detokenizer(tokenizer, [], ["ab", "longer"], min_tokens=10)
         ids = [*tokenizer.encode("a"), *tokenizer.encode("b")]
         assert [detokenizer.push([i]) for i in ids] == ["", "ab"]
 
