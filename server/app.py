@@ -77,7 +77,7 @@ async def complete(request: Request) -> Response:
 async def models(request: Request) -> Response:
     """The names this server answers to."""
     state = request.app.state.server
-    return JsonResponse(ModelList([_card(state, name) for name in state.names]))
+    return JsonResponse(ModelList(data=[_card(state, name) for name in state.names]))
 
 
 async def model(request: Request) -> Response:
@@ -90,7 +90,7 @@ async def model(request: Request) -> Response:
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
-    return ModelCard(name, state.created, state.config.model.model, state.model and state.model.max_model_len)
+    return ModelCard(id=name, created=state.created, root=state.config.model.model, max_model_len=state.model and state.model.max_model_len)
 
 
 # ---- tokens

@@ -128,10 +128,10 @@ class _Chat:
             self.counter.add(i, len(choice.token_ids), choice.num_cached_tokens)
         body = self.body
         return ChatCompletion(
-            self.id, self.created, self.model, [
+            id=self.id, created=self.created, model=self.model, choices=[
                 ChatChoice(i, ResponseMessage("assistant", choice.text), self.formatter.chat(choice.logprobs) if body.logprobs else None, choice.finish_reason,
                            choice.stop_reason, choice.token_ids if body.return_token_ids else UNSET) for i, choice in enumerate(choices)],
-            self.usage(), self.state.system_fingerprint,
+            usage=self.usage(), system_fingerprint=self.state.system_fingerprint,
             prompt_logprobs=UNSET if body.prompt_logprobs is None else Formatter(self.state.tokenizer, body.prompt_logprobs).prompt(choices[0].prompt_logprobs),
             prompt_token_ids=self.ids if body.return_token_ids else UNSET)
 
@@ -179,6 +179,6 @@ class _Chat:
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None, prompt: bool = False) -> ChatCompletionChunk:
         if usage is None and self.running_usage and choices:
             usage = self.usage()
-        return ChatCompletionChunk(self.id, self.created, self.model, choices, self.state.system_fingerprint,
+        return ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, system_fingerprint=self.state.system_fingerprint,
                                    usage=usage if self.include_usage or self.running_usage else UNSET,
                                    prompt_token_ids=self.ids if prompt and self.body.return_token_ids else UNSET)

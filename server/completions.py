@@ -109,7 +109,7 @@ class _Completion:
                 out[-1].prompt_logprobs = Formatter(self.state.tokenizer, self.body.prompt_logprobs).prompt(choice.prompt_logprobs)
             if self.body.return_token_ids:
                 out[-1].prompt_token_ids = self.prompts[i // self.n]
-        return Completion(self.id, self.created, self.model, out, self.state.system_fingerprint, usage=self.usage())
+        return Completion(id=self.id, created=self.created, model=self.model, choices=out, system_fingerprint=self.state.system_fingerprint, usage=self.usage())
 
     def usage(self) -> Usage:
         return Usage.of(self.counter.num_prompt_tokens, self.counter.num_completion_tokens, self.counter.num_cached_tokens)
@@ -186,7 +186,7 @@ class _Completion:
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         if usage is None and self.running_usage and choices:
             usage = self.usage()
-        return Completion(self.id, self.created, self.model, choices, self.state.system_fingerprint,
+        return Completion(id=self.id, created=self.created, model=self.model, choices=choices, system_fingerprint=self.state.system_fingerprint,
                           usage=usage if self.include_usage or self.running_usage else UNSET)
 
 

@@ -249,14 +249,14 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct):
+class ChatCompletion(msgspec.Struct, kw_only=True):
     id: str
+    object: str = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
-    object: str = "chat.completion"
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -275,13 +275,13 @@ class ChatChunkChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(msgspec.Struct):
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     id: str
+    object: str = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
     system_fingerprint: str
-    object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -297,15 +297,15 @@ class CompletionChoice(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, kw_only=True):
     """Also a chunk of a stream, whose `usage` is null or absent until the last."""
 
     id: str
+    object: str = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
     system_fingerprint: str
-    object: str = "text_completion"
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -320,19 +320,19 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
-class ModelCard(msgspec.Struct):
+class ModelCard(msgspec.Struct, kw_only=True):
     id: str
+    object: str = "model"
     created: int
     root: str
     max_model_len: int | None  # null while loading
-    object: str = "model"
     owned_by: str = "quire"
     parent: str | None = None
 
 
-class ModelList(msgspec.Struct):
-    data: list[ModelCard]
+class ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
+    data: list[ModelCard]
 
 
 class ErrorDetail(msgspec.Struct):

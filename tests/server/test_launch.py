@@ -110,7 +110,7 @@ def test_answers_before_it_has_loaded_and_ends_in_order(model_folder, tmp_path):
         assert server.wait() == 0 and gone(engine)
         assert first_answer < 5  # 1 on an idle machine; this one may be anything but
         log = server.log
-    for text in ("loading weights", "fits 16368 tokens", "ready in ", "try: curl http://127.0.0.1", '"POST /v1/chat/completions" 200', "settings: port (flag)", "SIGTERM"):
+    for text in ("loading weights", "fits 16,368 tokens", "ready in ", "try: curl http://127.0.0.1", '"POST /v1/chat/completions" 200', "settings: port (flag)", "SIGTERM"):
         assert text in log
     assert "/live" not in log and "Traceback" not in log
     assert socket_folders() <= before

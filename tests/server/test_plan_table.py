@@ -16,9 +16,9 @@ def test_table_says_where_memory_goes_and_what_was_chosen():
     table = plan_table(ready)
     lines = table.splitlines()
     assert [next(line for line in lines if line.strip().startswith(name)).split()[1] for name in ("weights", "activations", "reserve")] == ["16.0", "2.00", "20.0"]
-    assert "139 GiB" in lines[0] and "100 GiB" in table and "819200 tokens" in table and "20.0 requests of the full length of 40960" in table
+    assert "139 GiB" in lines[0] and "100 GiB" in table and "819,200 tokens" in table and "20.0 requests of the full length of 40,960" in table
     assert "dtype      = bfloat16  (config.json says so)" in table and "block_size = 16  (flash-attn)" in table
-    assert "72%" in table and "51201 blocks of 16 tokens, 2.00 MiB each" in table
+    assert "72%" in table and "51,200 blocks of 16 tokens, 2.00 MiB each" in table
 
 
 @pytest.mark.parametrize("size,text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (15 * 2**20, "15.0 MiB"), (int(1.5 * GIB), "1.50 GiB"), (900 * GIB, "900 GiB"),
