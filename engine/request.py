@@ -77,11 +77,6 @@ class Request:
         """Prompt logprobs need the logits of every prompt position, so such a request computes its whole prompt once."""
         return self.sampling.prompt_logprobs is None or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
 
-    def append(self, token_id: int) -> str | None:
-        """Add an output token and return the finish reason it brings, if any."""
-        self.token_ids.append(token_id)
-        return self.finish_reason()
-
     def finish_reason(self) -> str | None:
         """"stop" if the last output is an EOS or stop id that counts, "length" if there is no room for another token, else None."""
         sampling, num_tokens = self.sampling, len(self.token_ids)

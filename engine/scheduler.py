@@ -270,8 +270,9 @@ class Scheduler:
         request.num_in_flight -= 1
         num_received, reason = 0, None
         while num_received < len(token_ids) and not reason:
-            reason = request.append(token_ids[num_received])
+            request.token_ids.append(token_ids[num_received])
             num_received += 1
+            reason = request.finish_reason()
         if num_received < len(token_ids):
             token_ids, logprobs = token_ids[:num_received], logprobs and logprobs[:num_received]
         self.counts.num_generation_tokens += num_received
@@ -280,8 +281,8 @@ class Scheduler:
         if reason:
             self._finish(request, reason, now, outputs, token_ids, logprobs, prompt_logprobs)
         else:
-            outputs.setdefault(request.client, []).append(
-                EngineOutput(request.request_id, token_ids, None, None, logprobs, prompt_logprobs, request.num_cached_tokens))
+            output = EngineOutput(request.request_id, token_ids, None, None, logprobs, prompt_logprobs, request.num_cached_tokens)
+            outputs.setdefault(request.client, []).append(output)
 
     def _new_prompt_logprobs(self, step: Step, output: StepOutput) -> dict[Request, list[TokenLogprobs]]:
         """The prompt logprobs of this step that were not delivered before: after a preemption the first ones come again.
