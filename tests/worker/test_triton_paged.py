@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
 pytest.importorskip("triton")
-from worker.attention import triton_paged  # noqa: E402
+from worker.attention import triton_paged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
