@@ -78,8 +78,8 @@ def truncate(ids: list[int], body: GenerationFields, sampling: SamplingParams, m
     if size > model.max_model_len:
         raise BadRequest(f"truncate_prompt_tokens ({size}) is more than the context length of {model.max_model_len}.", param="truncate_prompt_tokens")
     if size == -1:
-        asked = getattr(body, "max_completion_tokens", None) or body.max_tokens or 1
-        size = max(model.max_model_len - asked, 1)
+        wanted = sampling.max_tokens if sampling.max_tokens < model.max_model_len else 1
+        size = model.max_model_len - wanted
     return ids[:size] if body.truncation_side == "right" else ids[-size:]
 
 

@@ -63,7 +63,11 @@ async def _run(config: Config, listener: socket.socket, started: float) -> int:
     launcher = Launcher(config, listener, started)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, launcher.on_signal, number)
-    return await launcher.run()
+    code = await launcher.run()
+    if launcher.folder is None:  # a download goes on in threads that cannot be stopped, and that Python would wait for
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -199,9 +203,8 @@ class Launcher:
         from server.stats_log import StatsLog
 
         state, ready = self.state, self.state.client.ready
-        worker = ready.worker
+        worker, restarted = ready.worker, state.model is not None
         self.shown.close()
-        logger.info("%s", plan_table(worker))
         state.model = ModelInfo(worker.max_model_len, worker.vocab_size, state.tokenizer.eos_token_ids, self.sampling_defaults,
                                 self.config.server.max_logprobs, self.config.scheduler.scheduling_policy == "priority")
         if state.metrics is None:
@@ -211,7 +214,11 @@ class Launcher:
             self.stats_log = StatsLog(self.config.server.log_stats_interval, worker.plan.device)
             self.logging = asyncio.create_task(self.stats_log.run())
         state.ready = ready
-        self._announce()
+        if restarted:
+            logger.info("the engine is ready again")
+        else:
+            logger.info("%s", plan_table(worker))
+            self._announce()
 
     def _announce(self) -> None:
         where = self.config.server.uds or "http://{}:{}".format(*self.listener.getsockname()[:2])

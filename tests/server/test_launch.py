@@ -263,6 +263,24 @@ def test_a_model_of_the_hub(model_folder, tmp_path, monkeypatch):
         assert server.http.post(CHAT, json={"model": "org/model", "messages": HELLO, "max_tokens": 1}).json()["model"] == "org/model"
 
 
+def test_a_signal_during_a_download(model_folder, tmp_path):
+    """The library's threads cannot be stopped: the process ends without them."""
+    download = """
+from concurrent.futures import ThreadPoolExecutor
+from server import hub
+import time
+def resolve(model, progress, **options):
+    progress("downloading", 0.25)
+    ThreadPoolExecutor().submit(time.sleep, 60).result()
+hub.resolve = resolve
+"""
+    with server_process("org/model", tmp_path, script=download + SCRIPT) as server:
+        poll(lambda: server.status("/live") == 200)
+        poll(lambda: server.http.get("/ready").json() == {"status": "loading", "phase": "downloading", "percent": 25})
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait(5) == 0
+
+
 def test_idle_costs_next_to_nothing(model_folder, tmp_path):
     with server_process(model_folder, tmp_path) as server:
         server.wait_ready()
