@@ -59,7 +59,8 @@ class Worker:
         progress("allocating KV cache", 0.0)
         plan, num_blocks, choices = memory.plan_memory(config, spec, limits, device=platform.name, total=total, available=available, weights=weights, activations=activations)
         num_blocks = self._agree(num_blocks, platform)
-        plan = msgspec.structs.replace(plan, kv_cache=num_blocks * plan.bytes_per_block)
+        kv_bytes = num_blocks * plan.bytes_per_block
+        plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
         ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices)
         self.runner = _make_runner(model, spec, platform, limits, num_blocks, ready.max_model_len)
         if platform.has_graphs and not config.device.enforce_eager and self.runner.backend.graph_safe:

@@ -1,0 +1,204 @@
+"""The memory plan in numbers, its errors in words, and what a machine says it has."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from configs.config import Config
+from configs.hf_config import kv_bytes_per_token, num_parameters, read_model_spec
+from worker import host, memory
+from worker.platform import CpuPlatform, get_platform
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint):
+    return checkpoint("qwen3")
+
+
+def _plan(folder, *, total=8 * GIB, available=4 * GIB, weights=GIB, activations=GIB // 2, device="cpu", **settings):
+    config = Config.from_flat(model=folder, device="cpu", **settings)
+    spec = read_model_spec(folder)
+    limits = memory.resolve_limits(config, spec, CpuPlatform())
+    plan, num_blocks, choices = memory.plan_memory(config, spec, limits, device=device, total=total, available=available, weights=weights, activations=activations)
+    return memory.report(spec, CpuPlatform(), limits, plan, num_blocks, choices)
+
+
+def _choices(ready):
+    return {name: (value, reason) for name, value, reason in ready.choices}
+
+
+def test_the_fraction_is_of_what_is_free_and_holds_everything(folder):
+    ready = _plan(folder, gpu_memory_utilization=0.5, max_num_seqs=10**6)
+    plan = ready.plan
+    assert plan.bytes_per_block == kv_bytes_per_token(read_model_spec(folder), 4) * ready.block_size
+    assert plan.kv_cache == ready.num_blocks * plan.bytes_per_block
+    assert 0 <= 2 * GIB - GIB - GIB // 2 - plan.kv_cache < plan.bytes_per_block  # half of 4 GiB, less weights and activations
+    assert plan.weights + plan.activations + plan.kv_cache + plan.reserve == plan.available
+    assert "gpu_memory_utilization 0.5" in _choices(ready)["KV cache"][1]
+
+
+def test_on_a_gpu_the_fraction_is_of_all_of_it_but_never_more_than_is_free(folder):
+    big = {"max_num_seqs": 10**6, "gpu_memory_utilization": 0.5}
+    assert _plan(folder, device="cuda:0", **big).plan.kv_cache == pytest.approx(4 * GIB - 1.5 * GIB, abs=1 << 20)
+    assert _plan(folder, device="cuda:0", available=3 * GIB, **big).plan.kv_cache == pytest.approx(1.5 * GIB, abs=1 << 20)
+
+
+def test_no_more_than_full_length_requests_can_fill(folder):
+    ready = _plan(folder, max_num_seqs=2, max_model_len="1000", block_size=16)
+    assert ready.num_blocks == 2 * 63 + 1
+    assert "2 requests of 1000 tokens" in _choices(ready)["KV cache"][1]
+
+
+def test_bytes_and_blocks_as_asked(folder):
+    per_block = kv_bytes_per_token(read_model_spec(folder), 4) * 16
+    assert _plan(folder, kv_cache_memory_bytes=per_block * 50 + 3, block_size=16).num_blocks == 50
+    assert _plan(folder, num_gpu_blocks_override=77).num_blocks == 77
+
+
+def test_the_context_is_the_models_or_what_fits(folder):
+    assert _plan(folder).max_model_len == 2048 and _choices(_plan(folder))["max_model_len"] == ("2048", "what the model allows")
+    small = _plan(folder, num_gpu_blocks_override=11, block_size=16)
+    assert small.max_model_len == 160 and "the model allows 2048" in _choices(small)["max_model_len"][1]
+    asked = _plan(folder, max_model_len="300")
+    assert asked.max_model_len == 300 and "max_model_len" not in _choices(asked)
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"max_model_len": "2049"}, "--max-model-len 2049 is more than this model's 2048 tokens: set it to at most 2048"),
+    ({"max_model_len": "many"}, "--max-model-len 'many'"),
+    ({"max_model_len": "0"}, "--max-model-len '0'"),
+    ({"max_model_len": "400", "num_gpu_blocks_override": 11, "block_size": 16}, "set --max-model-len to at most 160"),
+    ({"kv_cache_memory_bytes": 3 * GIB}, f"set it to at most {4 * GIB - GIB - GIB // 2}"),
+    ({"gpu_memory_utilization": 0.3}, "no room for a KV cache: 4.00 GiB are available"),
+    ({"attention_backend": "flash_attn_3"}, "flash_attn_3: needs a GPU"),
+    ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is not supported yet"),
+])
+def test_errors_say_what_to_change(folder, settings, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        _plan(folder, **settings)
+
+
+def test_the_advice_of_an_error_works(folder):
+    with pytest.raises(ValueError) as caught:
+        _plan(folder, max_model_len="400", num_gpu_blocks_override=11, block_size=16)
+    at_least = int(re.search(r"--kv-cache-memory-bytes (\d+)", str(caught.value))[1])
+    assert _plan(folder, max_model_len="400", kv_cache_memory_bytes=at_least, block_size=16).max_model_len == 400
+    assert _plan(folder, max_model_len="160", num_gpu_blocks_override=11, block_size=16).max_model_len == 160
+
+
+def test_tensor_parallel_ranks_hold_their_share(folder):
+    spec = read_model_spec(folder)
+    config = Config.from_flat(model=folder, device="cpu", tensor_parallel_size=2, block_size=16)
+    limits = memory.resolve_limits(config, spec, CpuPlatform())
+    assert memory.bytes_per_block(config, spec, limits) == kv_bytes_per_token(spec, 4) * 16 // 2
+    assert limits.max_num_seqs == 256 and limits.max_num_batched_tokens == 4096
+
+
+def test_estimates_grow_with_what_they_depend_on(folder):
+    spec = read_model_spec(folder)
+    config = Config.from_flat(model=folder, device="cpu")
+    limits = memory.resolve_limits(config, spec, CpuPlatform())
+    base = memory.estimate_activations(spec, limits, 1)
+    for change in ({"max_num_batched_tokens": 10**5}, {"max_num_seqs": 10**5}, {"max_model_len": 10**6}):
+        assert memory.estimate_activations(spec, replace(limits, **change), 1) > base
+    assert memory.estimate_weights(spec, torch.bfloat16, 1) == 2 * num_parameters(spec)
+
+
+def test_preview_needs_no_weights(tmp_path, folder):
+    shutil.copy(f"{folder}/config.json", tmp_path)  # nothing else
+    ready = memory.preview(Config.from_flat(model=str(tmp_path), device="cpu", max_num_seqs=3))
+    assert (ready.num_blocks - 1) * ready.block_size == 3 * 2048 and ready.plan.device == "cpu"
+    assert ready.plan.weights == 4 * num_parameters(read_model_spec(folder))
+    assert {"dtype", "attention_backend", "max_num_batched_tokens", "max_model_len"} <= _choices(ready).keys()
+
+
+def test_importing_the_plan_does_not_import_transformers():
+    code = "import sys, worker.memory, worker.worker; print('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+# ---- the platform
+
+
+@pytest.mark.parametrize("asked, model, dtype", [("auto", "bfloat16", "bfloat16"), ("auto", "float32", "float32"), ("float32", "bfloat16", "float32"), ("auto", "float16", "bfloat16"),
+                                                 ("float16", "float32", "bfloat16")])
+def test_dtypes_on_cpu(asked, model, dtype):
+    got, reason = CpuPlatform().resolve_dtype(asked, model)
+    assert got == getattr(torch, dtype)
+    assert ("float16 is slow" in reason) == ("float16" in (asked, model) and dtype == "bfloat16")
+
+
+def test_unknown_devices_and_dtypes():
+    with pytest.raises(ValueError, match="--dtype to one of auto, float32, bfloat16, float16"):
+        CpuPlatform().resolve_dtype("int4", "float32")
+    with pytest.raises(ValueError, match="--device 'tpu' is not supported"):
+        get_platform("tpu")
+    if not torch.cuda.is_available():
+        assert get_platform("auto").name == "cpu"
+        with pytest.raises(ValueError, match="torch sees no CUDA device"):
+            get_platform("cuda")
+
+
+# ---- the machine
+
+
+def _machine(root, *, self_cgroup, files, available_kib=8_000_000, total_kib=16_000_000):
+    proc, cgroup = root / "proc", root / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text(self_cgroup)
+    (proc / "meminfo").write_text(f"MemTotal: {total_kib} kB\nMemFree: 1 kB\nMemAvailable: {available_kib} kB\nHugePages_Total: 0\n")
+    for name, text in files.items():
+        path = cgroup / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return proc, cgroup
+
+
+def test_memory_of_a_machine_without_limits(tmp_path):
+    assert host.memory(*_machine(tmp_path, self_cgroup="0::/\n", files={})) == (16_000_000 * 1024, 8_000_000 * 1024)
+
+
+def test_memory_limited_by_cgroup_v2_of_a_parent(tmp_path):
+    files = {"a/b/memory.max": "max", "a/b/memory.current": "5", "a/memory.max": str(2 * GIB), "a/memory.current": str(GIB), "a/memory.stat": f"anon 5\ninactive_file {GIB // 2}"}
+    assert host.memory(*_machine(tmp_path, self_cgroup="0::/a/b\n", files=files)) == (2 * GIB, 2 * GIB - GIB // 2)
+
+
+def test_memory_limited_by_cgroup_v1(tmp_path):
+    files = {"memory/x/memory.limit_in_bytes": str(GIB), "memory/x/memory.usage_in_bytes": "1000", "memory/memory.limit_in_bytes": "9223372036854771712",
+             "memory/memory.usage_in_bytes": "5000"}
+    proc, cgroup = _machine(tmp_path, self_cgroup="4:memory:/x\n3:cpu,cpuacct:/x\n0::/\n", files=files)
+    assert host.memory(proc, cgroup) == (GIB, GIB - 1000)
+
+
+def test_memory_in_a_container_whose_group_is_not_mounted(tmp_path):
+    files = {"memory.max": str(GIB), "memory.current": "1000"}
+    assert host.memory(*_machine(tmp_path, self_cgroup="0::/docker/abc\n", files=files)) == (GIB, GIB - 1000)
+
+
+def test_cores_are_physical_and_within_the_quota(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2, 3, 4, 5})
+    cpus = tmp_path / "cpus"
+    for cpu in range(6):
+        (cpus / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{cpu % 3},{cpu % 3 + 3}\n")
+    proc, cgroup = _machine(tmp_path, self_cgroup="0::/a\n", files={"a/cpu.max": "max 100000"})
+    assert host.num_cores(proc, cgroup, cpus) == 3
+    (cgroup / "a" / "cpu.max").write_text("250000 100000")
+    assert host.num_cores(proc, cgroup, cpus) == 2
+    (cgroup / "a" / "cpu.max").write_text("50000 100000")
+    assert host.num_cores(proc, cgroup, cpus) == 1
+    assert host.num_cores(tmp_path / "none", tmp_path / "none", tmp_path / "none") == 6
+
+
+def test_this_machine():
+    total, available = host.memory()
+    assert 0 < available <= total and host.num_cores() >= 1

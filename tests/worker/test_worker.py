@@ -1,0 +1,122 @@
+"""A worker from configuration to tokens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+
+import pytest
+import torch
+
+from configs.config import Config
+from tests.checkpoints import TOKENIZER_SIZE, greedy, load_reference
+from tests.worker.steps import Script
+from worker import kv_cache
+from worker.messages import SamplingParams
+from worker.worker import Worker
+
+PROMPT = torch.randint(4, TOKENIZER_SIZE, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def _worker(folder, **settings) -> Worker:
+    return Worker(Config.from_flat(**{"model": folder, "device": "cpu", "max_num_seqs": 4, "max_model_len": "256", "num_threads": 1, **settings}))
+
+
+def test_initialize_reports_phases_and_what_it_found(checkpoint):
+    phases, worker = [], _worker(checkpoint("qwen3"))
+    ready = worker.initialize(lambda phase, fraction: phases.append((phase, fraction)))
+    assert list(dict.fromkeys(phase for phase, _ in phases)) == ["loading weights", "profiling memory", "allocating KV cache"]
+    for phase in {phase for phase, _ in phases}:
+        fractions = [fraction for name, fraction in phases if name == phase]
+        assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
+    assert (ready.max_model_len, ready.max_num_seqs, ready.vocab_size, ready.default_depth) == (256, 4, 512, 1)
+    assert ready.num_blocks == 4 * -(-256 // ready.block_size) + 1
+    assert ready.plan.weights >= sum(parameter.nbytes for parameter in worker.runner.model.parameters())
+    assert {"dtype", "num_threads", "attention_backend", "block_size"} <= {name for name, _, _ in ready.choices}
+    layers = kv_cache.attention_layers(worker.runner.model)
+    assert [layer.layer_index for layer in layers] == [0, 1, 2]
+    assert all(layer.k_cache.shape == layer.v_cache.shape == (ready.num_blocks, ready.block_size, 2, 32) for layer in layers)
+    assert all(layer.k_cache[0].count_nonzero() == 0 and layer.v_cache[0].count_nonzero() == 0 for layer in layers)
+    assert sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in layers) == ready.plan.kv_cache
+    worker.shutdown()
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_execute(checkpoint, dtype):
+    folder = checkpoint("llama3")
+    worker = _worker(folder, dtype=dtype)
+    ready = worker.initialize(lambda phase, fraction: None)
+    script = Script(ready.block_size)
+    script.add(1, PROMPT)
+    for scheduled in ({1: 13}, {1: 7}, {1: 1}, {1: 1}):
+        step = script.step(scheduled)
+        script.receive(step, worker.execute(step).result())
+    tokens, _, margins = greedy(load_reference(folder, dtype), PROMPT, 3)
+    # Rounding to bfloat16 moves these logits by up to about 0.2, in transformers too.
+    sure = next((i for i, margin in enumerate(margins) if dtype == "bfloat16" and margin < 0.3), 3)
+    assert script.rows[1].outputs[:sure] == tokens[:sure] and len(script.rows[1].outputs) == 3
+    worker.shutdown()
+
+
+def test_dummy_weights_need_only_a_configuration(checkpoint, tmp_path):
+    shutil.copy(f"{checkpoint('qwen2')}/config.json", tmp_path)
+    worker = _worker(str(tmp_path), load_format="dummy")
+    ready = worker.initialize(lambda phase, fraction: None)
+    script = Script(ready.block_size)
+    script.add(0, PROMPT, SamplingParams(seed=3))
+    step = script.step({0: 20})
+    assert 0 <= worker.execute(step).result().token_ids[0][0] < 512
+    worker.shutdown()
+
+
+def test_user_errors_come_before_loading(checkpoint):
+    for settings, words in (({"max_model_len": "99999"}, "set it to at most 2048"), ({"attention_backend": "none"}, "--attention-backend 'none' does not exist")):
+        with pytest.raises(ValueError, match=words):
+            _worker(checkpoint("qwen3"), **settings).initialize(lambda phase, fraction: pytest.fail("started to load"))
+
+
+def _two_rank_config(folder: str) -> Config:
+    return Config.from_flat(model=folder, device="cpu", max_num_seqs=4, max_model_len="256", num_threads=1, tensor_parallel_size=2)
+
+
+def _serve_rank_1(folder: str, init_method: str, steps, outputs) -> None:
+    worker = Worker(_two_rank_config(folder), 1, 2, init_method)
+    ready = worker.initialize(lambda phase, fraction: None)
+    outputs.put((ready.num_blocks, ready.block_size))
+    while (step := steps.get()) is not None:
+        outputs.put(worker.execute(step).result().token_ids)
+    worker.shutdown()
+
+
+def test_two_ranks_sample_the_same_tokens_as_one(checkpoint, tmp_path):
+    folder, init_method = checkpoint("qwen3"), f"file://{tmp_path}/rendezvous"
+    context = multiprocessing.get_context("spawn")
+    steps, outputs = context.Queue(), context.Queue()
+    other = context.Process(target=_serve_rank_1, args=(folder, init_method, steps, outputs), daemon=True)
+    other.start()
+    worker = Worker(_two_rank_config(folder), 0, 2, init_method)
+    ready = worker.initialize(lambda phase, fraction: None)
+    assert outputs.get(timeout=60) == (ready.num_blocks, ready.block_size)
+    alone = _worker(folder, block_size=ready.block_size)
+    try:
+        script = Script(ready.block_size)
+        script.add(0, PROMPT)
+        script.add(3, PROMPT[:7], SamplingParams(temperature=0.8, top_p=0.9, seed=5))
+        sent = []
+        for scheduled in ({0: 13, 3: 7}, {0: 7, 3: 1}, {0: 1, 3: 1}):
+            sent.append(script.step(scheduled))
+            steps.put(sent[-1])
+            output = worker.execute(sent[-1]).result()
+            assert outputs.get(timeout=60) == output.token_ids
+            script.receive(sent[-1], output)
+        steps.put(None)
+        other.join(60)
+        assert other.exitcode == 0
+    finally:
+        other.kill()
+        worker.shutdown()
+    alone.initialize(lambda phase, fraction: None)
+    results = [alone.execute(step).result().token_ids for step in sent]
+    assert [token for step in results for token in step[-1]] == script.rows[3].outputs and [results[1][0], results[2][0]] == [[t] for t in script.rows[0].outputs]
+    alone.shutdown()
