@@ -32,6 +32,7 @@ def plan(config: Config) -> str:
     folder = hub.resolve(options.model, revision=options.revision, download_dir=options.download_dir, tokenizer_only=True)
     config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
     # by name: the server's processes never import the worker, but this one only asks it and ends
+    importlib.import_module("worker.loader").check_model(config, files=hub.local_folder(options.model) is not None)
     ready = importlib.import_module("worker.memory").preview(config)
     tokenizer_folder = folder if options.tokenizer is None else hub.resolve(options.tokenizer, download_dir=options.download_dir, tokenizer_only=True)
     tokenizer = Tokenizer.load(tokenizer_folder, chat_template=config.server.chat_template, trust_remote_code=options.trust_remote_code)

@@ -17,9 +17,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from configs.hf_config import ModelSpec
+from configs.config import Config
+from configs.hf_config import ModelSpec, read_model_spec
 from worker.layers.linear import Part
+from worker.models import build_model
 from worker.models.decoder import CausalLM
+from worker.parallel import Group, use_groups
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints carry these tables
@@ -57,6 +60,17 @@ def load_weights(model: CausalLM, spec: ModelSpec, folder: str, load_format: str
         _fill_all(placements, fill, progress)
     with torch.inference_mode():  # the files are closed: repacking need not share the memory with their pages
         model.finalize()
+
+
+def check_model(config: Config, *, files: bool = True) -> None:
+    """Raise the ValueError that building the model and, with `files`, loading its weights would raise, from the shapes alone: nothing is allocated or read."""
+    spec, group = read_model_spec(config.model.model), Group()
+    group.size = config.parallel.tensor_parallel_size
+    with use_groups(tp=group):
+        model = build_model(spec, torch.float32, torch.device("meta"))
+    if files and config.model.load_format != "dummy":
+        with Checkpoint(config.model.model) as checkpoint:
+            checkpoint.check(list(_placements(model)), model, spec)
 
 
 def _placements(model: torch.nn.Module) -> Iterable[Placement]:

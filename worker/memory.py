@@ -122,11 +122,12 @@ def preview(config: Config) -> WorkerReady:
     platform = get_platform(config.device.device)
     spec = read_model_spec(config.model.model)
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    started = platform.start(config.device.num_threads, tp * pp)
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(tp * pp)
     plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,
                                             weights=estimate_weights(spec, limits.dtype, tp * pp), activations=estimate_activations(spec, limits, tp))
-    return report(spec, platform, limits, plan, num_blocks, choices)
+    return report(spec, platform, limits, plan, num_blocks, started + choices)
 
 
 def report(spec: ModelSpec, platform: Platform, limits: Limits, plan: MemoryPlan, num_blocks: int, choices: list[Choice]) -> WorkerReady:

@@ -1,0 +1,72 @@
+"""`quire check` says what `quire serve` would plan, and refuses what it would refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from configs import cli
+from server.plan_table import plan_table
+from tests.in_process import InProcessEngine
+from tests.server.light_model import write_light_model
+
+KV_BYTES = 16 * 2**20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_light_model(tmp_path_factory.mktemp("light"))
+
+
+def check(*arguments: str) -> int:
+    return cli.main(["check", *arguments, "--device", "cpu", "--log-level", "error"])
+
+
+def test_it_plans_what_the_worker_then_does(folder, capsys):
+    assert check(folder, "--load-format", "dummy", "--kv-cache-memory-bytes", str(KV_BYTES), "--max-num-seqs", "5") == 0
+    planned = capsys.readouterr().out
+    engine = InProcessEngine(folder, load_format="dummy", kv_cache_memory_bytes=KV_BYTES, max_num_seqs=5)
+    lines = plan_table(engine.ready).splitlines()
+    engine.close()
+    measured = ("memory of", "  weights", "  activations", "  reserve")  # estimated here, or what is free this moment
+    for line in lines:
+        assert line.startswith(measured) or line in planned.splitlines()
+    assert "chat template: yes" in planned and "default sampling parameters: OpenAI's" in planned
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ([], "no model.safetensors or model.safetensors.index.json"),
+    (["--load-format", "dummy", "--max-model-len", "4096"], "--max-model-len 4096 is more than this model's 2048 tokens: set it to at most 2048, or auto"),
+    (["--load-format", "dummy", "--max-model-len", "2048", "--kv-cache-memory-bytes", "1M"], "set --max-model-len to at most 656 (or auto), or give the KV cache more with --kv-cache-memory-bytes 3170304"),
+    (["--load-format", "dummy", "--tensor-parallel-size", "3"], "tensor_parallel_size 3"),
+    (["--load-format", "dummy", "--chat-template", "/nowhere.jinja"], "chat_template: there is no file /nowhere.jinja"),
+    (["--load-format", "dummy", "--generation-config", "/nowhere"], "generation_config: cannot read /nowhere"),
+    (["--load-format", "dummy", "--attention-backend", "flash"], "--attention-backend 'flash' does not exist"),
+])
+def test_it_refuses_with_the_number_to_change(folder, arguments, message, capsys):
+    assert check(folder, *arguments) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.out == "" and printed.err.startswith("quire check: error: ")
+
+
+@pytest.mark.parametrize("advice", [["--max-model-len", "656", "--kv-cache-memory-bytes", "1M"], ["--max-model-len", "2048", "--kv-cache-memory-bytes", "3170304"]])
+def test_its_advice_works(folder, advice, capsys):
+    assert check(folder, "--load-format", "dummy", *advice) == 0
+    assert f"requests of the full length of {advice[1]}" in capsys.readouterr().out
+
+
+def test_it_reads_the_headers_of_the_weights(checkpoint, folder, tmp_path, capsys):
+    assert check(checkpoint("qwen3"), "--kv-cache-memory-bytes", str(KV_BYTES)) == 0
+    shutil.copytree(checkpoint("qwen3"), tmp_path / "wrong")
+    config = json.loads(Path(tmp_path / "wrong" / "config.json").read_text())
+    Path(tmp_path / "wrong" / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    assert check(str(tmp_path / "wrong")) == 1
+    assert "mlp.gate_proj.weight is [160, 64], expected [96, 64]" in capsys.readouterr().err
+
+
+def test_unknown_architectures_are_listed(tmp_path, capsys):
+    assert check(write_light_model(tmp_path, architectures=["GPT2LMHeadModel"], model_type="gpt2")) == 1
+    assert "GPT2LMHeadModel" in (shown := capsys.readouterr().err) and "Qwen3ForCausalLM" in shown
