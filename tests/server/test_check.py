@@ -55,7 +55,7 @@ def test_it_refuses_with_the_number_to_change(folder, arguments, message, capsys
 @pytest.mark.parametrize("advice", [["--max-model-len", "656", "--kv-cache-memory-bytes", "1M"], ["--max-model-len", "2048", "--kv-cache-memory-bytes", "3170304"]])
 def test_its_advice_works(folder, advice, capsys):
     assert check(folder, "--load-format", "dummy", *advice) == 0
-    assert f"the full length of {advice[1]}" in capsys.readouterr().out
+    assert f"the full length of {int(advice[1]):,}" in capsys.readouterr().out
 
 
 def test_it_reads_the_headers_of_the_weights(checkpoint, folder, tmp_path, capsys):
