@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from configs.options import Option, all_options, suggestion
-from configs.sources import EMBEDDED_MODEL, Settings, describe, resolve
+from configs.sources import EMBEDDED_MODEL, Settings, describe, embedded_model, resolve
 
 SECTIONS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "parallel": "Parallelism", "device": "Device", "server": "HTTP server"}
 EPILOG = ("Every flag is also a YAML key for --config (max_model_len: 4096) and an environment variable (QUIRE_MAX_MODEL_LEN=4096). "
@@ -132,12 +132,10 @@ def _refuse_swallowed_model(parser: argparse.ArgumentParser, given: dict[str, An
 
 
 def _use_embedded_model(parser: argparse.ArgumentParser, settings: Settings, need_model: bool) -> None:
-    if (EMBEDDED_MODEL / "model.safetensors").is_file():
-        settings.values["model"] = str(EMBEDDED_MODEL)
-        settings.sources["model"] = "default (comes with quire)"
-        if "served_model_name" not in settings.values:
-            settings.values["served_model_name"] = [EMBEDDED_MODEL.name]
-            settings.sources["served_model_name"] = "default (comes with quire)"
+    if (folder := embedded_model()) is not None:
+        for name, value in {"model": folder, "served_model_name": [EMBEDDED_MODEL.name]}.items():
+            if name not in settings.values:
+                settings.values[name], settings.sources[name] = value, "default (comes with quire)"
     elif need_model:
         parser.error("name a model: a Hugging Face folder or a Hub id, as in `quire serve Qwen/Qwen3-0.6B`")
 

@@ -105,6 +105,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def embedded_model() -> str | None:
+    """The folder of the small model that comes with quire, if this copy of quire has it."""
+    return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model.safetensors").is_file() else None
+
+
 def describe(settings: Settings) -> str:
     """Every setting with its value and source, as YAML that `--config` takes back (secrets are left out, in a comment)."""
     lines, section = [], None

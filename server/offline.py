@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from configs.config import Config
 from configs.options import all_options, config_from
+from configs.sources import embedded_model
 from server import deltas, intake
 from server.chat import prompt_ids as chat_prompt_ids
 from server.completions import prompt_ids
@@ -110,7 +111,7 @@ class RequestOutput:
 class LLM:
     """An engine for one model. `settings` are the names of `configs/config.py`: `LLM("Qwen/Qwen3-0.6B", max_model_len=4096, dtype="bfloat16")`.
 
-    Blocks until the engine is ready. Raises ValueError for a wrong setting or model, RuntimeError when the engine cannot start.
+    Without `model`, the small one that comes with quire. Blocks until the engine is ready. Raises ValueError for a wrong setting or model, RuntimeError when the engine cannot start.
     Close it, use it as a context manager, or leave it to the end of the program.
     """
 
@@ -270,6 +271,9 @@ def offline_config(model: str, settings: dict[str, Any]) -> Config:
         option = all_options().get(name)
         if option is not None and option.section == "server" and name not in SERVER_SETTINGS:
             raise ValueError(f"{name} is a setting of the HTTP server; LLM has none")
+    model = model or embedded_model() or ""
+    if not model:
+        raise ValueError("model: name a Hugging Face folder or a Hub id; no model comes with this copy of quire")
     return config_from({**settings, "model": model, "trust_request_chat_template": True})  # the caller of chat() is no stranger
 
 

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs import cli, collect_env
+from configs import cli, collect_env, sources
 from configs.options import all_options, config_from, parse_count
 from configs.sources import PRESETS
 
@@ -142,7 +142,7 @@ def test_unknown_and_wrong_variables_are_named(refused, monkeypatch):
 
 
 def test_no_model_is_an_error_until_one_comes_with_quire(served, refused, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "EMBEDDED_MODEL", tmp_path / "quire-tiny")
+    monkeypatch.setattr(sources, "EMBEDDED_MODEL", tmp_path / "quire-tiny")
     assert "name a model" in refused()
     (tmp_path / "quire-tiny").mkdir()
     (tmp_path / "quire-tiny" / "model.safetensors").write_bytes(b"")

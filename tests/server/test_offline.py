@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from configs import sources
 from engine.executor.fake import expected_tokens
 from engine.messages import SamplingParams as EngineParams
 from server.offline import LLM, SamplingParams, offline_config
@@ -142,6 +143,14 @@ def test_settings_are_checked():
             offline_config("m", wrong)
     with pytest.raises(ValueError, match="there is no folder /nowhere"):
         LLM("/nowhere")
+
+
+def test_without_a_model_it_is_the_embedded_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(sources, "EMBEDDED_MODEL", tmp_path)
+    with pytest.raises(ValueError, match="no model comes with"):
+        offline_config("", {})
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert offline_config("", {}).model.model == str(tmp_path)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
