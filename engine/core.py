@@ -37,7 +37,7 @@ from engine.messages import (
     StepOutputs,
     ToEngine,
 )
-from engine.process import on_eof, set_name, start_logging
+from engine.process import dump_stacks_on, on_eof, set_name, start_logging
 from engine.scheduler import Outputs, Scheduler, Step
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,10 @@ class EngineCore:
         self.broadcast(EngineDead(reason))
 
     def kill(self) -> None:
-        """End this process and its workers at once, from any thread."""
+        """End this process, and all that it started, at once, from any thread: the parent is gone, and cannot tidy up either."""
+        self.socket.unlink()
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         if self.executor:
             self.executor.kill()
         os._exit(1)
@@ -244,6 +247,7 @@ def main() -> None:
     """Run the engine process. Does not return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides what it means
     signal.signal(signal.SIGTERM, _terminate)
+    dump_stacks_on(signal.SIGUSR2)
     set_name("quire-engine")
     socket = ServerSocket(sys.argv[1])
     config = read_config(sys.stdin.fileno())
@@ -258,6 +262,8 @@ def main() -> None:
         exit_code = 0
     except Exception as error:
         core.die(error)
+        if core.executor:
+            core.executor.kill()  # a rank may wait for one that is dead
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         socket.close()

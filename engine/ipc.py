@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 
 import msgspec
 import zmq
@@ -19,6 +21,7 @@ class ServerSocket:
     """
 
     def __init__(self, address: str):
+        self._path = address.removeprefix("ipc://")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a server that is gone fails instead of being dropped
@@ -61,6 +64,12 @@ class ServerSocket:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             return False
+
+    def unlink(self) -> None:
+        """Remove the socket's file, and the folder that was made for it, without closing the socket. Callable from any thread."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+            os.rmdir(os.path.dirname(self._path))
 
     def close(self, linger: float = 1.0) -> None:
         """Close, giving queued messages up to `linger` seconds to leave."""

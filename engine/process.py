@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -24,6 +25,11 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends. Linux only: elsewhere EOF on the pipe does it, between steps."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def dump_stacks_on(number: signal.Signals) -> None:
+    """Have that signal write the stacks of all threads to stderr: also of a thread that hangs in compiled code and never returns to Python."""
+    faulthandler.register(number, all_threads=True, chain=False)
 
 
 def start_logging(level: str, name: str) -> None:

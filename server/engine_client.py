@@ -136,6 +136,7 @@ class EngineClient:
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.dead: str | None = None
+        self.num_messages = 0  # received, from all engines
         self._on_stats = on_stats
         self._on_progress = on_progress
         self._open: dict[str, _Open] = {}  # in order of arrival
@@ -299,6 +300,7 @@ class EngineClient:
                 except zmq.Again:
                     more = False
                     return
+                self.num_messages += 1
                 self._receive(self._decode(frame))
         finally:
             if more and self._socket is not None:

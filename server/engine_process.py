@@ -60,6 +60,11 @@ class EngineProcess:
         self.kill()
         return self._process.wait()
 
+    def dump_stacks(self) -> None:
+        """Have it and its workers write their stacks to the log, even those that hang in compiled code. For one that is about to be killed."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGUSR2)
+
     def kill(self) -> None:
         """End it and whatever is left of its workers at once."""
         if self._killed:

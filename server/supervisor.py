@@ -18,10 +18,11 @@ logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 DEATH_WINDOW = 60.0  # seconds
+STACKS_TIMEOUT = 1.0  # seconds that a hung engine gets to write its stacks
 
 
 class EngineFailed(Exception):
-    """The engine died at its first start, or MAX_DEATHS times within DEATH_WINDOW."""
+    """The engine died at its first start, MAX_DEATHS times within DEATH_WINDOW, or MAX_DEATHS times in a row before it was ready."""
 
 
 class Supervisor:
@@ -33,24 +34,36 @@ class Supervisor:
         self.on_ready, self.on_death = on_ready, on_death
         self.deaths: list[float] = []
         self.was_ready = False
+        self.num_failed_starts = 0  # in a row
+        self.hung: str | None = None  # why the present engine is being killed
 
     async def run(self) -> None:
         """Watch over engine after engine until cancelled. Raises EngineFailed."""
         while True:
             ended = in_thread(self.engine.wait)
             await self._serve(ended)
-            reason = self.client.dead or _describe(ended.result())
+            reason = self.hung or self.client.dead or _describe(ended.result())
             self.client.on_dead(reason)
             self.on_death()
             self.engine.kill()  # its workers, if any outlived it
             self._judge(reason)
             logger.error("the engine died (%s); starting a new one, which takes over the open requests", reason)
+            self.hung = None
             self.engine = EngineProcess(self.config)
             self.engine.start()
 
     async def _serve(self, ended: asyncio.Future[int]) -> None:
         """From connecting to the engine's death."""
         await self.client.connect(self.engine.address)
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            await self._until_ready(ended)
+            await asyncio.wait({ended})
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _until_ready(self, ended: asyncio.Future[int]) -> None:
         ready = asyncio.ensure_future(self.client.wait_ready())
         try:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -58,17 +71,44 @@ class Supervisor:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
         if not ready.cancelled() and ready.exception() is None:
-            self.was_ready = True
+            self.was_ready, self.num_failed_starts = True, 0
             self.on_ready()
-        await asyncio.wait({ended})
+
+    async def _watch(self) -> None:
+        """Kill an engine that has something to do and says nothing for `step_timeout` seconds: it speaks after every step, or 4 times a second.
+
+        The silence is counted in ticks of this loop, so that time in which we could not listen does not count.
+        """
+        timeout, num_messages, silence = self.config.server.step_timeout, -1, 0.0
+        if not timeout:
+            return
+        tick = timeout / 20
+        while silence < timeout:
+            await asyncio.sleep(tick)
+            silent = self.client.num_messages == num_messages and self._is_busy()
+            num_messages, silence = self.client.num_messages, silence + tick if silent else 0.0
+        self.hung = f"it hung: no step ended for --step-timeout {timeout:g} seconds"
+        logger.error("the engine is to be killed, %s; the stacks of its threads:", self.hung)
+        self.engine.dump_stacks()
+        await asyncio.sleep(STACKS_TIMEOUT)
+        self.engine.kill()
+
+    def _is_busy(self) -> bool:
+        """Whether the engine should be running steps. Loading has no limit: a disk may be arbitrarily slow."""
+        if self.client.ready is None:
+            return self.client.progress is not None and self.client.progress.phase == "warming up"
+        return self.client.num_open > 0
 
     def _judge(self, reason: str) -> None:
         now = time.monotonic()
+        self.num_failed_starts += 1  # unless it was ready, which set this to 0
         self.deaths = [death for death in self.deaths if now - death < DEATH_WINDOW] + [now]
         if not self.was_ready:
             raise EngineFailed(reason)
         if len(self.deaths) >= MAX_DEATHS:
             raise EngineFailed(f"{reason}; it died {len(self.deaths)} times within {DEATH_WINDOW:.0f} seconds")
+        if self.num_failed_starts > MAX_DEATHS:
+            raise EngineFailed(f"{reason}; it could not be started again {MAX_DEATHS} times in a row")
 
 
 def _describe(code: int) -> str:

@@ -65,6 +65,7 @@ class FakeOptions:
     eos_chance: float = 0.0
     step_delay: float = 0.0  # seconds on the pretended device; steps in flight queue up there
     load_delay: float = 0.0  # seconds that loading takes
+    hang_at_step: float = 0.0  # never end this step
     fail_at_step: float = 0.0  # raise in the result of this step (the engine's first request takes steps 1 and 2)
 
     @classmethod
@@ -92,10 +93,13 @@ class _Result:
     output: StepOutput
     ready_at: float
     fails: bool
+    hangs: bool
 
     def result(self) -> StepOutput:
         if self.fails:
             raise RuntimeError(f"step {self.output.step} was to fail")
+        if self.hangs:
+            time.sleep(1e9)
         if (delay := self.ready_at - time.monotonic()) > 0:
             time.sleep(delay)
         return self.output
@@ -142,7 +146,7 @@ class FakeExecutor(Executor):
             self._write_and_check(step, batch)
         output = StepOutput(step.step, *self._sample(step, batch), self._prompt_logprobs(step, batch))
         self._free_at = max(self._free_at, time.monotonic()) + self.options.step_delay
-        return _Result(output, self._free_at if self.options.step_delay else 0.0, step.step == self.options.fail_at_step)
+        return _Result(output, self._free_at if self.options.step_delay else 0.0, step.step == self.options.fail_at_step, step.step == self.options.hang_at_step)
 
     def _enter(self, new: NewRequest) -> _Row:
         row = _Row(new.sampling, new.num_prompt_tokens, [], [], list(new.block_ids))

@@ -23,7 +23,7 @@ import msgspec
 
 from configs.config import Config
 from engine.executor.base import Executor, Pending, ReportProgress
-from engine.process import die_with_parent, set_name, start_logging
+from engine.process import die_with_parent, dump_stacks_on, set_name, start_logging
 from worker.messages import StepInput, StepOutput, WorkerReady
 
 STEP, CALL = b"S", b"C"  # to a worker
@@ -163,6 +163,7 @@ def worker_main(worker_class: str, config: Config, rank: int, world_size: int, i
     """The process of one rank. Ends when its pipe does, or with an error that it reports first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when we end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dump_stacks_on(signal.SIGUSR2)
     die_with_parent()
     set_name(f"quire-worker-{rank}")
     start_logging(config.server.log_level, f"worker {rank}")
