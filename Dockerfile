@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build --target cpu  -t quire:cpu  .      PyTorch's CPU build, under a gigabyte
+#   docker build --target cpu  -t quire:cpu --build-arg PIP_EXTRA_INDEX_URL=INDEX .
+#       INDEX is the package index of PyTorch's CPU builds (see "Install" on PyTorch's site): the image stays small. Without it torch brings its CUDA libraries.
 #   docker build --target cuda -t quire:cuda .      PyTorch's CUDA build, which brings its CUDA libraries; the host brings the driver
 #   docker run -p 127.0.0.1:8000:8000 -v quire-cache:/cache quire:cpu Qwen/Qwen3-0.6B
 #
@@ -18,9 +19,9 @@ COPY constraints.txt ./
 
 FROM build AS build-cpu
 RUN apt-get update && apt-get install -y --no-install-recommends g++
-# "2.13.0+cpu" satisfies "==2.13.0" and counts as newer, so torch comes from this index and the other packages from the usual one.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN /opt/quire/bin/pip install -c constraints.txt --extra-index-url "${TORCH_INDEX}" torch
+# "2.13.0+cpu" satisfies "==2.13.0" and counts as newer, so torch comes from this index, if given, and the other packages from the usual one.
+ARG PIP_EXTRA_INDEX_URL=
+RUN /opt/quire/bin/pip install -c constraints.txt torch
 COPY . .
 # The native kernels of every instruction-set level are compiled here, so that the image needs no compiler. -P: the installed package, not this folder's.
 RUN /opt/quire/bin/pip install -c constraints.txt . \
