@@ -37,7 +37,7 @@ from engine.messages import (
     StepOutputs,
     ToEngine,
 )
-from engine.process import dump_stacks_on, on_eof, set_name, start_logging
+from engine.process import dump_stacks_on, on_eof, set_name, start_logging, wake_on_signals
 from engine.scheduler import Outputs, Scheduler, Step
 
 logger = logging.getLogger(__name__)
@@ -250,6 +250,7 @@ def main() -> None:
     dump_stacks_on(signal.SIGUSR2)
     set_name("quire-engine")
     socket = ServerSocket(sys.argv[1])
+    socket.watch(wake_on_signals())
     config = read_config(sys.stdin.fileno())
     start_logging(config.server.log_level, "engine")
     core = EngineCore(config, socket)

@@ -32,6 +32,15 @@ def dump_stacks_on(number: signal.Signals) -> None:
     faulthandler.register(number, all_threads=True, chain=False)
 
 
+def wake_on_signals() -> int:
+    """A descriptor that every signal makes readable. A poll that includes it returns, so that the handler runs, also when the signal came just before
+    the poll began or the kernel gave it to another thread; without it such a signal waits for the next message."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    return reader
+
+
 def start_logging(level: str, name: str) -> None:
     """Log to stderr, every line with the process's name. The parent's stderr is ours, too."""
     logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s", stream=sys.stderr)
