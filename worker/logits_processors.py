@@ -150,17 +150,21 @@ class Penalties(LogitsProcessor):
         prompts = [min(self.table.num_prompt_tokens[row], length) for row, length in zip(rows, lengths)]
         index, row_ids, length, prompt = self.platform.to_device(np.array([which, rows, lengths, prompts], dtype=np.int64))
         repetition, frequency, presence = self.platform.to_device(np.array([values for _, values in using], dtype=np.float32).T.copy())[:, :, None]
-        vocab_size, longest = logits.shape[1], max(lengths)
 
-        position = torch.arange(longest, device=logits.device)
-        tokens = self.table.token_table[row_ids, :longest].long()
-        tokens = torch.where(position < length[:, None], tokens, vocab_size)  # what is behind the end goes to a column of its own
-        in_output = (position >= prompt[:, None]).float()
-        counts = torch.zeros(len(rows), vocab_size + 1, device=logits.device).scatter_add_(1, tokens, in_output)
-        padded = torch.cat([logits[index], logits.new_zeros(len(rows), 1)], 1)
-        x, count = padded.gather(1, tokens), counts.gather(1, tokens)
-        x = torch.where(x > 0, x / repetition, x * repetition) - count * frequency - (count > 0) * presence
-        logits[index] = padded.scatter_(1, tokens, x)[:, :vocab_size]  # equal tokens write equal values
+        position = torch.arange(max(lengths), device=logits.device)
+        tokens = self.table.token_table[row_ids, : max(lengths)].long()
+        real = position < length[:, None]
+        tokens = torch.where(real, tokens, tokens[:, :1])  # behind the end stands the first token once more: equal tokens get equal values
+        target = logits if len(which) == len(logits) else logits[index]
+        x = target.gather(1, tokens)
+        x = torch.where(x > 0, x / repetition, x * repetition)
+        if any(values[1:] != (0.0, 0.0) for _, values in using):
+            in_output = real & (position >= prompt[:, None])
+            count = torch.zeros_like(target).scatter_add_(1, tokens, in_output.float()).gather(1, tokens)
+            x = x - count * frequency - (count > 0) * presence
+        target.scatter_(1, tokens, x)
+        if target is not logits:
+            logits[index] = target
 
 
 def logits_processors(table: RequestTable, platform: Platform) -> list[LogitsProcessor]:

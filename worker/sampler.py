@@ -20,7 +20,7 @@ from worker.request_table import RequestTable
 from worker.sampling_math import RandomRows
 
 _MIN_TEMPERATURE = 1e-5  # below, the softmax has one token in any case: greedy
-_CPU_ELEMENTS, _ELEMENTS = 1 << 20, 1 << 26  # logits sampled at once: a core's cache; a share of a GPU's memory
+_CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 26  # logits sampled at once: they stay in a core's cache; in a share of a GPU's memory
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class SamplingRows:
         top_k, state = self.platform.to_device(self._ints[:, rows])
         ks = [self.top_k.get(row, 0) for row in rows]
         return RandomRows(temperature.float(), top_p, min_p.float(), top_k, sampling_math.uniform(state, positions), max(ks), min(ks) > 0,
-                          not self.top_p.isdisjoint(rows), not self.min_p.isdisjoint(rows))
+                          not self.top_p.isdisjoint(rows), self.top_p.issuperset(rows), not self.min_p.isdisjoint(rows))
 
 
 class Sampler:
@@ -112,15 +112,16 @@ class Sampler:
         if not self.params.random or self.params.random.isdisjoint(batch.rows):
             value, token_ids = sampling_math.best(logits)
             return torch.where(value.isfinite(), token_ids, -1)
-        groups: dict[tuple[bool, bool], list[int]] = {}  # (random, with a top_k) -> batch indices: each group takes the way that is cheapest for it
+        groups: dict[tuple[bool, bool, bool], list[int]] = {}  # batch indices by (random, has top_k, has top_p): each takes the way that is cheapest for it
+        params = self.params
         for i, row in enumerate(batch.rows):
-            groups.setdefault((row in self.params.random, row in self.params.top_k), []).append(i)
+            groups.setdefault((row in params.random, row in params.top_k, row in params.top_p), []).append(i)
         values = torch.empty(len(batch.rows), device=logits.device)
         token_ids = torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device)
-        for (random, _), which in groups.items():
+        for (random, *_), which in groups.items():
             where = self._indices(which, batch)
             if random:
-                values[where], token_ids[where] = self._pick(logits[where], [batch.rows[i] for i in which], batch.positions_tensor[where])
+                values[where], token_ids[where] = self._pick(logits[where], params.gather([batch.rows[i] for i in which], batch.positions_tensor[where]))
             else:
                 values[where], token_ids[where] = sampling_math.best(logits[where])
         return torch.where(values.isfinite(), token_ids, -1)
@@ -129,11 +130,13 @@ class Sampler:
         """`which` as an index of the batch's tensors."""
         return slice(None) if len(which) == len(batch.rows) else self.platform.to_device(np.array(which, dtype=np.int64))
 
-    def _pick(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pick(self, logits: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
         size = max(1, self._elements // logits.shape[1])
-        if len(rows) <= size:
-            return sampling_math.pick(logits, self.params.gather(rows, positions))
-        parts = [sampling_math.pick(logits[i : i + size], self.params.gather(rows[i : i + size], positions[i : i + size])) for i in range(0, len(rows), size)]
+        if rows.all_top_k:
+            size *= 8  # little of each row is looked at
+        if len(logits) <= size:
+            return sampling_math.pick(logits, rows)
+        parts = [sampling_math.pick(logits[i : i + size], rows.select(slice(i, i + size))) for i in range(0, len(logits), size)]
         values, token_ids = zip(*parts)
         return torch.cat(values), torch.cat(token_ids)
 

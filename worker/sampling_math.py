@@ -9,7 +9,7 @@ k-th largest; top-p keeps the fewest largest weights whose sum reaches top_p of 
 which the running sum of the kept q exceeds floor(u * their total): the inverse of the distribution's CDF at u.
 
 No path sorts the vocabulary. The threshold of the k-th largest weight or of the nucleus is found by histograms over the bits of w, which order like
-w does, from the highest bits to the lowest; or, on CPU with a small k, among the few blocks of the row that have the largest maxima.
+w does, from the highest bits to the lowest; on CPU among a few blocks of the row, those with the largest maxima, unless that turns out not to suffice.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _SCALE = float(2**40)
 _BASE = (127 - 40) << 23  # the bits of 2^-40
 _LEVELS_LONG = ((14, 15), (0, 14))  # (shift, bits) of each histogram: few passes over a long row,
 _LEVELS_SHORT = ((19, 10), (9, 10), (0, 9))  # or few bins for a short one
+_NUCLEUS = 256  # tokens that hold top_p of the weight nearly always
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK64 = (1 << 64) - 1
@@ -39,7 +40,13 @@ class RandomRows:
     max_top_k: int
     all_top_k: bool  # every row has one
     any_top_p: bool
+    all_top_p: bool
     any_min_p: bool
+
+    def select(self, index: torch.Tensor | slice) -> RandomRows:
+        """Some of the rows."""
+        tensors = (tensor[index] for tensor in (self.temperature, self.top_p, self.min_p, self.top_k, self.uniform))
+        return RandomRows(*tensors, self.max_top_k, self.all_top_k, self.any_top_p, self.all_top_p, self.any_min_p)
 
 
 # ---- randomness
@@ -88,11 +95,27 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         value, index = logits.max(-1)
         return value, index
     # Two vectorized reductions and a search in one block are several times faster than torch's search along a long row.
-    maxima = logits.view(len(logits), -1, block).amax(-1)
-    first = maxima.argmax(-1, keepdim=True)
-    within = logits.view(len(logits), -1, block).gather(1, first[:, :, None].expand(-1, -1, block)).squeeze(1)
-    value, offset = within.max(-1)
+    blocks = logits.view(len(logits), -1, block)
+    first = blocks.amax(-1).argmax(-1, keepdim=True)
+    value, offset = _take_blocks(blocks, first).max(-1)
     return value, first.squeeze(1) * block + offset
+
+
+def largest(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, indices) of the `num` largest of each row `[S, V]`, in order, each `[S, num]`. Among equals any may come first."""
+    block = block_size(logits)
+    if not block or num * block * 2 > logits.shape[1]:
+        values, indices = logits.topk(num, -1)
+        return values, indices
+    blocks = logits.view(len(logits), -1, block)  # the num largest are in the num blocks with the largest maxima
+    index = blocks.amax(-1).topk(num, -1).indices
+    values, at = _take_blocks(blocks, index).topk(num, -1)
+    return values, index.gather(1, at // block) * block + at % block
+
+
+def _take_blocks(blocks: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """blocks `[S, n, block]`, index `[S, m]` -> `[S, m * block]`."""
+    return blocks.gather(1, index[:, :, None].expand(-1, -1, blocks.shape[2])).view(len(blocks), -1)
 
 
 def block_size(logits: torch.Tensor) -> int:
@@ -108,14 +131,24 @@ def block_size(logits: torch.Tensor) -> int:
 def pick(logits: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
     """(largest value, picked token) of each row of logits `[S, V]` float32. Where the largest value is not finite the token means nothing."""
     maximum = logits.amax(-1)
-    if rows.all_top_k and (picked := _pick_among_blocks(logits, maximum, rows)) is not None:
-        return maximum, picked
+    block = block_size(logits)
+    num_blocks = _blocks_to_search(rows, logits.shape[1] // block) if block else 0
+    if not num_blocks:
+        return maximum, _pick_from_all(logits, maximum, rows)
+    tokens, certain = _pick_from_blocks(logits.view(len(logits), -1, block), num_blocks, maximum, rows)
+    if not certain.all():
+        index = (~certain).nonzero().squeeze(1)
+        tokens[index] = _pick_from_all(logits[index], maximum[index], rows.select(index))
+    return maximum, tokens
+
+
+def _pick_from_all(logits: torch.Tensor, maximum: torch.Tensor, rows: RandomRows) -> torch.Tensor:
     w = _weights(logits, maximum, rows)
     q = (w * _SCALE).long()
     threshold = _threshold(w, q, rows)
     if threshold is not None:
         q.masked_fill_(w < threshold[:, None], 0)
-    return maximum, _invert(q, rows.uniform)
+    return _invert(q, rows.uniform, block_size(logits))
 
 
 def filtered(logits: torch.Tensor, rows: RandomRows) -> torch.Tensor:
@@ -174,39 +207,77 @@ def _find_bin(bins: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor, n
     return reached.squeeze(1), needed - above.squeeze(1)
 
 
-def _invert(q: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first index at which the running sum of q `[S, n]` exceeds floor(uniform * total), `[S]`."""
+def _invert(q: torch.Tensor, uniform: torch.Tensor, block: int = 0) -> torch.Tensor:
+    """The first index at which the running sum of q `[S, n]` exceeds floor(uniform * total), `[S]`. With `block` in two levels: faster on a CPU."""
+    if block:
+        blocks = q.view(len(q), -1, block)
+        sums = blocks.sum(-1)
+        index, target = _search(sums, _target(sums.sum(-1), uniform))
+        return index * block + _search(_take_blocks(blocks, index[:, None]), target)[0]
+    return _search(q, _target(q.sum(-1), uniform))[0]
+
+
+def _target(total: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    return (uniform * total).long().minimum(total - 1)
+
+
+def _search(q: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index at which the running sum first exceeds target, how far target reaches into it), each `[S]`."""
     sums = q.cumsum(-1)
-    total = sums[:, -1]
-    target = (uniform * total).long().minimum(total - 1)
-    return torch.searchsorted(sums, target[:, None], right=True).squeeze(1).clamp_(max=q.shape[1] - 1)
+    index = torch.searchsorted(sums, target[:, None], right=True).clamp_(max=q.shape[1] - 1)
+    return index.squeeze(1), target - (sums.gather(1, index) - q.gather(1, index)).squeeze(1)
 
 
-def _pick_among_blocks(logits: torch.Tensor, maximum: torch.Tensor, rows: RandomRows) -> torch.Tensor | None:
-    """`pick` when every row has a small top_k: only the blocks with the largest maxima are looked at. None if they may not hold all that is needed.
+def _blocks_to_search(rows: RandomRows, num_blocks: int) -> int:
+    """How many blocks will nearly always hold the tokens that the filters leave; 0 if too many for a search among them to pay."""
+    if rows.all_top_k:
+        return 2 * rows.max_top_k if 4 * rows.max_top_k <= num_blocks else 0
+    return num_blocks // 8 if rows.all_top_p and not rows.max_top_k else 0
 
-    Of n blocks chosen, none left out has a weight above the least chosen maximum. So if the k-th largest weight is above that, all weights not below
-    the k-th are in the chosen blocks, which are in order of token id: the sums are those of the whole row.
+
+def _pick_from_blocks(blocks: torch.Tensor, num_blocks: int, maximum: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_pick_from_all`, but looking only at the `num_blocks` blocks of a row `[S, n, block]` with the largest maxima: (tokens, whether they are certain).
+
+    No weight in another block is above the least of the chosen maxima. So if the threshold of top-k or top-p is above that, all weights not below the
+    threshold are in the chosen blocks, and as these are in the order of token ids, the running sums are those of the whole row.
     """
-    block, k = block_size(logits), rows.max_top_k
-    chosen = 2 * k
-    if not block or chosen * block * 2 > logits.shape[1]:
-        return None
-    blocks = logits.view(len(logits), -1, block)
-    chosen_maxima, index = blocks.amax(-1).topk(chosen, -1, sorted=True)
+    block = blocks.shape[2]
+    maxima, index = blocks.amax(-1).topk(num_blocks, -1)
     index = index.sort(-1).values
-    inside = blocks.gather(1, index[:, :, None].expand(-1, -1, block)).view(len(logits), -1)
-    w = _weights(inside, maximum, rows)
-    largest = w.topk(k, -1).values
-    kth = largest.gather(1, rows.top_k[:, None] - 1)
-    left_out = _weights(chosen_maxima[:, -1:], maximum, rows)
-    if not bool((kth > left_out).all()):
-        return None
-    threshold = torch.maximum(kth, rows.min_p[:, None]) if rows.any_min_p else kth
-    q = (w * _SCALE).long().masked_fill_(w < threshold, 0)
-    if rows.any_top_p:
-        sums = (largest * _SCALE).long().masked_fill_(largest < threshold, 0).cumsum(-1)
-        nucleus = torch.searchsorted(sums, _needed(q.sum(-1), rows.top_p)[:, None]).clamp_(max=k - 1)
-        q.masked_fill_(w < torch.maximum(threshold, largest.gather(1, nucleus)), 0)
-    at = _invert(q, rows.uniform)[:, None]
-    return (index.gather(1, at // block) * block + at % block).squeeze(1)
+    w = _weights(_take_blocks(blocks, index), maximum, rows)
+    left_out = _weights(maxima[:, -1:], maximum, rows)
+    q = (w * _SCALE).long()
+    if rows.any_min_p:
+        q.masked_fill_(w < rows.min_p[:, None], 0)
+    if rows.all_top_k:
+        best = w.topk(rows.max_top_k, -1).values
+        threshold = best.gather(1, rows.top_k[:, None] - 1)
+        if rows.any_top_p:
+            q.masked_fill_(w < threshold, 0)
+            certain = threshold > left_out
+            threshold = _nucleus(w, q, best, _needed(q.sum(-1), rows.top_p))
+        else:
+            certain = threshold > left_out
+    else:
+        best = w.topk(min(_NUCLEUS, w.shape[1]), -1).values
+        threshold = _nucleus(w, q, best, _needed(_total(blocks, maximum, rows), rows.top_p))
+        certain = threshold > left_out
+    q.masked_fill_(w < threshold, 0)
+    at = _invert(q, rows.uniform, block)[:, None]
+    return (index.gather(1, at // block) * block + at % block).squeeze(1), certain.squeeze(1)
+
+
+def _nucleus(w: torch.Tensor, q: torch.Tensor, best: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    """`kth_weight(w, q, needed)` as `[S, 1]`, read off the running sums over the `best` weights, in order, when they suffice."""
+    sums = (best * _SCALE).long().cumsum(-1)
+    if bool((sums[:, -1] >= needed).all()):
+        return best.gather(1, torch.searchsorted(sums, needed[:, None]))
+    return kth_weight(w, q, needed)[:, None]
+
+
+def _total(blocks: torch.Tensor, maximum: torch.Tensor, rows: RandomRows) -> torch.Tensor:
+    """What q sums to over the whole row."""
+    w = _weights(blocks.view(len(blocks), -1), maximum, rows)
+    if rows.any_min_p:
+        w.masked_fill_(w < rows.min_p[:, None], 0)
+    return w.mul_(_SCALE).long().sum(-1)

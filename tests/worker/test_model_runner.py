@@ -149,7 +149,7 @@ def test_a_refused_request_fails_alone(real):
 class FakeModel(torch.nn.Module):
     """The next token is the sum of the last token and its position; token 7 has logits that are not numbers."""
 
-    def forward(self, input_ids, positions, attn):
+    def forward(self, input_ids, positions, attn, hidden=None):
         return torch.stack([input_ids.long(), positions], 1)
 
     def logits(self, hidden):

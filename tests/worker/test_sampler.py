@@ -215,27 +215,46 @@ def test_cutting_the_batch_changes_nothing(monkeypatch):
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_blocks_and_histograms_agree(monkeypatch):
-    """The two paths of `pick`, over ties and filters of every kind."""
-    for seed in range(30):
+def _filters(kind: str) -> dict[str, list]:
+    top_p = [0.99, 0.9, 0.5, 0.3, 0.7, 0.95]
+    return {"top_k": {"top_k": [1, 2, 5, 17, 20, 30]}, "top_p": {"top_p": top_p}, "both": {"top_k": [1, 30, 5, 17, 20, 2], "top_p": [1.0, *top_p[1:]]}}[kind]
+
+
+@pytest.mark.parametrize("min_p", [False, True])
+@pytest.mark.parametrize("kind", ["top_k", "top_p", "both"])
+def test_blocks_and_the_whole_row_agree(kind, min_p, monkeypatch):
+    """The two paths of `pick`, over ties and filters of every kind, also where only some rows can be settled by blocks."""
+    settled = 0
+    for seed in range(24):
         generator = torch.Generator().manual_seed(seed)
-        logits = torch.randn(6, 16384, generator=generator) * 3
+        logits = torch.randn(6, 16384, generator=generator) * torch.tensor([[1.0], [3], [5], [2], [4], [6]])
         if seed % 2:
             logits = (logits * 8).round() / 8
-        params = [SamplingParams(seed=seed * 10 + i, top_k=[1, 2, 5, 17, 20, 30][i], top_p=[1.0, 0.9, 0.5, 0.99, 0.7, 1.0][i], min_p=[0, 0.1, 0, 0, 0.3, 0][i]) for i in range(6)]
+        params = [SamplingParams(seed=seed * 10 + i, min_p=[0, 0.1, 0, 0.02, 0.3, 0][i] if min_p else 0, **{name: values[i] for name, values in _filters(kind).items()}) for i in range(6)]
         rows = make_sampler(16384, params).params.gather(list(range(6)), torch.arange(6) + seed)
+        num_blocks = sampling_math._blocks_to_search(rows, 128)
+        _, certain = sampling_math._pick_from_blocks(logits.view(6, -1, 128), num_blocks, logits.amax(-1), rows)
+        settled += int(certain.sum())
         _, tokens = sampling_math.pick(logits, rows)
         with monkeypatch.context() as patch:
-            patch.setattr(sampling_math, "_pick_among_blocks", lambda *args: None)
+            patch.setattr(sampling_math, "_blocks_to_search", lambda *args: 0)
             _, want = sampling_math.pick(logits, rows)
         assert tokens.tolist() == want.tolist()
+    assert settled > 0 and (kind != "top_p" or settled < 24 * 6)
 
 
-def test_the_block_path_is_taken_and_declines_when_ties_might_escape_it():
-    logits = torch.randn(2, 16384)
+def test_blocks_decline_where_ties_might_escape_them():
     rows = make_sampler(16384, [SamplingParams(top_k=20)] * 2).params.gather([0, 1], torch.tensor([1, 2]))
-    assert sampling_math._pick_among_blocks(logits, logits.amax(-1), rows) is not None
-    assert sampling_math._pick_among_blocks(torch.zeros(2, 16384), torch.zeros(2), rows) is None
+    _, certain = sampling_math._pick_from_blocks(torch.zeros(2, 128, 128), 40, torch.zeros(2), rows)
+    assert not certain.any()
+
+
+@pytest.mark.parametrize("vocab_size", [100, 8192, 151936])
+def test_largest(vocab_size):
+    logits = torch.randn(3, vocab_size)
+    for num in (1, 5, 20, 100):
+        values, indices = sampling_math.largest(logits, num)
+        assert torch.equal(values, logits.topk(num, -1).values) and torch.equal(logits.gather(1, indices), values)
 
 
 # ---- what is not finite
