@@ -40,7 +40,7 @@ class ServerProcess:
         self.log_path = tmp_path / f"log-{self.port}"
         self.started = time.monotonic()
         with open(self.log_path, "w") as log:
-            self.process = subprocess.Popen([sys.executable, "-c", script, json.dumps(settings)], stderr=log, stdout=log, env=os.environ | {"QUIRE_FAKE": fake})
+            self.process = subprocess.Popen([sys.executable, "-c", script, json.dumps(settings)], stderr=log, stdout=log, env=os.environ | {"QUIRE_FAKE": fake, "TMPDIR": str(tmp_path)})
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20.0, trust_env=False)
 
     @property
@@ -90,14 +90,7 @@ def gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def socket_folders() -> set[str]:
-    import tempfile
-
-    return set(map(str, Path(tempfile.gettempdir()).glob("quire-*")))
-
-
 def test_answers_before_it_has_loaded_and_ends_in_order(model_folder, tmp_path):
-    before = socket_folders()
     with server_process(model_folder, tmp_path, fake="load_delay=2") as server:
         poll(lambda: server.status("/live") == 200, 10)
         first_answer = time.monotonic() - server.started
@@ -113,7 +106,7 @@ def test_answers_before_it_has_loaded_and_ends_in_order(model_folder, tmp_path):
     for text in ("loading weights", "fits 16,368 tokens", "ready in ", "try: curl http://127.0.0.1", '"POST /v1/chat/completions" 200', "settings: port (flag)", "SIGTERM"):
         assert text in log
     assert "/live" not in log and "Traceback" not in log
-    assert socket_folders() <= before
+    assert not list(tmp_path.glob("quire-*"))
 
 
 def test_requests_finish_after_a_signal(model_folder, tmp_path):
@@ -151,9 +144,11 @@ def test_a_signal_while_loading(model_folder, tmp_path):
 def test_a_killed_server_leaves_no_engine(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, fake="step_delay=0.05") as server:
         engine = server.wait_ready().engine()
+        assert list(tmp_path.glob("quire-*"))
         server.stream()
         server.process.kill()
         poll(lambda: gone(engine), 5)
+        assert not list(tmp_path.glob("quire-*"))
 
 
 # ---- the engine dies
