@@ -43,7 +43,7 @@ def rng(request):
     return random.Random(request.param)
 
 
-def assert_near(got: torch.Tensor, want: torch.Tensor, relative: float, scale: float | None = None):
+def assert_near(got: torch.Tensor, want: torch.Tensor, relative: float, scale: float | None = None) -> None:
     """Every element within `relative` of its own size plus that of a typical element: cancellation makes small ones less exact."""
     got, want = got.float(), want.float()
     typical = want.abs().mean().item() if scale is None else scale
@@ -104,6 +104,75 @@ def test_packed_linear_refuses_other_types(kernels):
         cpu_ops.PackedLinear(torch.randn(4, 4))
     with pytest.raises(ValueError, match="gate"):
         cpu_ops.PackedLinear(torch.randn(5, 4).bfloat16(), silu_and_mul=True)
+
+
+def _quantized(rng: random.Random, n: int, k: int, bits: int, group: int, with_offsets: bool):
+    """A random quantized weight: (values, scales, offsets or None, the weight it stands for in float64)."""
+    groups = -(-k // group) if group > 0 else 1
+    values = torch.randint(-8, 8, (n, k), dtype=torch.int8) if bits == 4 else torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    scales = (torch.rand(n, groups) + 0.5).bfloat16() * 2 ** -bits
+    offsets = torch.randn(n, groups).bfloat16() if with_offsets else None
+    weight = values.double() * scales.double().repeat_interleave(group if group > 0 else k, 1)[:, :k]
+    if with_offsets:
+        weight = weight + offsets.double().repeat_interleave(group if group > 0 else k, 1)[:, :k]
+    return values, scales, offsets, weight
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 7, 16, 17, 40, 290])
+def test_quantized_linear(kernels, bits, m):
+    rng = random.Random(m)
+    torch.manual_seed(m)
+    for _ in range(3):
+        n, k, group = rng.choice([1, 5, 32, 33, 200]), rng.choice([1, 31, 32, 33, 96, 333, 1100]), rng.choice([32, 64, 128, 256, 512, -1])
+        values, scales, offsets, weight = _quantized(rng, n, k, bits, group, rng.random() < 0.5)
+        bias = torch.randn(n).bfloat16() if rng.random() < 0.5 else None
+        linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, group, bias)
+        x = torch.randn(m, k + 3).bfloat16()[:, :k] * torch.rand(m, 1).bfloat16()
+        want = x.double() @ weight.T + (0 if bias is None else bias.double())
+        terms = (x.double().square() @ weight.T.square()).sqrt()  # relative errors of the terms add up to a fraction of this
+        for path in (0, 1, 2):
+            assert ((linear(x, torch.float32, path) - want).abs() <= 6 * 2**-9 * terms + 1e-5).all()  # each weight is rounded to bf16
+        largest = x.double().abs().amax(1, keepdim=True) @ weight.T.square().sum(0, keepdim=True).sqrt()
+        assert ((linear(x, torch.float32, 1) - want).abs() <= 4 * 2**-16 * largest + 1e-5).all()  # each x to a 32767th of the largest
+        ids = torch.randint(0, n, (7,))
+        assert_near(linear.rows(ids), weight[ids], 2**-8, 0.0)
+
+
+@pytest.mark.parametrize("bits,relative_error", [(8, 0.0067), (4, 0.095)])
+def test_quantize(kernels, bits, relative_error):
+    """The error of Gaussian weights is what the step size predicts; outliers, zeros and tiny groups survive."""
+    torch.manual_seed(0)
+    weight = (torch.randn(96, 640) * torch.rand(96, 1)).bfloat16()
+    weight[3, 64:128] = 0
+    weight[4, 64:128] *= 1e-20
+    linear = cpu_ops.QuantizedLinear.quantize(weight, bits, 64)
+    got = linear.rows(torch.arange(96)).double()
+    error = (got - weight.double()).square().sum(1).sqrt() / weight.double().square().sum(1).sqrt()
+    assert error.max() < 1.3 * relative_error and error.mean() < relative_error
+    assert not got[3, 64:128].any() and torch.isfinite(got).all()
+    x = torch.randn(3, 640).bfloat16()
+    assert_near(linear(x, torch.float32), x.double() @ got.T, 2**-7, scale=10.0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("m", [1, 6, 40])
+def test_quantized_gate_up(kernels, bits, m):
+    rng = random.Random(m)
+    torch.manual_seed(m)
+    values, scales, offsets, weight = _quantized(rng, 2 * 37, 100, bits, 32, True)
+    scales, offsets, weight, bias = scales / 8, offsets / 8, weight / 8, torch.randn(74).bfloat16()
+    linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, 32, bias, silu_and_mul=True)
+    x = torch.randn(m, 100).bfloat16()
+    assert_near(linear(x), silu_and_mul(F.linear(x.float(), weight.float(), bias.float())), 2**-6)
+
+
+def test_quantized_linear_refuses_what_it_cannot_do(kernels):
+    for arguments, message in [((3, 64), "3 bits"), ((4, 48), "group size 48"), ((8, 300), "group size 300")]:
+        with pytest.raises(ValueError, match=message):
+            cpu_ops.QuantizedLinear.quantize(torch.randn(4, 64).bfloat16(), *arguments)
+    with pytest.raises(ValueError, match="bfloat16"):
+        cpu_ops.QuantizedLinear.quantize(torch.randn(4, 64), 4)
 
 
 def test_onednn_and_the_kernels_leave_each_others_tiles_alone(kernels):

@@ -10,7 +10,7 @@ from ctypes import CDLL, byref, c_size_t, c_void_p
 
 import torch
 
-from worker.kernels.native import KERNELS, LayerArgs, QkvArgs
+from worker.kernels.native import KERNELS, LayerArgs, QkvArgs, QuantArgs
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 512
@@ -131,6 +131,78 @@ class PackedLinear:
         assert not self.flags, "rows of gate and up are interleaved"
         ids, out = ids.long(), torch.empty(ids.shape[0], self.in_features, dtype=torch.bfloat16)
         self.lib.quire_gemm_unpack_rows(self.packed.data_ptr(), ids.data_ptr(), ids.shape[0], out.data_ptr(), self.in_features, self.in_features)
+        return out
+
+
+class QuantizedLinear:
+    """x -> x W^T + bias for a weight of 8 or 4 bits with a scale per row and group of columns: weight = scale * q + offset. Activations are bfloat16.
+
+    Up to four rows are multiplied as integers (x as 16-bit integers, 256 at a time with a scale: finer than bfloat16), more rows in bfloat16. Build one with
+    `quantize` from a bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows`, `silu_and_mul` and the call are PackedLinear's.
+    """
+
+    def __init__(self, shape: tuple[int, int], bits: int, group: int, bias: torch.Tensor | None, silu_and_mul: bool, has_offsets: bool) -> None:
+        n, k = shape
+        if bits not in (4, 8):
+            raise ValueError(f"weights of {bits} bits are not supported, only of 4 and 8")
+        if silu_and_mul and n % 2:
+            raise ValueError(f"a weight of {n} rows is no stack of gate and up")
+        self.lib, self.flags = KERNELS.lib, int(silu_and_mul) << 1
+        self.in_features, self.out_features = k, n // 2 if silu_and_mul else n
+        self._n, self.bits = n, bits
+        steps = -(-k // 32)
+        self.group = group if group > 0 else -(-steps // 8) * 256
+        if self.group % 32 or (self.group > 256 and self.group % 256):
+            raise ValueError(f"group size {group} is not supported: 32, 64, 128, a multiple of 256, or -1 for one scale per row")
+        groups = -(-steps * 32 // self.group)
+        columns = self.lib.quire_gemm_packed_columns(n, int(silu_and_mul))
+        self.packed = huge_pages(torch.empty(columns * steps * 32 * bits // 8, dtype=torch.uint8))
+        self.scales = torch.empty(columns * groups, dtype=torch.bfloat16)
+        self.offsets = torch.empty_like(self.scales) if has_offsets else None
+        self.bias = None if bias is None else _packed_bias(bias, columns, silu_and_mul)
+        self._args = QuantArgs(self.packed.data_ptr(), self.scales.data_ptr(), None if self.offsets is None else self.offsets.data_ptr(), bits, self.group, groups, steps)
+        self._pointers = byref(self._args), None if self.bias is None else self.bias.data_ptr()
+
+    @classmethod
+    def quantize(cls, weight: torch.Tensor, bits: int, group: int = 64, bias: torch.Tensor | None = None, silu_and_mul: bool = False) -> QuantizedLinear:
+        """Round a bfloat16 weight `[n, k]`: symmetric, each group's scale chosen for the least squared error (4 bits) or from its largest entry (8 bits).
+
+        Raises:
+            ValueError: bits, group or the weight's type are not supported.
+        """
+        if weight.dtype != torch.bfloat16:
+            raise ValueError(f"only bfloat16 weights can be quantized, not {weight.dtype}")
+        linear = cls(tuple(weight.shape), bits, group, bias, silu_and_mul, has_offsets=False)
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        linear.lib.quire_quantize(weight.data_ptr(), weight.stride(0), linear.packed.data_ptr(), linear.scales.data_ptr(), *weight.shape, bits, linear.group, int(silu_and_mul))
+        return linear
+
+    @classmethod
+    def from_values(cls, values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, bits: int, group: int, bias: torch.Tensor | None = None,
+                    silu_and_mul: bool = False) -> QuantizedLinear:
+        """Values `[n, k]` int8 (-8 .. 7 for 4 bits) with scales and offsets `[n, ceil(k / group)]`, which are rounded to bfloat16. weight = scale * value + offset."""
+        linear = cls(tuple(values.shape), bits, group, bias, silu_and_mul, has_offsets=offsets is not None)
+        values, scales = values.contiguous(), scales.float().contiguous()
+        offsets = None if offsets is None else offsets.float().contiguous()
+        linear.lib.quire_pack_quantized(values.data_ptr(), scales.data_ptr(), None if offsets is None else offsets.data_ptr(), linear.packed.data_ptr(),
+                                        linear.scales.data_ptr(), None if offsets is None else linear.offsets.data_ptr(), *values.shape, bits, linear.group, int(silu_and_mul))  # fmt: skip
+        return linear
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0) -> torch.Tensor:
+        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32. `path` forces integers (1) or AMX (2), for tests."""
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty(rows.shape[0], self.out_features, dtype=dtype)
+        self.lib.quire_gemm_run_quant(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
+                                      self.flags | (dtype is torch.float32), path)  # fmt: skip
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` `[T]` of the weight as the product sees it: `[T, k]` bfloat16."""
+        assert not self.flags, "rows of gate and up are interleaved"
+        ids, out = ids.long(), torch.empty(ids.shape[0], self.in_features, dtype=torch.bfloat16)
+        self.lib.quire_quant_rows(self._pointers[0], ids.data_ptr(), ids.shape[0], out.data_ptr(), self.in_features, self.in_features)
         return out
 
 

@@ -34,11 +34,21 @@ class QkvArgs(ctypes.Structure):
                 ("num_heads", _L), ("num_kv_heads", _L), ("head_dim", _L), ("rotary_dim", _L), ("block_size", _L), ("dtype", _L), ("eps", _F)]
 
 
+class QuantArgs(ctypes.Structure):
+    """A packed weight of 4 or 8 bits. Mirrors `Quant` in quant.h."""
+
+    _fields_ = [("data", _P), ("scales", _P), ("offsets", _P), ("bits", _I), ("group", _I), ("groups", _I), ("k_steps", _I)]
+
+
 _SIGNATURES = {
     "quire_gemm_packed_columns": ([_L, _I], _L),
     "quire_gemm_pack": ([_P, _L, _P, _L, _L, _I], None),
     "quire_gemm_unpack_rows": ([_P, _P, _L, _P, _L, _L], None),
     "quire_gemm_run": ([_P, _L, _P, _P, _P, _L, _L, _L, _L, _I, _I], None),
+    "quire_gemm_run_quant": ([_P, _L, ctypes.POINTER(QuantArgs), _P, _P, _L, _L, _L, _L, _I, _I], None),
+    "quire_quantize": ([_P, _L, _P, _P, _L, _L, _I, _L, _I], None),
+    "quire_pack_quantized": ([_P, _P, _P, _P, _P, _P, _L, _L, _I, _L, _I], None),
+    "quire_quant_rows": ([ctypes.POINTER(QuantArgs), _P, _L, _P, _L, _L], None),
     "quire_add_rms_norm": ([_P, _L, _P, _L, _P, _P, _L, _L, _L, _F, _I], None),
     "quire_silu_and_mul": ([_P, _L, _P, _L, _L, _L, _I], None),
     "quire_qkv_to_cache": ([ctypes.POINTER(QkvArgs), _P, _P, _P, _L], None),

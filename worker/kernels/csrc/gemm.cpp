@@ -4,12 +4,16 @@
 // 16 columns x 2 consecutive k, which is both AMX's right operand and what `vdpbf16ps` wants:
 //     packed[n / 32][k / 32][n / 16 % 2][k / 2 % 16][n % 16][k % 2]          n and k padded with zeros to multiples of 32
 // So whatever computes reads the weight once, front to back. The same layout serves one row and thousands.
+//
+// Weights of 4 and 8 bits (quant.h) have the same order. One to four rows are multiplied as integers; more rows become AMX's: a stretch of k-steps is
+// expanded to bf16 in cache, then used as above.
 #include <omp.h>
 
 #include <algorithm>
 
 #include "amx.h"
 #include "parallel.h"
+#include "quant.h"
 #include "simd.h"
 
 namespace {
@@ -27,10 +31,12 @@ struct Gemm {
   long ldo;
   int m, n, k;
   int out_f32, silu_mul;
+  const Quant* quant = nullptr;  // instead of `packed`
 
   int k_steps() const { return (k + kStep - 1) / kStep; }
   int n_blocks() const { return (n + kCols - 1) / kCols; }
   const bf16* block(int nb) const { return packed + size_t(nb) * k_steps() * kStepElems; }
+  long block_bytes() const { return long(k_steps()) * (quant ? quant->step_bytes() : 2 * kStepElems); }
 };
 
 // Columns n0..n0+31 of one row: acc holds them as two vectors.
@@ -141,18 +147,34 @@ void vector_rows(const Gemm& g, const bf16* x, long ldx, int row0, int rows, int
 
 #if QUIRE_AMX
 
+// k-steps [s0, s1) of block nb as tiles: the packed weight itself, or expanded into `buffer`.
+inline const bf16* tiles_of(const Gemm& g, int nb, int s0, int s1, bf16* buffer) {
+  if (!g.quant) return g.block(nb) + size_t(s0) * kStepElems;
+  const char* ahead = (const char*)g.quant->step(nb, s1);
+  for (int s = s0; s < s1; s++) {
+    for (long i = 0; i < g.quant->step_bytes(); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
+    ahead += g.quant->step_bytes();
+    dequantize_step(*g.quant, nb, s, buffer + (s - s0) * kStepElems);
+  }
+  return buffer;
+}
+
 // C[up to 16 rows x 32 columns]; the left operand is a row-major matrix.
 void amx_block_1(const Gemm& g, const bf16* x, long ldx, int rows, int nb) {
-  const bf16* w = g.block(nb);
-  const int steps = g.k_steps();
+  alignas(64) bf16 buffer[8 * kStepElems];
+  const int steps = g.k_steps(), stretch = g.quant ? 8 : steps;
   TILE_ZERO(0); TILE_ZERO(1);
-  for (int s = 0; s < steps; s++, w += kStepElems) {
-    prefetch_step((const char*)(w + 4 * kStepElems));
-    TILE_LOAD(4, x + s * kStep, ldx * 2);
-    TILE_LOAD(6, w, 64);
-    TILE_DP(0, 4, 6);
-    TILE_LOAD(7, w + kStepElems / 2, 64);
-    TILE_DP(1, 4, 7);
+  for (int s0 = 0; s0 < steps; s0 += stretch) {
+    const int s1 = std::min(s0 + stretch, steps);
+    const bf16* w = tiles_of(g, nb, s0, s1, buffer);
+    for (int s = s0; s < s1; s++, w += kStepElems) {
+      if (!g.quant) prefetch_step((const char*)(w + 4 * kStepElems));
+      TILE_LOAD(4, x + s * kStep, ldx * 2);
+      TILE_LOAD(6, w, 64);
+      TILE_DP(0, 4, 6);
+      TILE_LOAD(7, w + kStepElems / 2, 64);
+      TILE_DP(1, 4, 7);
+    }
   }
   alignas(64) float c[2][16][16];
   TILE_STORE(0, c[0], 64); TILE_STORE(1, c[1], 64);
@@ -183,7 +205,7 @@ int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per
 }
 
 void run_few_rows(const Gemm& g, int threads, bool amx) {
-  long per = pieces_of(g, threads, long(g.k_steps()) * kStepElems * 2);
+  long per = pieces_of(g, threads, g.block_bytes());
   Queue queue((g.n_blocks() + per - 1) / per);
   const bf16* x = g.x;
   long ldx = g.ldx;
@@ -212,6 +234,37 @@ void run_few_rows(const Gemm& g, int threads, bool amx) {
   }
 }
 
+template <int ROWS>
+void quant_rows(const Gemm& g, const QuantRows& x, int row0, int nb) {
+  vf y[ROWS][2];
+  if (g.quant->bits == 8) quant_block<ROWS, 8>(*g.quant, x, row0, nb, y);
+  else quant_block<ROWS, 4>(*g.quant, x, row0, nb, y);
+  for (int r = 0; r < ROWS; r++) finish_row(g, row0 + r, nb * kCols, y[r][0], y[r][1]);
+}
+
+void run_quant_vector(const Gemm& g, int threads) {
+  const int run = std::min(kRun, g.quant->group);
+  QuantRows x((char*)shared_scratch.get(QuantRows::bytes(g.m, g.k_steps(), run)), g.m, g.k_steps(), run);
+  const long per = pieces_of(g, threads, g.block_bytes());
+  Queue queue((g.n_blocks() + per - 1) / per);
+  if (g.m <= 4) for (int r = 0; r < g.m; r++) x.fill(r, g.x + r * g.ldx, g.k);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    if (g.m > 4) {
+#pragma omp for schedule(static)
+      for (int r = 0; r < g.m; r++) x.fill(r, g.x + r * g.ldx, g.k);
+    }
+    for (long i; queue.take(i);)
+      for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) {
+        int r = 0;
+        for (; r + 4 <= g.m; r += 4) quant_rows<4>(g, x, r, nb);
+        if (g.m - r == 3) quant_rows<3>(g, x, r, nb);
+        else if (g.m - r == 2) quant_rows<2>(g, x, r, nb);
+        else if (g.m - r == 1) quant_rows<1>(g, x, r, nb);
+      }
+  }
+}
+
 #if QUIRE_AMX
 
 // Rows in groups of at most kMaxRows, k in runs of at most kMaxSteps: what a group of rows keeps in L2 while the weight streams by.
@@ -230,7 +283,8 @@ void run_many_rows(const Gemm& g, int threads) {
 #pragma omp for schedule(static)
     for (long i = 0; i < long(pairs) * steps; i++) pack_rows(g, int(i / steps) * 32, int(i % steps), int(i % steps) + 1, a + i * kStepElems);
     TileScope tiles;
-    float* c = (float*)own_scratch.get(size_t(group) * per * 4096);
+    bf16* buffer = (bf16*)own_scratch.get(size_t(group) * per * 4096 + (g.quant ? kMaxSteps * kStepElems * 2 : 0));
+    float* c = (float*)(buffer + (g.quant ? kMaxSteps * kStepElems : 0));
     for (long i; queue.take(i);) {
       const int pair0 = int(i / pieces) * group, pair1 = std::min(pair0 + group, pairs);
       const int nb0 = int(i % pieces * per), nb1 = std::min(int(nb0 + per), blocks);
@@ -238,9 +292,9 @@ void run_many_rows(const Gemm& g, int threads) {
         const int s1 = std::min(s0 + kMaxSteps, steps), run = s1 - s0;
         const bool first = s0 == 0, last = s1 == steps;
         for (int nb = nb0; nb < nb1; nb++) {
-          const bf16* w = g.block(nb) + size_t(s0) * kStepElems;
-          const char* ahead = (const char*)(nb + 1 < nb1 ? w + pair_elems : last ? g.block(nb1 < blocks ? nb1 : 0) : g.block(nb0) + size_t(s1) * kStepElems);
-          const long ahead_step = (2L * kStepElems / (pair1 - pair0) + 63) / 64 * 64;  // the next block arrives while this one is used
+          const bf16* w = tiles_of(g, nb, s0, s1, buffer);
+          const char* ahead = (const char*)(g.quant ? nullptr : nb + 1 < nb1 ? w + pair_elems : last ? g.block(nb1 < blocks ? nb1 : 0) : g.block(nb0) + size_t(s1) * kStepElems);
+          const long ahead_step = g.quant ? 0 : (2L * kStepElems / (pair1 - pair0) + 63) / 64 * 64;  // the next block arrives while this one is used
           for (int p = pair0; p < pair1; p++) {
             float* tile = c + (size_t(p - pair0) * per + (nb - nb0)) * 1024;
             if (first) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
@@ -320,5 +374,74 @@ void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bi
   }
 #endif
   run_few_rows(g, threads, false);
+}
+
+// As quire_gemm_run, for a weight of 4 or 8 bits.
+void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
+  Gemm g{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, weight};
+  const int threads = omp_get_max_threads();
+#if QUIRE_AMX
+  if (path != 1 && (path == 2 || m > 4) && amx_permitted()) {
+    if (m <= 16) return run_few_rows(g, threads, true);
+    return run_many_rows(g, threads);
+  }
+#endif
+  run_quant_vector(g, threads);
+}
+
+// Quantizes weight [n, k] (bf16) into `data` and `scales`; no offsets. group: a multiple of 32.
+void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, long n, long k, int bits, long group, int silu_mul) {
+  const long steps = (k + kStep - 1) / kStep, groups = (steps * kStep + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
+#pragma omp parallel
+  {
+    float* w = (float*)own_scratch.get(steps * kStep * 5);
+    int8_t* q = (int8_t*)(w + steps * kStep);
+#pragma omp for schedule(dynamic, 1)
+    for (long nb = 0; nb < columns / kCols; nb++)
+      for (int c = 0; c < kCols; c++) {
+        const long source = source_column(nb * kCols + c, n, silu_mul);
+        for (long i = 0; i < steps * kStep; i++) w[i] = source >= 0 && i < k ? to_float(weight[source * ldw + i]) : 0.f;
+        for (long i = 0; i < groups; i++) {
+          const long begin = i * group, end = std::min(begin + group, steps * kStep);
+          scales[(nb * groups + i) * kCols + c] = to_bf16(quantize_group(w + begin, int(end - begin), bits, q + begin));
+        }
+        pack_column(data, bits, int(steps), nb, c, q);
+      }
+  }
+}
+
+// The same for a weight that is quantized already: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n, groups] float32, offset may be null.
+void quire_pack_quantized(const int8_t* values, const float* scale, const float* offset, uint8_t* data, bf16* scales, bf16* offsets, long n, long k, int bits,
+                          long group, int silu_mul) {
+  const long steps = (k + kStep - 1) / kStep, groups = (steps * kStep + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
+#pragma omp parallel
+  {
+    int8_t* q = (int8_t*)own_scratch.get(steps * kStep);
+#pragma omp for schedule(dynamic, 1)
+    for (long nb = 0; nb < columns / kCols; nb++)
+      for (int c = 0; c < kCols; c++) {
+        const long source = source_column(nb * kCols + c, n, silu_mul);
+        for (long i = 0; i < steps * kStep; i++) q[i] = source >= 0 && i < k ? values[source * k + i] : 0;
+        for (long i = 0; i < groups; i++) {
+          scales[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 ? scale[source * groups + i] : 0.f);
+          if (offset) offsets[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 ? offset[source * groups + i] : 0.f);
+        }
+        pack_column(data, bits, int(steps), nb, c, q);
+      }
+  }
+}
+
+// out[i, :k] = row ids[i] of the weight, in bf16: an embedding that shares the packed LM head.
+void quire_quant_rows(const Quant* q, const long* ids, long num_ids, bf16* out, long ldo, long k) {
+#pragma omp parallel for schedule(static) if (num_ids > 4)
+  for (long i = 0; i < num_ids; i++) {
+    const long nb = ids[i] / 32, column = ids[i] % 32;
+    for (long kk = 0; kk < k; kk++) {
+      const uint8_t* step = q->step(int(nb), int(kk / 32));
+      const long row = column / 16 * 16 + kk % 32 / 2, entry = column % 16 * 2 + kk % 2, at = q->group_at(int(nb), int(kk / 32)) + column;
+      const int v = q->bits == 8 ? int8_t(step[row * 32 + entry]) : (step[row / 4 * 64 + entry * 2 + row % 4 / 2] >> (row % 2 * 4) & 15) - 8;
+      out[i * ldo + kk] = to_bf16(float(v) * to_float(q->scales[at]) + (q->offsets ? to_float(q->offsets[at]) : 0.f));
+    }
+  }
 }
 }
