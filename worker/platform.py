@@ -58,7 +58,7 @@ class Platform(ABC):
 
     @abstractmethod
     def event(self) -> Event:
-        """Passes when everything started so far by `to_host` has arrived."""
+        """Passes when everything started so far by `to_host` has arrived; if that is nothing since the last one, when all work so far is done."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -159,6 +159,7 @@ class CudaPlatform(Platform):
     def start(self, num_threads: int | None, world_size: int) -> list[tuple[str, str, str]]:
         torch.cuda.set_device(self.device)
         self._copies = torch.cuda.Stream(self.device)
+        self._copying = False
         return [("device", str(self.device), torch.cuda.get_device_name(self.device))]
 
     def memory_in_use(self) -> tuple[int, int]:
@@ -178,6 +179,7 @@ class CudaPlatform(Platform):
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         result = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._copying = True
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies):
             result.copy_(tensor, non_blocking=True)
@@ -186,7 +188,8 @@ class CudaPlatform(Platform):
 
     def event(self) -> Event:
         event = torch.cuda.Event()
-        event.record(self._copies)
+        event.record(self._copies if self._copying else torch.cuda.current_stream(self.device))
+        self._copying = False
         return event
 
     def synchronize(self) -> None:

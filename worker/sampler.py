@@ -20,7 +20,7 @@ from worker.request_table import RequestTable
 from worker.sampling_math import RandomRows
 
 _MIN_TEMPERATURE = 1e-5  # below, the softmax has one token in any case: greedy
-_CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 26  # logits sampled at once: they stay in a core's cache; in a share of a GPU's memory
+_CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24  # logits sampled at once: they stay in a core's cache; in a share of a GPU's memory
 
 
 @dataclass(slots=True)

@@ -80,7 +80,6 @@ def test_the_context_is_the_models_or_what_fits(folder):
     ({"kv_cache_memory_bytes": 3 * GIB}, f"set it to at most {4 * GIB - GIB - GIB // 2}"),
     ({"gpu_memory_utilization": 0.3}, "no room for a KV cache: 4.00 GiB are available"),
     ({"attention_backend": "flash_attn_3"}, "flash_attn_3: needs a GPU"),
-    ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is not supported yet"),
 ])
 def test_errors_say_what_to_change(folder, settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -118,7 +117,7 @@ def test_preview_needs_no_weights(tmp_path, folder):
     ready = memory.preview(Config.from_flat(model=str(tmp_path), device="cpu", max_num_seqs=3))
     assert (ready.num_blocks - 1) * ready.block_size == 3 * 2048 and ready.plan.device == "cpu"
     assert ready.plan.weights == 4 * num_parameters(read_model_spec(folder))
-    assert {"dtype", "attention_backend", "max_num_batched_tokens", "max_model_len"} <= _choices(ready).keys()
+    assert {"dtype", "attention_backend", "max_num_batched_tokens", "max_model_len", "num_threads"} <= _choices(ready).keys()
 
 
 def test_importing_the_plan_does_not_import_transformers():
