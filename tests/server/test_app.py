@@ -347,11 +347,11 @@ def test_a_client_that_goes_away_frees_its_request(slow_server, body):
     assert state.stats.kv_cache_usage == 0
 
 
-def test_hundreds_of_clients_vanish_at_random_moments(slow_server):
+def test_five_hundred_clients_vanish_at_random_moments(slow_server):
     import random
 
     rng, state = random.Random(3), slow_server.state
-    for _ in range(15):
+    for _ in range(63):
         moments = [rng.choice([0, None, rng.random() * 0.05]) for _ in range(8)]
         bodies = [{"stream": True if moment is None else rng.random() < 0.5, "n": rng.choice([1, 2]), "max_tokens": rng.choice([1, 5, 450])} for moment in moments]
         threads = [threading.Thread(target=vanish, args=(slow_server, body, moment)) for body, moment in zip(bodies, moments)]
