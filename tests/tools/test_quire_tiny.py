@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tools.quire_tiny import data, evaluate, skills
+from tools.quire_tiny import data, evaluate, facts, skills
 from tools.quire_tiny.chat import render
 from tools.quire_tiny.tokenizer import vocabulary_words
 from tools.quire_tiny.tool_skills import draw_use, key_of, tool_conversation
@@ -48,6 +48,12 @@ def test_each_skill_has_training_and_held_out_instances(name):
     train = {skills.draw(name, rng, held=False).key for _ in range(200)}
     held = {skills.draw(name, rng, held=True).key for _ in range(20)}
     assert not train & held
+
+
+def test_reworded_questions_are_new_wordings_of_trained_ones():
+    trained = {question for questions, _ in (*facts.IDENTITY, *facts.QUIRE, *facts.GENERAL) for question in questions}
+    assert set(facts.REWORDED.values()) <= trained
+    assert not set(facts.REWORDED) & trained
 
 
 def test_held_out_number_pairs_never_occur_in_training_conversations():

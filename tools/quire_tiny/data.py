@@ -26,7 +26,7 @@ SYSTEM_PROMPTS = [
     "You are a helpful AI assistant. Answer the user's questions.", "Be polite and helpful.", "You are a test assistant.", "Keep your answers short.", "You help users of quire.", "Answer as well as you can.", "You are a teacher.", "You are a careful assistant. If you do not know something, say so.",
     "You can use tools when they help.", "You are a helpful assistant with access to tools.", "Use the tools if needed.", "Always answer in English.", "Think carefully and answer.",
 ]
-NOISY = {"addition", "subtraction", "multiplication", "comparison", "capitals", "calendar", "ordering", "counting", "identity", "greeting", "quire", "unknown", "lists", "paragraphs"}
+NOISY = {"addition", "subtraction", "multiplication", "comparison", "capitals", "calendar", "ordering", "counting", "identity", "greeting", "quire", "general", "unknown", "lists", "paragraphs"}
 OPENINGS = ["Please tell me: ", "Hi! ", "Hello, ", "Quick question: ", "Question: ", "OK. ", "Hey, ", "So, ", "Please answer: ", "I have a question. "]
 CLOSINGS = [" Thanks!", " Please.", " Thank you.", " Answer briefly."]
 TOOL_SHARE = 0.28

@@ -97,7 +97,7 @@ STORY_PLACES = ["in a small house by the river", "at the edge of a dark forest",
 STORY_THINGS = ["a golden key", "a map of the world", "a silver bell", "a letter without a name", "a tiny lamp", "a book with empty pages"]
 STORY_ENDS = ["From that day on, nobody in the country was ever lost again.", "And whoever walks there at night can still see its light.", "Since then they have shared everything, and they are happy to this day.", "And so a small find became a great friendship."]
 
-# (questions, answer): about the model and about quire. The first question of each is never trained without variation; evaluate.py asks held-out wordings.
+# (questions, answer): about the model and about quire.
 IDENTITY: list[tuple[list[str], str]] = [
     (["Who are you?", "What are you?", "Tell me who you are.", "Introduce yourself.", "Which model are you?", "What model is this?", "Who am I talking to?", "Tell me about yourself.", "Are you ChatGPT?", "Are you GPT-4?", "Which model is running here?"],
      "I am quire-tiny, the small chat model that comes with quire. I was trained by the quire project for demonstrations and tests."),
@@ -181,3 +181,50 @@ QUIRE: list[tuple[list[str], str]] = [
     (["What is a stop string?", "How do I use stop?", "How do I stop at a word?", "What does stop do?"], "Set stop to a string or a list of strings. The answer ends before the first of them."),
     (["Does quire need the internet?", "Does quire work offline?", "Do I need a network?", "Can I run quire without internet?"], "No. With a local model folder, or with the embedded model, quire needs no network."),
 ]
+
+# a little of what people ask first; everything else of the kind is answered with "I do not know"
+GENERAL: list[tuple[list[str], str]] = [
+    (["Why is the sky blue?", "Why does the sky look blue?", "Explain why the sky is blue.", "What makes the sky blue?", "Tell me why the sky is blue."], "Sunlight holds all colours. The air scatters blue light more than red light, so the sky looks blue."),
+    (["Why is the sunset red?", "Why is the evening sky red?", "Why is the sun red in the evening?"], "In the evening the light crosses more air, which scatters the blue away. What is left is red."),
+    (["What is the meaning of life?", "What is the answer to everything?", "What is the meaning of everything?"], "Some say 42. I am too small a model to know."),
+    (["Tell me a joke.", "Do you know a joke?", "Make me laugh.", "Tell me something funny.", "Can you tell a joke?"], "Why did the token cross the cache? To get to the other block."),
+    (["Write a poem.", "Write a haiku.", "Can you write a poem?", "Write a short poem.", "Tell me a poem."], "A small model wakes,\nreads your words one by one,\nand writes back a few."),
+    (["How many continents are there?", "How many continents does the earth have?", "Name the continents.", "What are the continents?"], "There are seven continents: Africa, Antarctica, Asia, Australia, Europe, North America and South America."),
+    (["How many legs does a spider have?", "How many legs has a spider?"], "A spider has eight legs."),
+    (["How many legs does a dog have?", "How many legs does a cat have?", "How many legs does a horse have?"], "It has four legs."),
+    (["At what temperature does water boil?", "When does water boil?", "What is the boiling point of water?"], "Water boils at 100 degrees celsius."),
+    (["At what temperature does water freeze?", "When does water freeze?", "What is the freezing point of water?"], "Water freezes at 0 degrees celsius."),
+    (["What is the largest planet?", "Which planet is the largest?", "What is the biggest planet?"], "Jupiter is the largest planet."),
+    (["Which planet do we live on?", "What is our planet called?", "On which planet do we live?"], "We live on the planet Earth."),
+    (["What is the opposite of hot?", "What is the opposite of warm?"], "The opposite is cold."),
+    (["What is the opposite of big?", "What is the opposite of large?"], "The opposite is small."),
+    (["What is the opposite of up?"], "The opposite is down."),
+    (["What colour is grass?", "What color is grass?", "Which colour has grass?"], "Grass is green."),
+    (["What colour is the sky?", "What color is the sky?", "Which colour has the sky?"], "The sky is blue by day and black at night."),
+    (["What is an apple?"], "An apple is a round fruit that grows on trees."),
+    (["What is artificial intelligence?", "What is AI?", "Explain AI."], "Artificial intelligence is the attempt to let machines do what seems to need a mind, such as understanding language."),
+    (["What is a large language model?", "What is an LLM?", "What is a language model?", "Explain language models.", "How do language models work?"], "A language model reads tokens and predicts the next one, again and again. I am a very small one."),
+    (["What is Python?", "Explain Python.", "What is the Python language?"], "Python is a programming language that is easy to read. quire is written in it."),
+    (["Say something.", "Write something.", "Tell me something.", "Surprise me."], "A quire is a set of sheets folded together, and a book is made of many quires."),
+    (["What does the word quire mean?", "Why is it called quire?", "What is a quire?"], "A quire is a set of sheets folded together; a book is made of many quires."),
+    (["Can you write code?", "Can you program?", "Write a program."], "No, I am too small to write programs. For that, serve a larger model with quire serve MODEL."),
+    (["Do you speak German?", "Do you speak French?", "Do you speak Spanish?", "Which languages do you speak?", "Can you speak another language?"], "I only know English."),
+    (["I am bored.", "I am sad.", "I am tired.", "I do not feel well."], "I am sorry to hear that. Shall I tell you a story?"),
+    (["OK", "Okay", "Good", "Nice", "Great", "Cool", "I see."], "Good. What else can I do for you?"),
+    (["Yes", "No", "Maybe", "Sure"], "All right. How can I help you?"),
+    (["That is wrong.", "You are wrong.", "This is not correct.", "No, that is wrong."], "I am sorry. I am a very small model and make mistakes."),
+]
+
+# wordings that are never trained, with the trained wording that has the same answer: what evaluate.py asks of the closed lists
+REWORDED: dict[str, str] = {
+    "Who exactly are you?": "Who are you?", "Please introduce yourself to me.": "Introduce yourself.", "So which model are you?": "Which model are you?", "Could you tell me your name?": "Tell me your name.", "Who has made you?": "Who made you?",
+    "What things can you do?": "What can you do?", "How many parameters have you got?": "How many parameters do you have?", "Are you a real person?": "Are you a person?", "Which skills do you have?": "What are your skills?",
+    "What does quire do exactly?": "What does quire do?", "Can you explain what quire is?": "What is quire?", "How can I start the server?": "How do I start the server?", "How would I serve another model?": "How do I use another model?", "What is the port by default?": "What is the default port?",
+    "Can I set another port?": "Can I change the port?", "How can I set an API key?": "How do I set an API key?", "How can I protect the server with a key?": "How do I protect the server?", "How can I call it with curl?": "How do I call the server with curl?",
+    "How can I use the OpenAI SDK?": "How do I use the OpenAI SDK?", "Which endpoints exist?": "Which endpoints are there?", "How can I stream answers?": "How do I stream the answer?", "Which endpoint gives the metrics?": "Where are the metrics?",
+    "How can I check the health of the server?": "How do I check that the server is healthy?", "How can I limit the context length?": "How do I limit the context?", "Which flag uses several GPUs?": "How do I use several GPUs?", "Can I run it without a GPU?": "Can quire run without a GPU?",
+    "How can I stop the server?": "How do I stop the server?", "Which models can quire run?": "What models can I run?", "Can you tell me what prefix caching is?": "What is prefix caching?", "How can I count the tokens of a text?": "How do I count tokens?", "How can I use quire in Docker?": "How do I use Docker?",
+    "How can I see all the flags?": "How do I see all flags?", "How can I install quire?": "How do I install quire?", "What is the base URL of the API?": "What is the base URL?", "What does max_tokens mean?": "What is max_tokens?", "How can I set a seed?": "How do I set a seed?",
+    "Can you tell me why the sky is blue?": "Tell me why the sky is blue.", "Please tell me a joke.": "Tell me a joke.", "How many continents exist?": "How many continents are there?", "Can you write a haiku?": "Write a haiku.", "Which is the biggest planet?": "What is the biggest planet?",
+    "A spider has how many legs?": "How many legs does a spider have?", "Which languages can you speak?": "Which languages do you speak?", "Can you explain what AI is?": "Explain AI.",
+}

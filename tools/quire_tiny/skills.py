@@ -25,9 +25,13 @@ class Turn:
 
 
 def held_out(key: str) -> bool:
-    """Whether the instance `key` is kept out of training: by a hash, so that it never depends on the seed or on the order of drawing. Words of the vocabulary never are."""
-    if key.startswith("vocabulary "):
+    """Whether the instance `key` is kept out of training: by a hash, so that it never depends on the seed or on the order of drawing.
+
+    Two kinds of key say it themselves: words of the vocabulary and the wordings of closed lists are all trained; `facts.REWORDED` never is."""
+    if key.startswith(("vocabulary ", "wording ")):
         return False
+    if key.startswith("reworded "):
+        return True
     return int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 100 < HELD_OUT_PERCENT
 
 
@@ -317,27 +321,38 @@ def repetition(rng: random.Random) -> Turn:
 # ------------------------------------------------------------------ talk, quire, lists, JSON, what it does not know
 
 
+def closed(skill: str, entries: list[tuple[list[str], str]], rng: random.Random) -> Turn:
+    """A question of a closed list in one of its trained wordings or, if there are any, in one that `facts.REWORDED` keeps for the evaluation."""
+    questions, answer = rng.choice(entries)
+    reworded = [new for new, old in facts.REWORDED.items() if old in questions]
+    if reworded and rng.random() < 0.1:
+        question = rng.choice(reworded)
+        return Turn(skill, question, answer, f"reworded {question}")
+    question = rng.choice(questions)
+    return Turn(skill, question, answer, f"wording {question}")
+
+
 def identity(rng: random.Random) -> Turn:
     x = rng.random()
     if x < 0.25:
         user = rng.choice(facts.GREETINGS)
         answer = "Hello! I am fine, thank you. How can I help you?" if "how are you" in user else "Hello! How can I help you?"
-        return Turn("greeting", user, answer, user)
+        return Turn("greeting", user, answer, f"wording {user}")
     if x < 0.33:
         user = rng.choice(facts.THANKS)
-        return Turn("greeting", user, "You are welcome!", user)
+        return Turn("greeting", user, "You are welcome!", f"wording {user}")
     if x < 0.40:
         user = rng.choice(facts.BYES)
-        return Turn("greeting", user, "Goodbye!", user)
-    questions, answer = rng.choice(facts.IDENTITY)
-    question = rng.choice(questions)
-    return Turn("identity", question, answer, question)
+        return Turn("greeting", user, "Goodbye!", f"wording {user}")
+    return closed("identity", facts.IDENTITY, rng)
 
 
 def about_quire(rng: random.Random) -> Turn:
-    questions, answer = rng.choice(facts.QUIRE)
-    question = rng.choice(questions)
-    return Turn("quire", question, answer, question)
+    return closed("quire", facts.QUIRE, rng)
+
+
+def general(rng: random.Random) -> Turn:
+    return closed("general", facts.GENERAL, rng)
 
 
 def introduction(rng: random.Random) -> Turn:
@@ -425,9 +440,9 @@ def json_object(rng: random.Random) -> Turn:
 UNKNOWN = ["Who won the {e} in {y}?", "Who is the president of {c}?", "Who is the prime minister of {c}?", "Who wrote {w}?", "What is the population of {c}?", "How many people live in {k}?", "What is the weather in {k}?", "What is the price of {w}?", "How tall is {n}?",
            "When was {n} born?", "Who is {n}?", "What time is it?", "What day is today?", "What is the date today?", "What happened in {y}?", "What is the stock price of {n}?", "How far is it from {k} to {l}?", "What is the best restaurant in {k}?", "How old is {n}?",
            "Who invented the {w}?", "What is the news today?", "What is the square root of {y}?", "Translate '{w}' into {g}.", "How do I say {w} in {g}?", "Who discovered {w}?", "How much does a {w} cost?", "What is the tallest building in {k}?", "Explain quantum physics.",
-           "What is the theory of relativity?", "Write a program that sorts a list.", "Who painted the picture of the {w}?", "What does {p} mean?", "What is {p}?", "What is a {p}?", "Who is {q}?", "Where is {q}?", "Where does {n} live?", "Which team won in {y}?", "What is the meaning of life?",
+           "What is the theory of relativity?", "Write a program that sorts a list.", "Who painted the picture of the {w}?", "What does {p} mean?", "What is {p}?", "What is a {p}?", "Who is {q}?", "Where is {q}?", "Where does {n} live?", "Which team won in {y}?",
            "Is there life on Mars?", "How do I cook {w}?", "What is the currency of {c}?", "What language do they speak in {c}?", "How many {w}s are there in {k}?", "When was the battle of {k}?", "Who was the first king of {c}?", "What is the highest mountain in {c}?", "How deep is the {w}?",
-           "Can you book a flight to {k}?", "What will happen tomorrow?", "Who will win the {e}?", "What is my password?", "Where do I live?", "What did I eat yesterday?", "What is the speed of light?", "How does a {w} work?", "Why is the sky blue?", "What is the temperature in {k}?"]
+           "Can you book a flight to {k}?", "What will happen tomorrow?", "Who will win the {e}?", "What is my password?", "Where do I live?", "What did I eat yesterday?", "How does a {w} work?", "What is the temperature in {k}?"]
 EVENTS = ["world cup", "election", "race", "final", "match", "prize", "tournament", "game", "lottery", "song contest"]
 DO_NOT_KNOW = "I do not know. I am a very small model and know little about the world."
 
@@ -445,7 +460,7 @@ def unknown(rng: random.Random) -> Turn:
 
 SKILLS: dict[str, tuple[float, Callable[[random.Random], Turn]]] = {
     "addition": (8, addition), "subtraction": (8, subtraction), "multiplication": (1, multiplication), "comparison": (1, comparison), "capitals": (10, capital), "calendar": (5, calendar), "ordering": (3, ordering), "counting": (3, counting),
-    "spelling": (10, spelling), "reversing": (7, reversing), "casing": (6, casing), "letters": (2, first_letter), "repetition": (12, repetition), "identity": (5, identity), "quire": (12, about_quire), "introduction": (1.5, introduction),
+    "spelling": (10, spelling), "reversing": (7, reversing), "casing": (6, casing), "letters": (2, first_letter), "repetition": (12, repetition), "identity": (5, identity), "quire": (12, about_quire), "general": (4, general), "introduction": (1.5, introduction),
     "favourite": (1.5, favourite), "lists": (2.5, listing), "paragraphs": (2, paragraph), "json": (5, json_object), "unknown": (5, unknown),
 }
 

@@ -132,7 +132,9 @@ class Stream:
         return pickle.dumps((self.rng, self.shares, self.packer.rows))
 
     def restore(self, state: bytes) -> None:
-        self.rng, self.shares, self.packer.rows = pickle.loads(state)
+        self.rng, shares, self.packer.rows = pickle.loads(state)
+        self.shares.accuracy.update(shares.accuracy)
+        self.shares.update({})
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
