@@ -76,19 +76,21 @@ class AttentionBackend(ABC):
 
 def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
     """Run `backend` on a tiny mixed batch and on a decode batch as `spec` asks. Returns the first line of its error, if any: libraries are built for some
-    head sizes, GPUs and features only, and say so best themselves.
+    head sizes, GPUs and features only, and say so best themselves. A kernel that fails only while it runs is waited for.
     """
     size = spec.block_size or backend.default_block_size
     device = spec.device
     cache = torch.zeros(2, 3, size, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
     for query_lens in ([2, 1], [1, 1]):
         starts = torch.tensor([0, query_lens[0], sum(query_lens)], dtype=torch.int32, device=device)
-        table = torch.tensor([[1], [2]], dtype=torch.int32, device=device)
+        table = torch.tensor([[1, 2], [2, 1]], dtype=torch.int32, device=device)
         meta = AttentionMetadata(backend, torch.arange(sum(query_lens), device=device), starts, starts.new_tensor([2, 2]), table, max(query_lens), 2)
         q = torch.zeros(sum(query_lens), spec.num_heads, spec.head_dim, dtype=spec.dtype, device=device)
         try:
             backend.build(meta)
             backend.forward(q, cache[0], cache[1], meta, 1.0, 1 if spec.uses_sliding_window else None, 1.0 if spec.uses_soft_cap else None)
-        except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:  # whatever a library raises is the reason it is passed over
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
     return None

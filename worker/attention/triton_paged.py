@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, try_once
 
 try:
     import triton
@@ -29,9 +29,10 @@ if triton is not None:
     @triton.jit
     def _first_block(start, request, BLOCK_Q: tl.constexpr):
         """The first query block of a request whose tokens begin at `start`."""
-        if BLOCK_Q == 1:  # every token is a block: nothing is ragged
-            return start
-        return start // BLOCK_Q + request
+        first = start
+        if BLOCK_Q > 1:  # else every token is a block, and nothing is ragged
+            first = start // BLOCK_Q + request
+        return first
 
     @triton.jit
     def _find_request(query_start_loc, block, num_reqs, BLOCK_Q: tl.constexpr):
@@ -45,7 +46,7 @@ if triton is not None:
                 high = middle
         return low
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_reqs", "table_stride"])  # they change from step to step, and each specialization is compiled
     def _attend_kernel(
         q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
         qk_scale, num_reqs, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
@@ -154,7 +155,6 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     block_g = triton.next_power_of_2(group)
     block_q = 1 if max_query_len == 1 else max(1, 64 // block_g)
     block_g = max(block_g, 16 // block_q)  # tl.dot needs 16 rows
-    block_n = 64 if max_query_len == 1 or head_dim > 128 else 128
     num_blocks = num_tokens if block_q == 1 else num_tokens // block_q + num_reqs
     if num_splits is None:
         num_splits = default_num_splits(num_blocks * num_kv_heads, max_query_len, block_table.shape[1] * block_size, q.device)
@@ -163,6 +163,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     partial_max, partial_sum = (q.new_empty(partial_shape, dtype=torch.float32) for _ in range(2))
     partial_out = q.new_empty((*partial_shape, head_dim), dtype=torch.float32)
     block_d = max(16, triton.next_power_of_2(head_dim))
+    block_n = _tile_of_keys(64 if max_query_len == 1 else 128, block_q * block_g, block_d, q)
     _attend_kernel[(num_blocks, num_kv_heads, num_splits)](
         q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
         scale * LOG2_E, num_reqs, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1),
@@ -177,12 +178,23 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     return out
 
 
+def _tile_of_keys(wanted: int, rows: int, block_d: int, q: torch.Tensor) -> int:
+    """The most keys, up to `wanted`, whose K and V tiles, in two stages, leave room for the queries in the device's shared memory."""
+    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if q.device.type == "cuda" else 227 << 10
+    while wanted > 16 and (4 * wanted + rows) * block_d * q.element_size() > shared:
+        wanted //= 2
+    return wanted
+
+
 def default_num_splits(num_programs: int, max_query_len: int, max_keys: int, device: torch.device) -> int:
-    """Enough splits to give every multiprocessor two programs, for decode only, and no split below 256 keys of the longest possible request."""
+    """Enough splits to give every multiprocessor two programs, for decode only, and no split below 256 keys of the longest possible request.
+
+    A power of two: the kernel is compiled anew for every number.
+    """
     if max_query_len > 1 or device.type != "cuda":
         return 1
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // max(1, num_programs)
-    return max(1, min(MAX_SPLITS, wanted, max_keys // 256))
+    return 1 << (max(1, min(MAX_SPLITS, wanted, max_keys // 256)).bit_length() - 1)
 
 
 class TritonPagedBackend(AttentionBackend):
@@ -200,7 +212,7 @@ class TritonPagedBackend(AttentionBackend):
             return "needs a GPU"
         if spec.head_dim > 256:
             return f"head_dim {spec.head_dim} is above 256"
-        return None
+        return try_once(cls(), spec)  # Triton needs a C compiler, and knows best which GPUs it can compile for
 
     def build(self, meta: AttentionMetadata) -> None:
         pass

@@ -1,0 +1,83 @@
+"""Compiles every Triton kernel for a GPU that need not be there, by running the functions that launch them and compiling instead of launching.
+
+python -m tests.worker.compile_kernels [CAPABILITY]      (default 90; prints a line per kernel and variant). Not with TRITON_INTERPRET set.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from worker.attention import triton_paged
+from worker.kernels import triton_ops, triton_sampler
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64", torch.float64: "fp64"}
+
+
+def compile_launches(capability: int) -> None:
+    """From now on a launch compiles its kernel for `capability` as the arguments ask, down to machine code, and runs nothing."""
+
+    def run(kernel: JITFunction, *args, grid, warmup, **kwargs):
+        values = dict(zip(kernel.arg_names, args)) | kwargs
+        signature, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(kernel.params):
+            value = values.pop(parameter.name)
+            if parameter.is_constexpr or value is None or (value == 1 if isinstance(value, int) and not parameter.do_not_specialize else False):
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + TYPES[value.dtype]
+                attributes[i,] = [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+                if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+                    attributes[i,] = [["tt.divisibility", 16]]
+        start = time.perf_counter()
+        source = ASTSource(kernel, signature, constants, attributes)
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=values)  # what is left are num_warps and num_stages
+        assert len(binary.asm["cubin"]) > 1000
+        print(f"{kernel.__name__}: {len(binary.asm['cubin'])} bytes, {binary.metadata.shared} of shared memory, {time.perf_counter() - start:.1f} s", flush=True)
+
+    JITFunction.run = run
+
+
+def attention() -> None:
+    """bf16 as it is used (Llama 3.1, Qwen3, decode and prefill, splits), and the less common features once."""
+    cases = [  # query lens, heads, kv heads, dim, page, window, soft cap, splits
+        ([1] * 9, 32, 8, 128, 16, None, None, 1),
+        ([1] * 2, 32, 8, 128, 16, None, None, 8),
+        ([3, 70], 32, 8, 128, 16, None, None, None),
+        ([3, 70], 14, 2, 64, 256, 100, 30.0, None),
+        ([5, 2], 8, 4, 256, 16, None, None, None),
+    ]
+    for query_lens, heads, kv_heads, dim, page, window, soft_cap, splits in cases:
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        q, cache = torch.zeros(sum(query_lens), heads, dim, dtype=torch.bfloat16), torch.zeros(3, page, kv_heads, dim, dtype=torch.bfloat16)
+        table, lens = torch.zeros(len(query_lens), 40, dtype=torch.int32), torch.tensor(query_lens).int()
+        triton_paged.paged_attention(q, cache, cache, table, starts, lens, max(query_lens), 0.1, window, soft_cap, splits)
+
+
+def operations() -> None:
+    x = torch.zeros(3, 4096, dtype=torch.bfloat16)
+    triton_ops.rms_norm(x, x[0], 1e-6)
+    triton_ops.add_rms_norm(x, x.clone(), x[0], 1e-6)
+    triton_ops.silu_and_mul(torch.zeros(3, 2 * 14336, dtype=torch.bfloat16))
+    cache, positions = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16), torch.arange(3)
+    for weight in (None, x[0, :128]):
+        triton_ops.qk_norm_rope_write(torch.zeros(3, 48 * 128, dtype=torch.bfloat16), weight, weight, 1e-6, torch.zeros(64, 128), positions, cache, cache, positions, 32)
+
+
+def sampler() -> None:
+    rows = torch.arange(3)
+    triton_sampler.sample(torch.zeros(3, 151936), rows, rows, torch.zeros(8), torch.zeros(8, dtype=torch.int64))
+
+
+if __name__ == "__main__":
+    compile_launches(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
+    for part in (operations, sampler, attention):
+        part()
