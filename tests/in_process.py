@@ -10,6 +10,7 @@ from engine.executor.base import get_executor, steps_in_flight
 from engine.kv_cache import KVCacheManager
 from engine.messages import AddRequest, SamplingParams, TokenLogprobs
 from engine.scheduler import Scheduler
+from worker.messages import WorkerReady
 
 
 @dataclass
@@ -32,7 +33,11 @@ class InProcessEngine:
     def __init__(self, folder: str, **settings):
         self.config = Config.from_flat(**{"model": folder, "device": "cpu", **settings})
         self.executor = get_executor(self.config)
-        self.ready = self.executor.initialize(lambda phase, fraction: None)
+        self.use(self.executor.initialize(lambda phase, fraction: None))
+
+    def use(self, ready: WorkerReady) -> None:
+        """Start with an empty cache of the sizes that the workers found."""
+        self.ready = ready
         self.depth = steps_in_flight(self.config, self.ready)
         self.scheduler = Scheduler(self.config.scheduler, self.ready, KVCacheManager(self.ready.num_blocks, self.ready.block_size, self.config.cache.enable_prefix_caching))
 

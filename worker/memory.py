@@ -35,9 +35,9 @@ class Limits:
 def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limits:
     """Settle dtype, attention backend and the sizes of a step. Raises ValueError for what does not fit the model or the device."""
     choices: list[Choice] = []
-    tp = config.parallel.tensor_parallel_size
-    if config.parallel.pipeline_parallel_size > 1:
-        raise ValueError("--pipeline-parallel-size is not supported yet: set it to 1 and use --tensor-parallel-size")
+    tp, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    if stages > spec.num_hidden_layers:
+        raise ValueError(f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}")
     dtype, reason = platform.resolve_dtype(config.model.dtype, spec.dtype)
     if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
         choices.append(("dtype", _dtype_name(dtype), reason))
@@ -46,7 +46,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
         choices.append(("attention_backend", attention.backend.name, attention.reason))
     if config.cache.block_size is None:
         choices.append(("block_size", str(attention.block_size), f"default of {attention.backend.name}"))
-    num_seqs, num_tokens, reason = platform.default_limits(tp * config.parallel.pipeline_parallel_size)
+    num_seqs, num_tokens, reason = platform.default_limits(tp * stages)
     if config.scheduler.max_num_seqs is None:
         choices.append(("max_num_seqs", str(num_seqs), reason))
     if config.scheduler.max_num_batched_tokens is None:
@@ -127,14 +127,15 @@ def preview(config: Config) -> WorkerReady:
     total, available = platform.memory(tp * pp)
     plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,
                                             weights=estimate_weights(spec, limits.dtype, tp * pp), activations=estimate_activations(spec, limits, tp))
-    return report(spec, platform, limits, plan, num_blocks, started + choices)
+    return report(spec, platform, limits, plan, num_blocks, started + choices, pp)
 
 
-def report(spec: ModelSpec, platform: Platform, limits: Limits, plan: MemoryPlan, num_blocks: int, choices: list[Choice]) -> WorkerReady:
-    """Everything together, with the context length that fits. Raises ValueError as `fit_model_len`."""
+def report(spec: ModelSpec, platform: Platform, limits: Limits, plan: MemoryPlan, num_blocks: int, choices: list[Choice], pp: int = 1) -> WorkerReady:
+    """Everything together, with the context length that fits, for `pp` pipeline stages. Raises ValueError as `fit_model_len`."""
     max_model_len, fitted = fit_model_len(limits, num_blocks, plan)
+    depth = platform.default_depth if pp == 1 else pp + 1  # a step for every stage, and one for the scheduler
     return WorkerReady(num_blocks=num_blocks, block_size=limits.attention.block_size, max_model_len=max_model_len, max_num_seqs=limits.max_num_seqs,
-                       max_num_batched_tokens=limits.max_num_batched_tokens, vocab_size=spec.vocab_size, default_depth=platform.default_depth, plan=plan,
+                       max_num_batched_tokens=limits.max_num_batched_tokens, vocab_size=spec.vocab_size, default_depth=depth, plan=plan,
                        choices=[*limits.choices, *fitted, *choices])
 
 

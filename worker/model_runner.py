@@ -12,6 +12,7 @@ from worker.cuda_graph import CudaGraphs, Replay
 from worker.input_batch import InputBatch, InputBuffers, prepare_inputs
 from worker.logprobs import Entries, PromptLogprobs, prompt_messages
 from worker.messages import StepInput, StepOutput, TokenLogprobs
+from worker.pipeline import SingleStage
 from worker.platform import Event, Platform
 from worker.request_table import RequestTable
 from worker.sampler import RowLogprobs, Sampler
@@ -52,29 +53,37 @@ class AsyncOutput:
 
 
 class ModelRunner:
-    """Runs `model` over the request table. The model's attention layers must be bound to a KV cache of `table.block_size`."""
+    """Runs `model`, or the stage of it that this rank has, over the request table. Its attention layers must be bound to a KV cache of `table.block_size`."""
 
-    def __init__(self, model: torch.nn.Module, table: RequestTable, backend: AttentionBackend, platform: Platform, max_num_tokens: int) -> None:
+    def __init__(self, model: torch.nn.Module, table: RequestTable, backend: AttentionBackend, platform: Platform, max_num_tokens: int,
+                 stage: SingleStage | None = None, sampler: Sampler | None = None) -> None:
         self.model, self.table, self.backend, self.platform = model, table, backend, platform
+        self.stage = stage or SingleStage()
         self.buffers = InputBuffers(table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device)
-        self.sampler = Sampler(table, platform)
+        self.sampler = sampler or Sampler(table, platform)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
         self.forward: Callable[[InputBatch], torch.Tensor] = self.run_eagerly
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> AsyncOutput:
-        """Launch `step`. What one request alone causes is reported in the output's `errors`."""
+        """Launch `step`. What one request alone causes is reported in the output's `errors`. Only the last stage's output says what was sampled."""
+        self.stage.await_token_ids(step, self.table)
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend)
         errors = {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors} if self.table.errors else {}
         hidden = self.forward(batch)
+        if not self.stage.last:
+            self.stage.send_hidden(batch, hidden)
+            return AsyncOutput(step, None, [], {}, {}, self.platform.event())
         prompt_logprobs = self.prompt_logprobs.compute(batch, hidden, self.model.logits)
         token_ids, logprobs = None, []
         if step.samples:
             sampled = self.sampler.sample(self.model.logits(hidden[batch.sampling.logits_indices]), batch.sampling)
             # The copy starts before the table is written, so that nothing of the next step delays it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
-            self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, sampled.token_ids.clamp(min=0), batch.attn.max_seq_len)
+            tokens = sampled.token_ids.clamp(min=0)
+            self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, tokens, batch.attn.max_seq_len)
+            self.stage.send_token_ids(tokens)
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event())
 
     def use_graphs(self, max_model_len: int, record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
@@ -82,6 +91,6 @@ class ModelRunner:
         self.forward = CudaGraphs(self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record)
 
     def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
-        """Hidden states `[T, H]` of the step's tokens."""
+        """Hidden states `[T, H]` of the step's tokens, behind this stage's layers."""
         self.backend.build(batch.attn)
-        return self.model(batch.input_ids, batch.positions, batch.attn)
+        return self.model(batch.input_ids, batch.positions, batch.attn, self.stage.receive_hidden(len(batch.input_ids)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,24 @@ class Group:
         """Rank `src`'s tensor, written into x on the others."""
         return x
 
+    def send(self, x: torch.Tensor, dst: int) -> Any:
+        """Start sending a contiguous x, which must not change before it has arrived; the result's `wait()` waits for that. Messages arrive in order."""
+        raise AssertionError("a group of one has nobody to send to")
+
+    def receive(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        """The next tensor that `src` sends, of x's shape and type, written into x."""
+        raise AssertionError("a group of one has nobody to receive from")
+
+    def twin(self) -> Group:
+        """The same ranks over connections of their own, for messages that must not queue behind this group's. All its ranks call it together."""
+        return self
+
 
 class ProcessGroup(Group):
     """A group of processes over torch.distributed. `ranks` are global, in group order."""
 
     def __init__(self, ranks: list[int], backend: str):
-        self.ranks, self.size = ranks, len(ranks)
+        self.ranks, self.size, self._backend = ranks, len(ranks), backend
         self.rank = ranks.index(dist.get_rank())
         self._group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
@@ -51,6 +64,16 @@ class ProcessGroup(Group):
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
         dist.broadcast(x, src=self.ranks[src], group=self._group)
         return x
+
+    def send(self, x: torch.Tensor, dst: int) -> Any:
+        return dist.isend(x, self.ranks[dst], group=self._group)
+
+    def receive(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        dist.recv(x, self.ranks[src], group=self._group)
+        return x
+
+    def twin(self) -> Group:
+        return ProcessGroup(self.ranks, self._backend)
 
 
 _tp: Group = Group()

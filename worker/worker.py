@@ -12,15 +12,18 @@ import torch.distributed as dist
 from configs.config import Config
 from configs.hf_config import ModelSpec, read_model_spec
 from worker import kv_cache, memory
+from worker.check_ranks import CheckedSampler
 from worker.kernels.native import KERNELS
 from worker.loader import load_weights
 from worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
 from worker.model_runner import AsyncOutput, ModelRunner
 from worker.models import build_model
 from worker.models.decoder import CausalLM
-from worker.parallel import init_distributed, shutdown_distributed
+from worker.parallel import init_distributed, pp, shutdown_distributed, tp
+from worker.pipeline import SingleStage, pipeline_stage
 from worker.platform import Platform, get_platform
 from worker.request_table import RequestTable
+from worker.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,9 @@ class Worker:
         weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
 
         progress("profiling memory", 0.0)
-        activations = _measure_activations(model, spec, platform, limits) if platform.measures_memory else memory.estimate_activations(spec, limits, parallel.tensor_parallel_size)
+        depth = config.scheduler.steps_in_flight or pp().size + 1
+        stage = pipeline_stage(pp(), depth, spec.hidden_size, limits.dtype, platform.device)
+        activations = _measure_activations(model, spec, platform, limits, stage) if platform.measures_memory else memory.estimate_activations(spec, limits, parallel.tensor_parallel_size)
         progress("profiling memory", 1.0)
 
         progress("allocating KV cache", 0.0)
@@ -61,9 +66,9 @@ class Worker:
         num_blocks = self._agree(num_blocks, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
         plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
-        ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices)
-        self.runner = _make_runner(model, spec, platform, limits, num_blocks, ready.max_model_len)
-        if platform.has_graphs and not config.device.enforce_eager and self.runner.backend.graph_safe:
+        ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices, pp().size)
+        self.runner = _make_runner(model, spec, platform, limits, num_blocks, ready.max_model_len, stage, config.parallel.debug_check_ranks)
+        if platform.has_graphs and pp().size == 1 and not config.device.enforce_eager and self.runner.backend.graph_safe:
             self.runner.use_graphs(ready.max_model_len)
         progress("allocating KV cache", 1.0)
         return ready
@@ -101,15 +106,17 @@ class Worker:
         return int(least)
 
 
-def _make_runner(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, num_blocks: int, max_model_len: int) -> ModelRunner:
+def _make_runner(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, num_blocks: int, max_model_len: int, stage: SingleStage,
+                 check_ranks: bool = False) -> ModelRunner:
     """Allocate the KV cache and the tables, and put the runner over them."""
     block_size = limits.attention.block_size
     kv_cache.allocate(kv_cache.attention_layers(model), num_blocks, block_size, limits.dtype, platform.device)
     table = RequestTable(limits.max_num_seqs, max_model_len, block_size, spec.vocab_size, platform.device)
-    return ModelRunner(model, table, limits.attention.backend, platform, limits.max_num_batched_tokens)
+    sampler = CheckedSampler(table, platform, tp()) if check_ranks else Sampler(table, platform)
+    return ModelRunner(model, table, limits.attention.backend, platform, limits.max_num_batched_tokens, stage, sampler)
 
 
-def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits) -> int:
+def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, stage: SingleStage) -> int:
     """Bytes of device memory that the largest step needs besides weights and KV cache, found by running it over a cache of a few blocks.
 
     All requests share the same blocks: what is computed means nothing. Every row is sampled at random, which takes more than greedy.
@@ -120,10 +127,12 @@ def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, l
     sampling = SamplingParams(temperature=1.0, top_p=0.9)
     new = [NewRequest(i, [0] * length, length, blocks[: -(-length // limits.attention.block_size)], sampling) for i, length in enumerate(lengths)]
     step = StepInput(0, new, list(range(num_reqs)), [0] * num_reqs, lengths, [[] for _ in new], list(range(num_reqs)))
+    platform.release_memory()
     before, _ = platform.memory_in_use()
-    runner = _make_runner(model, spec, platform, limits, len(blocks) + 1, limits.max_model_len)
+    runner = _make_runner(model, spec, platform, limits, len(blocks) + 1, limits.max_model_len, stage)
     cache = (len(blocks) + 1) * sum(layer.k_cache[0].nbytes * 2 for layer in kv_cache.attention_layers(model))
     runner.execute(step).result()
+    stage.finish(runner.table)
     _, peak = platform.memory_in_use()
     for layer in kv_cache.attention_layers(model):
         layer.k_cache = layer.v_cache = None

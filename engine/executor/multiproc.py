@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -37,13 +38,17 @@ _decode_output = msgspec.msgpack.Decoder(StepOutput).decode
 
 
 class MultiprocExecutor(Executor):
-    """Starts one worker process per rank. Every rank gets every message; rank 0 answers. The death of any rank is an error of the executor."""
+    """Starts one worker process per rank. Every rank gets every message; the first rank of the last pipeline stage answers.
+
+    The death of any rank is an error of the executor.
+    """
 
     worker_class = "worker.worker:Worker"
 
     def __init__(self, config: Config):
         self._config = config
         self._world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        self._answering = self._world_size - config.parallel.tensor_parallel_size
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._outputs: deque[StepOutput] = deque()  # arrived, not asked for yet
@@ -53,7 +58,7 @@ class MultiprocExecutor(Executor):
         init_method = f"tcp://127.0.0.1:{_free_port()}" if self._world_size > 1 else None
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
-            args = (self.worker_class, self._config, rank, self._world_size, init_method, theirs)
+            args = (self.worker_class, self._config, rank, self._world_size, init_method, theirs, rank == self._answering)
             process = context.Process(target=worker_main, args=args, name=f"worker {rank}", daemon=True)
             process.start()
             theirs.close()  # the worker holds the only copy: its death ends the pipe
@@ -77,7 +82,7 @@ class MultiprocExecutor(Executor):
     def call(self, method: str, *args: Any) -> Any:
         self._send(CALL + _encode((method, args)))
         while True:
-            kind, payload = self._receive_from_first()
+            kind, payload = self._receive_answer()
             if kind == VALUE:
                 return msgspec.msgpack.decode(payload)
 
@@ -102,7 +107,7 @@ class MultiprocExecutor(Executor):
     def next_output(self) -> StepOutput:
         """The output of the oldest step that was not asked for yet. Raises RuntimeError when a worker fails or dies."""
         while not self._outputs:
-            self._receive_from_first()
+            self._receive_answer()
         return self._outputs.popleft()
 
     def _send(self, message: bytes) -> None:
@@ -112,10 +117,10 @@ class MultiprocExecutor(Executor):
             except OSError:
                 raise self._death(rank) from None
 
-    def _receive_from_first(self) -> tuple[bytes, bytes]:
-        """A message of rank 0; outputs are kept aside."""
+    def _receive_answer(self) -> tuple[bytes, bytes]:
+        """A message of the rank that answers; outputs are kept aside."""
         rank, kind, payload = self._receive()
-        assert rank == 0, f"rank {rank} answered"
+        assert rank == self._answering, f"rank {rank} answered"
         if kind == OUTPUT:
             self._outputs.append(_decode_output(payload))
         return kind, payload
@@ -159,19 +164,20 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def worker_main(worker_class: str, config: Config, rank: int, world_size: int, init_method: str | None, pipe: Connection) -> None:
-    """The process of one rank. Ends when its pipe does, or with an error that it reports first."""
+def worker_main(worker_class: str, config: Config, rank: int, world_size: int, init_method: str | None, pipe: Connection, answers: bool) -> None:
+    """The process of one rank; one of them `answers`. Ends when its pipe does, or with an error that it reports first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when we end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dump_stacks_on(signal.SIGUSR2)
     die_with_parent()
     set_name(f"quire-worker-{rank}")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")  # all ranks are on this machine: others need not reach them
     start_logging(config.server.log_level, f"worker {rank}")
     exit_code = 0
     try:
         module, _, name = worker_class.partition(":")
         worker = getattr(importlib.import_module(module), name)(config, rank, world_size, init_method)
-        _serve(worker, rank, pipe)
+        _serve(worker, pipe, answers)
     except (EOFError, ConnectionError):
         pass
     except BaseException as error:
@@ -180,7 +186,7 @@ def worker_main(worker_class: str, config: Config, rank: int, world_size: int, i
     os._exit(exit_code)
 
 
-def _serve(worker: Any, rank: int, pipe: Connection) -> None:
+def _serve(worker: Any, pipe: Connection, answers: bool) -> None:
     """Initialize, then run steps and calls until the pipe ends.
 
     Results are awaited and sent by a thread, so that the next step is launched while the device still runs this one.
@@ -192,7 +198,7 @@ def _serve(worker: Any, rank: int, pipe: Connection) -> None:
         raise EOFError from error
     pipe.send_bytes(READY + _encode(ready))
     results: SimpleQueue = SimpleQueue()
-    threading.Thread(target=_reply, args=(results, rank, pipe), name="reply", daemon=True).start()
+    threading.Thread(target=_reply, args=(results, pipe, answers), name="reply", daemon=True).start()
     while True:
         message = pipe.recv_bytes()
         if message[:1] == STEP:
@@ -202,13 +208,13 @@ def _serve(worker: Any, rank: int, pipe: Connection) -> None:
             results.put((VALUE, getattr(worker, method)(*args)))
 
 
-def _reply(results: SimpleQueue, rank: int, pipe: Connection) -> None:
-    """Wait for each result in turn; rank 0 sends it."""
+def _reply(results: SimpleQueue, pipe: Connection, answers: bool) -> None:
+    """Wait for each result in turn, and send it if this rank is the one that answers."""
     try:
         while True:
             kind, value = results.get()
             value = value.result() if kind == OUTPUT else value
-            if rank == 0:
+            if answers:
                 pipe.send_bytes(kind + _encode(value))
     except ConnectionError:
         os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -51,9 +52,7 @@ def uniproc(monkeypatch):
     module.Worker = fake_worker.LateResults
     monkeypatch.setitem(sys.modules, "worker.worker", module)
     monkeypatch.delitem(sys.modules, "engine.executor.uniproc", raising=False)
-    from engine.executor import uniproc
-
-    yield uniproc.UniprocExecutor
+    yield importlib.import_module("engine.executor.uniproc").UniprocExecutor  # not the package's attribute, which may be an earlier import
     sys.modules.pop("engine.executor.uniproc", None)
 
 

@@ -1,0 +1,35 @@
+"""A worker that loads one model after another, so that a test of many models starts its processes once."""
+
+from __future__ import annotations
+
+import msgspec
+
+from configs.config import Config
+from worker.messages import WorkerReady
+from worker.worker import Worker
+
+
+class ManyModels:
+    """The first model is the configuration's; `load` replaces it. Steps go to the present one."""
+
+    def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None):
+        self.rank, self.world_size = rank, world_size
+        self.worker = Worker(config, rank, world_size, init_method)
+
+    def initialize(self, progress) -> WorkerReady:
+        return self.worker.initialize(progress)
+
+    def execute(self, step):
+        return self.worker.execute(step)
+
+    def load(self, config: dict, init_method: str) -> dict:
+        self.worker.shutdown()
+        self.worker = Worker(msgspec.convert(config, Config), self.rank, self.world_size, init_method)
+        return msgspec.to_builtins(self.worker.initialize(lambda phase, fraction: None))
+
+    def drift(self) -> None:
+        """From now on rank 1 samples other tokens than rank 0."""
+        if self.rank == 1:
+            sampler = self.worker.runner.sampler
+            choose = sampler._choose
+            sampler._choose = lambda logits, batch: (choose(logits, batch) + 1) % 500

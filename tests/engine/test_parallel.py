@@ -1,0 +1,94 @@
+"""Real workers in several processes: the same tokens as one process gives, however the model is divided."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import msgspec
+import pytest
+
+from configs.config import Config
+from engine.executor.multiproc import MultiprocExecutor
+from engine.messages import SamplingParams
+from tests.checkpoints import CHECKPOINTS
+from tests.in_process import InProcessEngine, Result
+from worker.messages import WorkerReady
+
+SETTINGS = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": "128",
+            "num_threads": 1, "debug_check_ranks": True}
+PROMPTS = [list(range(4, 4 + length)) for length in (5, 40, 17, 3, 30)]  # more than there are rows, and longer than a step
+SAMPLING = [SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
+            SamplingParams(max_tokens=10, temperature=0.9, seed=5, ignore_eos=True, logprobs=2),
+            SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, repetition_penalty=1.3, prompt_logprobs=1),
+            SamplingParams(max_tokens=9, temperature=1.0, top_p=0.8, seed=6, ignore_eos=True),
+            SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)]
+
+
+class ParallelEngine(InProcessEngine):
+    """The loop over ranks that take up one model after another."""
+
+    def __init__(self, folder: str, **settings):
+        self.settings = SETTINGS | settings
+        self.config = Config.from_flat(model=folder, **self.settings)
+        self.executor = MultiprocExecutor(self.config)
+        self.executor.worker_class = "tests.engine.many_models:ManyModels"
+        self.use(self.executor.initialize(lambda phase, fraction: None))
+
+    def load(self, folder: str, rendezvous: str) -> None:
+        self.config = Config.from_flat(model=folder, **self.settings)
+        self.use(msgspec.convert(self.executor.call("load", msgspec.to_builtins(self.config), rendezvous), WorkerReady))
+
+
+def run_all(checkpoint, tmp_path, names: list[str], **settings) -> None:
+    """Generate with every model over ranks, and compare with one rank."""
+    engine = ParallelEngine(checkpoint(names[0]), **settings)
+    try:
+        for name in names:
+            if name != names[0]:
+                engine.load(checkpoint(name), f"file://{tmp_path}/{name}")
+            for result, expected in zip(engine.generate(PROMPTS, SAMPLING), alone(checkpoint(name)), strict=True):
+                assert result.error is None and (result.token_ids, result.finish_reason) == (expected.token_ids, expected.finish_reason), name
+                for kind in ("logprobs", "prompt_logprobs"):
+                    got, wanted = getattr(result, kind), getattr(expected, kind)
+                    assert [entry.token_ids for entry in got] == [entry.token_ids for entry in wanted], (name, kind)
+                    for ours, theirs in zip(got, wanted):
+                        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+    finally:
+        engine.close()
+
+
+@cache
+def alone(folder: str) -> list[Result]:
+    engine = InProcessEngine(folder, **SETTINGS)
+    try:
+        return engine.generate(PROMPTS, SAMPLING)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
+def test_every_architecture_over_two_ranks(checkpoint, tmp_path, settings):
+    run_all(checkpoint, tmp_path, list(CHECKPOINTS), **settings)
+
+
+@pytest.mark.slow
+def test_four_ranks(checkpoint, tmp_path):
+    """Two stages of two ranks each; with one step in flight nothing overlaps, with five everything may."""
+    run_all(checkpoint, tmp_path, ["qwen3", "llama-tied"], tensor_parallel_size=2, pipeline_parallel_size=2, steps_in_flight=5)
+
+
+def test_three_stages_of_unequal_size(checkpoint, tmp_path):
+    run_all(checkpoint, tmp_path, ["llama2"], pipeline_parallel_size=3)
+
+
+@pytest.mark.slow
+def test_ranks_that_drift_apart_are_noticed(checkpoint):
+    engine = ParallelEngine(checkpoint("qwen3"), tensor_parallel_size=2)
+    try:
+        engine.executor.call("drift")
+        with pytest.raises(RuntimeError, match="the tensor-parallel ranks sampled different tokens"):
+            engine.generate(PROMPTS, SAMPLING)
+    finally:
+        engine.executor.kill()
+        engine.close()

@@ -1,0 +1,26 @@
+"""`--debug-check-ranks`: the ranks of a tensor-parallel group repeat each other's sampling and never compare notes; this does, after every step."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.input_batch import SamplingBatch
+from worker.parallel import Group
+from worker.platform import Platform
+from worker.request_table import RequestTable
+from worker.sampler import Sampled, Sampler
+
+
+class CheckedSampler(Sampler):
+    """Raises RuntimeError when the ranks of `group` sample different tokens. Waits for the device in every step."""
+
+    def __init__(self, table: RequestTable, platform: Platform, group: Group) -> None:
+        super().__init__(table, platform)
+        self.group = group
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+        sampled = super().sample(logits, batch)
+        by_rank = self.group.all_gather(sampled.token_ids[None], dim=0).tolist()
+        if any(token_ids != by_rank[0] for token_ids in by_rank):
+            raise RuntimeError(f"the tensor-parallel ranks sampled different tokens for rows {batch.rows} at positions {batch.positions}: {by_rank}")
+        return sampled
