@@ -5,6 +5,7 @@ What the rows of a step do not use costs nothing: a greedy step is two reduction
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from worker import sampling_math
 from worker.input_batch import SamplingBatch
+from worker.kernels.triton_ready import triton_works
 from worker.logits_processors import logits_processors
 from worker.logprobs import Entries, entries, is_normalized
 from worker.messages import NewRequest, TokenLogprobs
@@ -20,7 +22,7 @@ from worker.request_table import RequestTable
 from worker.sampling_math import RandomRows
 
 _MIN_TEMPERATURE = 1e-5  # below, the softmax has one token in any case: greedy
-_CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24  # logits sampled at once: they stay in a core's cache; in a share of a GPU's memory
+_CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24  # logits sampled at once: per thread, to stay in its cache; of a share of a GPU's memory
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class SamplingRows:
         self.min_p: set[int] = set()
         self._floats = np.zeros((3, max_num_reqs))
         self._ints = np.zeros((2, max_num_reqs), dtype=np.int64)
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # what `tables` gave; None when that is out of date
 
     def add(self, row: int, new: NewRequest) -> None:
         sampling = new.sampling
@@ -70,12 +73,30 @@ class SamplingRows:
             self.min_p.add(row)
         self._floats[:, row] = sampling.temperature, sampling.top_p, sampling.min_p
         self._ints[:, row] = top_k, sampling_math.seed_state(sampling.seed)
+        self._tables = None
 
     def remove(self, row: int) -> None:
-        self.random.discard(row)
+        if row in self.random:
+            self.random.remove(row)
+            self._floats[0, row] = 0
+            self._tables = None
         self.top_k.pop(row, None)
         self.top_p.discard(row)
         self.min_p.discard(row)
+
+    def any_filter(self) -> bool:
+        return bool(self.top_k or self.top_p or self.min_p)
+
+    def filters(self, row: int) -> bool:
+        """Whether `row` has a top_k, top_p or min_p."""
+        return row in self.top_k or row in self.top_p or row in self.min_p
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(temperature float32, 0 where a row is greedy; the seed's state int64), each `[max_num_reqs]` on the device. Sent only after a change."""
+        if self._tables is None:
+            floats, states = self.platform.to_device(np.stack([self._floats[0].view(np.int64), self._ints[1]]))
+            self._tables = floats.view(torch.float64).float(), states
+        return self._tables
 
     def gather(self, rows: list[int], positions: torch.Tensor) -> RandomRows:
         """The parameters of `rows` (all random), which sample at `positions` `[S]`."""
@@ -96,7 +117,8 @@ class Sampler:
         self.logprobs = LogprobRows(table.vocab_size)
         for state in (self.params, *self.processors, self.logprobs):
             table.register(state)
-        self._elements = _CPU_ELEMENTS if platform.device.type == "cpu" else _ELEMENTS
+        self.fused = _fused_sampler(platform.device)
+        self._elements = _CPU_ELEMENTS * torch.get_num_threads() if platform.device.type == "cpu" else _ELEMENTS
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         """One token for each row of logits `[S, V]` float32, which are overwritten."""
@@ -109,19 +131,23 @@ class Sampler:
         return Sampled(token_ids, [self._row_logprobs(key, which, raw.get(key), logits, token_ids, batch) for key, which in wanted.items()])
 
     def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        if not self.params.random or self.params.random.isdisjoint(batch.rows):
-            value, token_ids = sampling_math.best(logits)
-            return torch.where(value.isfinite(), token_ids, -1)
+        params, rows = self.params, batch.rows
+        if self.fused:  # all rows at once; those with filters are then done over
+            values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *params.tables())
+            others = [i for i, row in enumerate(rows) if params.filters(row)] if params.any_filter() else []
+        elif not params.random or params.random.isdisjoint(rows):
+            values, token_ids = sampling_math.best(logits)
+            others = []
+        else:
+            values, token_ids = torch.empty(len(rows), device=logits.device), torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+            others = range(len(rows))
         groups: dict[tuple[bool, bool, bool], list[int]] = {}  # batch indices by (random, has top_k, has top_p): each takes the way that is cheapest for it
-        params = self.params
-        for i, row in enumerate(batch.rows):
-            groups.setdefault((row in params.random, row in params.top_k, row in params.top_p), []).append(i)
-        values = torch.empty(len(batch.rows), device=logits.device)
-        token_ids = torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device)
+        for i in others:
+            groups.setdefault((rows[i] in params.random, rows[i] in params.top_k, rows[i] in params.top_p), []).append(i)
         for (random, *_), which in groups.items():
             where = self._indices(which, batch)
             if random:
-                values[where], token_ids[where] = self._pick(logits[where], params.gather([batch.rows[i] for i in which], batch.positions_tensor[where]))
+                values[where], token_ids[where] = self._pick(logits[where], params.gather([rows[i] for i in which], batch.positions_tensor[where]))
             else:
                 values[where], token_ids[where] = sampling_math.best(logits[where])
         return torch.where(values.isfinite(), token_ids, -1)
@@ -159,6 +185,15 @@ class Sampler:
         logits = logits.clone()
         logits[where] = sampling_math.filtered(logits[where], self.params.gather([rows[i] for i in random], positions[where]))
         return logits
+
+
+def _fused_sampler(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+    """`triton_sampler.sample` where it works."""
+    if device.type != "cuda" or not triton_works(device):
+        return None
+    from worker.kernels import triton_sampler
+
+    return triton_sampler.sample
 
 
 class LogprobRows:

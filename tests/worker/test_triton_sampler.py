@@ -8,8 +8,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
 pytest.importorskip("triton")
+from tests.worker.test_sampler import make_batch, make_sampler
 from worker import sampling_math
 from worker.kernels import triton_sampler
+from worker.messages import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -90,3 +92,22 @@ def test_rows_without_any_token_and_extreme_temperatures():
     values, tokens = sample(logits, [1.0, 1e-4, 1e4], [1, 2, 3], [0, 1, 2])
     assert values[0] == float("-inf") and 0 <= int(tokens[0]) < 200
     assert int(tokens[1]) == 199 and 0 <= int(tokens[2]) < 200
+
+
+def test_the_sampler_uses_it_for_rows_without_filters(monkeypatch):
+    """With the kernel a sampler gives what it gives without: mixed batches, rows that change hands, one upload of the parameters per change."""
+    if DEVICE == "cuda":
+        pytest.skip("the CPU platform's sampler, which on a GPU has no interpreter")
+    kinds = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=5), SamplingParams(temperature=1.3, top_p=0.8, seed=6), SamplingParams(temperature=1.0, top_k=4, seed=7),
+             SamplingParams(temperature=0.9, seed=8), SamplingParams(temperature=1.0, min_p=0.2, seed=9)]
+    plain, fused = make_sampler(300, kinds), make_sampler(300, kinds)
+    fused.fused = triton_sampler.sample
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1)) * 3
+    logits[4, 3] = float("nan")
+    for rows in ([0, 1, 2, 3, 4, 5], [1, 0], [5, 1], [4, 1]):
+        outputs = [sampler.sample(logits[rows].clone(), make_batch(rows, [9 + row for row in rows])).token_ids.tolist() for sampler in (plain, fused)]
+        assert outputs[0] == outputs[1] and (4 not in rows or outputs[0][rows.index(4)] == -1)
+    tables = fused.params.tables()
+    assert fused.params.tables() is tables
+    fused.params.remove(1)
+    assert fused.params.tables() is not tables and fused.params.tables()[0].tolist() == pytest.approx([0, 0, 1.3, 1.0, 0.9, 1.0])

@@ -4,19 +4,16 @@ and `kernels/triton_ops.py` have the same functions. Layers start with the plain
 
 from __future__ import annotations
 
-import logging
 import sys
-from functools import cache
 from types import ModuleType
 
 import torch
 
 from worker.kernels.native import KERNELS
+from worker.kernels.triton_ready import triton_works
 from worker.layers.activation import silu_and_mul
 from worker.layers.norm import add_rms_norm, rms_norm
 from worker.layers.rotary import apply_rotary
-
-logger = logging.getLogger(__name__)
 
 __all__ = ["add_rms_norm", "fastest_ops", "qk_norm_rope_write", "rms_norm", "silu_and_mul"]
 
@@ -36,20 +33,6 @@ def qk_norm_rope_write(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weigh
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     k_cache[block, offset], v_cache[block, offset] = apply_rotary(k, rows), v
     return apply_rotary(q, rows)
-
-
-@cache
-def triton_works(device: torch.device) -> bool:
-    """Whether Triton is there and can compile for `device`: it needs a C compiler on this machine, too. Says why not, once."""
-    try:
-        from worker.kernels import triton_ops
-
-        triton_ops.rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
-        torch.cuda.synchronize(device)
-    except Exception as error:  # of Triton, of the compiler it starts, or of the driver: plain torch serves
-        logger.warning("no Triton kernels, plain torch serves instead: %s: %s", type(error).__name__, error)
-        return False
-    return True
 
 
 def fastest_ops(device: torch.device) -> ModuleType:
