@@ -169,7 +169,8 @@ class EngineCore:
         for fd in self.executor.sentinels():
             self.socket.watch(fd)
         self.depth = steps_in_flight(self.config, ready)
-        self.scheduler = Scheduler(self.config.scheduler, ready, KVCacheManager(ready.num_blocks, ready.block_size, self.config.cache.enable_prefix_caching))
+        kv = KVCacheManager(ready.num_blocks, ready.block_size, self.config.cache.enable_prefix_caching)
+        self.scheduler = Scheduler(self.config.scheduler, ready, kv, self.config.parallel.pipeline_parallel_size)
         self.report_progress("warming up", 0.0)
         self.warm_up()
         gc.collect()

@@ -37,10 +37,14 @@ class Step:
 
 
 class Scheduler:
-    """The only writer of requests. `schedule` and `update` are called in turn, with up to `depth` steps scheduled before the first is updated."""
+    """The only writer of requests. `schedule` and `update` are called in turn, with up to `depth` steps scheduled before the first is updated.
 
-    def __init__(self, config: SchedulerConfig, ready: WorkerReady, kv: KVCacheManager):
-        self.kv = kv
+    With several pipeline `stages` the requests that decode form as many groups, which take turns: while the last stage computes the next tokens of one
+    group, the first one works on another, whose tokens are known. Prompts need not take turns: their tokens are all known.
+    """
+
+    def __init__(self, config: SchedulerConfig, ready: WorkerReady, kv: KVCacheManager, stages: int = 1):
+        self.kv, self.num_groups, self.turn = kv, stages, 0
         self.by_priority = config.scheduling_policy == "priority"
         self.long_prefill_token_threshold = config.long_prefill_token_threshold
         self.token_budget = ready.max_num_batched_tokens
@@ -103,7 +107,11 @@ class Scheduler:
         step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], []), [])
         if self.by_priority and self.waiting:
             self._make_way()
-        self._schedule_running(step)
+        for _ in range(self.num_groups):  # until one has something to run
+            self.turn = (self.turn + 1) % self.num_groups
+            self._schedule_running(step)
+            if step.requests:
+                break
         self._admit_waiting(step)
         if not step.requests:
             return None
@@ -123,7 +131,7 @@ class Scheduler:
             num_new = num_tokens - request.num_computed_tokens
             if num_new > 1:
                 prefills.append(request)
-            elif num_new == 1 and not (request.num_in_flight and num_tokens >= request.max_total_tokens) and self._grow(request, num_tokens, batch, grown):
+            elif num_new == 1 and request.row % self.num_groups == self.turn and not (request.num_in_flight and num_tokens >= request.max_total_tokens) and self._grow(request, num_tokens, batch, grown):
                 batch[request] = 1
                 budget -= 1
         for request in prefills:

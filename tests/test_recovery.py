@@ -165,7 +165,8 @@ def test_deaths_without_a_model(model_folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", [{}, {"distributed_executor_backend": "mp"}, {"tensor_parallel_size": 2}], ids=["uniproc", "mp", "tp2"])
+@pytest.mark.parametrize("placement", [{}, {"distributed_executor_backend": "mp"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+                         ids=["uniproc", "mp", "tp2", "pp2"])
 def test_deaths(checkpoint, tmp_path, placement):
     if placement and "RECOVERY_ROUNDS" not in os.environ:
         pytest.skip("every start takes several processes: set RECOVERY_ROUNDS")

@@ -389,3 +389,20 @@ def test_gauges():
 def test_schedule_without_requests_is_none():
     scheduler, _ = make()
     assert scheduler.schedule() is None
+
+
+def test_stages_of_a_pipeline_work_on_different_requests():
+    """With two stages two halves take turns, so that no step waits for a token of the one before it; a request alone runs in every step."""
+    engine = Engine(fake_config(pipeline_parallel_size=2, steps_in_flight=3))
+    for i in range(4):
+        engine.add(str(i), [i + 1] * 5, max_tokens=20, ignore_eos=True)
+    steps, execute = [], engine.core.executor.execute
+    engine.core.executor.execute = lambda step: steps.append(step.rows) or execute(step)
+    engine.run(lambda: assert_invariants(engine))
+    assert steps[0] == [0, 1, 2, 3] and sorted(steps[1:3]) == [[0, 2], [1, 3]] and steps[1:] == steps[1:3] * 19
+    for i in range(4):
+        assert engine.tokens(str(i)) == expected_tokens([i + 1] * 5, SamplingParams(max_tokens=20), 4096, VOCAB)
+    steps.clear()
+    engine.add("alone", [9], max_tokens=5, ignore_eos=True)
+    engine.run()
+    assert steps == [[0]] * 5

@@ -40,6 +40,7 @@ def workload(draw):
 
 engine_settings = st.fixed_dictionaries({
     "steps_in_flight": st.integers(1, 3),
+    "pipeline_parallel_size": st.sampled_from([1, 1, 2, 3]),
     "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
     "num_gpu_blocks_override": st.integers(18, 60),
     "block_size": st.sampled_from([1, 2, 4]),
