@@ -13,6 +13,8 @@ def plan_table(ready: WorkerReady) -> str:
             ("activations", plan.activations, f"one step of {ready.max_num_batched_tokens:,} tokens, {ready.max_num_seqs} requests"),
             ("KV cache", plan.kv_cache, f"{ready.num_blocks - 1:,} blocks of {ready.block_size} tokens, {format_bytes(plan.bytes_per_block)} each"),
             ("reserve", plan.reserve, "left to others")]
+    if plan.graphs:
+        rows.insert(2, ("CUDA graphs", plan.graphs, "at most, as batch sizes come up"))
     lines = [f"memory of {plan.device}: {format_bytes(plan.total)}, of which {format_bytes(plan.available)} were free at start"]
     lines += [f"  {name:<12} {format_bytes(size):>10}  {_percent(size, plan.available):>4}  {note}".rstrip() for name, size, note in rows]
     lines.append(f"  fits {num_tokens:,} tokens: {num_tokens / ready.max_model_len:.1f} requests of the full length of {ready.max_model_len:,}")

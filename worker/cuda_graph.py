@@ -6,6 +6,7 @@ touch nothing that anybody reads. A size is recorded when it comes up for the se
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -13,6 +14,9 @@ import torch
 
 from worker.attention.base import AttentionBackend, AttentionMetadata
 from worker.input_batch import InputBatch, InputBuffers
+from worker.parallel import tp
+
+logger = logging.getLogger(__name__)
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]  # (input_ids, positions, attn) -> hidden
 Replay = Callable[[], None]
@@ -37,7 +41,7 @@ class CudaGraphs:
         self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
         self.record = record or _CudaRecorder()
         self._seen: set[int] = set()
-        self._graphs: dict[int, tuple[Replay, torch.Tensor]] = {}  # padded size -> (replay, hidden states [size, H] that it overwrites)
+        self._graphs: dict[int, tuple[Replay, torch.Tensor] | None] = {}  # padded size -> (replay, hidden states [size, H] that it overwrites); None: runs eagerly
 
     def __call__(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states `[T, H]`; valid until the next call."""
@@ -50,7 +54,9 @@ class CudaGraphs:
             return self.eager(batch)
         self._pad(num_reqs, size)
         if size not in self._graphs:
-            self._graphs[size] = self._record(size)
+            self._graphs[size] = self._try_to_record(size)
+        if self._graphs[size] is None:
+            return self.eager(batch)
         replay, hidden = self._graphs[size]
         replay()
         return hidden[:num_reqs]
@@ -65,6 +71,16 @@ class CudaGraphs:
         buffers.seq_lens[padding].fill_(1)
         buffers.block_table[padding, 0].zero_()
         buffers.query_start_loc[num_reqs + 1 : size + 1] = buffers.arange[num_reqs + 1 : size + 1]
+
+    def _try_to_record(self, size: int) -> tuple[Replay, torch.Tensor] | None:
+        """A graph is worth having, but not worth failing for: out of memory, or something in it that cannot be recorded."""
+        try:
+            return self._record(size)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            if tp().size > 1:
+                raise  # the other ranks now wait for this one
+            logger.warning("no CUDA graph for %d requests, these steps run eagerly: %s: %s", size, type(error).__name__, error)
+            return None
 
     def _record(self, size: int) -> tuple[Replay, torch.Tensor]:
         buffers, outputs = self.buffers, []
@@ -81,19 +97,25 @@ class CudaGraphs:
 
 
 class _CudaRecorder:
-    """Capture with torch, after a run on the side that lets kernels compile and libraries allocate their workspaces."""
+    """Capture with torch, after a run that lets kernels compile and libraries allocate their workspaces, on the stream that then records.
+
+    Errors are this thread's only: meanwhile others wait for events (the engine for a step's result, NCCL's watchdog), which the stricter mode forbids.
+    """
 
     def __init__(self) -> None:
-        self._pool = None
+        self._pool, self._stream = None, torch.cuda.Stream()
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function()
-        torch.cuda.current_stream().wait_stream(stream)
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            function()
+        try:
+            with torch.cuda.stream(self._stream):
+                function()
+            current.wait_stream(self._stream)
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                function()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails leaves its own behind
         self._pool = self._pool or graph.pool()
         return graph.replay

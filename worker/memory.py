@@ -13,6 +13,7 @@ from configs.config import Config
 from configs.hf_config import ModelSpec, kv_bytes_per_token, num_parameters, read_model_spec
 from worker.attention.base import AttentionSpec
 from worker.attention.registry import Selection, select_backend
+from worker.cuda_graph import padded_sizes
 from worker.messages import MemoryPlan, WorkerReady
 from worker.platform import Platform, get_platform
 
@@ -62,15 +63,36 @@ def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int) -> in
 
 def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
     """Bytes a step needs at its largest besides weights and KV cache: the widest layer, the logits, gathered keys and values, tables."""
-    size = limits.dtype.itemsize
-    kv_width = 2 * max(1, spec.num_key_value_heads // tp) * spec.head_dim
-    q_width = spec.num_attention_heads // tp * spec.head_dim
-    layer = limits.max_num_batched_tokens * (size * (4 * spec.hidden_size + 3 * q_width + 2 * kv_width + 3 * spec.intermediate_size // tp) + 8 * spec.hidden_size)
+    layer = limits.max_num_batched_tokens * _layer_bytes(spec, limits, tp)
     logits = limits.max_num_seqs * spec.vocab_size * 4 * 2
-    gathered = max(8192, limits.max_model_len) * kv_width * size  # the torch backend's copy of one long sequence
+    gathered = max(8192, limits.max_model_len) * _kv_width(spec, tp) * limits.dtype.itemsize  # the torch backend's copy of one long sequence
     tables = limits.max_num_seqs * limits.max_model_len * 4 * 2
     scratch = 256 << 20  # sampling of some rows, prompt logprobs of some positions, attention scores of some queries
     return layer + logits + gathered + tables + scratch
+
+
+def estimate_graphs(spec: ModelSpec, limits: Limits, tp: int) -> int:
+    """Bytes that CUDA graphs come to need when all sizes have been recorded: their results, one set of activations (they share a pool, in which pieces
+    stay unused), workspaces, and what the driver keeps of each.
+    """
+    sizes = padded_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    results = sum(sizes) * spec.hidden_size * limits.dtype.itemsize
+    return results + 2 * sizes[-1] * _layer_bytes(spec, limits, tp) + (128 << 20) + len(sizes) * (12 << 20)
+
+
+def _layer_bytes(spec: ModelSpec, limits: Limits, tp: int) -> int:
+    """Bytes that one token needs inside a layer."""
+    q_width = spec.num_attention_heads // tp * spec.head_dim
+    return limits.dtype.itemsize * (4 * spec.hidden_size + 3 * q_width + 2 * _kv_width(spec, tp) + 3 * spec.intermediate_size // tp) + 8 * spec.hidden_size
+
+
+def _kv_width(spec: ModelSpec, tp: int) -> int:
+    return 2 * max(1, spec.num_key_value_heads // tp) * spec.head_dim
+
+
+def uses_graphs(config: Config, limits: Limits, platform: Platform) -> bool:
+    """Whether steps will be recorded: on a device that can, with a backend that may, in one pipeline stage, unless --enforce-eager."""
+    return platform.has_graphs and limits.attention.backend.graph_safe and config.parallel.pipeline_parallel_size == 1 and not config.device.enforce_eager
 
 
 def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
@@ -80,24 +102,24 @@ def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
     return per_token // spec.num_hidden_layers * most_layers * limits.attention.block_size
 
 
-def plan_memory(config: Config, spec: ModelSpec, limits: Limits, *, device: str, total: int, available: int, weights: int, activations: int) -> tuple[MemoryPlan, int, list[Choice]]:
-    """(plan, number of KV blocks with the null block, choices) for one rank. `available` is what the rank found at start, before its weights.
+def plan_memory(config: Config, spec: ModelSpec, limits: Limits, *, device: str, total: int, available: int, weights: int, activations: int, graphs: int = 0) -> tuple[MemoryPlan, int, list[Choice]]:
+    """(plan, number of KV blocks with the null block, choices) for one rank. `available` is what it may have in all: its weights, and what is free.
 
     Raises ValueError when not even one block fits, saying which number to change.
     """
     block = bytes_per_block(config, spec, limits)
     utilization = config.cache.gpu_memory_utilization
     budget = min(int(total * utilization), available) if device != "cpu" else int(available * utilization)
-    free = budget - weights - activations
-    kv_bytes, choices = _kv_cache_bytes(config, limits, block, free, available - weights - activations)
+    others = weights + activations + graphs
+    kv_bytes, choices = _kv_cache_bytes(config, limits, block, budget - others, available - others)
     num_blocks = config.cache.num_gpu_blocks_override or kv_bytes // block
     if num_blocks < 2:
         raise ValueError(f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} may be used; weights take {_size(weights)}, "
-                         f"activations {_size(activations)}, and a KV cache needs {_size(2 * block)} at least. Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) "
+                         f"activations {_size(activations + graphs)}, and a KV cache needs {_size(2 * block)} at least. Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) "
                          f"or --max-num-seqs ({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory")
     used = num_blocks * block
-    reserve = max(available - weights - activations - used, 0)
-    return MemoryPlan(device, total, available, weights, activations, used, reserve, block), num_blocks, choices
+    reserve = max(available - others - used, 0)
+    return MemoryPlan(device, total, available, weights, activations, used, reserve, block, graphs), num_blocks, choices
 
 
 def fit_model_len(limits: Limits, num_blocks: int, plan: MemoryPlan) -> tuple[int, list[Choice]]:
@@ -126,7 +148,8 @@ def preview(config: Config) -> WorkerReady:
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(tp * pp)
     plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,
-                                            weights=estimate_weights(spec, limits.dtype, tp * pp), activations=estimate_activations(spec, limits, tp))
+                                            weights=estimate_weights(spec, limits.dtype, tp * pp), activations=estimate_activations(spec, limits, tp),
+                                            graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, limits, platform) else 0)
     return report(spec, platform, limits, plan, num_blocks, started + choices, pp)
 
 

@@ -82,12 +82,13 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 
     device: str
     total: int
-    available: int  # to this process, at start
+    available: int  # to this process: what it holds already, and what is free
     weights: int
     activations: int
     kv_cache: int
     reserve: int
     bytes_per_block: int
+    graphs: int = 0  # what CUDA graphs may come to need, an estimate
 
 
 class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):

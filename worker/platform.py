@@ -31,7 +31,7 @@ class Platform(ABC):
 
     @abstractmethod
     def memory(self, world_size: int = 1) -> tuple[int, int]:
-        """(total, available) bytes now for one of `world_size` ranks on this host."""
+        """(total, available) bytes now for one of `world_size` ranks on this host; on a GPU what this process has taken already counts as available to it."""
 
     @abstractmethod
     def default_limits(self, world_size: int) -> tuple[int, int, str]:
@@ -63,6 +63,10 @@ class Platform(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for the device."""
+
+    @abstractmethod
+    def release_memory(self) -> None:
+        """Give back to the device what is kept for reuse; waits for it."""
 
 
 class Event:
@@ -117,6 +121,9 @@ class CpuPlatform(Platform):
     def synchronize(self) -> None:
         pass
 
+    def release_memory(self) -> None:
+        pass
+
 
 _PASSED = Event()
 
@@ -144,8 +151,9 @@ class CudaPlatform(Platform):
         self.device = torch.device("cuda", rank)
 
     def memory(self, world_size: int = 1) -> tuple[int, int]:
+        # What torch holds is ours; whatever else is not free belongs to other processes, or to libraries, and cannot be had.
         free, total = torch.cuda.mem_get_info(self.device)
-        return total, free
+        return total, free + torch.cuda.memory_reserved(self.device)
 
     def default_limits(self, world_size: int) -> tuple[int, int, str]:
         total, _ = self.memory()

@@ -39,6 +39,13 @@ class Worker:
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         """Load the model and make the KV cache, reporting (phase, fraction). Raises ValueError for what the user can correct."""
+        try:
+            return self._initialize(progress)
+        except torch.OutOfMemoryError as error:
+            raise ValueError("the device has too little free memory to start: free some, or lower --gpu-memory-utilization (for the KV cache), "
+                             f"--max-num-batched-tokens and --max-num-seqs (for activations); a model too large for one GPU needs --tensor-parallel-size. {error}") from error
+
+    def _initialize(self, progress: ReportProgress) -> WorkerReady:
         config = self.config
         platform = get_platform(config.device.device, self.rank)
         threads = platform.start(config.device.num_threads, self.world_size)
@@ -62,13 +69,17 @@ class Worker:
         progress("profiling memory", 1.0)
 
         progress("allocating KV cache", 0.0)
-        plan, num_blocks, choices = memory.plan_memory(config, spec, limits, device=platform.name, total=total, available=available, weights=weights, activations=activations)
+        if platform.measures_memory:
+            total, available = platform.memory(self.world_size)  # other processes on the card, and libraries, have taken more meanwhile
+        graphs = memory.estimate_graphs(spec, limits, parallel.tensor_parallel_size) if memory.uses_graphs(config, limits, platform) else 0
+        plan, num_blocks, choices = memory.plan_memory(config, spec, limits, device=platform.name, total=total, available=available, weights=weights,
+                                                       activations=activations, graphs=graphs)
         num_blocks = self._agree(num_blocks, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
         plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
         ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices, pp().size)
         self.runner = _make_runner(model, spec, platform, limits, num_blocks, ready.max_model_len, stage, config.parallel.debug_check_ranks)
-        if platform.has_graphs and pp().size == 1 and not config.device.enforce_eager and self.runner.backend.graph_safe:
+        if memory.uses_graphs(config, limits, platform):
             self.runner.use_graphs(ready.max_model_len)
         progress("allocating KV cache", 1.0)
         return ready

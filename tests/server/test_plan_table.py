@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from engine.messages import MemoryPlan, WorkerReady
@@ -18,6 +19,9 @@ def test_table_says_where_memory_goes_and_what_was_chosen():
     assert [next(line for line in lines if line.strip().startswith(name)).split()[1] for name in ("weights", "activations", "reserve")] == ["16.0", "2.00", "20.0"]
     assert "139 GiB" in lines[0] and "100 GiB" in table and "819,200 tokens" in table and "20.0 requests of the full length of 40,960" in table
     assert "dtype      = bfloat16  (config.json says so)" in table and "block_size = 16  (flash-attn)" in table
+    assert "CUDA graphs" not in table
+    with_graphs = plan_table(WorkerReady(51201, 16, 40960, 256, 8192, 151936, 2, msgspec.structs.replace(plan, graphs=GIB // 2)))
+    assert "CUDA graphs     512 MiB" in with_graphs
     assert "72%" in table and "51,200 blocks of 16 tokens, 2.00 MiB each" in table
 
 

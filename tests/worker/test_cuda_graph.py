@@ -59,6 +59,22 @@ def test_graphs_and_eager_give_the_same_tokens(name, checkpoint):
     engine.close()
 
 
+def test_what_cannot_be_recorded_runs_eagerly(checkpoint, caplog):
+    settings = dict(block_size=4, num_gpu_blocks_override=60, max_num_seqs=4, max_model_len="60")
+    prompts, sampling = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    engine = InProcessEngine(checkpoint("llama3"), **settings)
+    want = [result.token_ids for result in engine.generate(prompts, sampling)]
+
+    def record(function):
+        function()
+        raise torch.OutOfMemoryError("no room")
+
+    engine.executor._worker.runner.use_graphs(60, record)
+    assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
+    assert [r.getMessage() for r in caplog.records if "no CUDA graph" in r.getMessage()] == ["no CUDA graph for 2 requests, these steps run eagerly: OutOfMemoryError: no room"]
+    engine.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_cuda_graphs_equal_eager_on_the_gpu(checkpoint):

@@ -102,6 +102,30 @@ def test_tensor_parallel_ranks_hold_their_share(folder):
     assert limits.max_num_seqs == 256 and limits.max_num_batched_tokens == 4096
 
 
+def test_graphs_are_part_of_the_plan(folder):
+    spec, config = read_model_spec(folder), Config.from_flat(model=folder, device="cpu", gpu_memory_utilization=0.5, max_num_seqs=10**6)
+    limits = memory.resolve_limits(config, spec, CpuPlatform())
+    graphs = memory.estimate_graphs(spec, replace(limits, max_num_seqs=64), 1)
+    assert 64 * spec.hidden_size * 4 < graphs < memory.estimate_graphs(spec, replace(limits, max_num_seqs=512), 1) < GIB
+    sizes = dict(device="cuda", total=8 * GIB, available=8 * GIB, weights=GIB, activations=GIB)
+    without, _, _ = memory.plan_memory(config, spec, limits, **sizes)
+    plan, _, _ = memory.plan_memory(config, spec, limits, **sizes, graphs=GIB)
+    assert plan.graphs == GIB and plan.kv_cache == pytest.approx(without.kv_cache - GIB, abs=plan.bytes_per_block)
+    assert plan.weights + plan.activations + plan.graphs + plan.kv_cache + plan.reserve == plan.available
+
+
+def test_who_records(folder):
+    class Recording(CpuPlatform):
+        has_graphs = True
+
+    spec = read_model_spec(folder)
+    for settings, safe, want in (({}, True, True), ({"enforce_eager": True}, True, False), ({}, False, False), ({"pipeline_parallel_size": 2}, True, False)):
+        config = Config.from_flat(model=folder, device="cpu", **settings)
+        limits = memory.resolve_limits(config, spec, CpuPlatform())
+        limits.attention.backend.graph_safe = safe
+        assert memory.uses_graphs(config, limits, Recording()) == want and not memory.uses_graphs(config, limits, CpuPlatform())
+
+
 def test_estimates_grow_with_what_they_depend_on(folder):
     spec = read_model_spec(folder)
     config = Config.from_flat(model=folder, device="cpu")
