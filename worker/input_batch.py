@@ -7,7 +7,7 @@ Three index spaces meet here: the batch index `i` (the order of this step), the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -94,5 +94,5 @@ def prepare_inputs(step: StepInput, table: RequestTable, buffers: InputBuffers, 
 def _send(platform: Platform, *parts: list[int]) -> tuple[torch.Tensor, ...]:
     """All lists to the device in one copy, as int64 views in the same order."""
     sizes = [len(part) for part in parts]
-    packed = np.fromiter((value for part in parts for value in part), np.int64, sum(sizes))
+    packed = np.fromiter(chain.from_iterable(parts), np.int64, sum(sizes))
     return platform.to_device(packed).split(sizes)
