@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,10 +13,14 @@ from worker.cuda_graph import CudaGraphs, Replay
 from worker.input_batch import InputBatch, InputBuffers, prepare_inputs
 from worker.logprobs import Entries, PromptLogprobs, prompt_messages
 from worker.messages import StepInput, StepOutput, TokenLogprobs
+from worker.parallel import tp
 from worker.pipeline import SingleStage
 from worker.platform import Event, Platform
 from worker.request_table import RequestTable
 from worker.sampler import RowLogprobs, Sampler
+from worker.split_step import Failed, Output, SplitOutput, halves
+
+logger = logging.getLogger(__name__)
 
 _NOT_FINITE = "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, logit_bias) leave no token"
 
@@ -30,6 +35,7 @@ class AsyncOutput:
     prompt_logprobs: dict[int, tuple[int, list[Entries]]]
     errors: dict[int, str]  # batch position -> what was wrong with the request from the start
     event: Event
+    failed: bool = False  # for lack of memory; see split_step.py
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
@@ -59,6 +65,7 @@ class ModelRunner:
                  stage: SingleStage | None = None, sampler: Sampler | None = None) -> None:
         self.model, self.table, self.backend, self.platform = model, table, backend, platform
         self.stage = stage or SingleStage()
+        self.alone = tp().size == 1 and self.stage.first and self.stage.last  # ranks that work together cannot each cut a step as they like
         self.buffers = InputBuffers(table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device)
         self.sampler = sampler or Sampler(table, platform)
         self.prompt_logprobs = PromptLogprobs(table, platform)
@@ -66,10 +73,31 @@ class ModelRunner:
         self.forward: Callable[[InputBatch], torch.Tensor] = self.run_eagerly
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> AsyncOutput:
-        """Launch `step`. What one request alone causes is reported in the output's `errors`. Only the last stage's output says what was sampled."""
+    def execute(self, step: StepInput) -> Output:
+        """Launch `step`; in parts, if memory does not suffice. What one request alone causes is reported in the output's `errors`. Only the last stage's output says what was sampled."""
         self.stage.await_token_ids(step, self.table)
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend)
+        try:
+            return self._run(batch)
+        except torch.OutOfMemoryError as error:
+            if not self.alone:
+                raise
+            logger.warning("step %d needs more memory than there is, and is cut in two: %s", step.step, error)
+        return self._run_halves(step)  # out here, where nothing refers to the failed attempt's tensors any more
+
+    def _run_halves(self, step: StepInput) -> Output:
+        """Once a part has found no memory at all, the parts after it, which may build on what it should have computed, are not tried."""
+        self.platform.release_memory()
+        parts = halves(step)
+        if parts is None:
+            return Failed(step)
+        first, second = parts
+        output = self.execute(first.step)
+        rest = Failed(second.step) if output.failed else self.execute(second.step)
+        return SplitOutput(step, [(first, output), (second, rest)], rest.failed)
+
+    def _run(self, batch: InputBatch) -> AsyncOutput:
+        step = batch.step
         errors = {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors} if self.table.errors else {}
         hidden = self.forward(batch)
         if not self.stage.last:

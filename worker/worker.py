@@ -16,7 +16,7 @@ from worker.check_ranks import CheckedSampler
 from worker.kernels.native import KERNELS
 from worker.loader import load_weights
 from worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
-from worker.model_runner import AsyncOutput, ModelRunner
+from worker.model_runner import ModelRunner
 from worker.models import build_model
 from worker.models.decoder import CausalLM
 from worker.parallel import init_distributed, pp, shutdown_distributed, tp
@@ -24,6 +24,7 @@ from worker.pipeline import SingleStage, pipeline_stage
 from worker.platform import Platform, get_platform
 from worker.request_table import RequestTable
 from worker.sampler import Sampler
+from worker.split_step import Output
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Worker:
         progress("allocating KV cache", 1.0)
         return ready
 
-    def execute(self, step: StepInput) -> AsyncOutput:
+    def execute(self, step: StepInput) -> Output:
         """Launch a step. Its result may be awaited in another thread."""
         assert self.runner is not None, "initialize first"
         if KERNELS.building and KERNELS.poll():

@@ -1,0 +1,88 @@
+"""Out of memory during a step: it runs in parts, and gives what it would have given whole. An allocator with a limit stands in for a full device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import SamplingParams
+from tests.in_process import InProcessEngine
+from worker.messages import StepInput
+from worker.split_step import halves
+
+SETTINGS = dict(block_size=4, num_gpu_blocks_override=200, max_num_batched_tokens=48, max_num_seqs=8, max_model_len="200")
+
+
+def limit_tokens(engine: InProcessEngine, limit: int) -> list[int]:
+    """From now on a forward pass over more than `limit` tokens is out of memory, after it has computed its first layer. Returns the sizes tried."""
+    runner, tried = engine.executor._worker.runner, []
+    forward = runner.forward
+
+    def limited(batch):
+        tried.append(len(batch.input_ids))
+        hidden = forward(batch)
+        if len(batch.input_ids) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return hidden
+
+    runner.forward = limited
+    return tried
+
+
+def requests():
+    prompts = [[(13 * i + j) % 480 + 4 for j in range(length)] for i, length in enumerate([3, 45, 1, 20, 70, 9])]
+    prompts.append([*prompts[1][:40], 7, 8])  # shares blocks that are written in the same step
+    sampling = [SamplingParams(max_tokens=6 + i, temperature=float(i % 2), seed=i, ignore_eos=True, logprobs=1 if i % 3 == 0 else None, prompt_logprobs=0 if i == 4 else None)
+                for i in range(len(prompts))]
+    return prompts, sampling
+
+
+@pytest.mark.parametrize("limit", [1, 7, 30])
+def test_steps_in_parts_give_the_same(checkpoint, limit):
+    results = []
+    for limited in (False, True):
+        engine = InProcessEngine(checkpoint("qwen3"), **SETTINGS)
+        tried = limit_tokens(engine, limit if limited else 10**6)
+        results.append(engine.generate(*requests()))
+        assert (max(tried) > limit) and (not limited or min(tried) <= limit)
+        engine.close()
+    for whole, parts in zip(*results):
+        assert parts.token_ids == whole.token_ids and parts.finish_reason == whole.finish_reason == "length" and parts.error is None
+        assert len(parts.prompt_logprobs) == len(whole.prompt_logprobs)
+        for a, b in zip(parts.logprobs + parts.prompt_logprobs, whole.logprobs + whole.prompt_logprobs):
+            assert a.token_ids == b.token_ids and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_no_memory_at_all_fails_the_requests_and_nothing_else(checkpoint):
+    engine = InProcessEngine(checkpoint("qwen3"), **SETTINGS)
+    prompts, sampling = requests()
+    want = [result.token_ids for result in engine.generate(prompts, sampling)]
+    runner = engine.executor._worker.runner
+    forward = runner.forward
+    limit_tokens(engine, 0)
+    assert all(result.finish_reason == "error" and "out of memory" in result.error and not result.token_ids for result in engine.generate(prompts, sampling))
+    runner.forward = forward  # memory is back: nothing wrong was left in the cache
+    assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
+    engine.close()
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.data())
+def test_halves_are_the_whole_in_order(scheduled, data):
+    computed = data.draw(st.lists(st.integers(0, 30), min_size=len(scheduled), max_size=len(scheduled)))
+    samples = sorted(data.draw(st.sets(st.integers(0, len(scheduled) - 1))))
+    rows = list(range(10, 10 + len(scheduled)))
+
+    def tokens(step: StepInput, positions: list[int]) -> list[tuple[int, int, int]]:
+        assert not step.new and not any(step.new_blocks) and len(step.new_blocks) == len(step.rows)
+        return [(i, row, c + k) for i, row, c, n in zip(positions, step.rows, step.num_computed, step.num_scheduled) for k in range(n)]
+
+    parts = halves(StepInput(1, [], rows, computed, scheduled, [[] for _ in rows], samples))
+    if sum(scheduled) == 1:
+        assert parts is None
+        return
+    first, second = parts
+    assert tokens(first.step, first.positions) + tokens(second.step, second.positions) == [(i, rows[i], computed[i] + k) for i in range(len(rows)) for k in range(scheduled[i])]
+    assert [part.positions[i] for part in parts for i in part.step.samples] == samples
+    assert min(sum(part.step.num_scheduled) for part in parts) >= 1
