@@ -88,6 +88,11 @@ class OutputStream:
             self._unfinished.discard(output.request_id)
         return output
 
+    @property
+    def engine(self) -> int:
+        """The index of the engine that it comes from."""
+        return self._client.index
+
     def abort(self, request_id: str) -> None:
         """No further output of this choice, and none to compute. Idempotent."""
         if request_id in self._unfinished:
@@ -129,10 +134,12 @@ def _extend(a: list | None, b: list | None) -> list | None:
 class EngineClient:
     """One engine at a time. All methods belong to one event loop.
 
-    `progress`, `ready` and `dead` are what the present engine last said about itself. `on_stats` and `on_progress` are called as messages arrive.
+    `index` is its number among several. `progress`, `ready` and `dead` are what the present engine last said about itself. `on_stats` and `on_progress` are called as messages arrive.
     """
 
-    def __init__(self, on_stats: Callable[[EngineStats], None] | None = None, on_progress: Callable[[Progress], None] | None = None):
+    def __init__(self, on_stats: Callable[[EngineStats], None] | None = None, on_progress: Callable[[Progress], None] | None = None,
+                 index: int = 0):
+        self.index = index
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.dead: str | None = None

@@ -20,10 +20,10 @@ _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 
 
 class EngineProcess:
-    """One run of the engine. `config.model.model` must be a local folder."""
+    """One run of the engine. `config.model.model` must be a local folder; `index` is its number among `data_parallel_size` ones."""
 
-    def __init__(self, config: Config):
-        self.config = config
+    def __init__(self, config: Config, index: int = 0):
+        self.config, self.index = config, index
         self._process: subprocess.Popen | None = None
         self._killed = False
         self._folder = _socket_folder()
@@ -33,6 +33,8 @@ class EngineProcess:
         """Returns at once; the engine binds `address` before it loads anything. It gets a process group of its own, so that Ctrl-C reaches only us."""
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+        if self.config.parallel.data_parallel_size > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = _devices(self.config, self.index, environment.get("CUDA_VISIBLE_DEVICES"))
         # -P: no module of the current folder may stand in for one of ours
         self._process = subprocess.Popen([sys.executable, "-P", "-m", "engine.core", self.address], stdin=subprocess.PIPE, env=environment, process_group=0)
         config = msgspec.msgpack.encode(self.config)
@@ -75,6 +77,16 @@ class EngineProcess:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _devices(config: Config, index: int, visible: str | None) -> str:
+    """The GPUs of engine `index`: as many as it has ranks, of those that are `visible` to us (all, if that is None). Without GPUs it does not matter."""
+    count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    mine = range(index * count, (index + 1) * count)
+    if visible is None:
+        return ",".join(map(str, mine))
+    devices = [device for device in visible.split(",") if device.strip()]
+    return ",".join(devices[i] for i in mine if i < len(devices))
 
 
 def _socket_folder() -> str:

@@ -99,6 +99,8 @@ class Generation:
                                        cache_salt=request.cache_salt, group=request.request_id if request.n > 1 else None))
             self._choices[request_id] = _Choice(index, request, self._tokenizer)
         self._stream = self._client.generate(*requests)
+        if self._metrics is not None:
+            self._metrics = self._metrics.of(self._stream.engine)
 
     def _finish(self, output: EngineOutput, delta: Delta, choice: _Choice) -> None:
         del self._choices[output.request_id]

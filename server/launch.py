@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import logging
@@ -22,6 +23,7 @@ from importlib import metadata
 from typing import Any
 
 from configs.config import Config, ServerConfig
+from engine.messages import EngineStats
 from server import hub
 from server.door import Door
 from server.engine_process import EngineProcess
@@ -105,19 +107,21 @@ class Launcher:
     def __init__(self, config: Config, listener: socket.socket, started: float):
         """Raises ValueError when `config` names no model."""
         self.config, self.listener, self.started = config, listener, started
-        self.engine: EngineProcess | None = None
-        self.supervisor: Supervisor | None = None
+        self.engines: list[EngineProcess] = []
+        self.supervisors: list[Supervisor] = []
         self.folder = hub.local_folder(config.model.model)
         if self.folder is not None:
-            self._start_engine()
+            self._start_engines()
         version = _version()
         self.state = ServerState(config, list(config.server.served_model_name) or [config.model.model], version, _fingerprint(config, version))
         self.door = Door(self.state)
         self.stop = asyncio.Event()
 
-    def _start_engine(self) -> None:
-        self.engine = EngineProcess(dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=self.folder)))
-        self.engine.start()
+    def _start_engines(self) -> None:
+        config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=self.folder))
+        self.engines = [EngineProcess(config, index) for index in range(config.parallel.data_parallel_size)]
+        for engine in self.engines:
+            engine.start()
 
     async def run(self) -> int:
         """Serve until stopped; the exit code."""
@@ -133,8 +137,7 @@ class Launcher:
         living.cancel()
         stopping.cancel()
         await asyncio.gather(living, stopping, return_exceptions=True)
-        if (engine := self._current_engine()) is not None:
-            await in_thread(lambda: engine.terminate(TERMINATE_TIMEOUT))
+        await asyncio.gather(*(in_thread(functools.partial(engine.terminate, TERMINATE_TIMEOUT)) for engine in self._current_engines()))
         http.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
         return code
@@ -144,6 +147,7 @@ class Launcher:
     async def _live(self) -> None:
         """From the first phase on to the watch over the ready engine. Ends only by raising: ValueError, EngineFailed."""
         from server.engine_client import EngineClient
+        from server.engine_pool import EnginePool
         from server.progress import StartProgress
 
         self.shown = StartProgress()
@@ -153,10 +157,15 @@ class Launcher:
                 if self.folder is None:
                     self._progress("resolving model", 0.0)
                     self.folder = await self._resolve(self.config.model.model)
-                    self._start_engine()
-                self.state.client = EngineClient(on_stats=self._on_stats, on_progress=lambda progress: self._progress(progress.phase, progress.fraction))
-                self.supervisor = Supervisor(self.engine.config, self.engine, self.state.client, self._open, self._on_death)
-                tasks.create_task(self.supervisor.run())
+                    self._start_engines()
+                self.engine_stats = [EngineStats() for _ in self.engines]
+                clients = [EngineClient(functools.partial(self._on_stats, engine.index), functools.partial(self._on_progress, engine.index), engine.index)
+                           for engine in self.engines]
+                self.state.client = EnginePool(clients) if len(clients) > 1 else clients[0]
+                self.supervisors = [Supervisor(engine.config, engine, client, self._open, functools.partial(self._on_death, engine.index))
+                                    for engine, client in zip(self.engines, clients)]
+                for supervisor in self.supervisors:
+                    tasks.create_task(supervisor.run())
                 tasks.create_task(self._load_tokenizer())
         except ExceptionGroup as errors:  # one error: the other tasks were cancelled for it
             raise errors.exceptions[0] from None
@@ -186,6 +195,10 @@ class Launcher:
         self.state.tokenizer = await in_thread(lambda: _tokenizer(folder, self.config))
         self._open()
 
+    def _on_progress(self, engine: int, progress: Any) -> None:
+        if engine == 0:  # one bar is enough: the others do the same
+            self._progress(progress.phase, progress.fraction)
+
     def _progress(self, phase: str, fraction: float) -> None:
         self.state.progress(phase, fraction)
         self.shown.update(phase, fraction)
@@ -197,10 +210,8 @@ class Launcher:
         if self.state.tokenizer is None or self.door.app is None:
             self._progress("loading tokenizer", 0.0)
             return
-        from server.metrics import Metrics
         from server.plan_table import plan_table
         from server.state import ModelInfo
-        from server.stats_log import StatsLog
 
         state, ready = self.state, self.state.client.ready
         worker, restarted = ready.worker, state.model is not None
@@ -208,17 +219,27 @@ class Launcher:
         state.model = ModelInfo(worker.max_model_len, worker.vocab_size, state.tokenizer.eos_token_ids, self.sampling_defaults,
                                 self.config.server.max_logprobs, self.config.scheduler.scheduling_policy == "priority")
         if state.metrics is None:
-            state.metrics = Metrics(state.names[0], worker.max_model_len, self.config.server.vllm_metrics)
-            cache = dataclasses.asdict(self.config.cache)
-            state.metrics.set_cache_config(**{**cache, "block_size": worker.block_size, "num_gpu_blocks": worker.num_blocks})
-            self.stats_log = StatsLog(self.config.server.log_stats_interval, worker.plan.device)
-            self.logging = asyncio.create_task(self.stats_log.run())
+            self._start_recording(worker)
         state.ready = ready
         if restarted:
             logger.info("the engine is ready again")
         else:
             logger.info("%s", plan_table(worker))
             self._announce()
+
+    def _start_recording(self, worker: Any) -> None:
+        """Metrics and log lines, for each engine."""
+        from server.metrics import Metrics
+        from server.metrics_pool import MetricsPool
+        from server.stats_log import StatsLog
+
+        options, numbers = self.config.server, range(len(self.engines))
+        every = [Metrics(self.state.names[0], worker.max_model_len, options.vllm_metrics, number) for number in numbers]
+        for metrics in every:
+            metrics.set_cache_config(**{**dataclasses.asdict(self.config.cache), "block_size": worker.block_size, "num_gpu_blocks": worker.num_blocks})
+        self.state.metrics = MetricsPool(every) if len(every) > 1 else every[0]
+        self.stats_logs = [StatsLog(options.log_stats_interval, worker.plan.device, number) for number in numbers]
+        self.logging = [asyncio.create_task(log.run()) for log in self.stats_logs]
 
     def _announce(self) -> None:
         where = self.config.server.uds or "http://{}:{}".format(*self.listener.getsockname()[:2])
@@ -228,27 +249,32 @@ class Launcher:
         logger.info("""try: %s %s/v1/chat/completions -H 'Content-Type: application/json'%s -d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
                     curl, base, key)
 
-    def _on_stats(self, stats: Any) -> None:
-        self.state.stats = stats
+    def _on_stats(self, engine: int, stats: EngineStats) -> None:
+        self.engine_stats[engine] = stats
+        every = self.engine_stats
+        self.state.stats = EngineStats(sum(one.num_running for one in every), sum(one.num_waiting for one in every), sum(one.kv_cache_usage for one in every) / len(every))
         if self.state.metrics is not None:
-            self.state.metrics.observe_stats(stats)
-            self.stats_log.observe(stats)
+            self.state.metrics.of(engine).observe_stats(stats)
+            self.stats_logs[engine].observe(stats)
 
-    def _on_death(self) -> None:
-        self.state.ready = None
-        self._progress("restarting the engine", 0.0)
+    def _on_death(self, engine: int) -> None:
+        if len(self.engines) > 1:
+            self.state.client.forget(engine)
+        self.state.ready = self.state.client.ready  # another engine may be up
+        if self.state.ready is None:
+            self._progress("restarting the engine", 0.0)
 
     # ---- end
 
-    def _current_engine(self) -> EngineProcess | None:
-        return self.engine if self.supervisor is None else self.supervisor.engine
+    def _current_engines(self) -> list[EngineProcess]:
+        return [supervisor.engine for supervisor in self.supervisors] or self.engines
 
     def on_signal(self, number: int) -> None:
         """The first ends the server in order, the second at once."""
         name = signal.Signals(number).name
         if self.stop.is_set():
             logger.warning("%s again: ending at once", name)
-            if (engine := self._current_engine()) is not None:
+            for engine in self._current_engines():
                 engine.kill()
             os._exit(128 + number)
         self.state.draining = True

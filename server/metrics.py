@@ -58,13 +58,13 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """The metrics of one engine, index 0. Written by the event loop alone; `render` may be called from anywhere.
+    """The metrics of one engine. Written by the event loop alone; `render` may be called from anywhere.
 
     `registry` is ours alone, so nothing else of this process is published by accident.
     """
 
-    def __init__(self, model_name: str, max_model_len: int, vllm_names: bool = True):
-        self._labels = {"model_name": model_name, "engine": "0"}
+    def __init__(self, model_name: str, max_model_len: int, vllm_names: bool = True, engine: int = 0):
+        self._labels = {"model_name": model_name, "engine": str(engine)}
         self._prefixes = ("quire:", "vllm:") if vllm_names else ("quire:",)
         self._stats = EngineStats()
         self._cache_config: dict[str, str] = {}
@@ -77,6 +77,10 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
+
+    def of(self, engine: int) -> Metrics:
+        """Where the requests of `engine` are recorded: here, the only one."""
+        return self
 
     # ---- recording
 

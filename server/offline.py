@@ -35,7 +35,7 @@ from server.sampling import to_sampling_params
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | dict[str, Any]
-SERVER_SETTINGS = ("chat_template", "generation_config", "max_logprobs")  # those that mean something without HTTP
+SERVER_SETTINGS = ("chat_template", "generation_config", "max_logprobs", "step_timeout")  # those that mean something without HTTP
 
 
 @dataclass(slots=True)
@@ -271,6 +271,8 @@ def offline_config(model: str, settings: dict[str, Any]) -> Config:
         option = all_options().get(name)
         if option is not None and option.section == "server" and name not in SERVER_SETTINGS:
             raise ValueError(f"{name} is a setting of the HTTP server; LLM has none")
+    if settings.get("data_parallel_size", 1) != 1:
+        raise ValueError("data_parallel_size: LLM has one engine; start several behind one port with `quire serve --data-parallel-size`")
     model = model or embedded_model() or ""
     if not model:
         raise ValueError("model: name a Hugging Face folder or a Hub id; no model comes with this copy of quire")

@@ -17,7 +17,8 @@ _HIT_RATE_WINDOW = 1000  # messages with prefix lookups that the hit rate covers
 class StatsLog:
     """Gathers statistics; `run` logs them every `interval` seconds: as info while there is work (and once after), as debug while idle."""
 
-    def __init__(self, interval: float, device: str = "cpu"):
+    def __init__(self, interval: float, device: str = "cpu", engine: int = 0):
+        self._engine = engine
         self._interval = interval
         self._device = "GPU" if device.startswith("cuda") else "CPU"
         self._stats = EngineStats()
@@ -56,5 +57,5 @@ class StatsLog:
         if self._lookups:
             queries, hits = map(sum, zip(*self._lookups))
             parts.append(f"Prefix cache hit rate: {100 * hits / queries:.1f}%")
-        logger.log(logging.DEBUG if was_idle and self._was_idle else logging.INFO, "Engine 000: %s", ", ".join(parts))
+        logger.log(logging.DEBUG if was_idle and self._was_idle else logging.INFO, "Engine %03d: %s", self._engine, ", ".join(parts))
         self._start(now)

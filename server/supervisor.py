@@ -49,7 +49,7 @@ class Supervisor:
             self._judge(reason)
             logger.error("the engine died (%s); starting a new one, which takes over the open requests", reason)
             self.hung = None
-            self.engine = EngineProcess(self.config)
+            self.engine = EngineProcess(self.config, self.engine.index)
             self.engine.start()
 
     async def _serve(self, ended: asyncio.Future[int]) -> None:

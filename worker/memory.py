@@ -144,9 +144,10 @@ def preview(config: Config) -> WorkerReady:
     platform = get_platform(config.device.device)
     spec = read_model_spec(config.model.model)
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    started = platform.start(config.device.num_threads, tp * pp)
+    num_ranks = tp * pp * config.parallel.data_parallel_size
+    started = platform.start(config.device.num_threads, num_ranks)
     limits = resolve_limits(config, spec, platform)
-    total, available = platform.memory(tp * pp)
+    total, available = platform.memory(num_ranks)
     plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,
                                             weights=estimate_weights(spec, limits.dtype, tp * pp), activations=estimate_activations(spec, limits, tp),
                                             graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, limits, platform) else 0)

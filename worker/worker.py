@@ -49,8 +49,9 @@ class Worker:
     def _initialize(self, progress: ReportProgress) -> WorkerReady:
         config = self.config
         platform = get_platform(config.device.device, self.rank)
-        threads = platform.start(config.device.num_threads, self.world_size)
-        total, available = platform.memory(self.world_size)
+        num_ranks = self.world_size * config.parallel.data_parallel_size  # on this machine
+        threads = platform.start(config.device.num_threads, num_ranks)
+        total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model)
         parallel = config.parallel
         init_distributed(self.rank, self.world_size, self.init_method or "", tp_size=parallel.tensor_parallel_size, pp_size=parallel.pipeline_parallel_size, backend=platform.dist_backend)
@@ -71,7 +72,7 @@ class Worker:
 
         progress("allocating KV cache", 0.0)
         if platform.measures_memory:
-            total, available = platform.memory(self.world_size)  # other processes on the card, and libraries, have taken more meanwhile
+            total, available = platform.memory(num_ranks)  # other processes on the card, and libraries, have taken more meanwhile
         graphs = memory.estimate_graphs(spec, limits, parallel.tensor_parallel_size) if memory.uses_graphs(config, limits, platform) else 0
         plan, num_blocks, choices = memory.plan_memory(config, spec, limits, device=platform.name, total=total, available=available, weights=weights,
                                                        activations=activations, graphs=graphs)

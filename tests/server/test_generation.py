@@ -24,6 +24,8 @@ EOS = 2  # <|im_end|> of byte_level
 class ScriptedClient:
     """`outputs` are handed to the reader one at a time, or all at once if `merged`."""
 
+    index = 0
+
     def __init__(self, outputs, merged=False):
         self.outputs = list(outputs)
         self.merged = merged
@@ -216,6 +218,7 @@ class TestRecording:
         calls = []
         names = ("observe_prompt", "observe_first_token", "observe_tokens", "observe_request", "observe_group", "observe_abort")
         recorder = SimpleNamespace(**{name: lambda *args, name=name: calls.append((name, *args)) for name in names})
+        recorder.of = lambda engine: recorder
         run(tokenizer, ScriptedClient(script), recorder, prompt=[5, 6, 7], **fields)
         return calls
 
