@@ -1,0 +1,136 @@
+"""A step must not wait for the device: on a GPU every wait is a gap between two steps.
+
+Without a GPU a dispatch mode looks for the operations that would wait there; with one, torch itself raises at every wait.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from worker import kv_cache
+from worker.attention.base import AttentionBackend
+from worker.messages import NewRequest, SamplingParams, StepInput
+from worker.model_runner import ModelRunner
+from worker.platform import CpuPlatform
+from worker.request_table import RequestTable
+
+VOCAB_SIZE = 96
+WAITING = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.equal", "aten.nonzero", "aten.masked_select", "aten._unique", "aten.unique", "aten.bincount",
+           "aten.lift_fresh")  # the last is torch.tensor(...): a copy from pageable memory
+
+
+class Platform(CpuPlatform):
+    """Marks its own copies, which on a GPU go through pinned memory."""
+
+    copying = False
+
+    def to_device(self, array):
+        Platform.copying = True
+        tensor = super().to_device(array)
+        Platform.copying = False
+        return tensor
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises at an operation that would make the host wait for a GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = str(func).rpartition(".")[0]
+        assert name not in WAITING or (name == "aten.lift_fresh" and Platform.copying), f"{func} waits for the device"
+        if name in ("aten.index", "aten.index_put", "aten.index_put_"):
+            assert not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]), f"{func} with a mask waits for the device to count it"
+        if name == "aten.repeat_interleave":
+            assert kwargs.get("output_size") is not None, "repeat_interleave without output_size waits for the device"
+        return func(*args, **kwargs)
+
+
+class NoAttention(AttentionBackend):
+    """Of attention only the call: what its kernels do is theirs."""
+
+    name = "none"
+
+    @classmethod
+    def supports(cls, spec):
+        return None
+
+    def build(self, meta):
+        pass
+
+    def forward(self, q, k_cache, v_cache, meta, scale, sliding_window=None, soft_cap=None):
+        return q
+
+
+class Model(torch.nn.Module):
+    """An embedding and a head."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.table = torch.randn(VOCAB_SIZE, 16, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def forward(self, input_ids, positions, attn, hidden=None):
+        return torch.nn.functional.embedding(input_ids, self.table) + positions[:, None] * 0.01
+
+    def logits(self, hidden):
+        return (hidden @ self.table.T).float()
+
+
+SAMPLING = [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(top_p=0.9, seed=2), SamplingParams(top_k=5, seed=3, min_p=0.01), SamplingParams(top_k=3, top_p=0.8, logprobs=2),
+            SamplingParams(logprobs=-1, logprobs_mode="processed_logprobs", temperature=0.7), SamplingParams(prompt_logprobs=1, logprobs=0), SamplingParams(presence_penalty=0.5, repetition_penalty=1.1),
+            SamplingParams(logit_bias={3: 1.0}, allowed_token_ids=[3, 4, 5]), SamplingParams(bad_words_ids=[[3, 4], [5]], min_tokens=3, stop_token_ids=[7], frequency_penalty=0.2)]
+
+
+def steps() -> list[StepInput]:
+    """Prompts in two chunks, then decoding, and a new request among running ones."""
+    rows = list(range(len(SAMPLING)))
+    prompts = [[(5 * i + j) % VOCAB_SIZE for j in range(6)] for i in rows]
+    new = [NewRequest(i, prompts[i], 6, [2 * i + 1, 2 * i + 2], SAMPLING[i]) for i in rows]
+    none = [[] for _ in rows]
+    again = NewRequest(0, prompts[0] + [9], 6, [1, 2], SAMPLING[1])
+    return [StepInput(1, new, rows, [0] * len(rows), [4] * len(rows), none, []), StepInput(2, [], rows, [4] * len(rows), [2] * len(rows), none, rows),
+            StepInput(3, [], rows, [6] * len(rows), [1] * len(rows), none, rows), StepInput(4, [again], rows, [0] + [7] * (len(rows) - 1), [7] + [1] * (len(rows) - 1), none, rows)]
+
+
+def make_runner(platform, backend) -> ModelRunner:
+    model = Model(platform.device)
+    return ModelRunner(model, RequestTable(len(SAMPLING), 40, 8, VOCAB_SIZE, platform.device), backend, platform, 128)
+
+
+def test_a_step_launches_without_waiting(monkeypatch):
+    monkeypatch.setattr("worker.sampling_math.block_size", lambda logits: 0)  # what only the CPU does
+    runner = make_runner(Platform(), NoAttention())
+    with NoWaiting():
+        outputs = [runner.execute(step) for step in steps()]
+    results = [output.result() for output in outputs]
+    assert [len(result.token_ids) for result in results] == [0, 10, 10, 10] and not any(result.errors for result in results)
+
+
+@pytest.mark.parametrize("waits", [lambda x: x.max().item(), lambda x: bool((x > 0).any()), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: torch.tensor([1], device=x.device),
+                                   lambda x: torch.repeat_interleave(x.long(), x.long().abs())])
+def test_the_mode_sees_what_waits(waits):
+    with pytest.raises(AssertionError, match="waits"), NoWaiting():
+        waits(torch.arange(3.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_torch_sees_no_wait_on_the_gpu():
+    from worker.platform import CudaPlatform
+
+    platform = CudaPlatform(0)
+    platform.start(None, 1)
+    results = []
+    for checked in (False, True):  # the first time kernels compile and libraries start, which waits
+        runner = make_runner(platform, NoAttention())
+        runner.execute(StepInput(0, [NewRequest(0, [1], 1, [1], SAMPLING[0])], [0], [0], [1], [[]], [0])).result()
+        if checked:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            outputs = [runner.execute(step) for step in steps()]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([output.result() for output in outputs])
+    assert [r.token_ids for r in results[0]] == [r.token_ids for r in results[1]]
+    assert kv_cache.attention_layers(runner.model) == []
