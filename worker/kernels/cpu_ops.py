@@ -137,7 +137,7 @@ class PackedLinear:
 class QuantizedLinear:
     """x -> x W^T + bias for a weight of 8 or 4 bits with a scale per row and group of columns: weight = scale * q + offset. Activations are bfloat16.
 
-    Up to four rows are multiplied as integers (x as 16-bit integers, 256 at a time with a scale: finer than bfloat16), more rows in bfloat16. Build one with
+    Up to 32 rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16), more rows in bfloat16. Build one with
     `quantize` from a bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows`, `silu_and_mul` and the call are PackedLinear's.
     """
 
@@ -150,13 +150,13 @@ class QuantizedLinear:
         self.lib, self.flags = KERNELS.lib, int(silu_and_mul) << 1
         self.in_features, self.out_features = k, n // 2 if silu_and_mul else n
         self._n, self.bits = n, bits
-        steps = -(-k // 32)
-        self.group = group if group > 0 else -(-steps // 8) * 256
-        if self.group % 32 or (self.group > 256 and self.group % 256):
+        steps = -(-k // 64)
+        self.group = group if group > 0 else -(-steps // 4) * 256
+        if self.group not in (32, 64, 128) and self.group % 256:
             raise ValueError(f"group size {group} is not supported: 32, 64, 128, a multiple of 256, or -1 for one scale per row")
-        groups = -(-steps * 32 // self.group)
+        groups = -(-steps * 64 // self.group)
         columns = self.lib.quire_gemm_packed_columns(n, int(silu_and_mul))
-        self.packed = huge_pages(torch.empty(columns * steps * 32 * bits // 8, dtype=torch.uint8))
+        self.packed = huge_pages(torch.empty(columns * steps * 64 * bits // 8, dtype=torch.uint8))
         self.scales = torch.empty(columns * groups, dtype=torch.bfloat16)
         self.offsets = torch.empty_like(self.scales) if has_offsets else None
         self.bias = None if bias is None else _packed_bias(bias, columns, silu_and_mul)
@@ -182,6 +182,8 @@ class QuantizedLinear:
                     silu_and_mul: bool = False) -> QuantizedLinear:
         """Values `[n, k]` int8 (-8 .. 7 for 4 bits) with scales and offsets `[n, ceil(k / group)]`, which are rounded to bfloat16. weight = scale * value + offset."""
         linear = cls(tuple(values.shape), bits, group, bias, silu_and_mul, has_offsets=offsets is not None)
+        if scales.shape != (len(values), -(-values.shape[1] // linear.group)) or (offsets is not None and offsets.shape != scales.shape):
+            raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit values of shape {tuple(values.shape)} in groups of {group}")
         values, scales = values.contiguous(), scales.float().contiguous()
         offsets = None if offsets is None else offsets.float().contiguous()
         linear.lib.quire_pack_quantized(values.data_ptr(), scales.data_ptr(), None if offsets is None else offsets.data_ptr(), linear.packed.data_ptr(),
@@ -189,7 +191,7 @@ class QuantizedLinear:
         return linear
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0) -> torch.Tensor:
-        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32. `path` forces integers (1) or AMX (2), for tests."""
+        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32. `path` forces integers without AMX (1), with it (2), or bfloat16 (3), for tests."""
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
             rows = rows.contiguous()

@@ -4,7 +4,7 @@
 // stores that fill a tile's source may be moved behind the load or dropped.
 #pragma once
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define QUIRE_AMX 1
 
 #include <sys/syscall.h>
@@ -23,16 +23,17 @@ static inline bool amx_permitted() {
 #define TILE_LOAD(t, p, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((long)(stride)) : "memory")
 #define TILE_STORE(t, p, stride) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((long)(stride)) : "memory")
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
+#define TILE_DP_SU(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #define TILE_DP(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-// Configures this thread's tiles while it lives: 8 tiles of 16 rows x 64 bytes, of which tiles 0, 1 (accumulators) and 4 (a left operand) may have
-// fewer rows. Released at the end, so that a library that configures tiles itself finds them in their initial state.
+// Configures this thread's tiles while it lives. Tiles 0 .. 3 are accumulators of `rows` x 64 bytes, 4 and 5 left operands of `rows` x `bytes`, 6 and 7
+// right operands of `bytes` / 4 rows. Released at the end, so that a library that configures tiles itself finds them in their initial state.
 struct TileScope {
-  explicit TileScope(int rows_of_0_1_4 = 16) {
+  explicit TileScope(int rows = 16, int bytes = 64) {
     struct alignas(64) { uint8_t palette = 1, start_row = 0, zero[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } config;
     for (int t = 0; t < 8; t++) {
-      config.bytes[t] = 64;
-      config.rows[t] = uint8_t(t == 0 || t == 1 || t == 4 ? rows_of_0_1_4 : 16);
+      config.bytes[t] = uint16_t(t == 4 || t == 5 ? bytes : 64);
+      config.rows[t] = uint8_t(t < 6 ? rows : bytes / 4);
     }
     asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");
   }

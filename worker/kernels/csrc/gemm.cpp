@@ -5,8 +5,8 @@
 //     packed[n / 32][k / 32][n / 16 % 2][k / 2 % 16][n % 16][k % 2]          n and k padded with zeros to multiples of 32
 // So whatever computes reads the weight once, front to back. The same layout serves one row and thousands.
 //
-// Weights of 4 and 8 bits (quant.h) have the same order. One to four rows are multiplied as integers; more rows become AMX's: a stretch of k-steps is
-// expanded to bf16 in cache, then used as above.
+// Weights of 4 and 8 bits have a layout of their own (quant.h). Up to 32 rows are multiplied as integers; for more, a stretch of weight is expanded to
+// bf16 in cache, in the layout above.
 #include <omp.h>
 
 #include <algorithm>
@@ -33,10 +33,10 @@ struct Gemm {
   int out_f32, silu_mul;
   const Quant* quant = nullptr;  // instead of `packed`
 
-  int k_steps() const { return (k + kStep - 1) / kStep; }
+  int k_steps() const { return quant ? 2 * quant->k_steps : (k + kStep - 1) / kStep; }
   int n_blocks() const { return (n + kCols - 1) / kCols; }
   const bf16* block(int nb) const { return packed + size_t(nb) * k_steps() * kStepElems; }
-  long block_bytes() const { return long(k_steps()) * (quant ? quant->step_bytes() : 2 * kStepElems); }
+  long block_bytes() const { return quant ? quant->k_steps * quant->step_bytes() : long(k_steps()) * 2 * kStepElems; }
 };
 
 // Columns n0..n0+31 of one row: acc holds them as two vectors.
@@ -147,44 +147,39 @@ void vector_rows(const Gemm& g, const bf16* x, long ldx, int row0, int rows, int
 
 #if QUIRE_AMX
 
-// k-steps [s0, s1) of block nb as tiles: the packed weight itself, or expanded into `buffer`.
-inline const bf16* tiles_of(const Gemm& g, int nb, int s0, int s1, bf16* buffer) {
-  if (!g.quant) return g.block(nb) + size_t(s0) * kStepElems;
-  const char* ahead = (const char*)g.quant->step(nb, s1);
-  for (int s = s0; s < s1; s++) {
-    for (long i = 0; i < g.quant->step_bytes(); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
-    ahead += g.quant->step_bytes();
-    dequantize_step(*g.quant, nb, s, buffer + (s - s0) * kStepElems);
-  }
-  return buffer;
-}
-
 // C[up to 16 rows x 32 columns]; the left operand is a row-major matrix.
 void amx_block_1(const Gemm& g, const bf16* x, long ldx, int rows, int nb) {
-  alignas(64) bf16 buffer[8 * kStepElems];
-  const int steps = g.k_steps(), stretch = g.quant ? 8 : steps;
+  const bf16* w = g.block(nb);
+  const int steps = g.k_steps();
   TILE_ZERO(0); TILE_ZERO(1);
-  for (int s0 = 0; s0 < steps; s0 += stretch) {
-    const int s1 = std::min(s0 + stretch, steps);
-    const bf16* w = tiles_of(g, nb, s0, s1, buffer);
-    for (int s = s0; s < s1; s++, w += kStepElems) {
-      if (!g.quant) prefetch_step((const char*)(w + 4 * kStepElems));
-      TILE_LOAD(4, x + s * kStep, ldx * 2);
-      TILE_LOAD(6, w, 64);
-      TILE_DP(0, 4, 6);
-      TILE_LOAD(7, w + kStepElems / 2, 64);
-      TILE_DP(1, 4, 7);
-    }
+  for (int s = 0; s < steps; s++, w += kStepElems) {
+    prefetch_step((const char*)(w + 4 * kStepElems));
+    TILE_LOAD(4, x + s * kStep, ldx * 2);
+    TILE_LOAD(6, w, 64);
+    TILE_DP(0, 4, 6);
+    TILE_LOAD(7, w + kStepElems / 2, 64);
+    TILE_DP(1, 4, 7);
   }
   alignas(64) float c[2][16][16];
   TILE_STORE(0, c[0], 64); TILE_STORE(1, c[1], 64);
   for (int r = 0; r < rows; r++) finish_row(g, r, nb * kCols, load(c[0][r]), load(c[1][r]));
 }
 
+// k-steps [s0, s1) of block nb as tiles: the packed weight itself, or expanded into `buffer`. s0 and s1 are even.
+inline const bf16* tiles_of(const Gemm& g, int nb, int s0, int s1, bf16* buffer) {
+  if (!g.quant) return g.block(nb) + size_t(s0) * kStepElems;
+  for (int s = s0; s < s1; s += 2) {
+    const char* ahead = (const char*)g.quant->step(nb, s / 2) + 4096;
+    for (long i = 0; i < g.quant->step_bytes(); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
+    dequantize_step(*g.quant, nb, s / 2, buffer + (s - s0) * kStepElems);
+  }
+  return buffer;
+}
+
 // Copies rows [row0, row0 + 32) of x into `steps` k-steps of two tiles each, zero-padded.
 void pack_rows(const Gemm& g, int row0, int step0, int step1, bf16* a) {
   for (int s = step0; s < step1; s++, a += kStepElems) {
-    int k0 = s * kStep, width = std::min(kStep, g.k - k0);
+    const int k0 = s * kStep, width = std::max(0, std::min(kStep, g.k - k0));
     for (int r = 0; r < 32; r++) {
       bf16* dst = a + r * kStep;
       const bf16* src = g.x + (row0 + r) * g.ldx + k0;
@@ -235,33 +230,54 @@ void run_few_rows(const Gemm& g, int threads, bool amx) {
 }
 
 template <int ROWS>
-void quant_rows(const Gemm& g, const QuantRows& x, int row0, int nb) {
+void vector_quant_rows(const Gemm& g, const QuantRows& x, int row0, int nb) {
   vf y[ROWS][2];
-  if (g.quant->bits == 8) quant_block<ROWS, 8>(*g.quant, x, row0, nb, y);
-  else quant_block<ROWS, 4>(*g.quant, x, row0, nb, y);
+  if (g.quant->bits == 8) vector_quant_block<ROWS, 8>(*g.quant, x, row0, nb, y);
+  else vector_quant_block<ROWS, 4>(*g.quant, x, row0, nb, y);
   for (int r = 0; r < ROWS; r++) finish_row(g, row0 + r, nb * kCols, y[r][0], y[r][1]);
 }
 
-void run_quant_vector(const Gemm& g, int threads) {
-  const int run = std::min(kRun, g.quant->group);
-  QuantRows x((char*)shared_scratch.get(QuantRows::bytes(g.m, g.k_steps(), run)), g.m, g.k_steps(), run);
+constexpr int kMaxQuantRows = 32;  // of AMX's integer products; from there on expanding the weight costs less than scaling the sums
+
+void run_quant_rows(const Gemm& g, int threads, bool amx) {
+  const Quant& q = *g.quant;
+  const int rows = amx ? (g.m + 15) / 16 * 16 : g.m;
+  QuantRows x((char*)shared_scratch.get(QuantRows::bytes(rows, q)), rows, q);
   const long per = pieces_of(g, threads, g.block_bytes());
   Queue queue((g.n_blocks() + per - 1) / per);
-  if (g.m <= 4) for (int r = 0; r < g.m; r++) x.fill(r, g.x + r * g.ldx, g.k);
+  const bool few = g.m <= 4;
+  auto fill = [&](int r) { x.fill(r, r < g.m ? g.x + r * g.ldx : nullptr, g.k, amx); };
+  if (few) for (int r = 0; r < g.m; r++) fill(r);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    if (g.m > 4) {
+    if (!few) {
 #pragma omp for schedule(static)
-      for (int r = 0; r < g.m; r++) x.fill(r, g.x + r * g.ldx, g.k);
+      for (int r = 0; r < rows; r++) fill(r);
     }
-    for (long i; queue.take(i);)
-      for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) {
+    auto work = [&](auto&& block) {
+      for (long i; queue.take(i);)
+        for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
+    };
+#if QUIRE_AMX
+    if (amx) {
+      TileScope tiles(std::min(g.m, 16), std::min(q.group, 64));
+      work([&](int nb) {
+        alignas(64) float y[kMaxQuantRows][32];
+        for (int r0 = 0; r0 < g.m; r0 += kMaxQuantRows) {
+          const int n = std::min(kMaxQuantRows, g.m - r0);
+          amx_quant_block(q, x, r0, n, nb, y);
+          for (int r = 0; r < n; r++) finish_row(g, r0 + r, nb * kCols, load(y[r]), load(y[r] + 16));
+        }
+      });
+    } else
+#endif
+      work([&](int nb) {
         int r = 0;
-        for (; r + 4 <= g.m; r += 4) quant_rows<4>(g, x, r, nb);
-        if (g.m - r == 3) quant_rows<3>(g, x, r, nb);
-        else if (g.m - r == 2) quant_rows<2>(g, x, r, nb);
-        else if (g.m - r == 1) quant_rows<1>(g, x, r, nb);
-      }
+        for (; r + 4 <= g.m; r += 4) vector_quant_rows<4>(g, x, r, nb);
+        if (g.m - r == 3) vector_quant_rows<3>(g, x, r, nb);
+        else if (g.m - r == 2) vector_quant_rows<2>(g, x, r, nb);
+        else if (g.m - r == 1) vector_quant_rows<1>(g, x, r, nb);
+      });
   }
 }
 
@@ -376,33 +392,33 @@ void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bi
   run_few_rows(g, threads, false);
 }
 
-// As quire_gemm_run, for a weight of 4 or 8 bits.
+// As quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 with, 3 expanded to bf16.
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
   Gemm g{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, weight};
   const int threads = omp_get_max_threads();
 #if QUIRE_AMX
-  if (path != 1 && (path == 2 || m > 4) && amx_permitted()) {
-    if (m <= 16) return run_few_rows(g, threads, true);
-    return run_many_rows(g, threads);
+  if (path != 1 && amx_permitted()) {
+    if (path == 2 || (path == 0 && m > 4 && m <= (weight->group < 64 ? kMaxQuantRows / 2 : kMaxQuantRows))) return run_quant_rows(g, threads, true);
+    if (path == 3 || m > 4) return run_many_rows(g, threads);
   }
 #endif
-  run_quant_vector(g, threads);
+  run_quant_rows(g, threads, false);
 }
 
 // Quantizes weight [n, k] (bf16) into `data` and `scales`; no offsets. group: a multiple of 32.
 void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, long n, long k, int bits, long group, int silu_mul) {
-  const long steps = (k + kStep - 1) / kStep, groups = (steps * kStep + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
+  const long steps = (k + 63) / 64, groups = (steps * 64 + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
 #pragma omp parallel
   {
-    float* w = (float*)own_scratch.get(steps * kStep * 5);
-    int8_t* q = (int8_t*)(w + steps * kStep);
+    float* w = (float*)own_scratch.get(steps * 64 * 5);
+    int8_t* q = (int8_t*)(w + steps * 64);
 #pragma omp for schedule(dynamic, 1)
     for (long nb = 0; nb < columns / kCols; nb++)
       for (int c = 0; c < kCols; c++) {
         const long source = source_column(nb * kCols + c, n, silu_mul);
-        for (long i = 0; i < steps * kStep; i++) w[i] = source >= 0 && i < k ? to_float(weight[source * ldw + i]) : 0.f;
+        for (long i = 0; i < steps * 64; i++) w[i] = source >= 0 && i < k ? to_float(weight[source * ldw + i]) : 0.f;
         for (long i = 0; i < groups; i++) {
-          const long begin = i * group, end = std::min(begin + group, steps * kStep);
+          const long begin = i * group, end = std::min(begin + group, steps * 64);
           scales[(nb * groups + i) * kCols + c] = to_bf16(quantize_group(w + begin, int(end - begin), bits, q + begin));
         }
         pack_column(data, bits, int(steps), nb, c, q);
@@ -410,21 +426,23 @@ void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, l
   }
 }
 
-// The same for a weight that is quantized already: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n, groups] float32, offset may be null.
+// The same for a weight that is quantized already: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n, ceil(k / group)]
+// float32, offset may be null.
 void quire_pack_quantized(const int8_t* values, const float* scale, const float* offset, uint8_t* data, bf16* scales, bf16* offsets, long n, long k, int bits,
                           long group, int silu_mul) {
-  const long steps = (k + kStep - 1) / kStep, groups = (steps * kStep + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
+  const long steps = (k + 63) / 64, groups = (steps * 64 + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
+  const long given = (k + group - 1) / group;  // groups that the source has
 #pragma omp parallel
   {
-    int8_t* q = (int8_t*)own_scratch.get(steps * kStep);
+    int8_t* q = (int8_t*)own_scratch.get(steps * 64);
 #pragma omp for schedule(dynamic, 1)
     for (long nb = 0; nb < columns / kCols; nb++)
       for (int c = 0; c < kCols; c++) {
         const long source = source_column(nb * kCols + c, n, silu_mul);
-        for (long i = 0; i < steps * kStep; i++) q[i] = source >= 0 && i < k ? values[source * k + i] : 0;
+        for (long i = 0; i < steps * 64; i++) q[i] = source >= 0 && i < k ? values[source * k + i] : 0;
         for (long i = 0; i < groups; i++) {
-          scales[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 ? scale[source * groups + i] : 0.f);
-          if (offset) offsets[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 ? offset[source * groups + i] : 0.f);
+          scales[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 && i < given ? scale[source * given + i] : 0.f);
+          if (offset) offsets[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 && i < given ? offset[source * given + i] : 0.f);
         }
         pack_column(data, bits, int(steps), nb, c, q);
       }
@@ -435,13 +453,7 @@ void quire_pack_quantized(const int8_t* values, const float* scale, const float*
 void quire_quant_rows(const Quant* q, const long* ids, long num_ids, bf16* out, long ldo, long k) {
 #pragma omp parallel for schedule(static) if (num_ids > 4)
   for (long i = 0; i < num_ids; i++) {
-    const long nb = ids[i] / 32, column = ids[i] % 32;
-    for (long kk = 0; kk < k; kk++) {
-      const uint8_t* step = q->step(int(nb), int(kk / 32));
-      const long row = column / 16 * 16 + kk % 32 / 2, entry = column % 16 * 2 + kk % 2, at = q->group_at(int(nb), int(kk / 32)) + column;
-      const int v = q->bits == 8 ? int8_t(step[row * 32 + entry]) : (step[row / 4 * 64 + entry * 2 + row % 4 / 2] >> (row % 2 * 4) & 15) - 8;
-      out[i * ldo + kk] = to_bf16(float(v) * to_float(q->scales[at]) + (q->offsets ? to_float(q->offsets[at]) : 0.f));
-    }
+    for (long kk = 0; kk < k; kk++) out[i * ldo + kk] = to_bf16(quant_value(*q, ids[i], int(kk)));
   }
 }
 }

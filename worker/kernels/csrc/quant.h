@@ -1,11 +1,15 @@
-// Weights of 4 or 8 bits in the order of gemm.cpp's tiles, with a scale, and perhaps an offset, per column and group of k:
-//     weight = scale * q + offset          q = stored - 8 (4 bits), or a signed byte
-// For each block of 32 columns and k-step of 32 there are 32 tile rows (two tiles of 16) of 16 columns x 2 k:
-//     8 bits   a row is 32 bytes, in the order of the tile
-//     4 bits   64 bytes hold 4 rows: bits 4i .. 4i + 3 of word j are entry j of row i
-// scales, offsets: bf16 [columns / 32][groups][32].
+// Weights of 4 or 8 bits, with a scale, and perhaps an offset, per column and group of k: weight = scale * q + offset, q = -8 .. 7 or a signed byte.
+// Stored is u = q + 8 or q + 128. For each block of 32 columns and step of 64 k there are two tiles of 16 columns; a tile is 16 rows of 16 columns x 4
+// consecutive k, which is the right operand of AMX's byte products:
+//     8 bits   a row is 64 bytes
+//     4 bits   64 bytes hold two rows: the low halves of the bytes are row 2i, the high halves row 2i + 1
+// scales, offsets: bf16 [columns / 32][groups][32]. A group is 32, 64, 128 or a multiple of 256 long.
+//
+// Activations become integers of 16 bits, a run of k at a time with a scale: finer than bf16 for all but the smallest entries of a run. AMX multiplies bytes,
+// so for it they are two planes, x = 256 hi + lo. Products and sums are exact; scales are applied once per run.
 #pragma once
 
+#include "amx.h"
 #include "simd.h"
 
 struct Quant {
@@ -14,124 +18,207 @@ struct Quant {
   const bf16* offsets;  // may be null
   int bits, group, groups, k_steps;
 
-  long step_bytes() const { return bits * 128; }
+  long step_bytes() const { return bits * 256; }
   const uint8_t* step(int nb, int s) const { return data + (long(nb) * k_steps + s) * step_bytes(); }
-  long group_at(int nb, int s) const { return (long(nb) * groups + long(s) * 32 / group) * 32; }
+  long group_at(int nb, int k) const { return (long(nb) * groups + k / group) * 32; }
+  int run() const { return group < 256 ? group : 256; }  // k that share a scale of x; 256 * 127 * 32767 still fits 32 bits
+  int zero_point() const { return bits == 4 ? 8 : 128; }
 };
 
+static inline void expand_tile(const uint8_t* src, uint8_t* dst) {
 #if defined(__AVX512F__)
-
-// Tile rows of one k-step as bf16, scaled: into dst[32][32].
-static inline void dequantize_step(const Quant& q, int nb, int s, bf16* dst) {
-  const uint8_t* src = q.step(nb, s);
-  const long at = q.group_at(nb, s);
-  const vf zeros = zero();
-  for (int t = 0; t < 2; t++) {
-    const vf scale = load(q.scales + at + t * 16), offset = q.offsets ? load(q.offsets + at + t * 16) : zeros;
-    if (q.bits == 8) {  // lanes are (column, k) pairs: each column's scale twice
-      const __m512i first = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-      const vf s0 = {_mm512_permutexvar_ps(first, scale.v)}, s1 = {_mm512_permutexvar_ps(second, scale.v)};
-      const vf o0 = {_mm512_permutexvar_ps(first, offset.v)}, o1 = {_mm512_permutexvar_ps(second, offset.v)};
-      for (int r = 0; r < 16; r++, src += 32, dst += 32) {
-        vf a = {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)src)))};
-        vf b = {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(src + 16))))};
-        a = fma(a, s0, o0), b = fma(b, s1, o1);
-#if defined(__AVX512BF16__)
-        _mm512_storeu_si512(dst, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v));
+  const __m512i low = _mm512_set1_epi8(15);
+  for (int i = 0; i < 8; i++, src += 64, dst += 128) {
+    const __m512i x = _mm512_loadu_si512(src);
+    _mm512_storeu_si512(dst, _mm512_and_si512(x, low));
+    _mm512_storeu_si512(dst + 64, _mm512_and_si512(_mm512_srli_epi16(x, 4), low));
+  }
 #else
-        store(dst, a), store(dst + 16, b);
+  for (int i = 0; i < 8; i++, src += 64, dst += 128)
+    for (int j = 0; j < 64; j++) dst[j] = src[j] & 15, dst[64 + j] = src[j] >> 4;
 #endif
-      }
-    } else {
-      // A nibble, looked up, is the bf16 of nibble - 8; a dword of two of them is one column's two k.
-      const uint16_t t16[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-      const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)t16));
-      const __m512i half = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(int(0xffff0000u));
-      for (int r = 0; r < 16; r += 4, src += 64) {
-        __m512i x = _mm512_loadu_si512(src);
-        for (int i = 0; i < 4; i++, dst += 32) {
-          __m512i pair = _mm512_permutexvar_epi16(x, table);
-          x = _mm512_srli_epi16(x, 4);
-          vf even = {_mm512_castsi512_ps(_mm512_slli_epi32(pair, 16))}, odd = {_mm512_castsi512_ps(_mm512_and_si512(pair, high))};
-          even = fma(even, scale, offset), odd = fma(odd, scale, offset);
-          __m512i e = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even.v), half), 16), o = _mm512_add_epi32(_mm512_castps_si512(odd.v), half);
-          _mm512_storeu_si512(dst, _mm512_mask_blend_epi16(0xaaaaaaaau, e, o));
+}
+
+// --- activations ------------------------------------------------------------------------------------------------------------------------------------
+
+struct QuantRows {
+  long ld, runs;  // row length and runs per row
+  int run;
+  int16_t* values;  // each four as 0, 2, 1, 3; or, for AMX:
+  int8_t *hi, *lo;
+  float* scale;  // per row and run
+  int32_t* sum;
+  static constexpr float kTop = 32639;  // 127 * 256 + 127
+  QuantRows(char* memory, long rows, const Quant& q) : ld(long(q.k_steps) * 64), runs((ld + q.run() - 1) / q.run()), run(q.run()) {
+    values = (int16_t*)memory;
+    hi = (int8_t*)memory;
+    lo = hi + rows * ld;
+    scale = (float*)(memory + 2 * rows * ld);
+    sum = (int32_t*)(scale + rows * runs);
+  }
+  static size_t bytes(long rows, const Quant& q) { return rows * (long(q.k_steps) * 128 + (long(q.k_steps) * 64 / q.run() + 1) * 8); }
+
+  // x null: a row of zeros.
+  void fill(long row, const bf16* x, long k, bool planes) {
+    if (!x) k = 0;
+    for (long i = 0; i < runs; i++) {
+      const long begin = i * run, end = begin + run < ld ? begin + run : ld, full = begin < k ? begin + ((end < k ? end : k) - begin) / 16 * 16 : begin;
+      vf tops = zero();
+      long j = begin;
+      for (; j < full; j += 16) tops = max(tops, max(load(x + j), zero() - load(x + j)));
+      float top = reduce_max(tops);
+      for (; j < end && j < k; j++) top = std::fmax(top, std::fabs(to_float(x[j])));
+      const float inverse = top > 1e-30f ? kTop / top : 0.f;
+      int total = 0;
+      j = begin;
+#if defined(__AVX512F__)
+      const __m512i order = _mm512_set_epi32(15, 13, 14, 12, 11, 9, 10, 8, 7, 5, 6, 4, 3, 1, 2, 0);
+      __m512i totals = _mm512_setzero_si512();
+      for (; j < full; j += 16) {
+        const __m512i n = _mm512_cvtps_epi32((load(x + j) * set1(inverse)).v);
+        totals = _mm512_add_epi32(totals, n);
+        if (planes) {
+          _mm_storeu_si128((__m128i*)(lo + row * ld + j), _mm512_cvtepi32_epi8(n));
+          _mm_storeu_si128((__m128i*)(hi + row * ld + j), _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8)));
+        } else {
+          _mm256_storeu_si256((__m256i*)(values + row * ld + j), _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, n)));
         }
+      }
+      total = _mm512_reduce_add_epi32(totals);
+#endif
+      for (; j < end; j++) {
+        const int n = j < k ? int(std::lrint(to_float(x[j]) * inverse)) : 0;
+        if (planes) lo[row * ld + j] = int8_t(n), hi[row * ld + j] = int8_t((n + 128) >> 8);
+        else values[row * ld + j / 4 * 4 + j % 4 / 2 + j % 2 * 2] = int16_t(n);
+        total += n;
+      }
+      scale[row * runs + i] = top / kTop;
+      sum[row * runs + i] = total;
+    }
+  }
+};
+
+// --- AMX ----------------------------------------------------------------------------------------------------------------------------------------------
+
+#if QUIRE_AMX && defined(__AVX512BF16__)
+
+// A tile of bytes as bf16, scaled: to rows 0..15 of the same tile position in two consecutive bf16 k-steps (gemm.cpp), which lie 1024 entries apart.
+static inline void dequantize_tile(const uint8_t* src, vf scale, vf offset, bf16* dst) {
+  const __m512i lanes = _mm512_srli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 2);  // each column's scale four times
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  vf s[4], o[4];
+  for (int c = 0; c < 4; c++) {
+    const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(4 * c));
+    s[c] = {_mm512_permutexvar_ps(at, scale.v)}, o[c] = {_mm512_permutexvar_ps(at, offset.v)};
+  }
+  for (int r = 0; r < 16; r++, src += 64) {
+    vf v[4];
+    for (int c = 0; c < 4; c++) v[c] = fma({_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(src + 16 * c))))}, s[c], o[c]);
+    const __m512i a = (__m512i)_mm512_cvtne2ps_pbh(v[1].v, v[0].v), b = (__m512i)_mm512_cvtne2ps_pbh(v[3].v, v[2].v);
+    bf16* at = dst + r / 8 * 1024 + r % 8 * 64;
+    _mm512_storeu_si512(at, _mm512_permutex2var_epi32(a, even, b));
+    _mm512_storeu_si512(at + 32, _mm512_permutex2var_epi32(a, odd, b));
+  }
+}
+
+// Step s of block nb, 64 k, as two bf16 k-steps [2][2 tiles][16][32].
+static inline void dequantize_step(const Quant& q, int nb, int s, bf16* dst) {
+  alignas(64) uint8_t bytes[1024];
+  for (int t = 0; t < 2; t++) {
+    const uint8_t* src = q.step(nb, s) + t * q.step_bytes() / 2;
+    if (q.bits == 4) expand_tile(src, bytes), src = bytes;
+    for (int half = 0; half < (q.group == 32 ? 2 : 1); half++) {  // the second group of 32 overwrites the second half
+      const long at = q.group_at(nb, s * 64 + half * 32) + t * 16;
+      const vf scale = load(q.scales + at), shift = scale * set1(-float(q.zero_point())), offset = q.offsets ? shift + load(q.offsets + at) : shift;
+      alignas(64) bf16 both[2][1024];
+      if (q.group != 32) dequantize_tile(src, scale, offset, dst + t * 512);
+      else {
+        dequantize_tile(src, scale, offset, both[0]);
+        memcpy(dst + half * 1024 + t * 512, both[half], 1024);
       }
     }
   }
 }
 
-#endif
-
-// --- few rows: 16-bit integers ------------------------------------------------------------------------------------------------------------------------
-
-constexpr int kRun = 256;  // k that share a scale of x: 127 * 32767 * 256 still fits 32 bits
-
-// x as 16-bit integers: x[k] ~ values[k] * scale[k / run]; sum[k / run] is their sum. Finer than bf16 for all but the smallest entries of a run.
-struct QuantRows {
-  int16_t* values;
-  float *scale, *sum;
-  long ld, runs;
-  int run;
-  QuantRows(char* memory, long rows, int k_steps, int run) : ld(long(k_steps) * 32), runs((ld + run - 1) / run), run(run) {
-    values = (int16_t*)memory;
-    scale = (float*)(values + rows * ld);
-    sum = scale + rows * runs;
-  }
-  static size_t bytes(long rows, int k_steps, int run) { return rows * (long(k_steps) * 64 + (long(k_steps) * 32 / run + 1) * 8); }
-  void fill(long row, const bf16* x, long k) {
-    for (long i = 0; i < runs; i++) {
-      const long begin = i * run, end = begin + run < ld ? begin + run : ld;
-      float top = 0, total = 0;
-      for (long j = begin; j < end && j < k; j++) top = std::fabs(to_float(x[j])) > top ? std::fabs(to_float(x[j])) : top;
-      const float inverse = top > 0 ? 32767.f / top : 0.f;
-      for (long j = begin; j < end; j++) {
-        const float v = j < k ? to_float(x[j]) * inverse : 0.f;
-        const int n = int(v + (v < 0 ? -0.5f : 0.5f));
-        values[row * ld + j] = int16_t(n);
-        total += float(n);
+// y[rows][32] = rows row0 .. of x W for the 32 columns of block nb, by the planes of x.
+static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0, int rows, int nb, float (*y)[32]) {
+  alignas(64) uint8_t bytes[4][2][1024];
+  alignas(64) int32_t c[4][16][16];
+  for (int r = 0; r < rows; r++) store(y[r], zero()), store(y[r] + 16, zero());
+  const int step = q.group < 64 ? q.group : 64, k_end = q.k_steps * 64;
+  const uint8_t* base = q.step(nb, 0);
+  for (int k0 = 0; k0 < k_end; k0 += q.run()) {
+    const int k1 = k0 + q.run() < k_end ? k0 + q.run() : k_end;
+    if (k0 % 64 == 0) {
+      const uint8_t* src = base + k0 / 64 * q.step_bytes();
+      for (long i = 0, n = long(k1 - k0 + 63) / 64 * q.step_bytes(); i < n; i += 64) _mm_prefetch((const char*)src + 8192 + i, _MM_HINT_T1);
+      if (q.bits == 4)
+        for (int s = 0; s < (k1 - k0 + 63) / 64; s++, src += 1024) expand_tile(src, bytes[s][0]), expand_tile(src + 512, bytes[s][1]);
+    }
+    const long at = q.group_at(nb, k0);
+    const vf s0 = load(q.scales + at), s1 = load(q.scales + at + 16);
+    const vf o0 = q.offsets ? load(q.offsets + at) : zero(), o1 = q.offsets ? load(q.offsets + at + 16) : zero();
+    for (int r0 = 0; r0 < rows; r0 += 16) {
+      TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
+      for (int k = k0; k < k1; k += step) {
+        const uint8_t* b = q.bits == 4 ? bytes[(k - k0 / 64 * 64) / 64][0] : base + k / 64 * 2048;
+        b += k % 64 * 16;
+        TILE_LOAD(4, x.hi + (row0 + r0) * x.ld + k, x.ld);
+        TILE_LOAD(6, b, 64);
+        TILE_DP_SU(0, 4, 6);
+        TILE_LOAD(5, x.lo + (row0 + r0) * x.ld + k, x.ld);
+        TILE_DP_SU(1, 5, 6);
+        TILE_LOAD(7, b + 1024, 64);
+        TILE_DP_SU(2, 4, 7);
+        TILE_DP_SU(3, 5, 7);
       }
-      scale[row * runs + i] = top / 32767.f;
-      sum[row * runs + i] = total * (top / 32767.f);
+      TILE_STORE(0, c[0], 64); TILE_STORE(1, c[1], 64); TILE_STORE(2, c[2], 64); TILE_STORE(3, c[3], 64);
+      for (int r = 0; r < 16 && r0 + r < rows; r++) {
+        const long i = (row0 + r0 + r) * x.runs + k0 / x.run;
+        const vf sx = set1(x.scale[i]);
+        const __m512i zeros = _mm512_set1_epi32(q.zero_point() * x.sum[i]);
+        auto whole = [&](int t) -> vf {  // (256 hi + lo) (u - zero point)
+          return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(c[t][r]), 8), _mm512_load_si512(c[t + 1][r])), zeros))};
+        };
+        vf a = fma(whole(0) * sx, s0, load(y[r0 + r])), b = fma(whole(2) * sx, s1, load(y[r0 + r] + 16));
+        if (q.offsets) a = fma(o0 * sx, set1(float(x.sum[i])), a), b = fma(o1 * sx, set1(float(x.sum[i])), b);
+        store(y[r0 + r], a), store(y[r0 + r] + 16, b);
+      }
     }
   }
-};
+}
+#endif
 
+// --- a few rows, or no AMX ------------------------------------------------------------------------------------------------------------------------------
+
+// Sixteen columns: acc += four products each, of the bytes of w and x in the order 0, 2, 1, 3.
 #if defined(__AVX512F__)
 struct vi { __m512i v; };
 static inline vi zero_int() { return {_mm512_setzero_si512()}; }
-static inline vi load_words(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-static inline vi load_bytes(const uint8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}; }
-template <int N> static inline vi nibble(vi x) {
-  const __m512i mask = _mm512_set1_epi16(15);
-  if (N == 0) return {_mm512_and_si512(x.v, mask)};
-  if (N == 3) return {_mm512_srli_epi16(x.v, 12)};
-  return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4 * N), mask)};
-}
-// acc += a.even * x.low + a.odd * x.high, in each dword.
-static inline vi add_products(vi acc, vi a, const int16_t* x) {
+static inline vi load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline vi low_halves(vi x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
+static inline vi high_halves(vi x) { return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))}; }
+static inline vi even_bytes(vi w) { return {_mm512_and_si512(w.v, _mm512_set1_epi16(255))}; }
+static inline vi odd_bytes(vi w) { return {_mm512_srli_epi16(w.v, 8)}; }
+static inline vi add_products(vi acc, vi w, const int16_t* x) {
   int pair;
   memcpy(&pair, x, 4);
 #if defined(__AVX512VNNI__)
-  return {_mm512_dpwssd_epi32(acc.v, a.v, _mm512_set1_epi32(pair))};
+  return {_mm512_dpwssd_epi32(acc.v, w.v, _mm512_set1_epi32(pair))};
 #else
-  return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(a.v, _mm512_set1_epi32(pair)))};
+  return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(w.v, _mm512_set1_epi32(pair)))};
 #endif
 }
 static inline vi operator+(vi a, vi b) { return {_mm512_add_epi32(a.v, b.v)}; }
-static inline vf to_vf(vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
+static inline vf minus(vi a, int b) { return {_mm512_cvtepi32_ps(_mm512_sub_epi32(a.v, _mm512_set1_epi32(b)))}; }
 #else
 struct vi { __m256i a, b; };
 static inline vi zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-static inline vi load_words(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}; }
-static inline vi load_bytes(const uint8_t* p) {
-  return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
-}
-template <int N> static inline vi nibble(vi x) {
-  const __m256i mask = _mm256_set1_epi16(15);
-  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4 * N), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4 * N), mask)};
-}
+static inline vi load_bytes(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}; }
+static inline vi low_halves(vi x) { return {_mm256_and_si256(x.a, _mm256_set1_epi8(15)), _mm256_and_si256(x.b, _mm256_set1_epi8(15))}; }
+static inline vi high_halves(vi x) { return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+static inline vi even_bytes(vi w) { return {_mm256_and_si256(w.a, _mm256_set1_epi16(255)), _mm256_and_si256(w.b, _mm256_set1_epi16(255))}; }
+static inline vi odd_bytes(vi w) { return {_mm256_srli_epi16(w.a, 8), _mm256_srli_epi16(w.b, 8)}; }
 static inline vi add_products(vi acc, vi w, const int16_t* x) {
   int pair;
   memcpy(&pair, x, 4);
@@ -139,51 +226,56 @@ static inline vi add_products(vi acc, vi w, const int16_t* x) {
   return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(w.a, p)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(w.b, p))};
 }
 static inline vi operator+(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-static inline vf to_vf(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+static inline vf minus(vi x, int y) {
+  const __m256i b = _mm256_set1_epi32(y);
+  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(x.a, b)), _mm256_cvtepi32_ps(_mm256_sub_epi32(x.b, b))};
+}
 #endif
 
-// out[row][tile] = x W of ROWS rows for the 32 columns of block nb.
+// y[row][tile] = x W of ROWS rows for the 32 columns of block nb.
 template <int ROWS, int BITS>
-static inline void quant_block(const Quant& q, const QuantRows& x, long row0, int nb, vf (*out)[2]) {
-  constexpr int CHAINS = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;
-  for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
-  const int run_steps = x.run / 32;
-  const uint8_t* src = q.step(nb, 0);
-  for (int s0 = 0; s0 < q.k_steps; s0 += run_steps) {
-    const int s1 = s0 + run_steps < q.k_steps ? s0 + run_steps : q.k_steps;
-    const long at = q.group_at(nb, s0);
-    vi acc[2][CHAINS][ROWS];
-    for (auto& tile : acc) for (auto& chain : tile) for (auto& a : chain) a = zero_int();
-    for (int s = s0; s < s1; s++)
+static inline void vector_quant_block(const Quant& q, const QuantRows& x, long row0, int nb, vf (*y)[2]) {
+  for (int r = 0; r < ROWS; r++) y[r][0] = y[r][1] = zero();
+  const int16_t* rows = x.values + row0 * x.ld;
+  const int k_end = q.k_steps * 64, stretch = q.group < 64 ? q.group : 64;
+  for (int k0 = 0; k0 < k_end; k0 += q.run()) {
+    const int k1 = k0 + q.run() < k_end ? k0 + q.run() : k_end;
+    vi acc[2][ROWS][4];  // chains of additions, so that one need not wait for another
+    constexpr int CHAINS = ROWS == 1 ? 4 : 2;
+    for (auto& tile : acc) for (auto& row : tile) for (auto& a : row) a = zero_int();
+    for (int k = k0; k < k1; k += stretch)
       for (int t = 0; t < 2; t++) {
-        for (long i = 0; i < BITS * 64; i += 64) _mm_prefetch((const char*)src + 4096 + i, _MM_HINT_T0);
-        const int16_t* xs = x.values + row0 * x.ld + long(s) * 32;
-        if (BITS == 8) {
-#pragma GCC unroll 16
-          for (int i = 0; i < 16; i++, src += 32) {
-            const vi w = load_bytes(src);
-            for (int r = 0; r < ROWS; r++) acc[t][i % CHAINS][r] = add_products(acc[t][i % CHAINS][r], w, xs + r * x.ld + 2 * i);
+        const uint8_t* src = q.step(nb, k / 64) + t * BITS * 128 + k % 64 * BITS * 2;
+        for (int i = 0; i < stretch * BITS * 2; i += 64) _mm_prefetch((const char*)src + 8192 + i, _MM_HINT_T1);
+        auto row_of_tile = [&](int i, vi bytes) {  // i-th four of k of this stretch
+          const vi even = even_bytes(bytes), odd = odd_bytes(bytes);
+          for (int r = 0; r < ROWS; r++) {
+            const int16_t* xs = rows + r * x.ld + k + i * 4;
+            vi* chain = acc[t][r] + (CHAINS == 4 ? i % 2 * 2 : 0);
+            chain[0] = add_products(chain[0], even, xs);
+            chain[1] = add_products(chain[1], odd, xs + 2);
           }
-        } else {
+        };
 #pragma GCC unroll 4
-          for (int i = 0; i < 16; i += 4, src += 64) {
-            const vi packed = load_words(src);
-            const vi w[4] = {nibble<0>(packed), nibble<1>(packed), nibble<2>(packed), nibble<3>(packed)};
-            for (int j = 0; j < 4; j++)
-              for (int r = 0; r < ROWS; r++) acc[t][j % CHAINS][r] = add_products(acc[t][j % CHAINS][r], w[j], xs + r * x.ld + 2 * (i + j));
+        for (int i = 0; i < stretch / 4; i += 2, src += BITS * 16) {
+          if (BITS == 8) {
+            row_of_tile(i, load_bytes(src));
+            row_of_tile(i + 1, load_bytes(src + 64));
+          } else {
+            const vi packed = load_bytes(src);
+            row_of_tile(i, low_halves(packed));
+            row_of_tile(i + 1, high_halves(packed));
           }
         }
       }
-    for (int t = 0; t < 2; t++) {
-      const vf scale = load(q.scales + at + t * 16);
-      for (int r = 0; r < ROWS; r++) {
-        vi total = acc[t][0][r];
-        for (int c = 1; c < CHAINS; c++) total = total + acc[t][c][r];
-        const long i = (row0 + r) * x.runs + s0 / run_steps;
-        vf y = to_vf(total) * set1(x.scale[i]);
-        if (BITS == 4) y = y - set1(8.f * x.sum[i]);
-        out[r][t] = fma(y, scale, out[r][t]);
-        if (q.offsets) out[r][t] = fma(load(q.offsets + at + t * 16), set1(x.sum[i]), out[r][t]);
+    const long at = q.group_at(nb, k0);
+    for (int r = 0; r < ROWS; r++) {
+      const long i = (row0 + r) * x.runs + k0 / x.run;
+      for (int t = 0; t < 2; t++) {
+        vi total = acc[t][r][0] + acc[t][r][1];
+        if (CHAINS == 4) total = total + (acc[t][r][2] + acc[t][r][3]);
+        y[r][t] = fma(minus(total, q.zero_point() * x.sum[i]) * set1(x.scale[i]), load(q.scales + at + t * 16), y[r][t]);
+        if (q.offsets) y[r][t] = fma(load(q.offsets + at + t * 16), set1(float(x.sum[i]) * x.scale[i]), y[r][t]);
       }
     }
   }
@@ -191,20 +283,28 @@ static inline void quant_block(const Quant& q, const QuantRows& x, long row0, in
 
 // --- packing --------------------------------------------------------------------------------------------------------------------------------------------
 
-// One column's values q[k] (signed) into its places. `column` is 0 .. 31 within block nb.
+// Where entry k of column `column` (0 .. 31) of block nb is: its byte, and for 4 bits the shift within it.
+static inline long quant_place(int bits, int k_steps, long nb, int column, int k, int& shift) {
+  const int row = k % 64 / 4, entry = column % 16 * 4 + k % 4;
+  const long step = (nb * k_steps + k / 64) * bits * 256;
+  shift = bits == 4 ? row % 2 * 4 : 0;
+  return step + column / 16 * bits * 128 + (bits == 4 ? row / 2 : row) * 64 + entry;
+}
+
 static inline void pack_column(uint8_t* data, int bits, int k_steps, long nb, int column, const int8_t* q) {
-  for (int s = 0; s < k_steps; s++) {
-    uint8_t* step = data + (nb * k_steps + s) * bits * 128;
-    for (int i = 0; i < 32; i++) {
-      const int row = column / 16 * 16 + i / 2, entry = column % 16 * 2 + i % 2;
-      const int v = q[s * 32 + i];
-      if (bits == 8) step[row * 32 + entry] = uint8_t(v);
-      else {
-        uint8_t& byte = step[row / 4 * 64 + entry * 2 + row % 4 / 2];
-        byte = uint8_t(row % 2 ? (byte & 0x0f) | (v + 8) << 4 : (byte & 0xf0) | (v + 8));
-      }
-    }
+  for (int k = 0; k < k_steps * 64; k++) {
+    int shift;
+    uint8_t& byte = data[quant_place(bits, k_steps, nb, column, k, shift)];
+    byte = bits == 8 ? uint8_t(q[k] + 128) : uint8_t((byte & (0xf0 >> shift)) | (q[k] + 8) << shift);
   }
+}
+
+static inline float quant_value(const Quant& q, long row, int k) {
+  int shift;
+  const long nb = row / 32, at = q.group_at(int(nb), k) + row % 32;
+  const uint8_t byte = q.data[quant_place(q.bits, q.k_steps, nb, int(row % 32), k, shift)];
+  const int v = (q.bits == 8 ? byte : byte >> shift & 15) - q.zero_point();
+  return float(v) * to_float(q.scales[at]) + (q.offsets ? to_float(q.offsets[at]) : 0.f);
 }
 
 // The scale, a bf16, that quantizes w[0..n) best in the square, and the values. 4 bits try scales around the one that makes the largest entry -8 (which has
@@ -212,19 +312,19 @@ static inline void pack_column(uint8_t* data, int bits, int k_steps, long nb, in
 static inline float quantize_group(const float* w, int n, int bits, int8_t* q) {
   float top = 0;
   for (int i = 0; i < n; i++) if (std::fabs(w[i]) > std::fabs(top)) top = w[i];
-  if (top == 0) {
+  if (std::fabs(top) < 1e-30f) {
     for (int i = 0; i < n; i++) q[i] = 0;
     return 0;
   }
   const float lo = bits == 8 ? -127.f : -8.f, hi = bits == 8 ? 127.f : 7.f;
   auto error_of = [&](float scale) {
     const float inverse = 1.f / scale;
-    float error = 0;
-    for (int i = 0; i < n; i++) {
-      const float v = std::fmin(std::fmax(std::nearbyint(w[i] * inverse), lo), hi), e = w[i] - v * scale;
-      error += e * e;
+    vf sum = zero();
+    for (int i = 0; i + 16 <= n; i += 16) {
+      const vf v = min(max(nearest(load(w + i) * set1(inverse)), set1(lo)), set1(hi)), e = load(w + i) - v * set1(scale);
+      sum = fma(e, e, sum);
     }
-    return error;
+    return reduce_add(sum);
   };
   float best = to_float(to_bf16(bits == 8 ? std::fabs(top) / 127.f : -top / 8.f));
   if (bits == 4) {

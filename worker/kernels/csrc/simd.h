@@ -73,6 +73,7 @@ static inline vf select_range(vf a, int lo, int hi, vf other) {
   m &= lo <= 0 ? 0xffffu : lo >= 16 ? 0u : ~((1u << lo) - 1);
   return {_mm512_mask_mov_ps(other.v, (__mmask16)m, a.v)};
 }
+static inline vf nearest(vf x) { return {_mm512_roundscale_ps(x.v, 0)}; }
 // 2^x for x <= 0 and -inf: relative error below 4e-7.
 static inline vf exp2(vf x) {
   x = max(x, set1(-150.f));  // scalef would do, but -inf - -inf below would not
@@ -137,6 +138,7 @@ static inline vf select_range(vf x, int lo, int hi, vf other) {
   };
   return {pick(x.a, other.a, first), pick(x.b, other.b, second)};
 }
+static inline vf nearest(vf x) { return {_mm256_round_ps(x.a, 0), _mm256_round_ps(x.b, 0)}; }
 static inline __m256 exp2_8(__m256 x) {
   x = _mm256_max_ps(x, _mm256_set1_ps(-126.f));
   __m256 n = _mm256_round_ps(x, 0), f = _mm256_sub_ps(x, n);
