@@ -12,6 +12,8 @@ import subprocess
 import sys
 from ctypes import c_float, c_int, c_long, c_void_p
 
+import torch  # noqa: F401  its OpenMP runtime must be there when the library is loaded
+
 from worker.kernels import build
 
 logger = logging.getLogger(__name__)

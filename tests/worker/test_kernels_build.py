@@ -1,0 +1,139 @@
+"""How the native kernels come to be: built once, found again, built in the background while torch serves, and done without where they cannot be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from worker.kernels import build
+from worker.kernels.native import Kernels
+
+pytestmark = pytest.mark.skipif(build.cpu_level() is None or build.compiler() is None, reason="no native kernels here")
+
+# Takes a moment, and "links" by copying a library that exists. Counts its links.
+COMPILER = """#!/bin/sh
+sleep {delay}
+while [ $# -gt 0 ]; do
+  [ "$1" = -shared ] && shared=1
+  [ "$1" = -o ] && out="$2"
+  shift
+done
+if [ -n "$shared" ]; then cp {library} "$out"; echo x >> {count}; else : > "$out"; fi
+exit {code}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    return Path(shutil.copy(build.build(build.cpu_level(), build.cache_folder()), tmp_path_factory.mktemp("real") / "library.so"))
+
+
+@pytest.fixture
+def fake_compiler(tmp_path, monkeypatch, library):
+    """`fake_compiler(delay=0, code=0)` puts a stand-in into $CXX, and an empty cache under `tmp_path`. Returns how many links it has done."""
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "prebuilt_folder", lambda: tmp_path / "prebuilt")
+
+    def make(delay: float = 0, code: int = 0):
+        path, count = tmp_path / "c++", tmp_path / "count"
+        path.write_text(COMPILER.format(delay=delay, library=library, count=count, code=code))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("CXX", str(path))
+        return lambda: len(count.read_text().splitlines()) if count.exists() else 0
+
+    return make
+
+
+def _wait(kernels: Kernels) -> bool:
+    deadline = time.monotonic() + 30
+    while kernels.building and time.monotonic() < deadline:
+        if kernels.poll():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_the_first_start_goes_on_and_the_kernels_arrive_later(fake_compiler):
+    fake_compiler(delay=0.5)
+    kernels = Kernels()
+    started = time.monotonic()
+    assert not kernels.load() and kernels.lib is None and kernels.building
+    assert time.monotonic() - started < 0.4 and "background" in kernels.status
+    assert _wait(kernels) and kernels.lib is not None and not kernels.building
+    assert not kernels.poll()
+    again = Kernels()
+    assert again.load() and "native kernels" in again.status  # found in the cache
+
+
+def test_two_builders_build_once(fake_compiler):
+    links = fake_compiler(delay=0.3)
+    command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(build.cache_folder())]
+    builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = {builder.communicate()[0] for builder in builders}
+    assert [builder.returncode for builder in builders] == [0, 0] and len(outputs) == 1
+    assert links() == 1
+    assert sorted(path.suffix for path in build.cache_folder().iterdir()) == [".lock", ".so"]  # nothing half done stays
+
+
+def test_a_failing_compiler_is_reported_and_torch_goes_on_serving(fake_compiler, caplog):
+    fake_compiler(code=1)
+    kernels = Kernels()
+    assert not kernels.load()
+    assert not _wait(kernels) and kernels.lib is None and not kernels.building
+    assert "failed" in kernels.status and "failed" in caplog.text
+    with pytest.raises(build.BuildError, match="failed"):
+        build.build_kernels(levels=[build.cpu_level()])
+
+
+def test_without_a_compiler_a_cached_library_is_still_used(fake_compiler, monkeypatch):
+    fake_compiler()
+    build.build(build.cpu_level(), build.cache_folder())
+    monkeypatch.setenv("CXX", "there-is-no-such-compiler")
+    assert Kernels().load()
+    shutil.rmtree(build.cache_folder())
+    kernels = Kernels()
+    assert not kernels.load() and "no C++ compiler" in kernels.status and not kernels.building
+
+
+def test_prebuilt_libraries_need_neither_compiler_nor_cache(fake_compiler, monkeypatch):
+    fake_compiler()
+    assert len(build.build_kernels()) == len(build.LEVELS)
+    monkeypatch.setenv("CXX", "there-is-no-such-compiler")
+    assert Kernels().load()
+    assert not build.cache_folder().exists()
+
+
+def test_a_library_that_cannot_be_loaded_is_no_catastrophe(fake_compiler):
+    fake_compiler()
+    path = build.build(build.cpu_level(), build.cache_folder())
+    path.write_bytes(b"not a library")
+    kernels = Kernels()
+    assert not kernels.load() and "no native kernels" in kernels.status
+
+
+def test_the_name_follows_sources_flags_and_compiler(fake_compiler, monkeypatch, tmp_path):
+    fake_compiler()
+    cxx = os.environ["CXX"]
+    names = {build.library_name(level, cxx) for level in build.LEVELS}
+    assert len(names) == len(build.LEVELS)
+    name = build.library_name("avx2", cxx)
+    os.utime(cxx, (1, 1))
+    assert build.library_name("avx2", cxx) != name
+    sources = tmp_path / "csrc"
+    shutil.copytree(build.SOURCES, sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    prefix = build.library_prefix("avx2")
+    (sources / "simd.h").write_text((sources / "simd.h").read_text() + "\n")
+    assert build.library_prefix("avx2") != prefix
+
+
+def test_an_unknown_level_is_an_error():
+    with pytest.raises(ValueError, match="sse9"):
+        build.build_kernels(levels=["sse9"])
