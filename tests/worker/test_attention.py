@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import types
+from functools import cache
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 
 from tests.worker.attention_cases import dense, make_case
 from worker.attention import cpu_paged, flash_attn, varlen
-from worker.attention.base import AttentionMetadata, AttentionSpec
+from worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from worker.attention.registry import BACKENDS, select_backend
+from worker.platform import CudaPlatform
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BATCHES = {
@@ -31,12 +34,20 @@ def _spec(where: torch.device, **changes) -> AttentionSpec:
     return AttentionSpec(**values | changes)
 
 
-def _available(name: str, spec: AttentionSpec):
+def _backend_cls(name: str) -> type[AttentionBackend]:
     module_name, _, class_name = BACKENDS[name].partition(":")
-    backend_cls = getattr(importlib.import_module(module_name), class_name)
-    if reason := backend_cls.supports(spec):
+    return getattr(importlib.import_module(module_name), class_name)
+
+
+@cache
+def _reason(name: str, spec: AttentionSpec) -> str | None:
+    return _backend_cls(name).supports(spec)
+
+
+def _available(name: str, spec: AttentionSpec):
+    if reason := _backend_cls(name).supports(spec):
         pytest.skip(f"{name}: {reason}")
-    return backend_cls()
+    return _backend_cls(name)()
 
 
 @pytest.mark.parametrize("window, soft_cap", [(None, None), (1, None), (24, None), (None, 5.0), (24, 5.0)])
@@ -55,20 +66,43 @@ def test_equals_dense_attention(request, name, batch, block_size, heads, window,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 24])
-@pytest.mark.parametrize("heads", [(16, 16), (16, 8), (16, 2)])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("window, soft_cap", [(None, None), (24, None), (None, 5.0)])
+@pytest.mark.parametrize("heads, head_dim", [((16, 16), 64), ((32, 8), 128), ((14, 2), 64)])
 @pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ["flash_attn_3", "flash_attn_2", "torch_varlen", "triton_paged", "cpu_paged"])
-def test_equals_dense_attention_on_gpu(name, batch, block_size, heads, window):
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    size = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 64, "dtype": torch.bfloat16}
-    backend = _available(name, AttentionSpec(device=CUDA, block_size=block_size, uses_sliding_window=window is not None, **size))
-    case = make_case(backend, *BATCHES[batch], block_size=block_size, device="cuda", **size)
-    backend.build(case.meta)
-    out = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.125, window)
-    torch.testing.assert_close(out.cpu().float(), dense(case, 0.125, window), rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("batch", [*BATCHES, "long"])
+def test_backends_on_a_gpu_equal_dense_attention_and_one_another(batch, block_size, heads, head_dim, window, soft_cap):
+    """Each backend that says it can serve this does; the others must have said why not."""
+    query_lens, context_lens = BATCHES.get(batch, ([1, 1, 1], [3000, 700, 2047]))  # long enough for keys to be split
+    size = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "dtype": torch.bfloat16}
+    spec = AttentionSpec(device=CUDA, block_size=block_size, uses_sliding_window=window is not None, uses_soft_cap=soft_cap is not None, **size)
+    outputs, reasons = {}, {}
+    for name in CudaPlatform.attention_order:
+        if reason := _reason(name, spec):
+            reasons[name] = reason
+            continue
+        backend = _backend_cls(name)()
+        case = make_case(backend, query_lens, context_lens, block_size=block_size, device="cuda", **size)
+        backend.build(case.meta)
+        outputs[name] = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.125, window, soft_cap).float().cpu()
+    print(f"compared {', '.join(outputs)}; {reasons}")
+    assert {"triton_paged", "cpu_paged"} <= outputs.keys() and all(reasons.values())
+    want = dense(case, 0.125, window, soft_cap)
+    for name, out in outputs.items():
+        assert float((out - want).norm() / want.norm()) < 1e-2, name
+    for one, other in itertools.combinations(outputs, 2):
+        torch.testing.assert_close(outputs[one], outputs[other], rtol=2e-2, atol=2e-2, msg=lambda text, pair=(one, other): f"{pair}: {text}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["flash_attn_3", "flash_attn_2", "torch_varlen"])
+def test_library_is_usable_here(name):
+    """Skips with the reason where it is not, which on a machine that should have it is what to look at."""
+    block_size = _backend_cls(name).default_block_size
+    if reason := _reason(name, AttentionSpec(32, 8, 128, torch.bfloat16, CUDA, block_size)):
+        pytest.skip(reason)
+    assert select_backend((name,), AttentionSpec(32, 8, 128, torch.bfloat16, CUDA)).block_size == block_size
 
 
 @settings(max_examples=40, deadline=None)

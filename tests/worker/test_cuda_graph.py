@@ -73,15 +73,3 @@ def test_what_cannot_be_recorded_runs_eagerly(checkpoint, caplog):
     assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
     assert [r.getMessage() for r in caplog.records if "no CUDA graph" in r.getMessage()] == ["no CUDA graph for 2 requests, these steps run eagerly: OutOfMemoryError: no room"]
     engine.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_cuda_graphs_equal_eager_on_the_gpu(checkpoint):
-    outputs = []
-    for enforce_eager in (True, False):
-        engine = InProcessEngine(checkpoint("qwen3", dtype="bfloat16"), device="cuda", enforce_eager=enforce_eager, max_num_seqs=16, max_model_len="512", num_gpu_blocks_override=600)
-        prompts = [[(11 * i + j) % 490 + 4 for j in range(5 + 9 * i)] for i in range(12)]
-        outputs.append([result.token_ids for result in engine.generate(prompts, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))])
-        engine.close()
-    assert outputs[0] == outputs[1]

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from worker.kernels import triton_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def randn(*shape, dtype=torch.float32, seed=0):

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from worker.attention import triton_paged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def dense(q, k_cache, v_cache, block_table, query_lens, seq_lens, scale, window, soft_cap):

@@ -14,6 +14,7 @@ from worker.kernels import triton_sampler
 from worker.messages import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def test_inverts_the_cumulative_distribution(size):
     u = sampling_math.uniform(torch.tensor([sampling_math.seed_state(seed) for seed in seeds]), torch.tensor(positions))
     for i, token in enumerate(tokens.tolist()):
         below = float(cdf[i, token - 1]) if token else 0.0
-        assert logits[i, token] > float("-inf") and below - 1e-6 <= float(u[i]) <= float(cdf[i, token]) + 1e-6, i
+        assert logits[i, token] > float("-inf") and below - 1e-5 <= float(u[i]) <= float(cdf[i, token]) + 1e-5, i
 
 
 def test_agrees_with_the_twin_and_with_itself_in_any_company():

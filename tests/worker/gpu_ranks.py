@@ -1,0 +1,25 @@
+"""Two ranks on one GPU, over gloo: NCCL wants a GPU for each."""
+
+from __future__ import annotations
+
+from worker import worker
+from worker.platform import CudaPlatform, Platform
+
+
+class SharedGpu(CudaPlatform):
+    """The first GPU, whatever the rank."""
+
+    dist_backend = "gloo"
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class SharedGpuWorker(worker.Worker):
+    def initialize(self, progress):
+        worker.get_platform = _shared_gpu  # this process has only this worker
+        return super().initialize(progress)
+
+
+def _shared_gpu(device: str, rank: int = 0) -> Platform:
+    return SharedGpu()
