@@ -8,12 +8,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import signal
 import sys
 from collections.abc import Callable
 
 import pytest
 
 from tests.checkpoints import build_checkpoint
+
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job of a script; processes that tests start would ignore Ctrl-C, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
