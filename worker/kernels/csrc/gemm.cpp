@@ -283,13 +283,15 @@ void run_quant_rows(const Gemm& g, int threads, bool amx) {
 
 #if QUIRE_AMX
 
-// Rows in groups of at most kMaxRows, k in runs of at most kMaxSteps: what a group of rows keeps in L2 while the weight streams by.
-constexpr int kMaxRows = 256, kMaxSteps = 32;
+// Rows go in groups of at most kMaxRows, which stay in L2 while the weight streams by. k goes in runs: short ones when there are many rows, so that a block's
+// piece of the weight stays in L1 while all of them use it; long ones when there are few, for then it is the stream of the weight that takes the time.
+constexpr int kMaxRows = 256, kShortRun = 8, kLongRun = 32;
 
 void run_many_rows(const Gemm& g, int threads) {
   const int steps = g.k_steps(), blocks = g.n_blocks(), pairs = (g.m + 31) / 32;
   const long pair_elems = long(steps) * kStepElems;
   bf16* a = (bf16*)shared_scratch.get(size_t(pairs) * pair_elems * 2);
+  const int max_run = pairs <= 2 ? kLongRun : kShortRun;
   const int group = kMaxRows / 32, groups = (pairs + group - 1) / group;
   long per = std::max(1L, std::min(4L, long(blocks) * groups / (4L * threads)));
   const long pieces = (blocks + per - 1) / per;
@@ -299,13 +301,13 @@ void run_many_rows(const Gemm& g, int threads) {
 #pragma omp for schedule(static)
     for (long i = 0; i < long(pairs) * steps; i++) pack_rows(g, int(i / steps) * 32, int(i % steps), int(i % steps) + 1, a + i * kStepElems);
     TileScope tiles;
-    bf16* buffer = (bf16*)own_scratch.get(size_t(group) * per * 4096 + (g.quant ? kMaxSteps * kStepElems * 2 : 0));
-    float* c = (float*)(buffer + (g.quant ? kMaxSteps * kStepElems : 0));
+    bf16* buffer = (bf16*)own_scratch.get(size_t(group) * per * 4096 + (g.quant ? max_run * kStepElems * 2 : 0));
+    float* c = (float*)(buffer + (g.quant ? max_run * kStepElems : 0));
     for (long i; queue.take(i);) {
       const int pair0 = int(i / pieces) * group, pair1 = std::min(pair0 + group, pairs);
       const int nb0 = int(i % pieces * per), nb1 = std::min(int(nb0 + per), blocks);
-      for (int s0 = 0; s0 < steps; s0 += kMaxSteps) {
-        const int s1 = std::min(s0 + kMaxSteps, steps), run = s1 - s0;
+      for (int s0 = 0; s0 < steps; s0 += max_run) {
+        const int s1 = std::min(s0 + max_run, steps), run = s1 - s0;
         const bool first = s0 == 0, last = s1 == steps;
         for (int nb = nb0; nb < nb1; nb++) {
           const bf16* w = tiles_of(g, nb, s0, s1, buffer);
