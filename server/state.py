@@ -85,7 +85,7 @@ class ServerState:
                 raise Unavailable("The engine has failed and the server is ending.", code="engine_dead", retry_after=10)
             case "draining":
                 raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
-            case "loading":
+            case "loading" if self.model is None:  # what comes while an engine is replaced waits for the next one
                 raise Unavailable(f"The model is loading: {self.phase} {100 * self.fraction:.0f}%.", code="model_loading", retry_after=2)
         return self.model
 
@@ -94,7 +94,7 @@ class ServerState:
         limit = self.config.server.max_num_queued_reqs
         if limit is None:
             return
-        num_waiting = max(self.client.num_open - self.ready.worker.max_num_seqs, min(self.stats.num_waiting, self.client.num_open))
+        num_waiting = max(self.client.num_open - (self.ready.worker.max_num_seqs if self.ready else 0), min(self.stats.num_waiting, self.client.num_open))
         if num_waiting >= limit:
             raise Unavailable(f"{num_waiting} requests are waiting already, and the limit is {limit}.", retry_after=1)
 

@@ -118,16 +118,15 @@ def crowd(server: ServerProcess, bodies: list[dict], disturb: Callable[[], None]
     return asyncio.run(main()), time.monotonic() - start
 
 
-def workers(server: ServerProcess) -> list[psutil.Process]:
-    """The processes that run the model: the engine's ranks, or the engine itself."""
-    return [child for child in server.engine().children() if child.name().startswith("quire-worker")] or [server.engine()]
+def engines(server: ServerProcess) -> list[psutil.Process]:
+    return [child for child in psutil.Process(server.process.pid).children() if not gone(child) and "engine.core" in child.cmdline()]
 
 
-def wait_for_death(server: ServerProcess, engine: psutil.Process) -> None:
-    """The engine ends and health says so within a second."""
+def wait_for_death(server: ServerProcess, engine: psutil.Process, serving: bool) -> None:
+    """The engine ends, and health says within a second whether there is another."""
     poll(lambda: gone(engine), 10)
     dead = time.monotonic()
-    poll(lambda: server.status("/health") == 503, 5)
+    poll(lambda: server.status("/health") == (200 if serving else 503), 5)
     assert time.monotonic() - dead < 1.0
 
 
@@ -136,18 +135,19 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
     rng = random.Random(seed)
     bodies = [request_body(number, num_tokens) for number in range(streams)]
     expected, duration = crowd(server, bodies)
+    num_engines = len(engines(server))
     for number in range(rounds):
-        engine = server.engine()
-        victim = rng.choice([engine, *workers(server)])
+        alive = engines(server)
+        engine = rng.choice(alive)
+        victim = rng.choice([engine, *(child for child in engine.children() if child.name().startswith("quire-worker"))])
         how = rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
         twice = number % 3 == 1
 
-        def disturb(engine=engine, victim=victim, how=how, twice=twice) -> None:
+        def disturb(engine=engine, victim=victim, how=how, twice=twice, alive=alive) -> None:
             victim.send_signal(how)
-            wait_for_death(server, engine)
+            wait_for_death(server, engine, serving=len(alive) > 1)
             if twice:
-                poll(lambda: engine.pid not in [child.pid for child in psutil.Process(server.process.pid).children()], 5)
-                second = server.engine()
+                second = poll(lambda: [other for other in engines(server) if other not in alive], 5)[0]
                 time.sleep(rng.uniform(0, 0.3))
                 second.kill()
 
@@ -156,7 +156,7 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
             for choice, expected_choice in zip(answer, wanted, strict=True):
                 choice.check(expected_choice)
         server.wait_ready()
-        assert server.process.poll() is None
+        poll(lambda: len(engines(server)) == num_engines and server.process.poll() is None, 10)
 
 
 def test_deaths_without_a_model(model_folder, tmp_path):
@@ -165,13 +165,21 @@ def test_deaths_without_a_model(model_folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", [{}, {"distributed_executor_backend": "mp"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
-                         ids=["uniproc", "mp", "tp2", "pp2"])
+@pytest.mark.parametrize("placement", [{}, {"distributed_executor_backend": "mp"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2},
+                                       {"data_parallel_size": 2}], ids=["uniproc", "mp", "tp2", "pp2", "dp2"])
 def test_deaths(checkpoint, tmp_path, placement):
     if placement and "RECOVERY_ROUNDS" not in os.environ:
         pytest.skip("every start takes several processes: set RECOVERY_ROUNDS")
     with server_process(checkpoint("qwen3"), tmp_path, script=SCRIPT, **TINY | placement) as server:
         survive(server.wait_ready(), ROUNDS, STREAMS, num_tokens=150, seed=2)
+
+
+def test_requests_that_come_while_the_engine_is_replaced_wait(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, fake="load_delay=0.5") as server:
+        server.wait_ready().engine().kill()
+        poll(lambda: server.status("/ready") == 503)
+        answer = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 3})
+        assert answer.status_code == 200 and server.status("/ready") == 200
 
 
 # ---- when it is not to go on
