@@ -73,7 +73,7 @@ def test_bfloat16_graphs_choose_what_eager_steps_find_best(checkpoint, backend):
             assert entry.token_ids[0] == token and entry.logprobs[0] >= entry.logprobs[1] - 0.1
 
 
-def test_out_of_memory_while_serving_is_survived(checkpoint):
+def test_out_of_memory_while_serving_is_survived_takes_all_memory(checkpoint):
     """A memory limit far below what a large step needs: the step is cut, and the tokens stay."""
     folder = checkpoint("qwen3")
     engine = InProcessEngine(folder, device="cuda", enforce_eager=True, **SETTINGS)

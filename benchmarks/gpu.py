@@ -1,0 +1,376 @@
+"""Measurements on a GPU, in parts that benchmarks/gpu.sh calls one after another; each adds what it finds to one JSON file.
+
+python benchmarks/gpu.py [--device cuda] [--results FILE] PART [MODEL]      parts: ceilings, steps, offline, http, files, note, table
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
+
+from benchmarks import gpu_report
+from benchmarks.gpu_models import MODELS, write_model
+from configs.config import Config
+from configs.hf_config import read_model_spec
+
+BATCHES, CONTEXT, PREFILLS = (1, 8, 64, 256), 1024, (1024, 8192, 32768)
+WORKLOAD = {"requests": 256, "lengths": (100, 1024)}  # that of nano-vllm and mini-sglang: input and output lengths uniform, seed 0
+PROFILED = (1, 64)  # batches of which ten steps are profiled
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries everything out with small numbers")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "gpu.json", metavar="FILE", help="default: gpu.json beside this file")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "quire-gpu-models", metavar="DIR", help="where model folders are written")
+    parser.add_argument("part", choices=("ceilings", "steps", "offline", "http", "files", "note", "table"))
+    parser.add_argument("rest", nargs="*", help="a model's name; for note: name, exit status and seconds of a part")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # time is up: end what was started, too
+    if arguments.part == "note":
+        name, status, seconds = arguments.rest
+        gpu_report.update(arguments.results, parts={name: {"status": int(status), "seconds": int(seconds)}})
+    elif arguments.part == "table":
+        print(gpu_report.table(json.loads(arguments.results.read_text(encoding="utf-8"))))
+    elif arguments.part == "ceilings":
+        gpu_report.update(arguments.results, device=ceilings(arguments.device))
+    else:
+        (name,) = arguments.rest
+        Measurement(name, arguments).run(arguments.part)
+    return 0
+
+
+# ---- the device
+
+
+def ceilings(device: str) -> dict[str, Any]:
+    """Names and versions, bytes per second of a copy (read and written) and FLOP/s of a bf16 product of random matrices."""
+    import torch
+
+    size, n = (1 << 30, 8192) if device == "cuda" else (1 << 22, 256)
+    source = torch.randn(size // 2, device=device).to(torch.bfloat16)
+    target, a, b = torch.empty_like(source), *(torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
+    copy, matmul = _seconds(lambda: target.copy_(source), device), _seconds(lambda: torch.mm(a, b), device)
+    found = {"name": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu", "torch": torch.__version__, "python": platform.python_version(),
+             "copy_rate": 2 * source.nbytes / copy, "matmul_rate": 2 * n**3 / matmul, "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError as error:
+        found["triton"] = str(error)
+    if device == "cuda":
+        found["memory"] = torch.cuda.get_device_properties(0).total_memory
+    return found
+
+
+def _seconds(function, device: str) -> float:
+    """Median of 20 runs after 5."""
+    import torch
+
+    times = []
+    for i in range(25):
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            seconds = start.elapsed_time(end) / 1e3
+        else:
+            begin = time.perf_counter()
+            function()
+            seconds = time.perf_counter() - begin
+        times += [seconds] if i >= 5 else []
+    return statistics.median(times)
+
+
+# ---- an engine without its process
+
+
+class Engine:
+    """Scheduler and worker in this process, stepped as `EngineCore.step` does."""
+
+    def __init__(self, config: Config):
+        from engine.executor.base import get_executor, steps_in_flight
+        from engine.kv_cache import KVCacheManager
+        from engine.scheduler import Scheduler
+
+        self.executor = get_executor(config)
+        self.ready = self.executor.initialize(lambda phase, fraction: None)
+        self.depth = steps_in_flight(config, self.ready)
+        self.scheduler = Scheduler(config.scheduler, self.ready, KVCacheManager(self.ready.num_blocks, self.ready.block_size, False))
+        self.in_flight: deque = deque()
+        self.num_added = 0
+
+    def add(self, prompt: list[int], max_tokens: int) -> None:
+        from engine.messages import AddRequest, SamplingParams
+
+        self.num_added += 1
+        self.scheduler.add(AddRequest(str(self.num_added), prompt, SamplingParams(max_tokens=max_tokens, seed=self.num_added, ignore_eos=True)))
+
+    def step(self) -> None:
+        """Launch what there is room for, then take in the oldest step."""
+        while len(self.in_flight) < self.depth and (step := self.scheduler.schedule()):
+            self.in_flight.append((step, self.executor.execute(step.input)))
+        step, pending = self.in_flight.popleft()
+        for outputs in self.scheduler.update(step, pending.result()).values():
+            for output in outputs:
+                if output.error:
+                    raise RuntimeError(output.error)
+
+    def finish(self) -> None:
+        """Abort what runs and let the steps in flight end."""
+        self.scheduler.abort([request_id for _, request_id in self.scheduler.requests])
+        while self.in_flight:
+            self.step()
+
+
+# ---- a model
+
+
+class Measurement:
+    """The parts that measure one model."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace):
+        if name not in MODELS:
+            raise ValueError(f"{name!r} is not one of {', '.join(MODELS)}")
+        self.name, self.device, self.results, self.gpu = name, arguments.device, arguments.results, arguments.device == "cuda"
+        self.folder = write_model(name, arguments.folder)
+        self.vocab_size = MODELS[name]["vocab_size"]
+        self.max_model_len = min(MODELS[name]["max_position_embeddings"], 40960)
+        self.batches, self.context, self.prefills = (BATCHES, CONTEXT, PREFILLS) if self.gpu else ((1, 4), 32, (64,))
+        self.num_requests, self.lengths = (WORKLOAD["requests"], WORKLOAD["lengths"]) if self.gpu else (6, (8, 24))
+
+    def run(self, part: str) -> None:
+        try:
+            self.spec = read_model_spec(str(self.folder))
+        except ValueError as error:
+            print(f"{self.name} is not measured: {error}")
+            self.note(skipped=str(error))
+            return
+        {"steps": self.steps, "offline": self.offline, "http": self.http, "files": self.files}[part]()
+
+    def note(self, **found: Any) -> None:
+        gpu_report.update(self.results, models={self.name: found})
+
+    def settings(self) -> dict[str, Any]:
+        return {"load_format": "dummy", "device": self.device, "max_model_len": str(self.max_model_len), "dtype": "bfloat16"}
+
+    def prompt(self, rng: random.Random, length: int) -> list[int]:
+        return [rng.randrange(300, self.vocab_size) for _ in range(length)]
+
+    # ---- steps
+
+    def steps(self) -> None:
+        import msgspec
+        import torch
+
+        start = time.perf_counter()
+        engine = Engine(Config.from_flat(model=str(self.folder), enable_prefix_caching=False, **self.settings()))
+        print(f"{self.name}: loaded after {time.perf_counter() - start:.1f} s")
+        self.note(plan=msgspec.to_builtins(engine.ready.plan), choices=engine.ready.choices)
+        device = json.loads(self.results.read_text(encoding="utf-8"))["device"]
+        self.copy_rate, self.matmul_rate = device["copy_rate"], device["matmul_rate"]
+        found: dict[str, Any] = {"decode": [], "prefill": [], "profile": {}}
+        with torch.inference_mode():
+            for batch in self.batches:
+                if batch > engine.ready.max_num_seqs or batch * (self.context + 512) > engine.ready.num_blocks * engine.ready.block_size:
+                    print(f"batch {batch} does not fit")
+                    continue
+                found["decode"].append(self.decode(engine, batch, found["profile"]))
+                self.note(**found)
+            for length in self.prefills:
+                if length < engine.ready.max_model_len:
+                    found["prefill"].append(self.prefill(engine, length))
+                    self.note(**found)
+        if self.gpu:
+            self.note(peak_memory=torch.cuda.max_memory_reserved())
+        engine.executor.shutdown()
+
+    def decode(self, engine: Engine, batch: int, profiles: dict[str, Any]) -> dict[str, Any]:
+        """Seconds of a step in which all of `batch` requests get a token, the median of three runs of steps."""
+        rng = random.Random(batch)
+        for _ in range(batch):
+            engine.add(self.prompt(rng, self.context), max_tokens=500)
+        while any(len(request.token_ids) <= request.num_prompt_tokens for request in engine.scheduler.requests.values()):
+            engine.step()
+        for _ in range(6):  # compile, record
+            engine.step()
+        begin = time.perf_counter()
+        for _ in range(4):
+            engine.step()
+        count = max(8, min(60, int(4 * 0.5 / max(time.perf_counter() - begin, 1e-6)))) if self.gpu else 8
+        windows = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            for _ in range(count):
+                engine.step()
+            windows.append((time.perf_counter() - begin) / count)
+        if batch in PROFILED or not self.gpu:
+            profiles[str(batch)] = self.profile(engine, batch)
+        engine.finish()
+        context = self.context + 10 + 2 * count  # on average
+        limit = gpu_report.decode_limit(self.spec, batch, context, 2, self.copy_rate, self.matmul_rate)
+        seconds = statistics.median(windows)
+        row = {"batch": batch, "context": context, "ms": 1e3 * seconds, "ms_of_runs": [1e3 * window for window in windows], "tokens_per_s": batch / seconds, "limit_ms": 1e3 * limit,
+               "fraction": limit / seconds}
+        print(row, flush=True)
+        return row
+
+    def profile(self, engine: Engine, batch: int) -> dict[str, Any]:
+        """Ten steps under torch.profiler: how long each kernel runs per step, and the share of time in which none does. The trace is kept beside the results."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.gpu else [])) as recorded:
+            for _ in range(10):
+                engine.step()
+        trace = self.results.with_name("gpu_profile.json")
+        recorded.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+        with open(trace, "rb") as plain, gzip.open(f"{trace}.gz", "wb") as packed:
+            shutil.copyfileobj(plain, packed)
+        trace.unlink()
+        kinds = ("kernel", "gpu_memcpy", "gpu_memset") if self.gpu else ("cpu_op",)
+        chosen = [event for event in events if event.get("cat") in kinds and event.get("ph") == "X"]
+        totals: dict[str, float] = {}
+        for event in chosen:
+            totals[event["name"]] = totals.get(event["name"], 0.0) + event["dur"] / 1e3 / 10
+        busy, gaps = gpu_report.busy_and_gaps([(event["ts"], event["dur"]) for event in chosen])
+        return {"gap": gaps / (busy + gaps) if self.gpu and chosen else None, "busy_ms_per_step": busy / 1e4, "kernels_per_step": len(chosen) / 10,
+                "ms_per_step": dict(sorted(totals.items(), key=lambda item: -item[1])[:25])}
+
+    def prefill(self, engine: Engine, length: int) -> dict[str, Any]:
+        """Seconds from a prompt to its first token, alone; the median of three after one."""
+        rng, times = random.Random(length), []
+        for _ in range(4):
+            engine.add(self.prompt(rng, length), max_tokens=1)
+            begin = time.perf_counter()
+            while engine.scheduler.requests or engine.in_flight:
+                engine.step()
+            times.append(time.perf_counter() - begin)
+        seconds, limit = statistics.median(times[1:]), gpu_report.prefill_limit(self.spec, length, self.matmul_rate)
+        row = {"length": length, "ms": 1e3 * seconds, "tokens_per_s": length / seconds, "limit_ms": 1e3 * limit, "fraction": limit / seconds}
+        print(row, flush=True)
+        return row
+
+    # ---- the workload
+
+    def workload(self, seed: int) -> list[tuple[list[int], int]]:
+        """(prompt, number of tokens to generate) of every request."""
+        rng = random.Random(seed)
+        prompts = [self.prompt(rng, rng.randint(*self.lengths)) for _ in range(self.num_requests)]
+        return [(prompt, rng.randint(*self.lengths)) for prompt in prompts]
+
+    def offline(self) -> None:
+        """Through `LLM`, all at once. A first run with other prompts compiles and records."""
+        from server.offline import LLM, SamplingParams
+
+        with LLM(str(self.folder), **self.settings()) as llm:
+            for seed in (1, 0):
+                requests = self.workload(seed)
+                params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count) for _, count in requests]
+                begin = time.perf_counter()
+                outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
+                seconds = time.perf_counter() - begin
+                num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                if num_tokens != sum(count for _, count in requests):
+                    raise RuntimeError(f"{num_tokens} tokens came instead of {sum(count for _, count in requests)}")
+                print(f"{self.name} offline, seed {seed}: {num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s", flush=True)
+        self.note(offline={"requests": len(requests), "output_tokens": num_tokens, "seconds": seconds})
+
+    def http(self) -> None:
+        """The same through HTTP, streamed; and the seconds from the command to readiness and to the first token, with random weights made on the device."""
+        self.note(startup=asyncio.run(self.serve(self.folder, ["--load-format", "dummy"], with_load=True)))
+
+    async def serve(self, folder: Path, flags: list[str], with_load: bool) -> dict[str, float]:
+        from server.bench.datasets import Sample
+        from server.bench.load import Target, run_load, send
+        from server.bench.process import ServerProcess, free_port
+        from server.bench.report import summarize
+
+        port = free_port()
+        command = [sys.executable, "-m", "quire", "serve", str(folder), "--port", "{port}", "--device", self.device, "--dtype", "bfloat16", "--max-model-len", str(self.max_model_len),
+                   "--served-model-name", "measured", *flags]
+        with ServerProcess(command, port) as server:
+            ready = await server.wait_for("/health", timeout=280)
+            target = Target(server.client, "/v1/completions", "measured", ignore_eos=True, temperature=0.6)
+            asked = time.perf_counter() - server.started
+            first = await send(target, Sample("The first words of this server are", 7, 2))
+            if first.error:
+                raise RuntimeError(f"{first.error}\n{server.log_tail()}")
+            stages = {"ready": ready, "first token": asked + first.ttft}
+            print(f"{self.name}: {stages}", flush=True)
+            for seed in (1, 0) if with_load else ():
+                samples = [Sample(prompt, len(prompt), count) for prompt, count in self.workload(seed)]  # token ids are sent as they are
+                results, seconds = await run_load(target, samples, [0.0] * len(samples), None, lambda result: None)
+                figures = summarize(results, seconds, [99.0], {})
+                if figures["failed"]:
+                    raise RuntimeError(f"{next(result.error for result in results if result.error)}\n{server.log_tail()}")
+                if figures["total_output_tokens"] != sum(sample.output_len for sample in samples):
+                    raise RuntimeError(f"{figures['total_output_tokens']} tokens came instead of {sum(sample.output_len for sample in samples)}")
+                print(f"{self.name} http, seed {seed}: {figures['output_throughput']:.0f} tokens/s", flush=True)
+            if with_load:
+                kept = {name: value for name, value in figures.items() if name.endswith("_ms") and math.isfinite(value)}
+                self.note(http={"requests": len(samples), "output_tokens": figures["total_output_tokens"], "seconds": seconds, **kept})
+            return stages
+
+    # ---- from files
+
+    def files(self) -> None:
+        """Start-up from safetensors files that are in the page cache, because they have just been written."""
+        folder = self.folder.with_name(self.name + "-weights")
+        folder.mkdir(exist_ok=True)
+        for file in ("config.json", "tokenizer.json"):
+            shutil.copy(self.folder / file, folder / file)
+        self.write_weights(folder)
+        try:
+            self.note(startup_from_files=asyncio.run(self.serve(folder, [], with_load=False)))
+        finally:
+            shutil.rmtree(folder)
+
+    def write_weights(self, folder: Path) -> None:
+        """Random weights in files of about 4 GB, with the index of a real checkpoint."""
+        import torch
+        from safetensors.torch import save_file
+
+        from worker.models import build_model
+
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, parameter in build_model(self.spec, torch.bfloat16, torch.device("meta")).named_parameters():
+            for part in getattr(parameter, "parts", None) or []:
+                shapes[part.name] = tuple(part.shape)
+            if not getattr(parameter, "parts", None):
+                shapes[name] = tuple(parameter.shape)
+        index, tensors, size, number = {}, {}, 0, 0
+        for i, (name, shape) in enumerate(shapes.items()):
+            tensors[name] = (torch.randn(shape, device=self.device, dtype=torch.bfloat16) * 0.02 if len(shape) > 1 else torch.ones(shape, dtype=torch.bfloat16)).cpu()
+            size += tensors[name].nbytes
+            if size > 4e9 or i == len(shapes) - 1:
+                file = f"model-{number:05}.safetensors"
+                save_file(tensors, folder / file)
+                index |= dict.fromkeys(tensors, file)
+                tensors, size, number = {}, 0, number + 1
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

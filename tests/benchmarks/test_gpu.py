@@ -1,0 +1,88 @@
+"""The GPU benchmark: its arithmetic, its table, and all of it on a CPU with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_models, gpu_report
+from configs.hf_config import num_parameters, parse_model_spec, read_model_spec
+from server.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+COPY, MATMUL = 4.3e12, 0.78e15  # of an H200
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return parse_model_spec(gpu_models.LLAMA_3_1_8B)
+
+
+def test_the_shapes_are_those_of_the_real_models(llama):
+    assert num_parameters(llama) == 8_030_261_248 and num_parameters(parse_model_spec(gpu_models.QWEN3_0_6B)) == 596_049_920
+
+
+def test_limits_of_a_decode_step(llama):
+    alone = gpu_report.decode_limit(llama, 1, 0, 2, COPY, MATMUL)
+    assert alone == pytest.approx(15.01e9 / COPY, rel=1e-3)  # 16.06 GB of weights, of which the embedding table's 1.05 are not read
+    assert gpu_report.decode_limit(llama, 1, 4096, 2, COPY, MATMUL) - alone == pytest.approx(0.537e9 / COPY, rel=1e-3)
+    assert gpu_report.decode_limit(llama, 2000, 0, 2, COPY, MATMUL) == pytest.approx(2 * 7.505e9 * 2000 / MATMUL, rel=1e-3)  # the products are slower than the reading
+    tied = parse_model_spec(gpu_models.QWEN3_0_6B)
+    assert gpu_report.decode_limit(tied, 1, 0, 2, COPY, MATMUL) == pytest.approx(2 * 596_049_920 / COPY)  # its table is the output head
+
+
+def test_limit_of_a_prefill(llama):
+    products = 2 * (8_030_261_248 - 2 * 128256 * 4096) * 8192 + 2 * 128256 * 4096
+    attention = 4 * 32 * 32 * 128 * 8192 * 8193 / 2
+    assert gpu_report.prefill_limit(llama, 8192, MATMUL) == pytest.approx((products + attention) / MATMUL)
+
+
+@pytest.mark.parametrize("events, busy, gaps", [([], 0, 0), ([(5, 2)], 2, 0), ([(0, 4), (1, 1), (3, 3)], 6, 0), ([(10, 1), (0, 2), (4, 3)], 6, 5), ([(0, 2), (2, 2)], 4, 0)])
+def test_gaps_between_kernels(events, busy, gaps):
+    assert gpu_report.busy_and_gaps(events) == (busy, gaps)
+
+
+def test_results_are_merged(tmp_path):
+    file = tmp_path / "gpu.json"
+    gpu_report.update(file, models={"a": {"decode": [1]}}, device={"name": "x"})
+    gpu_report.update(file, models={"a": {"prefill": [2]}, "b": {"skipped": "why"}})
+    assert json.loads(file.read_text()) == {"models": {"a": {"decode": [1], "prefill": [2]}, "b": {"skipped": "why"}}, "device": {"name": "x"}}
+
+
+def test_the_table_shows_what_there_is():
+    assert "no device was measured" in gpu_report.table({})
+    row = {"batch": 8, "context": 1100, "ms": 4.0, "tokens_per_s": 2000.0, "limit_ms": 3.0, "fraction": 0.75}
+    profile = {"gap": 0.021, "ms_per_step": {"a kernel": 1.5}}
+    models = {"A": {"decode": [row], "profile": {"8": profile}}, "B": {"skipped": "unknown architecture"}, "C": {"http": {"requests": 2, "output_tokens": 100, "seconds": 4.0}}}
+    text = gpu_report.table({"models": models, "parts": {"tests": {"status": 0, "seconds": 3}, "steps A": {"status": 124, "seconds": 75}, "http A": {"status": 1, "seconds": 2}}})
+    for words in ("| decode, batch 8, context 1100 | 4.000 | 2000 | 3.000 | 0.75 |", "gaps 2.1 %", "a kernel 1.500", "not measured: unknown architecture", "25 tokens/s",
+                  "| tests | 3 | well |", "| steps A | 75 | out of time |", "| http A | 2 | with status 1 |"):
+        assert words in text
+
+
+def test_model_folders_are_complete(tmp_path):
+    folder = gpu_models.write_model("tiny", tmp_path)
+    tokenizer = Tokenizer.load(folder)
+    assert read_model_spec(str(folder)).dtype == "bfloat16" and tokenizer.vocab_size == 600
+    assert tokenizer.decode(tokenizer.encode("Hello, wörld!")) == "Hello, wörld!" and tokenizer.decode([599, 400]).strip()
+
+
+@pytest.mark.slow
+def test_everything_runs_on_a_cpu(tmp_path):
+    environment = os.environ | {"PYTHON": sys.executable, "RESULTS": str(tmp_path / "gpu.json"), "OUT": str(tmp_path / "out"), "SKIP_TESTS": "1", "TMPDIR": str(tmp_path)}
+    (tmp_path / "out").mkdir()
+    done = subprocess.run(["bash", "benchmarks/gpu.sh", "--smoke"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(["ceilings", "steps tiny", "http tiny", "offline tiny", "files tiny"], 0)
+    tiny = report["models"]["tiny"]
+    assert [row["batch"] for row in tiny["decode"]] == [1, 4] and all(0 < row["fraction"] < 1 for row in tiny["decode"] + tiny["prefill"])
+    assert tiny["offline"]["output_tokens"] == tiny["http"]["output_tokens"] > 0 and tiny["http"]["median_ttft_ms"] > 0
+    assert tiny["startup"]["first token"] > tiny["startup"]["ready"] > 0 and tiny["startup_from_files"]["first token"] > 0
+    assert tiny["profile"]["4"]["ms_per_step"] and (tmp_path / "out" / "gpu_profile.json.gz").stat().st_size > 1000
+    assert "| decode, batch 4" in done.stdout and "offline: 6 requests" in done.stdout
