@@ -231,6 +231,7 @@ void write_row(T* out, const float* acc, float l, long d) {
 
 constexpr int kKeys = 128;         // keys per block
 constexpr int kTileElems = 512;    // bf16 of a tile
+constexpr float kUnseen = -1e30f;  // a score that softmax turns into 0
 
 // Transposes 16 rows of 16 dwords: row r of the result holds dword r of every row.
 inline void transpose_16x16(__m512i* r) {
@@ -328,31 +329,39 @@ void pack_keys(const Step& s, long request, long head, long key, int n, long beg
   }
 }
 
+// How far (in powers of two) a row's maximum may rise before its earlier values are rescaled: probabilities up to 2^8 are as exact as those up to 1.
+constexpr float kHeadroom = 8;
+
 // One row of scores to probabilities: sees columns [lo, hi) of `columns`. Returns what the row's earlier values must be multiplied by.
 inline float softmax_row(const Layer& l, float* s, int columns, long lo, long hi, float* m, float* sum, bf16* p) {
-  const bool all = lo <= 0 && hi >= columns;
   vf scale = set1(l.scale * kLog2e), top = set1(kNegInf);
   if (l.soft_cap > 0) {
     for (int c = 0; c < columns; c += 16) store(s + c, tanh(load(s + c) * set1(l.scale / l.soft_cap)) * set1(l.soft_cap));
     scale = set1(kLog2e);
   }
-  if (!all)
-    for (int c = 0; c < columns; c += 16) store(s + c, select_range(load(s + c), int(std::max(lo - c, 0L)), int(std::min(hi - c, 16L)), set1(kNegInf)));
+  if (lo > 0 || hi < columns)  // what is not seen: finite, and far enough down to become 0
+    for (int c = 0; c < columns; c += 16) store(s + c, select_range(load(s + c), int(std::max(lo - c, 0L)), int(std::min(hi - c, 16L)), set1(kUnseen)));
   for (int c = 0; c < columns; c += 16) top = max(top, load(s + c));
-  const float before = *m, now = std::max(before, reduce_max(top * scale));
-  if (now == kNegInf) {
+  const float highest = reduce_max(top), before = *m;
+  if (highest == kUnseen) {
     for (int c = 0; c < columns; c += 16) store(p + c / 32 * 2 * kTileElems + c % 32, zero());
     return 1.f;
   }
-  const float correction = std::exp2(before - now);
-  vf total = load(sum) * set1(correction);
+  const float now = highest * (l.soft_cap > 0 ? 1.f : l.scale) * kLog2e;
+  float correction = 1.f;
+  vf total = load(sum);
+  if (now > before + kHeadroom) {  // true for the first block: before is -inf
+    correction = before == kNegInf ? 0.f : std::exp2(before - now);
+    total = total * set1(correction);
+    *m = now;
+  }
+  const vf minus_m = set1(-*m);
   for (int c = 0; c < columns; c += 16) {
-    vf x = exp2(fma(load(s + c), scale, set1(-now)));
+    const vf x = exp2_coarse(fma(load(s + c), scale, minus_m));
     total = total + x;
     store(p + c / 32 * 2 * kTileElems + c % 32, x);
   }
   store(sum, total);
-  *m = now;
   return correction;
 }
 
