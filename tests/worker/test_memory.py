@@ -14,7 +14,8 @@ import torch
 from configs.config import Config
 from configs.hf_config import kv_bytes_per_token, num_parameters, read_model_spec
 from worker import host, memory
-from worker.platform import CpuPlatform, get_platform
+from worker.platform import CpuPlatform, CudaPlatform, get_platform
+from worker.worker import Worker
 
 GIB = 1 << 30
 
@@ -225,3 +226,18 @@ def test_cores_are_physical_and_within_the_quota(tmp_path, monkeypatch):
 def test_this_machine():
     total, available = host.memory()
     assert 0 < available <= total and host.num_cores() >= 1
+
+
+def test_what_other_processes_hold_on_a_gpu_is_not_ours(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)  # so others, and libraries, hold 20
+    assert CudaPlatform(0).memory() == (100, 80)
+
+
+def test_too_little_memory_to_start_is_the_users_to_correct(folder, monkeypatch):
+    def fill(*args, **kwargs):
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("worker.worker.load_weights", fill)
+    with pytest.raises(ValueError, match="lower --gpu-memory-utilization.*tried to allocate 2.00 GiB"):
+        Worker(Config.from_flat(model=folder, device="cpu")).initialize(lambda phase, fraction: None)

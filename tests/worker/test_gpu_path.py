@@ -1,0 +1,46 @@
+"""The whole path of a GPU, under Triton's interpreter: its kernels in every layer, its attention, its sampler, recorded steps, two of them in flight."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
+pytest.importorskip("triton")
+from engine.messages import SamplingParams
+from tests.in_process import InProcessEngine
+from tests.worker.test_cuda_graph import Recorder
+from worker.attention.triton_paged import TritonPagedBackend
+from worker.kernels import triton_ops, triton_sampler
+from worker.layers import ops
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the real path is tested, in test_gpu.py")
+
+SETTINGS = dict(block_size=4, num_gpu_blocks_override=60, max_num_batched_tokens=16, max_num_seqs=3, max_model_len="60")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_tokens_are_those_of_torch(name, checkpoint, monkeypatch):
+    prompts = [[7, 8, 9], [(5 * i) % 480 + 4 for i in range(21)], [11], [30, 31]]
+    sampling = [SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True), SamplingParams(max_tokens=4, temperature=0.8, seed=3, ignore_eos=True),
+                SamplingParams(max_tokens=6, temperature=0.9, top_p=0.8, seed=4, ignore_eos=True, logprobs=1), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)]
+    plain = InProcessEngine(checkpoint(name), attention_backend="cpu_paged", **SETTINGS)
+    plain.executor._worker.runner.model.finalize()
+    want = plain.generate(prompts, sampling)
+    plain.close()
+
+    monkeypatch.setattr(ops, "fastest_ops", lambda device: triton_ops)
+    engine = InProcessEngine(checkpoint(name), steps_in_flight=2, attention_backend="cpu_paged", **SETTINGS)
+    runner = engine.executor._worker.runner
+    assert runner.model.model.layers["0"].self_attn.qk_norm_rope_write is triton_ops.qk_norm_rope_write
+    runner.backend = TritonPagedBackend()
+    runner.sampler.fused = triton_sampler.sample
+    recorder = Recorder(runner.model)
+    runner.use_graphs(60, recorder)
+    runner.forward.forward = recorder.forward
+    got = engine.generate(prompts, sampling)
+    engine.close()
+    assert [result.token_ids for result in got] == [result.token_ids for result in want] and recorder.num_replays > 1
+    for a, b in zip(got[2].logprobs, want[2].logprobs):
+        assert a.token_ids == b.token_ids and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
