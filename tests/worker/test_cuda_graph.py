@@ -1,11 +1,15 @@
 """Padded replay of decode steps. A recorder that runs the function again stands in for CUDA's, so that the padding and the dispatch are tested without a GPU."""
 
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from engine.messages import SamplingParams
 from tests.in_process import InProcessEngine
-from worker.cuda_graph import padded_sizes
+from worker.cuda_graph import _CudaRecorder, padded_sizes
 
 
 class Recorder:
@@ -73,3 +77,65 @@ def test_what_cannot_be_recorded_runs_eagerly(checkpoint, caplog):
     assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
     assert [r.getMessage() for r in caplog.records if "no CUDA graph" in r.getMessage()] == ["no CUDA graph for 2 requests, these steps run eagerly: OutOfMemoryError: no room"]
     engine.close()
+
+
+class FakeCuda:
+    """The part of torch.cuda that a recording uses, writing down what happens on which stream."""
+
+    def __init__(self, monkeypatch, fails=False):
+        self.events, self.current, self.fails = [], "main", fails
+        for name in ("Stream", "CUDAGraph", "current_stream", "set_stream", "stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def Stream(self):
+        return FakeStream("side", self)
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=lambda: self.events.append("replay"), pool=lambda: "pool")
+
+    def current_stream(self):
+        return FakeStream(self.current, self)
+
+    def set_stream(self, stream):
+        self.current = stream.name
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    @contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        self.events.append(("capture", pool, capture_error_mode))
+        self.current = stream.name  # as torch's, which does not set it back when the capture cannot be ended
+        yield
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.current = "main"
+
+
+@dataclass
+class FakeStream:
+    name: str
+    cuda: FakeCuda
+
+    def wait_stream(self, other):
+        self.cuda.events.append(f"{self.name} waits for {other.name}")
+
+
+def test_recording_warms_up_where_it_captures_and_shares_the_pool(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    record = _CudaRecorder()
+    replay = record(lambda: cuda.events.append(f"runs on {cuda.current}"))
+    replay()
+    assert cuda.events == ["side waits for main", "runs on side", "main waits for side", ("capture", None, "thread_local"), "runs on side", "replay"]
+    record(lambda: None)
+    assert cuda.events[-1] == ("capture", "pool", "thread_local") and cuda.current == "main"
+
+
+def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch):
+    cuda = FakeCuda(monkeypatch, fails=True)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        _CudaRecorder()(lambda: None)
+    assert cuda.current == "main"

@@ -239,5 +239,5 @@ def test_too_little_memory_to_start_is_the_users_to_correct(folder, monkeypatch)
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
     monkeypatch.setattr("worker.worker.load_weights", fill)
-    with pytest.raises(ValueError, match="lower --gpu-memory-utilization.*tried to allocate 2.00 GiB"):
+    with pytest.raises(ValueError, match=r"lower --gpu-memory-utilization.*tried to allocate 2\.00 GiB"):
         Worker(Config.from_flat(model=folder, device="cpu")).initialize(lambda phase, fraction: None)
