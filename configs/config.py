@@ -69,7 +69,7 @@ class ParallelConfig:
     tensor_parallel_size: int = opt(1, "ranks that share every layer", everyday=True, minimum=1)
     pipeline_parallel_size: int = opt(1, "ranks that share the layers one after another", minimum=1)
     data_parallel_size: int = opt(1, "engines behind one server, each with the whole model; requests go where their prefix is cached", minimum=1)
-    distributed_executor_backend: str | None = opt(None, "uniproc: the worker lives in the engine process; mp: one process per rank", choices=("uniproc", "mp"), hidden_choices=("fake",))
+    distributed_executor_backend: str | None = opt(None, "uniproc: the worker lives in the engine process; mp: one process per rank; ray: one actor per rank on a Ray cluster", choices=("uniproc", "mp", "ray"), hidden_choices=("fake",))
     debug_check_ranks: bool = opt(False, "compare what the tensor-parallel ranks sample after every step, and fail when they differ")
 
 

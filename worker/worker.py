@@ -34,8 +34,11 @@ ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
 class Worker:
     """Construction starts nothing. `initialize`, then `execute` any number of steps in order, then `shutdown`; all from threads of this process."""
 
-    def __init__(self, config: Config, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+    def __init__(self, config: Config, rank: int = 0, world_size: int = 1, init_method: str | None = None, *, local_rank: int | None = None, local_size: int | None = None) -> None:
+        """`local_size` ranks share this machine, of which this one drives the GPU number `local_rank`; by default all ranks are here."""
         self.config, self.rank, self.world_size, self.init_method = config, rank, world_size, init_method
+        self.local_rank = rank if local_rank is None else local_rank
+        self.local_size = world_size if local_size is None else local_size
         self.runner: ModelRunner | None = None
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
@@ -48,8 +51,8 @@ class Worker:
 
     def _initialize(self, progress: ReportProgress) -> WorkerReady:
         config = self.config
-        platform = get_platform(config.device.device, self.rank)
-        num_ranks = self.world_size * config.parallel.data_parallel_size  # on this machine
+        platform = get_platform(config.device.device, self.local_rank)
+        num_ranks = self.local_size * config.parallel.data_parallel_size  # on this machine
         threads = platform.start(config.device.num_threads, num_ranks)
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model)

@@ -56,6 +56,7 @@ def steps_in_flight(config: Config, ready: WorkerReady) -> int:
 _EXECUTORS = {
     "uniproc": "engine.executor.uniproc:UniprocExecutor",
     "mp": "engine.executor.multiproc:MultiprocExecutor",
+    "ray": "engine.executor.ray_cluster:RayExecutor",
     "fake": "engine.executor.fake:FakeExecutor",
 }
 

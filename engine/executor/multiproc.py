@@ -56,7 +56,7 @@ class MultiprocExecutor(Executor):
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks and a CUDA context
-        init_method = f"tcp://127.0.0.1:{_free_port()}" if self._world_size > 1 else None
+        init_method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}" if self._world_size > 1 else None
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
             args = (self.worker_class, self._config, rank, self._world_size, init_method, theirs, rank == self._answering)
@@ -159,9 +159,10 @@ class _Reply:
         return self._executor.next_output()
 
 
-def _free_port() -> int:
+def free_port(host: str) -> int:
+    """A port that nobody listens on at `host` now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 

@@ -107,7 +107,7 @@ def test_config_file_from_the_environment(served, tmp_path, monkeypatch):
     (["m", "--dtype", "bfloat"], "--dtype: 'bfloat' is not one of auto, float32, bfloat16, float16; did you mean bfloat16?"),
     (["m", "--max-model-len", "0"], "--max-model-len: expected auto or a number of tokens"),
     (["m", "--kv-cache-memory-bytes", "2GB"], "--kv-cache-memory-bytes: expected a number of bytes"),
-    (["m", "--distributed-executor-backend", "ray"], "is not one of uniproc, mp"),
+    (["m", "--distributed-executor-backend", "rays"], "is not one of uniproc, mp, ray"),
     (["m", "--api-key", ""], "--api-key: expected text that is not empty"),
     (["m", "--model", "n"], "the model is given twice"),
     (["m", "--config", "nowhere.yaml"], "no file nowhere.yaml; the presets are cpu, single-gpu, tp2"),

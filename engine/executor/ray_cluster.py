@@ -1,0 +1,205 @@
+"""One Ray actor per rank, on whichever nodes of a cluster have room: for a model that is larger than one machine.
+
+Ray places, starts and watches the processes; steps travel as arguments of actor calls, which keep their order. The ranks talk to each other over NCCL or gloo, as elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections import Counter
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from configs.config import Config
+from engine.executor.base import Executor, Pending, ReportProgress
+from worker.messages import StepInput, StepOutput, WorkerReady
+
+try:
+    import ray
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise ValueError(f"distributed_executor_backend 'ray' needs the package ray ({error}): pip install 'quire[ray]'") from error
+
+PLACEMENT_TIMEOUT = 60.0  # seconds until the cluster must have room
+POLL_INTERVAL = 0.2  # seconds between looks at the progress of loading
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_step = msgspec.msgpack.Decoder(StepInput).decode
+_decode_output = msgspec.msgpack.Decoder(StepOutput).decode
+
+
+class Rank:
+    """The actor. `initialize`, `launch` and `call` run in one thread, in order; `collect` and `watch` have one each, so that results are awaited beside the launching."""
+
+    def __init__(self) -> None:
+        self._progress = ("starting", 0.0)
+        self._launched: SimpleQueue = SimpleQueue()
+        self._failure: SimpleQueue = SimpleQueue()
+
+    def address(self) -> tuple[str, str, int]:
+        """(id of the node, its address, a free port on it)"""
+        from engine.executor.multiproc import free_port
+
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port("")
+
+    def initialize(self, config: bytes, rank: int, world_size: int, init_method: str, local_size: int) -> bytes:
+        """Raises ValueError as the worker does. The rank's GPU is the only one that Ray shows it."""
+        from worker.worker import Worker
+
+        self._worker = Worker(msgspec.msgpack.decode(config, type=Config), rank, world_size, init_method, local_rank=0, local_size=local_size)
+        return _encode(self._worker.initialize(self._note_progress))
+
+    def _note_progress(self, phase: str, fraction: float) -> None:
+        self._progress = (phase, fraction)
+
+    def progress(self) -> tuple[str, float]:
+        return self._progress
+
+    def launch(self, step: bytes, answers: bool) -> None:
+        """Start a step. Its result is kept for `collect` on the rank that answers; on the others only its failure matters."""
+        try:
+            output = self._worker.execute(_decode_step(step))
+            if answers:
+                self._launched.put(output)
+            else:
+                output.result()
+        except BaseException:
+            self._failure.put(traceback.format_exc())
+
+    def collect(self) -> bytes:
+        """The result of the oldest step that was not collected yet."""
+        try:
+            return _encode(self._launched.get().result())
+        except BaseException:
+            self._failure.put(traceback.format_exc())
+            raise
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker, method)(*args)
+
+    def watch(self) -> str:
+        """Blocks until something fails, and returns what."""
+        return self._failure.get()
+
+
+class RayExecutor(Executor):
+    """Places the ranks with a placement group and runs every step on all of them; the first rank of the last pipeline stage answers.
+
+    Connects to the cluster that RAY_ADDRESS names or that this machine belongs to; if there is none, Ray starts one here.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        self._answering = self._world_size - config.parallel.tensor_parallel_size
+        self._group: PlacementGroup | None = None
+        self._ranks: list[Any] = []
+        self._watches: list[Any] = []  # a reference per rank that becomes ready when it fails or dies
+        self._death, self._death_writer = os.pipe()
+
+    def initialize(self, progress: ReportProgress) -> WorkerReady:
+        progress("starting", 0.0)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that starts here reports nothing to anybody
+        ray.init(logging_level="warning", ignore_reinit_error=True)
+        self._place()
+        addresses = ray.get([rank.address.remote() for rank in self._ranks])
+        init_method = f"tcp://{addresses[0][1]}:{addresses[0][2]}"
+        num_on_node = Counter(node for node, *_ in addresses)
+        config = _encode(self._config)
+        pending = [rank.initialize.options(concurrency_group="launch").remote(config, i, self._world_size, init_method, num_on_node[addresses[i][0]])
+                   for i, rank in enumerate(self._ranks)]
+        self._watches = [rank.watch.options(concurrency_group="watch").remote() for rank in self._ranks]
+        left = list(pending)
+        while left:
+            done, left = ray.wait(left, num_returns=1, timeout=POLL_INTERVAL)
+            self._get(done)  # an error at once: the other ranks may wait for this one
+            progress(*self._get([self._ranks[0].progress.remote()])[0])
+        found = [msgspec.msgpack.decode(ready, type=WorkerReady) for ready in self._get(pending)]
+        if len({(ready.num_blocks, ready.block_size, ready.max_model_len) for ready in found}) > 1:
+            raise RuntimeError(f"the ranks do not agree on the size of the KV cache: {found}")
+        threading.Thread(target=self._watch, name="ray-watch", daemon=True).start()
+        return found[0]
+
+    def _place(self) -> None:
+        """Reserve a CPU, and a GPU where there are any, for each rank, on as few nodes as possible, and start the actors there."""
+        has_gpus = self._config.device.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+        bundle = {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}
+        self._group = placement_group([bundle] * self._world_size, strategy="PACK")
+        if not self._group.wait(PLACEMENT_TIMEOUT):
+            there = {name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")}
+            raise ValueError(f"the Ray cluster has no room for {self._world_size} ranks of {bundle} each: available are {there}")
+        actor = ray.remote(concurrency_groups={"launch": 1, "collect": 1, "watch": 1})(Rank)
+        environment = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}} if os.environ.get("PYTHONPATH") else {}
+        for i in range(self._world_size):
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i)
+            self._ranks.append(actor.options(num_cpus=1, num_gpus=1 if has_gpus else 0, scheduling_strategy=strategy, runtime_env=environment, name=None).remote())
+
+    def execute(self, step: StepInput) -> Pending:
+        message = _encode(step)
+        for i, rank in enumerate(self._ranks):
+            rank.launch.options(concurrency_group="launch").remote(message, i == self._answering)
+        return _Reply(self, self._ranks[self._answering].collect.options(concurrency_group="collect").remote())
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._get([rank.call.options(concurrency_group="launch").remote(method, *args) for rank in self._ranks])[self._answering]
+
+    def wait(self, reference: Any) -> bytes:
+        """What `reference` stands for. Raises RuntimeError when a rank fails or dies first."""
+        done, _ = ray.wait([reference, *self._watches], num_returns=1)
+        if done[0] is not reference:
+            self._raise_failure(done[0])
+        return self._get([reference])[0]
+
+    def _get(self, references: list[Any]) -> list[Any]:
+        """Raises ValueError for what the user can correct, RuntimeError otherwise."""
+        try:
+            return ray.get(references)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ValueError):
+                raise error.cause from None
+            raise RuntimeError(f"a worker failed:\n{error}") from None
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(f"a worker died: {error}") from None
+
+    def _raise_failure(self, watch: Any) -> None:
+        rank = self._watches.index(watch)
+        try:
+            failure = ray.get(watch)
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(f"worker {rank} died: {error}") from None
+        raise RuntimeError(f"worker {rank} failed:\n{failure}")
+
+    def _watch(self) -> None:
+        """Make the first failure readable for an engine that rests."""
+        ray.wait(self._watches, num_returns=1)
+        os.write(self._death_writer, b"x")
+
+    def sentinels(self) -> list[int]:
+        return [self._death]
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank)
+
+    def shutdown(self) -> None:
+        if ray.is_initialized():
+            self.kill()
+            if self._group is not None:
+                remove_placement_group(self._group)
+            ray.shutdown()
+        self._ranks = []
+
+
+class _Reply:
+    """A step that was handed over."""
+
+    def __init__(self, executor: RayExecutor, reference: Any):
+        self._executor, self._reference = executor, reference
+
+    def result(self) -> StepOutput:
+        return _decode_output(self._executor.wait(self._reference))
