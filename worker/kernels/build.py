@@ -1,8 +1,7 @@
 """Compiles the native CPU kernels (`csrc/`) into one shared library per instruction-set level. Needs no torch, and runs as a script of its own.
 
 A library is named after what it was made from: `quire-<hash of the sources and flags>-<level>-<compiler>.so`. It appears under its name in one atomic step,
-and a lock keeps two builders of the same library apart. The libraries call OpenMP but do not name an OpenMP runtime: the symbols are found in the one
-that torch has loaded, so that both share its threads.
+and a lock keeps two builders of the same library apart. The libraries need libstdc++ and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _AVX2 = ["avx2", "fma", "f16c", "bmi2"]
 _AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"]
 _BF16 = [*_AVX512, "avx512bf16", "avx512vnni"]
@@ -112,8 +111,7 @@ def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
     for command, output, code in outputs:
         if code:
             raise BuildError(f"{' '.join(command)} failed:\n{output}")
-    # No -fopenmp here: it would tie the library to the compiler's own OpenMP runtime.
-    link = [cxx, "-shared", *(str(work / f"{source.stem}.o") for source in sources), "-o", str(work / "out.so")]
+    link = [cxx, "-shared", "-pthread", *(str(work / f"{source.stem}.o") for source in sources), "-o", str(work / "out.so")]
     result = subprocess.run(link, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
         raise BuildError(f"{' '.join(link)} failed:\n{result.stdout}")
@@ -134,18 +132,19 @@ def build_kernels(folder: Path | None = None, levels: list[str] | None = None) -
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Build the native CPU kernels.")
-    parser.add_argument("--into", type=Path, default=None, help="folder of the libraries (default: the package's)")
+    parser = argparse.ArgumentParser(prog="quire build-kernels", allow_abbrev=False, description="Compile the native CPU kernels into the installed package, so that no start needs a compiler. "
+                                     "Without this the first start on a machine compiles those it needs, in the background, into the cache.")
+    parser.add_argument("--into", type=Path, default=None, metavar="DIR", help="folder of the libraries (default: worker/kernels/prebuilt of the package, where a start looks first)")
     parser.add_argument("--level", action="append", choices=list(LEVELS), help="instruction-set level, may be repeated (default: all)")
-    parser.add_argument("--background", action="store_true", help="run at the lowest priority")
+    parser.add_argument("--background", action="store_true", help="run at the lowest priority, as a server's first start does")
     args = parser.parse_args(argv)
     if args.background:
         os.nice(19)
     try:
         for path in build_kernels(args.into, args.level):
             print(path)
-    except BuildError as error:
-        print(error, file=sys.stderr)
+    except (BuildError, OSError) as error:
+        print(f"quire build-kernels: error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from ctypes import c_float, c_int, c_long, c_void_p
 
-import torch  # noqa: F401  its OpenMP runtime must be there when the library is loaded
+import torch
 
 from worker.kernels import build
 
@@ -43,6 +43,7 @@ class QuantArgs(ctypes.Structure):
 
 
 _SIGNATURES = {
+    "quire_set_threads": ([_I], None),
     "quire_gemm_packed_columns": ([_L, _I], _L),
     "quire_gemm_pack": ([_P, _L, _P, _L, _L, _I], None),
     "quire_gemm_unpack_rows": ([_P, _P, _L, _P, _L, _L], None),
@@ -121,6 +122,7 @@ class Kernels:
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(lib, name)
             function.argtypes, function.restype = arguments, result
+        lib.quire_set_threads(torch.get_num_threads())
         self.lib, self.status = lib, f"native kernels ({self.level})"
         return True
 

@@ -7,8 +7,6 @@
 //
 // Key ranges start at absolute multiples of a fixed size and partial results merge in order, so neither the batch nor the number of threads changes
 // a token's result.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -540,7 +538,7 @@ void merge(const Step& s, const Merge& t, const float* partials, size_t partial_
 
 template <typename T>
 void run(const Step& s, int path) {
-  const int threads = omp_get_max_threads();
+  const int threads = Pool::get().threads();
   const Plan plan = make_plan(s, threads, path);
   const long d = s.layer.head_dim;
   const size_t partial_floats = (State::floats(s.layer.num_heads, d) + 15) / 16 * 16;
@@ -549,8 +547,7 @@ void run(const Step& s, int path) {
 #if QUIRE_AMX
   Queue flash(plan.flash.size());
 #endif
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  Pool::get().run([&] {
 #if QUIRE_AMX
     if (!plan.flash.empty()) {
       TileScope tiles;
@@ -560,12 +557,8 @@ void run(const Step& s, int path) {
 #endif
     float* own = (float*)memory.get(State::floats(s.layer.num_heads * kTokensAtOnce, d) * sizeof(float));
     for (long i; vector.take(i);) run_vector<T>(s, plan.vector[i], own, partials, partial_floats);
-    if (!plan.merges.empty()) {
-#pragma omp barrier
-#pragma omp for schedule(static)
-      for (long i = 0; i < long(plan.merges.size()); i++) merge<T>(s, plan.merges[i], partials, partial_floats);
-    }
-  }
+  });
+  parallel_for(long(plan.merges.size()), 1, [&](long i) { merge<T>(s, plan.merges[i], partials, partial_floats); });
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // The element-wise work between two matrix products, each as one pass: residual + RMS norm; q/k norm + rotary embedding + KV cache write; SiLU * up.
 // Arithmetic is float32; it rounds where the layers in plain torch do: a normalised value before it is scaled, and every result.
-#include <omp.h>
-
+#include "parallel.h"
 #include "simd.h"
 
 namespace {
@@ -10,8 +9,7 @@ constexpr long kMinParallel = 1 << 15;  // elements; below, waking the other thr
 
 template <typename F>
 void parallel_rows(long rows, long elements, F&& f) {
-#pragma omp parallel for schedule(static) if (rows > 1 && elements >= kMinParallel)
-  for (long r = 0; r < rows; r++) f(r);
+  parallel_for(rows, elements < kMinParallel ? rows : std::max(1L, rows / (4L * Pool::get().threads())), f);
 }
 
 // As a tensor of type T would hold it.

@@ -7,8 +7,6 @@
 //
 // Weights of 4 and 8 bits have a layout of their own (quant.h). Up to 32 rows are multiplied as integers; for more, a stretch of weight is expanded to
 // bf16 in cache, in the layout above.
-#include <omp.h>
-
 #include <algorithm>
 
 #include "amx.h"
@@ -213,8 +211,7 @@ void run_few_rows(const Gemm& g, int threads, bool amx) {
     }
     x = copy;
   }
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  Pool::get().run([&] {
     auto work = [&](auto&& block) {
       for (long i; queue.take(i);)
         for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
@@ -226,7 +223,7 @@ void run_few_rows(const Gemm& g, int threads, bool amx) {
     } else
 #endif
       work([&](int nb) { vector_rows(g, x, ldx, 0, g.m, nb); });
-  }
+  });
 }
 
 template <int ROWS>
@@ -245,15 +242,8 @@ void run_quant_rows(const Gemm& g, int threads, bool amx) {
   QuantRows x((char*)shared_scratch.get(QuantRows::bytes(rows, q)), rows, q);
   const long per = pieces_of(g, threads, g.block_bytes());
   Queue queue((g.n_blocks() + per - 1) / per);
-  const bool few = g.m <= 4;
-  auto fill = [&](int r) { x.fill(r, r < g.m ? g.x + r * g.ldx : nullptr, g.k, amx); };
-  if (few) for (int r = 0; r < g.m; r++) fill(r);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    if (!few) {
-#pragma omp for schedule(static)
-      for (int r = 0; r < rows; r++) fill(r);
-    }
+  parallel_for(rows, g.m <= 4 ? rows : 4, [&](long r) { x.fill(r, r < g.m ? g.x + r * g.ldx : nullptr, g.k, amx); });
+  Pool::get().run([&] {
     auto work = [&](auto&& block) {
       for (long i; queue.take(i);)
         for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
@@ -278,7 +268,7 @@ void run_quant_rows(const Gemm& g, int threads, bool amx) {
         else if (g.m - r == 2) vector_quant_rows<2>(g, x, r, nb);
         else if (g.m - r == 1) vector_quant_rows<1>(g, x, r, nb);
       });
-  }
+  });
 }
 
 #if QUIRE_AMX
@@ -296,10 +286,8 @@ void run_many_rows(const Gemm& g, int threads) {
   long per = std::max(1L, std::min(4L, long(blocks) * groups / (4L * threads)));
   const long pieces = (blocks + per - 1) / per;
   Queue queue(pieces * groups);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-#pragma omp for schedule(static)
-    for (long i = 0; i < long(pairs) * steps; i++) pack_rows(g, int(i / steps) * 32, int(i % steps), int(i % steps) + 1, a + i * kStepElems);
+  parallel_for(long(pairs) * steps, 16, [&](long i) { pack_rows(g, int(i / steps) * 32, int(i % steps), int(i % steps) + 1, a + i * kStepElems); });
+  Pool::get().run([&] {
     TileScope tiles;
     bf16* buffer = (bf16*)own_scratch.get(size_t(group) * per * 4096 + (g.quant ? max_run * kStepElems * 2 : 0));
     float* c = (float*)(buffer + (g.quant ? max_run * kStepElems : 0));
@@ -328,13 +316,16 @@ void run_many_rows(const Gemm& g, int threads) {
         }
       }
     }
-  }
+  });
 }
 #endif
 
 }  // namespace
 
 extern "C" {
+
+// How many threads all kernels use from now on, the caller's included.
+void quire_set_threads(int n) { Pool::get().set_threads(n); }
 
 // Source column of packed column j: with silu_mul, tiles of 16 gate columns and the matching 16 up columns alternate.
 static inline long source_column(long j, long n, int silu_mul) {
@@ -349,8 +340,7 @@ long quire_gemm_packed_columns(long n, int silu_mul) { return silu_mul ? (n / 2 
 // weight [n, k] with row stride ldw, to packed [columns / 32][ceil(k / 32)][2][16][16][2].
 void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k, int silu_mul) {
   const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols;
-#pragma omp parallel for schedule(dynamic, 4)
-  for (long nb = 0; nb < blocks; nb++)
+  parallel_for(blocks, 4, [&](long nb) {
     for (long t = 0; t < 2; t++) {
       const bf16* rows[16];
       for (int c = 0; c < 16; c++) {
@@ -369,22 +359,22 @@ void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k,
           }
       }
     }
+  });
 }
 
 // out[i, :k] = row ids[i] of the weight that `packed` was made from (without silu_mul): an embedding that shares the packed LM head.
 void quire_gemm_unpack_rows(const bf16* packed, const long* ids, long num_ids, bf16* out, long ldo, long k) {
   const long steps = (k + kStep - 1) / kStep;
-#pragma omp parallel for schedule(static) if (num_ids > 4)
-  for (long i = 0; i < num_ids; i++) {
+  parallel_for(num_ids, 4, [&](long i) {
     const bf16* col = packed + ids[i] / 32 * steps * kStepElems + ids[i] / 16 % 2 * (kStepElems / 2) + ids[i] % 16 * 2;
     for (long kk = 0; kk < k; kk++) out[i * ldo + kk] = col[kk / kStep * kStepElems + kk % kStep / 2 * 32 + kk % 2];
-  }
+  });
 }
 
 // bias: fp32, padded to the packed columns, in packed order. out: bf16, or float32 with out_f32. path: 0 automatic, 1 vector, 2 AMX.
 void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
   Gemm g{x, ldx, packed, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1};
-  const int threads = omp_get_max_threads();
+  const int threads = Pool::get().threads();
 #if QUIRE_AMX
   if (path != 1 && amx_permitted()) {
     if (m <= 16) return run_few_rows(g, threads, true);
@@ -397,7 +387,7 @@ void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bi
 // As quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 with, 3 expanded to bf16.
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
   Gemm g{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, weight};
-  const int threads = omp_get_max_threads();
+  const int threads = Pool::get().threads();
 #if QUIRE_AMX
   if (path != 1 && amx_permitted()) {
     if (path == 2 || (path == 0 && m > 4 && m <= (weight->group < 64 ? kMaxQuantRows / 2 : kMaxQuantRows))) return run_quant_rows(g, threads, true);
@@ -410,22 +400,19 @@ void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const fl
 // Quantizes weight [n, k] (bf16) into `data` and `scales`; no offsets. group: a multiple of 32.
 void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, long n, long k, int bits, long group, int silu_mul) {
   const long steps = (k + 63) / 64, groups = (steps * 64 + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
-#pragma omp parallel
-  {
+  parallel_for(columns / kCols, 1, [&](long nb) {
     float* w = (float*)own_scratch.get(steps * 64 * 5);
     int8_t* q = (int8_t*)(w + steps * 64);
-#pragma omp for schedule(dynamic, 1)
-    for (long nb = 0; nb < columns / kCols; nb++)
-      for (int c = 0; c < kCols; c++) {
-        const long source = source_column(nb * kCols + c, n, silu_mul);
-        for (long i = 0; i < steps * 64; i++) w[i] = source >= 0 && i < k ? to_float(weight[source * ldw + i]) : 0.f;
-        for (long i = 0; i < groups; i++) {
-          const long begin = i * group, end = std::min(begin + group, steps * 64);
-          scales[(nb * groups + i) * kCols + c] = to_bf16(quantize_group(w + begin, int(end - begin), bits, q + begin));
-        }
-        pack_column(data, bits, int(steps), nb, c, q);
+    for (int c = 0; c < kCols; c++) {
+      const long source = source_column(nb * kCols + c, n, silu_mul);
+      for (long i = 0; i < steps * 64; i++) w[i] = source >= 0 && i < k ? to_float(weight[source * ldw + i]) : 0.f;
+      for (long i = 0; i < groups; i++) {
+        const long begin = i * group, end = std::min(begin + group, steps * 64);
+        scales[(nb * groups + i) * kCols + c] = to_bf16(quantize_group(w + begin, int(end - begin), bits, q + begin));
       }
-  }
+      pack_column(data, bits, int(steps), nb, c, q);
+    }
+  });
 }
 
 // The same for a weight that is quantized already: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n, ceil(k / group)]
@@ -434,28 +421,24 @@ void quire_pack_quantized(const int8_t* values, const float* scale, const float*
                           long group, int silu_mul) {
   const long steps = (k + 63) / 64, groups = (steps * 64 + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
   const long given = (k + group - 1) / group;  // groups that the source has
-#pragma omp parallel
-  {
+  parallel_for(columns / kCols, 1, [&](long nb) {
     int8_t* q = (int8_t*)own_scratch.get(steps * 64);
-#pragma omp for schedule(dynamic, 1)
-    for (long nb = 0; nb < columns / kCols; nb++)
-      for (int c = 0; c < kCols; c++) {
-        const long source = source_column(nb * kCols + c, n, silu_mul);
-        for (long i = 0; i < steps * 64; i++) q[i] = source >= 0 && i < k ? values[source * k + i] : 0;
-        for (long i = 0; i < groups; i++) {
-          scales[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 && i < given ? scale[source * given + i] : 0.f);
-          if (offset) offsets[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 && i < given ? offset[source * given + i] : 0.f);
-        }
-        pack_column(data, bits, int(steps), nb, c, q);
+    for (int c = 0; c < kCols; c++) {
+      const long source = source_column(nb * kCols + c, n, silu_mul);
+      for (long i = 0; i < steps * 64; i++) q[i] = source >= 0 && i < k ? values[source * k + i] : 0;
+      for (long i = 0; i < groups; i++) {
+        scales[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 && i < given ? scale[source * given + i] : 0.f);
+        if (offset) offsets[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 && i < given ? offset[source * given + i] : 0.f);
       }
-  }
+      pack_column(data, bits, int(steps), nb, c, q);
+    }
+  });
 }
 
 // out[i, :k] = row ids[i] of the weight, in bf16: an embedding that shares the packed LM head.
 void quire_quant_rows(const Quant* q, const long* ids, long num_ids, bf16* out, long ldo, long k) {
-#pragma omp parallel for schedule(static) if (num_ids > 4)
-  for (long i = 0; i < num_ids; i++) {
+  parallel_for(num_ids, 4, [&](long i) {
     for (long kk = 0; kk < k; kk++) out[i * ldo + kk] = to_bf16(quant_value(*q, ids[i], int(kk)));
-  }
+  });
 }
 }

@@ -1,16 +1,111 @@
-// What the parallel regions share: a queue of pieces of work, and memory that a thread keeps.
+// A pool of threads for work that comes in many small pieces, and memory that a thread keeps.
+//
+// A parallel region here ends when the pieces are done, not when every thread has turned up: a thread that the system has put aside, for another process or
+// because it slept, is simply not there this time. With OpenMP's regions all wait for it, a time slice each time, in a hundred regions per token.
 #pragma once
 
-#include <atomic>
-#include <cstdlib>
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-// Work is handed out in small pieces, front to back, so that a thread that the machine takes away for a while does not hold up the others.
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+class Pool {
+ public:
+  static Pool& get() {
+    static Pool* pool = new Pool;  // never destroyed: its threads end with the process
+    return *pool;
+  }
+
+  int threads() const { return threads_; }
+
+  void set_threads(int n) {
+    std::lock_guard<std::mutex> lock(busy_);
+    threads_ = std::max(1, n);
+    for (; started_ < threads_ - 1; started_++) std::thread([this] { work(); }).detach();
+  }
+
+  // Calls body() here, and at the same time in as many of the other threads as come. It takes work from a queue until that is empty.
+  template <typename F>
+  void run(F&& body) {
+    std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+    if (threads_ == 1 || !lock.owns_lock()) return body();  // another thread of the program has the pool
+    call_ = [](void* p) { (*static_cast<std::remove_reference_t<F>*>(p))(); };
+    context_ = &body;
+    // state_: a number that grows with each region, whether it is open, how many pool threads are inside. The number alone is what sleepers wait on.
+    const uint32_t region = ++region_;
+    state_.store(uint64_t(region) << 32 | kOpen, std::memory_order_release);
+    number_.store(region, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
+    body();
+    state_.fetch_and(~uint64_t(kOpen), std::memory_order_acq_rel);
+    for (int spins = 0; (state_.load(std::memory_order_acquire) & kInside) != 0; spins++) spins < kPatience ? _mm_pause() : std::this_thread::yield();
+  }
+
+ private:
+  static constexpr uint64_t kOpen = 1u << 31, kInside = kOpen - 1;
+  static constexpr int kPatience = 2000;  // pauses, about 100 us: longer than the gap between two kernels, shorter than that between two steps
+
+  void work() {
+    uint32_t seen = 0;
+    for (;;) {
+      for (int spins = 0; number_.load(std::memory_order_acquire) == seen && spins < kPatience; spins++) _mm_pause();
+      if (number_.load(std::memory_order_acquire) == seen) {
+        sleepers_.fetch_add(1, std::memory_order_seq_cst);
+        while (number_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, int(seen));
+        sleepers_.fetch_sub(1, std::memory_order_relaxed);
+      }
+      uint64_t state = state_.load(std::memory_order_acquire);
+      bool joined = false;
+      while ((state & kOpen) && int(state & kInside) < threads_ - 1 && !(joined = state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)))
+        ;
+      seen = uint32_t(state >> 32);
+      if (!joined) continue;
+      call_(context_);
+      state_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void futex(int operation, int value) { syscall(SYS_futex, &number_, operation, value, nullptr, nullptr, 0); }
+
+  std::mutex busy_;
+  int started_ = 0;
+  std::atomic<int> threads_{1}, sleepers_{0};
+  uint32_t region_ = 0;
+  void (*call_)(void*) = nullptr;
+  void* context_ = nullptr;
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<uint32_t> number_{0};
+};
+
+// Pieces 0 .. end - 1, handed out in order.
 struct Queue {
   std::atomic<long> next{0};
   long end;
   explicit Queue(long n) : end(n) {}
   bool take(long& i) { return (i = next.fetch_add(1, std::memory_order_relaxed)) < end; }
 };
+
+// f(0) .. f(n - 1), `grain` of them at a time.
+template <typename F>
+void parallel_for(long n, long grain, F&& f) {
+  if (n <= grain || Pool::get().threads() == 1) {
+    for (long i = 0; i < n; i++) f(i);
+    return;
+  }
+  Queue queue((n + grain - 1) / grain);
+  Pool::get().run([&] {
+    for (long piece; queue.take(piece);)
+      for (long i = piece * grain, end = std::min(n, i + grain); i < end; i++) f(i);
+  });
+}
 
 struct Scratch {  // per thread, grows, lives as long as the thread
   void* p = nullptr;
