@@ -23,9 +23,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++
 ARG PIP_EXTRA_INDEX_URL=
 RUN /opt/quire/bin/pip install -c constraints.txt torch
 COPY . .
-# The native kernels of every instruction-set level are compiled here, so that the image needs no compiler. -P: the installed package, not this folder's.
+# The native kernels of every instruction-set level are compiled here, so that the image needs no compiler. They go into the installed package.
 RUN /opt/quire/bin/pip install -c constraints.txt . \
-    && /opt/quire/bin/python -P -m worker.kernels.build
+    && /opt/quire/bin/quire build-kernels
 
 FROM build AS build-cuda
 RUN /opt/quire/bin/pip install -c constraints.txt torch

@@ -177,6 +177,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "complete": _elsewhere("server.console", "complete", "let a running server continue a text"),
     "bench": _elsewhere("server.bench.main", "main", "measure a running server, or this machine offline"),
     "check": check,
+    "build-kernels": _elsewhere("worker.kernels.build", "main", "compile the native CPU kernels ahead, for a wheel or an image"),
     "collect-env": collect_env,
 }
 

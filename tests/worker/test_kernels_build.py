@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from configs import cli
 from worker.kernels import build
 from worker.kernels.native import Kernels
 
@@ -132,6 +133,29 @@ def test_the_name_follows_sources_flags_and_compiler(fake_compiler, monkeypatch,
     prefix = build.library_prefix("avx2")
     (sources / "simd.h").write_text((sources / "simd.h").read_text() + "\n")
     assert build.library_prefix("avx2") != prefix
+
+
+def test_the_command_builds_ahead_into_a_folder_or_the_package(fake_compiler, tmp_path, capsys):
+    links = fake_compiler()
+    assert cli.main(["build-kernels", "--into", str(tmp_path / "wheel"), "--level", "avx2", "--level", build.cpu_level()]) == 0
+    paths = [Path(line) for line in capsys.readouterr().out.split()]
+    levels = list(dict.fromkeys(["avx2", build.cpu_level()]))
+    assert [path.is_file() and path.parent == tmp_path / "wheel" for path in paths] == [True] * len(paths) and links() == len(levels)
+    assert build.find_library(build.cpu_level()) is None  # a start does not look there
+    assert cli.main(["build_kernels"]) == 0 and len(list((tmp_path / "prebuilt").glob("*.so"))) == len(build.LEVELS)
+    assert Path(build.find_library(build.cpu_level())).parent == tmp_path / "prebuilt"
+
+
+def test_the_command_says_why_it_failed(fake_compiler, tmp_path, monkeypatch, capsys):
+    fake_compiler()
+    (tmp_path / "file").write_text("")
+    assert cli.main(["build-kernels", "--into", str(tmp_path / "file" / "below")]) == 1
+    assert "file" in capsys.readouterr().err
+    monkeypatch.setenv("CXX", "there-is-no-such-compiler")
+    assert cli.main(["build-kernels"]) == 1 and "no C++ compiler" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["build-kernels", "--level", "sse9"])
+    assert exit.value.code == 2 and "sse9" in capsys.readouterr().err
 
 
 def test_an_unknown_level_is_an_error():
