@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import tempfile
 import time
@@ -33,7 +34,7 @@ supervisor.DEATH_WINDOW = 0.0
 sys.exit(serve(Config.from_flat(**json.loads(sys.argv[1]))))
 """
 ROUNDS, STREAMS = int(os.environ.get("RECOVERY_ROUNDS", 2)), int(os.environ.get("RECOVERY_STREAMS", 8))
-TINY = {"device": "cpu", "dtype": "float32", "distributed_executor_backend": None, "max_num_seqs": 32, "num_gpu_blocks_override": 2048, "num_threads": 1}
+TINY = {"device": "cpu", "dtype": "float32", "distributed_executor_backend": None, "max_num_seqs": 32, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 2048, "num_threads": 1}  # prompts take several steps
 
 # What clients do, in turn (the fake executor heeds the seed of greedy ones, too): seeded and greedy, streams and whole answers, several choices, log-probabilities, penalties.
 KINDS = [
@@ -77,7 +78,7 @@ class Choice:
 
 
 def request_body(number: int, num_tokens: int) -> dict:
-    messages = [{"role": "user", "content": f"Tell me the story of number {number}. " + "It was a long book. " * (number % 5)}]
+    messages = [{"role": "user", "content": f"Tell me the story of number {number}. " + "It was a long book. " * (8 * (number % 5))}]
     return {"messages": messages, "max_tokens": num_tokens + 7 * (number % 4), "ignore_eos": True} | KINDS[number % len(KINDS)]
 
 
@@ -118,6 +119,12 @@ def crowd(server: ServerProcess, bodies: list[dict], disturb: Callable[[], None]
     return asyncio.run(main()), time.monotonic() - start
 
 
+def check(answers: list[list[Choice]], expected: list[list[Choice]]) -> None:
+    for answer, wanted in zip(answers, expected, strict=True):
+        for choice, expected_choice in zip(answer, wanted, strict=True):
+            choice.check(expected_choice)
+
+
 def engines(server: ServerProcess) -> list[psutil.Process]:
     return [child for child in psutil.Process(server.process.pid).children() if not gone(child) and "engine.core" in child.cmdline()]
 
@@ -152,9 +159,7 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
                 second.kill()
 
         answers, _ = crowd(server, bodies, disturb, after=rng.uniform(0.02, 0.7 * duration))
-        for answer, wanted in zip(answers, expected):
-            for choice, expected_choice in zip(answer, wanted, strict=True):
-                choice.check(expected_choice)
+        check(answers, expected)
         server.wait_ready()
         poll(lambda: len(engines(server)) == num_engines and server.process.poll() is None, 10)
 
@@ -202,6 +207,20 @@ def test_a_request_in_two_crashes_is_failed(model_folder, tmp_path):
         assert server.wait(20) == 1 and "3 times within 60 seconds" in server.log
 
 
+def test_an_engine_that_cannot_be_started_again(model_folder, tmp_path):
+    """However long each start takes: here the deaths do not count by their number within a minute."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    with server_process(str(folder), tmp_path, fake="step_delay=0.02", script=SCRIPT) as server:
+        server.wait_ready()
+        stream = server.stream(num_tokens=400)
+        (folder / "config.json").write_text("{")
+        server.engine().kill()
+        last = [line for line in stream.iter_lines() if line.startswith("data: {")][-1]
+        assert "Expecting property name" in json.loads(last[6:])["error"]["message"]
+        assert server.wait(30) == 1 and "could not be started again 3 times in a row" in server.log
+
+
 # ---- a step that hangs
 
 
@@ -213,7 +232,7 @@ def test_a_hung_engine_is_replaced(model_folder, tmp_path):
         expected, _ = crowd(server, bodies)
         engine = server.engine()
         answers, _ = crowd(server, bodies, engine.suspend, after=0.3)
-        assert answers == expected
+        check(answers, expected)
         assert gone(engine) and "it hung: no step ended for --step-timeout 2 seconds" in server.log
 
 
@@ -224,6 +243,22 @@ def test_a_hung_step_leaves_its_stack_in_the_log(model_folder, tmp_path):
         assert answer.status_code == 200, answer.text  # the new engine needs fewer steps for the rest
         stacks = server.log.partition("it hung: no step ended for --step-timeout 1 seconds")[2]
         assert "Current thread" in stacks and 'engine/executor/fake.py", line' in stacks and "in step" in stacks
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs(checkpoint, tmp_path):
+    """Then the others wait for it: their stacks say where."""
+    with server_process(checkpoint("qwen3"), tmp_path, step_timeout=5.0, **TINY | {"tensor_parallel_size": 2}) as server:
+        server.wait_ready()
+        bodies = [request_body(number, 60) for number in range(3)]
+        expected, _ = crowd(server, bodies)
+        ranks = server.engine().children()
+        victim = next(rank for rank in ranks if rank.name() == "quire-worker-1")
+        answers, _ = crowd(server, bodies, victim.suspend, after=0.1)
+        check(answers, expected)
+        stacks = server.log.partition("it hung: no step ended for --step-timeout 5 seconds")[2]
+        assert 'worker/parallel.py", line' in stacks and 'engine/core.py", line' in stacks
+        assert all(gone(rank) for rank in ranks)
 
 
 # ---- what is left behind

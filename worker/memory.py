@@ -14,7 +14,9 @@ from configs.hf_config import ModelSpec, kv_bytes_per_token, num_parameters, rea
 from worker.attention.base import AttentionSpec
 from worker.attention.registry import Selection, select_backend
 from worker.cuda_graph import padded_sizes
+from worker.layers.linear import split_kv_heads
 from worker.messages import MemoryPlan, WorkerReady
+from worker.parallel import Group, split_size
 from worker.platform import Platform, get_platform
 
 Choice = tuple[str, str, str]  # setting, value, reason
@@ -37,8 +39,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     """Settle dtype, attention backend and the sizes of a step. Raises ValueError for what does not fit the model or the device."""
     choices: list[Choice] = []
     tp, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    if stages > spec.num_hidden_layers:
-        raise ValueError(f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}")
+    _check_divisible(spec, tp, stages)
     dtype, reason = platform.resolve_dtype(config.model.dtype, spec.dtype)
     if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
         choices.append(("dtype", _dtype_name(dtype), reason))
@@ -161,6 +162,17 @@ def report(spec: ModelSpec, platform: Platform, limits: Limits, plan: MemoryPlan
     return WorkerReady(num_blocks=num_blocks, block_size=limits.attention.block_size, max_model_len=max_model_len, max_num_seqs=limits.max_num_seqs,
                        max_num_batched_tokens=limits.max_num_batched_tokens, vocab_size=spec.vocab_size, default_depth=depth, plan=plan,
                        choices=[*limits.choices, *fitted, *choices])
+
+
+def _check_divisible(spec: ModelSpec, tp: int, stages: int) -> None:
+    """Raise ValueError naming the size that the ranks do not divide, before anything is loaded."""
+    group = Group()
+    group.size = tp
+    split_size("num_attention_heads", spec.num_attention_heads, group)
+    split_kv_heads(spec.num_key_value_heads, group)
+    split_size("intermediate_size", spec.intermediate_size, group)
+    if stages > spec.num_hidden_layers:
+        raise ValueError(f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}")
 
 
 def _attention_spec(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> AttentionSpec:

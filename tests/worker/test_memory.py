@@ -81,6 +81,9 @@ def test_the_context_is_the_models_or_what_fits(folder):
     ({"kv_cache_memory_bytes": 3 * GIB}, f"set it to at most {4 * GIB - GIB - GIB // 2}"),
     ({"gpu_memory_utilization": 0.3}, "no room for a KV cache: 4.00 GiB are available"),
     ({"attention_backend": "flash_attn_3"}, "flash_attn_3: needs a GPU"),
+    ({"tensor_parallel_size": 3}, "num_attention_heads 4 cannot be split over tensor_parallel_size 3; sizes that divide it: 1, 2, 4"),
+    ({"tensor_parallel_size": 8}, "num_attention_heads 4 cannot be split over tensor_parallel_size 8"),
+    ({"pipeline_parallel_size": 9}, "pipeline_parallel_size 9 is more than the model's num_hidden_layers"),
 ])
 def test_errors_say_what_to_change(folder, settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
