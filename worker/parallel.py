@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # the newer name, since torch 2.13; None in a build without distributed
+
 
 class Group:
     """`size` ranks that communicate; this one needs no communication, and is the base of those that do."""
@@ -58,7 +60,7 @@ class ProcessGroup(Group):
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         gathered = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(gathered.view(self.size * x.shape[0], *x.shape[1:]), x.contiguous(), group=self._group)
+        _all_gather(gathered.view(self.size * x.shape[0], *x.shape[1:]), x.contiguous(), group=self._group)
         return torch.cat(gathered.unbind(0), dim)
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
