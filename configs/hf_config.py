@@ -116,14 +116,19 @@ def parse_model_spec(raw: dict[str, Any]) -> ModelSpec:
         **{key: value for key, value in values.items() if key not in ("sliding_window", "use_sliding_window", "max_window_layers")})
 
 
+def num_layer_weights(spec: ModelSpec) -> int:
+    """Number of weights in the matrices of all layers."""
+    q_size, kv_size = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    return spec.num_hidden_layers * spec.hidden_size * (2 * q_size + 2 * kv_size + 3 * spec.intermediate_size)
+
+
 def num_parameters(spec: ModelSpec) -> int:
     """Number of weights; tied embeddings count once."""
     hidden, q_size, kv_size = spec.hidden_size, spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    attention = hidden * (q_size + 2 * kv_size) + q_size * hidden + spec.attention_bias * (q_size + 2 * kv_size) + spec.attention_out_bias * hidden
-    mlp = 3 * hidden * spec.intermediate_size + spec.mlp_bias * (2 * spec.intermediate_size + hidden)
+    biases = spec.attention_bias * (q_size + 2 * kv_size) + spec.attention_out_bias * hidden + spec.mlp_bias * (2 * spec.intermediate_size + hidden)
     norms = 2 * hidden + (2 * spec.head_dim if spec.architecture == "Qwen3ForCausalLM" else 0)
     embeddings = spec.vocab_size * hidden * (1 if spec.tie_word_embeddings else 2)
-    return spec.num_hidden_layers * (attention + mlp + norms) + embeddings + hidden
+    return num_layer_weights(spec) + spec.num_hidden_layers * (biases + norms) + embeddings + hidden
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, tp: int = 1) -> int:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from configs.config import Config
-from configs.hf_config import ModelSpec, kv_bytes_per_token, num_parameters, read_model_spec
+from configs.hf_config import ModelSpec, kv_bytes_per_token, num_layer_weights, num_parameters, read_model_spec
 from worker.attention.base import AttentionSpec
 from worker.attention.registry import Selection, select_backend
 from worker.cuda_graph import padded_sizes
 from worker.layers.linear import split_kv_heads
+from worker.layers.quant import BITS, HEAD_BITS, quantized_bytes
 from worker.messages import MemoryPlan, WorkerReady
 from worker.parallel import Group, split_size
 from worker.platform import Platform, get_platform
@@ -40,7 +41,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     choices: list[Choice] = []
     tp, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     _check_divisible(spec, tp, stages)
-    dtype, reason = platform.resolve_dtype(config.model.dtype, spec.dtype)
+    dtype, reason = _quantized_dtype(config, platform) if config.model.quantization else platform.resolve_dtype(config.model.dtype, spec.dtype)
     if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
         choices.append(("dtype", _dtype_name(dtype), reason))
     attention = select_backend(platform.attention_order, _attention_spec(config, spec, platform, dtype), config.device.attention_backend)
@@ -57,9 +58,14 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     return Limits(dtype, attention, config.scheduler.max_num_seqs or num_seqs, config.scheduler.max_num_batched_tokens or num_tokens, model_len, auto, choices)
 
 
-def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int) -> int:
-    """Bytes of the weights on each rank, before they are loaded."""
-    return num_parameters(spec) * dtype.itemsize // world_size
+def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None) -> int:
+    """Bytes of the weights on each rank, before they are loaded; with `quantization`, when they have been."""
+    total = num_parameters(spec) * dtype.itemsize
+    if quantization:
+        head = spec.vocab_size * spec.hidden_size
+        layers = num_layer_weights(spec)
+        total += int(head * quantized_bytes(HEAD_BITS) + layers * quantized_bytes(BITS[quantization])) - (head + layers) * dtype.itemsize
+    return total // world_size
 
 
 def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
@@ -150,7 +156,7 @@ def preview(config: Config) -> WorkerReady:
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(num_ranks)
     plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,
-                                            weights=estimate_weights(spec, limits.dtype, tp * pp), activations=estimate_activations(spec, limits, tp),
+                                            weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization), activations=estimate_activations(spec, limits, tp),
                                             graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, limits, platform) else 0)
     return report(spec, platform, limits, plan, num_blocks, started + choices, pp)
 
@@ -173,6 +179,15 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int) -> None:
     split_size("intermediate_size", spec.intermediate_size, group)
     if stages > spec.num_hidden_layers:
         raise ValueError(f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}")
+
+
+def _quantized_dtype(config: Config, platform: Platform) -> tuple[torch.dtype, str]:
+    quantization = config.model.quantization
+    if platform.name != "cpu":
+        raise ValueError(f"--quantization {quantization} has no kernels for {platform.name} yet: leave it off, or set --device cpu")
+    if config.model.dtype not in ("auto", "bfloat16"):
+        raise ValueError(f"--quantization {quantization} goes with bfloat16 activations only: leave --dtype {config.model.dtype} off")
+    return torch.bfloat16, f"what --quantization {quantization} starts from and computes with"
 
 
 def _attention_spec(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> AttentionSpec:

@@ -63,7 +63,7 @@ class Worker:
         limits = memory.resolve_limits(config, spec, platform)
 
         progress("loading weights", 0.0)
-        model = build_model(spec, limits.dtype, platform.device, limits.max_model_len)
+        model = build_model(spec, limits.dtype, platform.device, limits.max_model_len, config.model.quantization)
         load_weights(model, spec, config.model.model, config.model.load_format, config.model.seed, lambda fraction: progress("loading weights", fraction))
         weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
 

@@ -27,11 +27,11 @@ def model_class(architecture: str) -> type[CausalLM]:
     return getattr(importlib.import_module(module), name)
 
 
-def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None) -> CausalLM:
+def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None, quantization: str | None = None) -> CausalLM:
     """The model with uninitialised weights of `dtype` on `device`, this rank's share of it (`worker.parallel`).
 
-    `max_model_len` bounds the positions that rotary tables are made for; by default it is the spec's. Raises ValueError for an unknown architecture and
-    for sizes that the ranks do not divide.
+    `max_model_len` bounds the positions that rotary tables are made for; by default it is the spec's. With `quantization` (`layers/quant.py`) the weights are
+    quantized when they have been loaded. Raises ValueError for an unknown architecture and for sizes that the ranks do not divide.
     """
     import torch
 
@@ -40,6 +40,11 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_m
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return cls(spec, max_model_len or spec.max_model_len).eval()
+            model = cls(spec, max_model_len or spec.max_model_len).eval()
     finally:
         torch.set_default_dtype(default)
+    if quantization:
+        from worker.layers.quant import quantize_at_load
+
+        quantize_at_load(model, quantization)
+    return model
