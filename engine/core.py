@@ -265,11 +265,11 @@ def main() -> None:
     except Exception as error:
         core.die(error)
         if core.executor:
-            core.executor.kill()  # a rank may wait for one that is dead
+            core.executor.kill()  # not `shutdown`, which waits: a rank may wait for one that is dead, a thread for a device that is
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         socket.close()
-        if core.executor:
+        if core.executor and exit_code == 0:
             core.executor.shutdown()
         sys.stderr.flush()
         os._exit(exit_code)  # nothing is left to tidy up, and an interpreter with torch takes long to take down
