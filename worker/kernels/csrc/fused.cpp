@@ -12,16 +12,6 @@ void parallel_rows(long rows, long elements, F&& f) {
   parallel_for(rows, elements < kMinParallel ? rows : std::max(1L, rows / (4L * Pool::get().threads())), f);
 }
 
-// As a tensor of type T would hold it.
-template <typename T>
-vf rounded(vf x) {
-  T t[16];
-  store(t, x);
-  return load(t);
-}
-template <>
-vf rounded<float>(vf x) { return x; }
-
 template <typename T>
 void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, long h, float eps) {
   vf sum = zero();
@@ -76,9 +66,32 @@ struct QkvArgs {
 
 constexpr long kMaxHeadDim = 512;
 
+// A head of 16 N entries that is rotated whole: it stays in registers.
+template <int N, typename T>
+void norm_rope_in_registers(const T* src, T* dst, const T* weight, const float* cos_sin, float eps) {
+  constexpr int HALF = N / 2;
+  vf v[N];
+  for (int i = 0; i < N; i++) v[i] = load(src + 16 * i);
+  if (weight) {
+    vf sum = zero();
+    for (int i = 0; i < N; i++) sum = fma(v[i], v[i], sum);
+    const vf scale = set1(1.f / std::sqrt(reduce_add(sum) / float(16 * N) + eps));
+    for (int i = 0; i < N; i++) v[i] = rounded<T>(rounded<T>(v[i] * scale) * load(weight + 16 * i));
+  }
+  for (int i = 0; i < HALF; i++) {
+    const vf c = load(cos_sin + 16 * i), s = load(cos_sin + 16 * (i + HALF));
+    store(dst + 16 * i, v[i] * c - v[i + HALF] * s);
+    store(dst + 16 * (i + HALF), fma(v[i + HALF], c, v[i] * s));
+  }
+}
+
 template <typename T>
 void norm_rope(const T* src, T* dst, const T* weight, const float* cos_sin, const QkvArgs& a) {
   const long d = a.head_dim, half = a.rotary_dim / 2;
+  if (cos_sin && a.rotary_dim == d) {
+    if (d == 128) return norm_rope_in_registers<8>(src, dst, weight, cos_sin, a.eps);
+    if (d == 64) return norm_rope_in_registers<4>(src, dst, weight, cos_sin, a.eps);
+  }
   alignas(64) float v[kMaxHeadDim + 16];
   long i = 0;
   vf sum = zero();

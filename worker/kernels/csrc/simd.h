@@ -58,6 +58,17 @@ static inline void store(bf16* p, vf a) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
 }
 #endif
+// As a tensor of type T would hold it.
+template <typename T> static inline vf rounded(vf x) {
+  T t[16];
+  store(t, x);
+  return load(t);
+}
+template <> inline vf rounded<float>(vf x) { return x; }
+template <> inline vf rounded<f16>(vf x) { return {_mm512_cvtph_ps(_mm512_cvtps_ph(x.v, 0))}; }
+#if defined(__AVX512BF16__)
+template <> inline vf rounded<bf16>(vf x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x.v)), 16))}; }
+#endif
 static inline vf operator+(vf a, vf b) { return {_mm512_add_ps(a.v, b.v)}; }
 static inline vf operator-(vf a, vf b) { return {_mm512_sub_ps(a.v, b.v)}; }
 static inline vf operator*(vf a, vf b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -120,6 +131,12 @@ static inline __m256i round8(__m256 x) {
 static inline void store(bf16* p, vf x) {
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(round8(x.a), round8(x.b)), 0xd8));
 }
+template <typename T> static inline vf rounded(vf x) {
+  T t[16];
+  store(t, x);
+  return load(t);
+}
+template <> inline vf rounded<float>(vf x) { return x; }
 static inline vf operator+(vf x, vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 static inline vf operator-(vf x, vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 static inline vf operator*(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }

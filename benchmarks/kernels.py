@@ -1,0 +1,153 @@
+"""The native CPU kernels beside what torch offers for the same work, side by side and in turn, on one machine: ratios hold, times drift.
+
+    python benchmarks/kernels.py [gemm] [quant] [attention] [small] [--threads N] [--rounds N] [--cpu-time]
+
+Weights and caches rotate, so that nothing stays in cache. Each line gives the least time of the native kernel and how many times as fast it is as each other
+way; `GB/s` counts the weight or KV bytes that must be read, `TFLOP/s` the useful arithmetic. On a machine that is busy with other things use one thread and
+--cpu-time, which counts only the time this process got.
+"""
+
+# ruff: noqa: B023  the lambdas run within their turn of the loop
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from worker.attention.base import AttentionMetadata
+from worker.attention.cpu_paged import CpuPagedAttention
+from worker.kernels import cpu_ops
+from worker.kernels.native import KERNELS
+from worker.layers import ops as torch_ops
+
+SHAPES = {  # model -> (outputs, inputs) of its matrices
+    "Qwen3-0.6B": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
+    "Llama-3.2-1B": [(3072, 2048), (16384, 2048), (2048, 8192)],
+    "Qwen3-4B": [(6144, 2560), (19456, 2560), (2560, 9728)],
+}
+
+
+class Race:
+    """Runs several ways of doing the same in turn and keeps each one's least time."""
+
+    def __init__(self, rounds: int, clock: Callable[[], float]) -> None:
+        self.rounds, self.clock = rounds, clock
+
+    def run(self, ways: dict[str, Callable[[], None]], repeats: int = 1) -> dict[str, float]:
+        """Seconds of each way, divided by `repeats`: how many times it does the work per call."""
+        best = dict.fromkeys(ways, float("inf"))
+        for _ in range(self.rounds):
+            for name, way in ways.items():
+                start = self.clock()
+                way()
+                best[name] = min(best[name], (self.clock() - start) / repeats)
+        return best
+
+
+def _print(title: str, times: dict[str, float], weight_bytes: float, flops: float) -> None:
+    native = times.pop("native")
+    ratios = "  ".join(f"{seconds / native:5.2f} x {name}" for name, seconds in times.items())
+    print(f"{title:34s} {native * 1e6:9.0f} us  {weight_bytes / native / 1e9:5.1f} GB/s  {flops / native / 1e12:5.2f} TFLOP/s  {ratios}", flush=True)
+
+
+def gemm(race: Race) -> None:
+    for model, shapes in SHAPES.items():
+        for n, k in shapes:
+            count = max(2, min(24, int(150e6 / (n * k))))
+            weights = [torch.randn(n, k).mul_(0.02).bfloat16() for _ in range(count)]
+            packed = [cpu_ops.PackedLinear(weight) for weight in weights]
+            for m in (1, 4, 16, 32, 64, 256, 1024):
+                if m * n > 2e7:
+                    continue
+                x, some = torch.randn(m, k).bfloat16(), max(2, count // (1 if m <= 64 else 6))
+                onednn = [torch.ops.mkldnn._reorder_linear_weight(weight, m) for weight in weights[:some]]
+                times = race.run({
+                    "native": lambda: [linear(x) for linear in packed[:some]],
+                    "F.linear": lambda: [F.linear(x, weight) for weight in weights[:some]],
+                    "oneDNN prepacked": lambda: [torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "") for weight in onednn],
+                }, some)  # fmt: skip
+                _print(f"{model} {n} x {k}, {m} rows", times, 2 * n * k, 2 * m * n * k)
+
+
+def quant(race: Race) -> None:
+    for n, k in ((6144, 1024), (1024, 3072), (2560, 9728)):
+        count = max(4, min(24, int(150e6 / (n * k))))
+        weights = [torch.randn(n, k).mul_(0.02).bfloat16() for _ in range(count)]
+        packed = [cpu_ops.PackedLinear(weight) for weight in weights]
+        for bits, group in ((8, 128), (4, 32), (4, 64), (4, 128)):
+            linears = [cpu_ops.QuantizedLinear.quantize(weight, bits, group) for weight in weights]
+            for m in (1, 4, 8, 16, 32, 64, 256):
+                x = torch.randn(m, k).bfloat16()
+                times = race.run({"native": lambda: [linear(x) for linear in linears], "native bf16": lambda: [linear(x) for linear in packed]}, count)
+                _print(f"{n} x {k}, {bits} bits by {group}, {m} rows", times, n * k * (bits / 8 + 2 / group), 2 * m * n * k)
+
+
+def attention(race: Race) -> None:
+    twin = CpuPagedAttention()
+    cases = {"decode 1 x 2000": ([1], [2000]), "decode 8 x 500": ([1] * 8, [500] * 8), "decode 32 x 200": ([1] * 32, [200] * 32), "prefill 128": ([128], [0]),
+             "prefill 1024": ([1024], [0]), "chunk of 512 after 1536": ([512], [1536]), "256 new + 16 x 300": ([256] + [1] * 16, [0] + [300] * 16)}
+    for heads, kv_heads in ((16, 8), (32, 8)):
+        for title, (queries, contexts) in cases.items():
+            lengths = [q + c for q, c in zip(queries, contexts)]
+            blocks = sum(-(-length // 16) for length in lengths) + 1
+            caches = [[torch.randn(blocks, 16, kv_heads, 128).bfloat16() for _ in range(2)] for _ in range(6)]
+            table, free = torch.zeros(len(lengths), -(-max(lengths) // 16), dtype=torch.int32), (torch.randperm(blocks - 1) + 1).int()
+            for i, length in enumerate(lengths):
+                number = -(-length // 16)
+                table[i, :number], free = free[:number], free[number:]
+            q, starts, seq_lens = torch.randn(sum(queries), heads, 128).bfloat16(), torch.tensor([0, *queries]).cumsum(0).int(), torch.tensor(lengths).int()
+
+            def plain(caches=caches, q=q, starts=starts, seq_lens=seq_lens, table=table, queries=queries, lengths=lengths):
+                meta = AttentionMetadata(twin, torch.empty(0), starts, seq_lens, table, max(queries), max(lengths))
+                twin.build(meta)
+                for k, v in caches:
+                    twin.forward(q, k, v, meta, 128**-0.5)
+
+            times = race.run({"native": lambda: [cpu_ops.paged_attention(q, k, v, table, seq_lens, starts, 128**-0.5) for k, v in caches], "torch": plain}, len(caches))
+            flops = sum(4 * heads * 128 * (n * c + n * n / 2) for n, c in zip(queries, contexts))
+            _print(f"{heads}/{kv_heads} heads, {title}", times, sum(lengths) * kv_heads * 128 * 4, flops)
+
+
+def small(race: Race) -> None:
+    for rows in (1, 32, 1024):
+        x, residual, weight = torch.randn(rows, 1024).bfloat16(), torch.randn(rows, 1024).bfloat16(), torch.randn(1024).bfloat16()
+        gate_up, qkv = torch.randn(rows, 6144).bfloat16(), torch.randn(rows, 4096).bfloat16()
+        q_weight, table, positions = torch.randn(128).bfloat16(), torch.randn(2048, 128), torch.arange(rows)
+        k_cache, v_cache = torch.empty(rows // 16 + 1, 16, 8, 128).bfloat16(), torch.empty(rows // 16 + 1, 16, 8, 128).bfloat16()
+        arguments = (q_weight, q_weight, 1e-6, table, positions, k_cache, v_cache, positions, 16)
+        for title, call, size in (("add_rms_norm", lambda o: o.add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes), ("silu_and_mul", lambda o: o.silu_and_mul(gate_up), 1.5 * gate_up.nbytes),
+                                  ("qk_norm_rope_write", lambda o: o.qk_norm_rope_write(qkv, *arguments), 2 * qkv.nbytes)):  # fmt: skip
+            times = race.run({"native": lambda: [call(cpu_ops) for _ in range(50)], "torch": lambda: [call(torch_ops) for _ in range(50)]}, 50)
+            _print(f"{title}, {rows} rows", times, size, 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", help="gemm, quant, attention, small (default: all)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--cpu-time", action="store_true", help="count the time of this process only; with one thread")
+    args = parser.parse_args()
+    parts = {"gemm": gemm, "quant": quant, "attention": attention, "small": small}
+    if unknown := set(args.what) - set(parts):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    torch.set_num_threads(args.threads)
+    if not KERNELS.load(background=False):
+        parser.error(KERNELS.status)
+    print(f"{KERNELS.status}, {args.threads} threads")
+    race = Race(args.rounds, time.thread_time if args.cpu_time else time.perf_counter)
+    with torch.inference_mode():
+        for name in args.what or parts:
+            parts[name](race)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
