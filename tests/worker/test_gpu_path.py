@@ -1,21 +1,17 @@
 """The whole path of a GPU, under Triton's interpreter: its kernels in every layer, its attention, its sampler, recorded steps, two of them in flight."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
-pytest.importorskip("triton")
 from engine.messages import SamplingParams
 from tests.in_process import InProcessEngine
+from tests.worker.interpreter import needs_loops
 from tests.worker.test_cuda_graph import Recorder
 from worker.attention.triton_paged import TritonPagedBackend
 from worker.kernels import triton_ops, triton_sampler
 from worker.layers import ops
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the real path is tested, in test_gpu.py")
+pytestmark = [needs_loops, pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the real path is tested, in test_gpu.py")]
 
 SETTINGS = dict(block_size=4, num_gpu_blocks_override=60, max_num_batched_tokens=16, max_num_seqs=3, max_model_len="60")
 

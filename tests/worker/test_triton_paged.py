@@ -1,18 +1,15 @@
 """The Triton kernel under Triton's interpreter against dense float32 attention. On a GPU the same cases run compiled (marker gpu, in test_attention.py)."""
 
 import itertools
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
-pytest.importorskip("triton")
+from tests.worker.interpreter import needs_loops
 from worker.attention import triton_paged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else [needs_loops]
 
 
 def dense(q, k_cache, v_cache, block_table, query_lens, seq_lens, scale, window, soft_cap):

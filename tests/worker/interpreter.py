@@ -1,0 +1,33 @@
+"""Triton's interpreter, where there is no GPU. To be imported before any kernel: it is chosen when kernels are decorated."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+
+@triton.jit
+def _count(x):
+    for i in range(0, tl.load(x)):
+        tl.store(x + 1, i)
+
+
+def _loops_work() -> bool:
+    if torch.cuda.is_available():
+        return True
+    x = torch.tensor([3, 0])
+    try:
+        _count[(1,)](x)
+    except triton.runtime.errors.InterpreterError:
+        return False
+    return x.tolist() == [3, 2]
+
+
+needs_loops = pytest.mark.skipif(not _loops_work(), reason="the interpreter of this Triton cannot loop over what it loads with this numpy (3.6 with numpy 2.4 or later)")
