@@ -33,7 +33,7 @@ fi
 measure steps "$largest" 75
 measure http "$largest" 70
 for model in $models; do [ "$model" = "$largest" ] || measure steps "$model" 40; done
-measure offline "$largest" 50
+measure offline "$largest" 60
 for model in $models; do [ "$model" = "$largest" ] || { measure offline "$model" 30; measure http "$model" 40; }; done
 measure files "$largest" 75
 
