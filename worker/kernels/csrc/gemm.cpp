@@ -145,22 +145,37 @@ void vector_rows(const Gemm& g, const bf16* x, long ldx, int row0, int rows, int
 
 #if QUIRE_AMX
 
-// C[up to 16 rows x 32 columns]; the left operand is a row-major matrix.
-void amx_block_1(const Gemm& g, const bf16* x, long ldx, int rows, int nb) {
-  const bf16* w = g.block(nb);
+// Up to 32 rows of 32 columns; the left operand is a row-major matrix of whole k-steps.
+void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
+  const bf16 *w = g.block(nb), *lower = x + 16 * ldx;
   const int steps = g.k_steps();
-  TILE_ZERO(0); TILE_ZERO(1);
-  for (int s = 0; s < steps; s++, w += kStepElems) {
-    prefetch_step((const char*)(w + 4 * kStepElems));
-    TILE_LOAD(4, x + s * kStep, ldx * 2);
-    TILE_LOAD(6, w, 64);
-    TILE_DP(0, 4, 6);
-    TILE_LOAD(7, w + kStepElems / 2, 64);
-    TILE_DP(1, 4, 7);
+  alignas(64) float c[4][16][16];
+  TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
+  if (g.m <= 16) {
+    for (int s = 0; s < steps; s++, w += kStepElems) {
+      prefetch_step((const char*)(w + 4 * kStepElems));
+      TILE_LOAD(4, x + s * kStep, ldx * 2);
+      TILE_LOAD(6, w, 64);
+      TILE_DP(0, 4, 6);
+      TILE_LOAD(7, w + kStepElems / 2, 64);
+      TILE_DP(1, 4, 7);
+    }
+  } else {
+    for (int s = 0; s < steps; s++, w += kStepElems) {
+      prefetch_step((const char*)(w + 4 * kStepElems));
+      TILE_LOAD(4, x + s * kStep, ldx * 2);
+      TILE_LOAD(6, w, 64);
+      TILE_DP(0, 4, 6);
+      TILE_LOAD(7, w + kStepElems / 2, 64);
+      TILE_DP(1, 4, 7);
+      TILE_LOAD(5, lower + s * kStep, ldx * 2);
+      TILE_DP(2, 5, 6);
+      TILE_DP(3, 5, 7);
+    }
+    TILE_STORE(2, c[2], 64); TILE_STORE(3, c[3], 64);
   }
-  alignas(64) float c[2][16][16];
   TILE_STORE(0, c[0], 64); TILE_STORE(1, c[1], 64);
-  for (int r = 0; r < rows; r++) finish_row(g, r, nb * kCols, load(c[0][r]), load(c[1][r]));
+  for (int r = 0; r < g.m; r++) finish_row(g, r, nb * kCols, load(c[r / 16 * 2][r % 16]), load(c[r / 16 * 2 + 1][r % 16]));
 }
 
 // k-steps [s0, s1) of block nb as tiles: the packed weight itself, or expanded into `buffer`. s0 and s1 are even.
@@ -218,8 +233,8 @@ void run_few_rows(const Gemm& g, int threads, bool amx) {
     };
 #if QUIRE_AMX
     if (amx) {
-      TileScope tiles(g.m);
-      work([&](int nb) { amx_block_1(g, x, ldx, g.m, nb); });
+      TileScope tiles(std::min(g.m, 16), 64, g.m - 16 > 0 ? g.m - 16 : 0);
+      work([&](int nb) { amx_few_rows_block(g, x, ldx, nb); });
     } else
 #endif
       work([&](int nb) { vector_rows(g, x, ldx, 0, g.m, nb); });
@@ -377,7 +392,7 @@ void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bi
   const int threads = Pool::get().threads();
 #if QUIRE_AMX
   if (path != 1 && amx_permitted()) {
-    if (m <= 16) return run_few_rows(g, threads, true);
+    if (m <= 32) return run_few_rows(g, threads, true);
     return run_many_rows(g, threads);
   }
 #endif
