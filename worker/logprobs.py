@@ -44,8 +44,17 @@ def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: 
         values, indices = largest(logits, num)
         value, chosen = torch.cat([value, values], 1), torch.cat([chosen, indices], 1)
     if normalize:
-        value = value - logits.logsumexp(-1, keepdim=True)
+        value = value - _log_normalizer(logits)
     return Entries(platform.to_host(chosen), platform.to_host(value), platform.to_host(ranks))
+
+
+def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
+    """Log of the sum of exponentials of each row, `[n, 1]`. On CPU row by row: torch shares a sum among its threads in one way for a single row and in another
+    for several, and then the last bit would depend on the batch.
+    """
+    if logits.device.type == "cpu":
+        return torch.stack([row.logsumexp(0, keepdim=True) for row in logits])
+    return logits.logsumexp(-1, keepdim=True)
 
 
 def is_normalized(mode: str) -> bool:

@@ -14,6 +14,7 @@ from configs.hf_config import ModelSpec, kv_bytes_per_token, num_layer_weights, 
 from worker.attention.base import AttentionSpec
 from worker.attention.registry import Selection, select_backend
 from worker.cuda_graph import padded_sizes
+from worker.kernels.native import KERNELS
 from worker.layers.linear import split_kv_heads
 from worker.layers.quant import BITS, HEAD_BITS, quantized_bytes
 from worker.messages import MemoryPlan, WorkerReady
@@ -44,7 +45,10 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     dtype, reason = _quantized_dtype(config, platform) if config.model.quantization else platform.resolve_dtype(config.model.dtype, spec.dtype)
     if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
         choices.append(("dtype", _dtype_name(dtype), reason))
-    attention = select_backend(platform.attention_order, _attention_spec(config, spec, platform, dtype), config.device.attention_backend)
+    if config.device.deterministic:
+        _check_deterministic(config, platform, dtype)
+    order = ("cpu_fixed",) if config.device.deterministic else platform.attention_order
+    attention = select_backend(order, _attention_spec(config, spec, platform, dtype), config.device.attention_backend)
     if config.device.attention_backend is None:
         choices.append(("attention_backend", attention.backend.name, attention.reason))
     if config.cache.block_size is None:
@@ -152,7 +156,7 @@ def preview(config: Config) -> WorkerReady:
     spec = read_model_spec(config.model.model)
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     num_ranks = tp * pp * config.parallel.data_parallel_size
-    started = platform.start(config.device.num_threads, num_ranks)
+    started = platform.start(config.device.num_threads, num_ranks, config.device.deterministic)
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(num_ranks)
     plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,
@@ -179,6 +183,20 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int) -> None:
     split_size("intermediate_size", spec.intermediate_size, group)
     if stages > spec.num_hidden_layers:
         raise ValueError(f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}")
+
+
+def _check_deterministic(config: Config, platform: Platform, dtype: torch.dtype) -> None:
+    """Raise ValueError for what is not known to be independent of the batch."""
+    if platform.name != "cpu":
+        raise ValueError(f"--deterministic is not supported on {platform.name} yet: leave it off, or set --device cpu")
+    if config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size > 1:
+        raise ValueError("--deterministic works with one rank: leave --tensor-parallel-size and --pipeline-parallel-size at 1")
+    if dtype != torch.bfloat16:
+        raise ValueError(f"--deterministic computes in bfloat16 only, and this would be {_dtype_name(dtype)}: set --dtype bfloat16")
+    if config.device.attention_backend not in (None, "cpu_fixed"):
+        raise ValueError(f"--deterministic has an attention backend of its own: leave --attention-backend {config.device.attention_backend} off")
+    if KERNELS.lib is None:
+        raise ValueError(f"--deterministic needs the native CPU kernels: {KERNELS.status}")
 
 
 def _quantized_dtype(config: Config, platform: Platform) -> tuple[torch.dtype, str]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from worker import host
+from worker.kernels.build import BuildError
 from worker.kernels.native import KERNELS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,8 +46,11 @@ class Platform(ABC):
         return DTYPES[name], "the checkpoint's own" if requested == "auto" else "as asked"
 
     @abstractmethod
-    def start(self, num_threads: int | None, world_size: int) -> list[tuple[str, str, str]]:
-        """Make the device ready for this process. Returns (setting, value, reason) of what was chosen."""
+    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False) -> list[tuple[str, str, str]]:
+        """Make the device ready for this process. Returns (setting, value, reason) of what was chosen.
+
+        `wait_for_kernels` compiles missing native kernels first, instead of in the background. Raises ValueError when that fails.
+        """
 
     @abstractmethod
     def to_device(self, array: np.ndarray) -> torch.Tensor:
@@ -103,10 +107,13 @@ class CpuPlatform(Platform):
             return torch.bfloat16, "float16 is slow and overflows easily on CPU; bfloat16 has its size and float32's range"
         return dtype, reason
 
-    def start(self, num_threads: int | None, world_size: int) -> list[tuple[str, str, str]]:
+    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False) -> list[tuple[str, str, str]]:
         threads, reason = _num_threads(num_threads, world_size)
         torch.set_num_threads(threads)
-        KERNELS.load()
+        try:
+            KERNELS.load(background=not wait_for_kernels)
+        except BuildError as error:
+            raise ValueError(f"the native CPU kernels are needed and cannot be compiled: {error}") from error
         return [("num_threads", str(threads), reason), ("kernels", "native" if KERNELS.lib else "torch", KERNELS.status)]
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
@@ -164,7 +171,7 @@ class CudaPlatform(Platform):
             return 1024, 8192, f"default for a GPU of {gib:.0f} GiB"
         return 256, 2048, f"default for a GPU of {gib:.0f} GiB"
 
-    def start(self, num_threads: int | None, world_size: int) -> list[tuple[str, str, str]]:
+    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False) -> list[tuple[str, str, str]]:
         torch.cuda.set_device(self.device)
         self._copies = torch.cuda.Stream(self.device)
         self._copying = False

@@ -14,6 +14,7 @@ from configs.hf_config import ModelSpec, read_model_spec
 from worker import kv_cache, memory
 from worker.check_ranks import CheckedSampler
 from worker.kernels.native import KERNELS
+from worker.layers.fixed_order import fix_order
 from worker.loader import load_weights
 from worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
 from worker.model_runner import ModelRunner
@@ -53,7 +54,7 @@ class Worker:
         config = self.config
         platform = get_platform(config.device.device, self.local_rank)
         num_ranks = self.local_size * config.parallel.data_parallel_size  # on this machine
-        threads = platform.start(config.device.num_threads, num_ranks)
+        threads = platform.start(config.device.num_threads, num_ranks, config.device.deterministic)
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model)
         parallel = config.parallel
@@ -65,6 +66,8 @@ class Worker:
         progress("loading weights", 0.0)
         model = build_model(spec, limits.dtype, platform.device, limits.max_model_len, config.model.quantization)
         load_weights(model, spec, config.model.model, config.model.load_format, config.model.seed, lambda fraction: progress("loading weights", fraction))
+        if config.device.deterministic:
+            fix_order(model)
         weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
 
         progress("profiling memory", 0.0)

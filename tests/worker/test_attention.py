@@ -56,7 +56,7 @@ def _available(name: str, spec: AttentionSpec):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith("cpu_")])
 def test_equals_dense_attention(request, name, batch, block_size, heads, window, soft_cap):
-    if name == "cpu_native":
+    if name in ("cpu_native", "cpu_fixed"):
         request.getfixturevalue("native_kernels")
     backend = _available(name, _spec(CPU, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size, uses_sliding_window=window is not None, uses_soft_cap=soft_cap is not None))
     case = make_case(backend, *BATCHES[batch], num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size)
@@ -228,7 +228,7 @@ def test_selection_says_why_not_the_others():
 
 
 def test_selection_errors():
-    with pytest.raises(ValueError, match="does not exist: choose one of cpu_native, cpu_paged"):
+    with pytest.raises(ValueError, match="does not exist: choose one of cpu_fixed, cpu_native, cpu_paged"):
         select_backend(("cpu_paged",), _spec(CPU), "magic")
     with pytest.raises(ValueError, match="--attention-backend cannot be used: flash_attn_2: needs a GPU"):
         select_backend(("cpu_paged",), _spec(CPU), "flash_attn_2")

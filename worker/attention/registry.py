@@ -9,6 +9,7 @@ from worker.attention.base import AttentionBackend, AttentionSpec
 
 BACKENDS = {
     "cpu_native": "worker.attention.cpu_native:CpuNativeAttention",
+    "cpu_fixed": "worker.attention.cpu_fixed:CpuFixedAttention",
     "cpu_paged": "worker.attention.cpu_paged:CpuPagedAttention",
     "flash_attn_3": "worker.attention.flash_attn:FlashAttention3",
     "flash_attn_2": "worker.attention.flash_attn:FlashAttention2",

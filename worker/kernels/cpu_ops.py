@@ -7,6 +7,7 @@ Each has a twin in plain torch that computes the same: `worker/layers` for the n
 from __future__ import annotations
 
 from ctypes import CDLL, byref, c_size_t, c_void_p
+from functools import cache
 
 import torch
 
@@ -70,6 +71,22 @@ def attention_reason(head_dim: int, dtype: torch.dtype) -> str | None:
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
     return None if dtype in _DTYPES else f"no kernel for {dtype}"
+
+
+def has_tiles(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether `paged_attention` can be told to take its AMX path for such a model here."""
+    return dtype == torch.bfloat16 and head_dim % 32 == 0 and has_amx()
+
+
+def has_amx() -> bool:
+    """Whether the loaded library multiplies with AMX."""
+    return KERNELS.level == "amx" and _amx_permitted()
+
+
+@cache
+def _amx_permitted() -> bool:
+    """Whether Linux lets this process use the tile registers, as `amx_permitted` in csrc/amx.h asks."""
+    return _LIBC.syscall(158, 0x1023, 18) == 0  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,

@@ -13,19 +13,19 @@ class PackedMethod(LinearMethod):
     """Takes a layer's weight over: after construction the layer holds `packed_weight` instead of `weight`."""
 
     def __init__(self, layer: Linear):
-        self.packed = PackedLinear(layer.weight, layer.bias, silu_and_mul=isinstance(layer, GateUpParallelLinear))
+        self.linear = PackedLinear(layer.weight, layer.bias, silu_and_mul=isinstance(layer, GateUpParallelLinear))
         layer.weight = None
-        layer.register_buffer("packed_weight", self.packed.packed, persistent=False)
-        self.rows = self.packed.rows  # of the weight as it was, for an embedding tied to it
+        layer.register_buffer("packed_weight", self.linear.packed, persistent=False)
+        self.rows = self.linear.rows  # of the weight as it was, for an embedding tied to it
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        return self.packed(x)
+        return self.linear(x)
 
     def apply_float32(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        return self.packed(x, torch.float32)
+        return self.linear(x, torch.float32)
 
     def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
-        return self.packed(x)
+        return self.linear(x)
 
 
 def can_pack(weight: torch.Tensor) -> bool:

@@ -1,0 +1,124 @@
+"""--deterministic: a request gives the same bits alone, among others, in chunks of any size and after preemption."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+
+from configs.config import Config
+from configs.hf_config import read_model_spec
+from tests.worker.steps import Script
+from worker import logprobs, memory
+from worker.kernels import cpu_ops
+from worker.kernels.cpu_ops import PackedLinear, QuantizedLinear
+from worker.layers.fixed_order import FixedRows
+from worker.messages import SamplingParams
+from worker.platform import CpuPlatform, CudaPlatform
+from worker.worker import Worker
+
+NUM_OUTPUTS = 12
+SAMPLING = [SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=1), SamplingParams(temperature=0.9, top_p=0.95, seed=11, logprobs=3, prompt_logprobs=1)]
+
+
+def _worker(folder: str, **settings) -> Worker:
+    worker = Worker(Config.from_flat(**{"model": folder, "device": "cpu", "max_num_seqs": 48, "max_model_len": "512", "num_gpu_blocks_override": 1200, "num_threads": 1} | settings))
+    worker.initialize(lambda phase, fraction: None)
+    return worker
+
+
+def _prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(4, 500), k=length)
+
+
+def _play(worker: Worker, sampling: SamplingParams, crowd: int = 0, chunk: int = 1000, preempt_at: int | None = None):
+    """(tokens, their log-probabilities, the prompt's) of one request of 300 tokens among `crowd` others, prompts in chunks of `chunk`."""
+    script, kept, prompt_kept = Script(16), [], []
+    me = crowd // 2
+    for row in range(crowd + 1):
+        script.add(row, _prompt(300, 0) if row == me else _prompt(3 + 7 * row % 60, row + 1), sampling)
+    while len(script.rows[me].outputs) < NUM_OUTPUTS:
+        missing = {row: len(state.prompt) + len(state.outputs) - state.computed for row, state in script.rows.items()}
+        step = script.step({row: min(count, chunk) for row, count in missing.items()})
+        output = worker.execute(step).result()
+        assert not output.errors
+        script.receive(step, output)
+        prompt_kept += (output.prompt_logprobs or {}).get(step.rows.index(me), [])
+        kept += [entry for i, entries in zip(step.samples, output.logprobs or []) if step.rows[i] == me for entry in entries]
+        if preempt_at is not None and len(script.rows[me].outputs) == preempt_at:
+            script.preempt(me)
+            preempt_at, prompt_kept = None, []
+    assert len(kept) == NUM_OUTPUTS and len(prompt_kept) == 299
+    return script.rows[me].outputs, kept, prompt_kept
+
+
+CASES = [{"crowd": 1}, {"crowd": 6, "chunk": 64}, {"crowd": 40}, {"chunk": 7}, {"preempt_at": 5}, {"crowd": 3, "chunk": 33, "preempt_at": 9}]
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize(("name", "settings"), [("qwen3", {}), ("mistral", {}), ("llama-bias", {}), ("llama-tied", {"quantization": "int8"}), ("qwen3", {"quantization": "int4"})],
+                         ids=lambda value: value if isinstance(value, str) else value.get("quantization", "bf16"))
+def test_same_bits_whatever_runs_beside(checkpoint, native_kernels, monkeypatch, name, settings, tiles):
+    if not tiles:
+        monkeypatch.setattr(cpu_ops, "has_tiles", lambda head_dim, dtype: False)
+    worker = _worker(checkpoint(name, dtype="bfloat16"), deterministic=True, **settings)
+    assert worker.runner.backend.name == "cpu_fixed"
+    for sampling in SAMPLING:
+        alone = _play(worker, sampling)
+        for case in CASES:
+            assert _play(worker, sampling, **case) == alone, case
+    worker.shutdown()
+
+
+def test_without_the_flag_bits_differ(checkpoint, native_kernels):
+    worker = _worker(checkpoint("qwen3", dtype="bfloat16"))
+    alone = _play(worker, SAMPLING[0])
+    assert any(_play(worker, SAMPLING[0], **case)[1:] != alone[1:] for case in CASES)
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["vectors", "any", "int8", "int4"])
+@pytest.mark.parametrize("silu_and_mul", [False, True])
+def test_rows_of_a_product(native_kernels, monkeypatch, kind, silu_and_mul):
+    if kind == "vectors":
+        monkeypatch.setattr(cpu_ops, "has_amx", lambda: False)
+    torch.manual_seed(0)
+    weight, x = (torch.randn(70, 712) * 0.05).bfloat16(), torch.randn(290, 712).bfloat16()
+    if kind in ("int8", "int4"):
+        fixed = FixedRows(QuantizedLinear.quantize(weight, int(kind[3:]), silu_and_mul=silu_and_mul))
+    else:
+        packed = PackedLinear(weight, silu_and_mul=silu_and_mul)
+        fixed = FixedRows(packed if kind == "any" else lambda x, dtype: packed(x, dtype, path=1))
+    together = fixed(x)
+    for rows in (1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 65, 200):
+        assert torch.equal(fixed(x[13 : 13 + rows]), together[13 : 13 + rows])
+
+
+def test_log_probabilities_with_several_threads():
+    torch.manual_seed(0)
+    logits, chosen = torch.randn(12, 151936), torch.zeros(12, dtype=torch.int64)
+    torch.set_num_threads(2)  # a single row is summed by both, several rows by one each
+    try:
+        together = logprobs.entries(logits, chosen, 0, True, CpuPlatform()).values
+        alone = torch.cat([logprobs.entries(row, chosen[:1], 0, True, CpuPlatform()).values for row in logits.split(1)])
+        pairs = torch.cat([logprobs.entries(two, chosen[:2], 0, True, CpuPlatform()).values for two in logits.split(2)])
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(together, alone) and torch.equal(together, pairs)
+
+
+@pytest.mark.parametrize(("platform", "settings", "words"), [
+    (CudaPlatform(0), {}, "--deterministic is not supported on cuda yet"),
+    (CpuPlatform(), {}, "--deterministic computes in bfloat16 only, and this would be float32: set --dtype bfloat16"),
+    (CpuPlatform(), {"tensor_parallel_size": 2}, "leave --tensor-parallel-size and --pipeline-parallel-size at 1"),
+    (CpuPlatform(), {"dtype": "bfloat16", "attention_backend": "cpu_paged"}, "leave --attention-backend cpu_paged off"),
+    (CpuPlatform(), {"dtype": "bfloat16"}, "--deterministic needs the native CPU kernels: there are none"),
+])
+def test_what_does_not_go_together_is_refused(checkpoint, monkeypatch, platform, settings, words):
+    monkeypatch.setattr(memory.KERNELS, "lib", None)
+    monkeypatch.setattr(memory.KERNELS, "status", "there are none")
+    folder = checkpoint("qwen3")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        memory.resolve_limits(Config.from_flat(model=folder, deterministic=True, **settings), read_model_spec(folder), platform)

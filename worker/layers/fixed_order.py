@@ -1,0 +1,42 @@
+"""Linear layers whose rows have the same bits whatever rows are beside them. For `--deterministic`.
+
+A native product sums over k in an order that may depend on how many rows there are: with AMX it does not; without it 8 rows at a time are summed one way, fewer
+in others; quantized weights are multiplied as integers up to 32 rows and in bfloat16 beyond. So without AMX rows are padded to whole eights, and integers are used for
+any number of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from worker.kernels import cpu_ops
+from worker.kernels.cpu_ops import PackedLinear, QuantizedLinear
+from worker.layers.linear import Linear
+from worker.layers.packed import PackedMethod
+from worker.layers.quant import NativeQuantMethod
+
+_ROWS = 8
+_INTEGERS = 2  # `path` of QuantizedLinear
+
+
+class FixedRows:
+    """Calls `linear` so that each row takes the same way through it."""
+
+    def __init__(self, linear: PackedLinear | QuantizedLinear):
+        self.linear = linear
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        if isinstance(self.linear, QuantizedLinear):
+            return self.linear(x, dtype, path=_INTEGERS)
+        missing = 0 if cpu_ops.has_amx() else -len(x) % _ROWS
+        return self.linear(F.pad(x, (0, 0, 0, missing)), dtype)[: len(x)] if missing else self.linear(x, dtype)
+
+
+def fix_order(model: nn.Module) -> None:
+    """Make every linear layer of `model`, whose weights are loaded and packed, independent of the number of rows."""
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            assert isinstance(layer.method, (PackedMethod, NativeQuantMethod)), "not packed for the native kernels"
+            layer.method.linear = FixedRows(layer.method.linear)
