@@ -364,6 +364,15 @@ void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k,
       }
       for (long s = 0; s < steps; s++) {
         uint32_t* dst = (uint32_t*)(packed + (nb * steps + s) * kStepElems + t * (kStepElems / 2));
+#if defined(__AVX512F__)
+        if ((s + 1) * kStep <= k) {
+          __m512i r[16];
+          for (int c = 0; c < 16; c++) r[c] = rows[c] ? _mm512_loadu_si512(rows[c] + s * kStep) : _mm512_setzero_si512();
+          transpose_16x16(r);
+          for (int i = 0; i < 16; i++) _mm512_storeu_si512(dst + i * 16, r[i]);
+          continue;
+        }
+#endif
         for (int r = 0; r < 16; r++)
           for (int c = 0; c < 16; c++) {
             long kk = s * kStep + 2 * r;
@@ -415,18 +424,19 @@ void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const fl
 // Quantizes weight [n, k] (bf16) into `data` and `scales`; no offsets. group: a multiple of 32.
 void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, long n, long k, int bits, long group, int silu_mul) {
   const long steps = (k + 63) / 64, groups = (steps * 64 + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
-  parallel_for(columns / kCols, 1, [&](long nb) {
-    float* w = (float*)own_scratch.get(steps * 64 * 5);
-    int8_t* q = (int8_t*)(w + steps * 64);
-    for (int c = 0; c < kCols; c++) {
-      const long source = source_column(nb * kCols + c, n, silu_mul);
-      for (long i = 0; i < steps * 64; i++) w[i] = source >= 0 && i < k ? to_float(weight[source * ldw + i]) : 0.f;
-      for (long i = 0; i < groups; i++) {
-        const long begin = i * group, end = std::min(begin + group, steps * 64);
-        scales[(nb * groups + i) * kCols + c] = to_bf16(quantize_group(w + begin, int(end - begin), bits, q + begin));
-      }
-      pack_column(data, bits, int(steps), nb, c, q);
+  parallel_for(columns / 16, 2, [&](long tile) {
+    const long ld = steps * 64;
+    float* w = (float*)own_scratch.get(ld * 20);
+    int8_t* q = (int8_t*)(w + ld);
+    for (int c = 0; c < 16; c++) {
+      const long source = source_column(tile * 16 + c, n, silu_mul), given = source < 0 ? 0 : k;
+      long i = 0;
+      for (; i + 16 <= given; i += 16) store(w + i, load(weight + source * ldw + i));
+      for (; i < ld; i++) w[i] = i < given ? to_float(weight[source * ldw + i]) : 0.f;
+      for (long at = 0, begin = 0; begin < ld; at++, begin += group)
+        scales[(tile / 2 * groups + at) * kCols + tile % 2 * 16 + c] = to_bf16(quantize_group(w + begin, int(std::min(group, ld - begin)), bits, q + c * ld + begin));
     }
+    pack_columns(data, bits, int(steps), tile / 2, int(tile % 2), q);
   });
 }
 
@@ -436,17 +446,20 @@ void quire_pack_quantized(const int8_t* values, const float* scale, const float*
                           long group, int silu_mul) {
   const long steps = (k + 63) / 64, groups = (steps * 64 + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
   const long given = (k + group - 1) / group;  // groups that the source has
-  parallel_for(columns / kCols, 1, [&](long nb) {
-    int8_t* q = (int8_t*)own_scratch.get(steps * 64);
-    for (int c = 0; c < kCols; c++) {
-      const long source = source_column(nb * kCols + c, n, silu_mul);
-      for (long i = 0; i < steps * 64; i++) q[i] = source >= 0 && i < k ? values[source * k + i] : 0;
+  parallel_for(columns / 16, 2, [&](long tile) {
+    const long ld = steps * 64;
+    int8_t* q = (int8_t*)own_scratch.get(ld * 16);
+    memset(q, 0, ld * 16);
+    for (int c = 0; c < 16; c++) {
+      const long source = source_column(tile * 16 + c, n, silu_mul), place = tile / 2 * groups * kCols + tile % 2 * 16 + c;
+      if (source >= 0) memcpy(q + c * ld, values + source * k, k);
       for (long i = 0; i < groups; i++) {
-        scales[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 && i < given ? scale[source * given + i] : 0.f);
-        if (offset) offsets[(nb * groups + i) * kCols + c] = to_bf16(source >= 0 && i < given ? offset[source * given + i] : 0.f);
+        const bool real = source >= 0 && i < given;
+        scales[place + i * kCols] = to_bf16(real ? scale[source * given + i] : 0.f);
+        if (offset) offsets[place + i * kCols] = to_bf16(real ? offset[source * given + i] : 0.f);
       }
-      pack_column(data, bits, int(steps), nb, c, q);
     }
+    pack_columns(data, bits, int(steps), tile / 2, int(tile % 2), q);
   });
 }
 

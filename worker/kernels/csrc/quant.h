@@ -291,11 +291,24 @@ static inline long quant_place(int bits, int k_steps, long nb, int column, int k
   return step + column / 16 * bits * 128 + (bits == 4 ? row / 2 : row) * 64 + entry;
 }
 
-static inline void pack_column(uint8_t* data, int bits, int k_steps, long nb, int column, const int8_t* q) {
-  for (int k = 0; k < k_steps * 64; k++) {
-    int shift;
-    uint8_t& byte = data[quant_place(bits, k_steps, nb, column, k, shift)];
-    byte = bits == 8 ? uint8_t(q[k] + 128) : uint8_t((byte & (0xf0 >> shift)) | (q[k] + 8) << shift);
+// Sixteen columns' values q[16][64 k_steps] (signed) into tile t of every step of block nb.
+static inline void pack_columns(uint8_t* data, int bits, int k_steps, long nb, int t, const int8_t* q) {
+  const long ld = long(k_steps) * 64;
+  for (int s = 0; s < k_steps; s++) {
+    uint8_t* dst = data + (nb * k_steps + s) * bits * 256 + t * bits * 128;
+    alignas(64) uint8_t rows[16][64];
+#if defined(__AVX512F__)
+    __m512i r[16];
+    for (int c = 0; c < 16; c++) r[c] = _mm512_loadu_si512(q + c * ld + s * 64);
+    transpose_16x16(r);
+    for (int i = 0; i < 16; i++) _mm512_store_si512(rows[i], r[i]);
+#else
+    for (int i = 0; i < 16; i++) for (int c = 0; c < 16; c++) memcpy(rows[i] + c * 4, q + c * ld + s * 64 + i * 4, 4);
+#endif
+    if (bits == 8)
+      for (int i = 0; i < 16; i++) for (int j = 0; j < 64; j++) dst[i * 64 + j] = uint8_t(rows[i][j] ^ 0x80);
+    else
+      for (int i = 0; i < 16; i += 2) for (int j = 0; j < 64; j++) dst[i * 32 + j] = uint8_t(((rows[i][j] + 8) & 15) | (rows[i + 1][j] + 8) << 4);
   }
 }
 
@@ -310,31 +323,29 @@ static inline float quant_value(const Quant& q, long row, int k) {
 // The scale, a bf16, that quantizes w[0..n) best in the square, and the values. 4 bits try scales around the one that makes the largest entry -8 (which has
 // no opposite), some of which clip it; 8 bits are fine enough without a search.
 static inline float quantize_group(const float* w, int n, int bits, int8_t* q) {
-  float top = 0;
-  for (int i = 0; i < n; i++) if (std::fabs(w[i]) > std::fabs(top)) top = w[i];
-  if (std::fabs(top) < 1e-30f) {
-    for (int i = 0; i < n; i++) q[i] = 0;
-    return 0;
-  }
-  const float lo = bits == 8 ? -127.f : -8.f, hi = bits == 8 ? 127.f : 7.f;
-  auto error_of = [&](float scale) {
-    const float inverse = 1.f / scale;
-    vf sum = zero();
-    for (int i = 0; i + 16 <= n; i += 16) {
-      const vf v = min(max(nearest(load(w + i) * set1(inverse)), set1(lo)), set1(hi)), e = load(w + i) - v * set1(scale);
-      sum = fma(e, e, sum);
-    }
-    return reduce_add(sum);
-  };
-  float best = to_float(to_bf16(bits == 8 ? std::fabs(top) / 127.f : -top / 8.f));
-  if (bits == 4) {
-    float least = error_of(best);
-    for (int c = 0; c < 14; c++) {
-      const float scale = to_float(to_bf16(-top / (6.5f + 0.25f * float(c))));
-      const float error = error_of(scale);
-      if (error < least) least = error, best = scale;
+  vf most = zero(), least = zero();
+  for (int i = 0; i < n; i += 16) most = max(most, load(w + i)), least = max(least, zero() - load(w + i));
+  const float above = reduce_max(most), below = reduce_max(least), top = above >= below ? above : -below;
+  float best = 0;
+  const vf lo = set1(bits == 8 ? -127.f : -8.f), hi = set1(bits == 8 ? 127.f : 7.f);
+  auto value = [&](int i, vf inverse) { return min(max(nearest(load(w + i) * inverse), lo), hi); };
+  if (std::fabs(top) >= 1e-30f) {
+    best = to_float(to_bf16(bits == 8 ? std::fabs(top) / 127.f : -top / 8.f));
+    auto error_of = [&](float scale) {
+      vf sum = zero();
+      for (int i = 0; i < n; i += 16) {
+        const vf e = load(w + i) - value(i, set1(1.f / scale)) * set1(scale);
+        sum = fma(e, e, sum);
+      }
+      return reduce_add(sum);
+    };
+    float fewest = bits == 4 ? error_of(best) : 0.f;
+    for (int c = 0; bits == 4 && c < 14; c++) {
+      const float scale = to_float(to_bf16(-top / (6.5f + 0.25f * float(c)))), error = error_of(scale);
+      if (error < fewest) fewest = error, best = scale;
     }
   }
-  for (int i = 0; i < n; i++) q[i] = int8_t(std::fmin(std::fmax(std::nearbyint(w[i] / best), lo), hi));
+  const vf inverse = set1(best == 0 ? 0.f : 1.f / best);
+  for (int i = 0; i < n; i += 16) store_bytes(q + i, value(i, inverse));
   return best;
 }

@@ -85,6 +85,7 @@ static inline vf select_range(vf a, int lo, int hi, vf other) {
   return {_mm512_mask_mov_ps(other.v, (__mmask16)m, a.v)};
 }
 static inline vf nearest(vf x) { return {_mm512_roundscale_ps(x.v, 0)}; }
+static inline void store_bytes(int8_t* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
 // 2^x for x <= 0 and -inf: relative error below 4e-7.
 static inline vf exp2(vf x) {
   x = max(x, set1(-150.f));  // scalef would do, but -inf - -inf below would not
@@ -105,6 +106,33 @@ static inline vf exp2_coarse(vf x) {
   p = fma(p, f, set1(0.69326099f));
   p = fma(p, f, set1(0.99992806f));
   return {_mm512_scalef_ps(p.v, n)};
+}
+
+// Transposes 16 rows of 16 dwords: row r of the result holds dword r of every row.
+static inline void transpose_16x16(__m512i* r) {
+  __m512i t[16];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+    r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+  }
 }
 
 #else
@@ -165,6 +193,11 @@ static inline vf select_range(vf x, int lo, int hi, vf other) {
   return {pick(x.a, other.a, first), pick(x.b, other.b, second)};
 }
 static inline vf nearest(vf x) { return {_mm256_round_ps(x.a, 0), _mm256_round_ps(x.b, 0)}; }
+static inline void store_bytes(int8_t* p, vf x) {
+  float t[16];
+  store(t, x);
+  for (int i = 0; i < 16; i++) p[i] = int8_t(t[i]);
+}
 static inline __m256 exp2_8(__m256 x) {
   x = _mm256_max_ps(x, _mm256_set1_ps(-126.f));
   __m256 n = _mm256_round_ps(x, 0), f = _mm256_sub_ps(x, n);
