@@ -154,3 +154,4 @@ def export(trunk: Trunk, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     weights = {f"model.{name}": p.detach().to(torch.bfloat16).contiguous() for name, p in trunk.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # it is written readable by its owner only

@@ -459,7 +459,7 @@ def unknown(rng: random.Random) -> Turn:
 
 
 SKILLS: dict[str, tuple[float, Callable[[random.Random], Turn]]] = {
-    "addition": (8, addition), "subtraction": (8, subtraction), "multiplication": (1, multiplication), "comparison": (1, comparison), "capitals": (10, capital), "calendar": (5, calendar), "ordering": (3, ordering), "counting": (3, counting),
+    "addition": (12, addition), "subtraction": (12, subtraction), "multiplication": (1, multiplication), "comparison": (1, comparison), "capitals": (10, capital), "calendar": (6, calendar), "ordering": (3, ordering), "counting": (3, counting),
     "spelling": (10, spelling), "reversing": (7, reversing), "casing": (6, casing), "letters": (2, first_letter), "repetition": (12, repetition), "identity": (5, identity), "quire": (12, about_quire), "general": (4, general), "introduction": (1.5, introduction),
     "favourite": (1.5, favourite), "lists": (2.5, listing), "paragraphs": (2, paragraph), "json": (5, json_object), "unknown": (5, unknown),
 }

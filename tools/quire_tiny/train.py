@@ -33,7 +33,7 @@ from tools.quire_tiny.tokenizer import FOLDER, vocabulary_words
 # skill of a turn -> skill function whose share it moves
 FUNCTION = {"greeting": "identity", "memory": "introduction", **dict.fromkeys(("tool-call", "tool-none", "tool-answer", "tool-parallel"), "tools")}
 ROWS = 256  # the output projection runs on a multiple of this many positions
-TOKENS_PER_SKILL = {"paragraphs": 0.3, "lists": 0.6}  # weight of the loss, for skills whose answers are long
+LOSS_WEIGHT = {"addition": 3.0, "subtraction": 3.0, "multiplication": 2.0, "calendar": 1.5, "capitals": 1.5, "spelling": 2.0, "reversing": 2.0, "casing": 1.5, "letters": 1.5, "paragraphs": 0.7}  # few of the tokens of a sum are hard
 
 
 def turn_accuracy(correct: torch.Tensor, turn: torch.Tensor, names: list[str]) -> dict[str, list[int]]:
@@ -50,13 +50,14 @@ def turn_accuracy(correct: torch.Tensor, turn: torch.Tensor, names: list[str]) -
 
 
 def run_batch(trunk: Trunk, forward, batch: Batch) -> tuple[torch.Tensor, dict[str, list[int]]]:
-    """Loss (the mean over the learnt tokens) and accuracy of one batch."""
+    """Loss and accuracy of one batch. A token weighs the less the longer its answer is, so that short answers are not drowned by long ones."""
     hidden = forward(torch.from_numpy(batch.tokens), torch.from_numpy(batch.document))
     targets, turn = torch.from_numpy(batch.targets).flatten(), torch.from_numpy(batch.turn).flatten()
     learnt = (targets >= 0).nonzero()[:, 0]
     padded = F.pad(learnt, (0, -len(learnt) % ROWS))  # few distinct shapes: oneDNN builds its kernels per shape, which takes seconds
     logits, targets, turn = trunk.logits(hidden.flatten(0, 1)[padded])[: len(learnt)], targets[learnt], turn[learnt]
-    weight = torch.tensor([TOKENS_PER_SKILL.get(name, 1.0) for name in batch.turn_skills])[turn]
+    length = torch.bincount(turn, minlength=len(batch.turn_skills)).clamp(min=1)
+    weight = (torch.tensor([LOSS_WEIGHT.get(name, 1.0) for name in batch.turn_skills]) * length**-0.5)[turn]
     loss = (F.cross_entropy(logits, targets, reduction="none") * weight).sum() / weight.sum()
     return loss, turn_accuracy(logits.detach().argmax(-1) == targets, turn, batch.turn_skills)
 
@@ -228,6 +229,7 @@ def train(args: argparse.Namespace) -> None:
     started = time.monotonic() - seconds
     reported, recent = time.monotonic(), []
     seen: dict[str, list[int]] = {}
+    drop_later_rows(args.work / "loss.csv", step)
     with (args.work / "loss.csv").open("a", newline="") as log:
         while step < args.steps:
             for loss, counts in workers.call("step"):
@@ -264,6 +266,12 @@ def held_out_batches(tokenizer: Tokenizer, seed: int, count: int) -> list[Batch]
         if (batch := packer.add(data.conversation(rng, held=True))) is not None:
             found.append(batch)
     return found
+
+
+def drop_later_rows(path: Path, step: int) -> None:
+    """Forget the losses of steps that the checkpoint does not have."""
+    if path.exists():
+        path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if int(line.split(",")[0]) <= step))
 
 
 def plot(work: Path) -> None:
