@@ -323,18 +323,21 @@ static inline float quant_value(const Quant& q, long row, int k) {
 // The scale, a bf16, that quantizes w[0..n) best in the square, and the values. 4 bits try scales around the one that makes the largest entry -8 (which has
 // no opposite), some of which clip it; 8 bits are fine enough without a search.
 static inline float quantize_group(const float* w, int n, int bits, int8_t* q) {
-  vf most = zero(), least = zero();
-  for (int i = 0; i < n; i += 16) most = max(most, load(w + i)), least = max(least, zero() - load(w + i));
-  const float above = reduce_max(most), below = reduce_max(least), top = above >= below ? above : -below;
+  vf tops = zero();
+  for (int i = 0; i < n; i += 16) tops = max(tops, max(load(w + i), zero() - load(w + i)));
+  const float size = reduce_max(tops);
+  int first = 0;  // of the entries of that size: its sign matters
+  while (std::fabs(w[first]) < size) first++;
+  const float top = w[first];
   float best = 0;
   const vf lo = set1(bits == 8 ? -127.f : -8.f), hi = set1(bits == 8 ? 127.f : 7.f);
-  auto value = [&](int i, vf inverse) { return min(max(nearest(load(w + i) * inverse), lo), hi); };
+  auto rounded_to = [&](vf quotient) { return min(max(nearest(quotient), lo), hi); };
   if (std::fabs(top) >= 1e-30f) {
     best = to_float(to_bf16(bits == 8 ? std::fabs(top) / 127.f : -top / 8.f));
     auto error_of = [&](float scale) {
       vf sum = zero();
       for (int i = 0; i < n; i += 16) {
-        const vf e = load(w + i) - value(i, set1(1.f / scale)) * set1(scale);
+        const vf e = load(w + i) - rounded_to(load(w + i) * set1(1.f / scale)) * set1(scale);
         sum = fma(e, e, sum);
       }
       return reduce_add(sum);
@@ -345,7 +348,6 @@ static inline float quantize_group(const float* w, int n, int bits, int8_t* q) {
       if (error < fewest) fewest = error, best = scale;
     }
   }
-  const vf inverse = set1(best == 0 ? 0.f : 1.f / best);
-  for (int i = 0; i < n; i += 16) store_bytes(q + i, value(i, inverse));
+  for (int i = 0; i < n; i += 16) store_bytes(q + i, best == 0 ? zero() : rounded_to(load(w + i) / set1(best)));
   return best;
 }
