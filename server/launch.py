@@ -23,6 +23,7 @@ from importlib import metadata
 from typing import Any
 
 from configs.config import Config, ServerConfig
+from configs.sources import embedded_model
 from engine.messages import EngineStats
 from server import hub
 from server.door import Door
@@ -248,6 +249,8 @@ class Launcher:
         key = " -H 'Authorization: Bearer KEY'" if self.config.server.api_key else ""
         logger.info("""try: %s %s/v1/chat/completions -H 'Content-Type: application/json'%s -d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
                     curl, base, key)
+        if self.folder == embedded_model():
+            logger.info("this is the small model that comes with quire, for trying things out; serve another with: quire serve Qwen/Qwen3-0.6B (a Hub id or a folder)")
 
     def _on_stats(self, engine: int, stats: EngineStats) -> None:
         self.engine_stats[engine] = stats
