@@ -266,16 +266,15 @@ def test_a_rank_that_hangs(checkpoint, tmp_path):
 
 
 @pytest.fixture
-def temporary_files(monkeypatch) -> Iterator[Path]:
+def temporary_files() -> Iterator[Path]:
     """Where the processes put theirs. Not below tmp_path, which is too long for a socket."""
     with tempfile.TemporaryDirectory(prefix="q") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
 
 
 @pytest.mark.slow
 def test_a_killed_server_leaves_nothing(checkpoint, tmp_path, temporary_files):
-    with server_process(checkpoint("qwen3"), tmp_path, **TINY | {"tensor_parallel_size": 2}) as server:
+    with server_process(checkpoint("qwen3"), tmp_path, temporary=temporary_files, **TINY | {"tensor_parallel_size": 2}) as server:
         server.wait_ready()
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert len([child for child in children if child.name().startswith("quire-worker")]) == 2
@@ -288,10 +287,11 @@ def test_a_killed_server_leaves_nothing(checkpoint, tmp_path, temporary_files):
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_and_no_file_is_left(model_folder, tmp_path, temporary_files, signal_number):
-    with server_process(model_folder, tmp_path, fake="step_delay=0.02", shutdown_timeout=0.1) as server:
+    with server_process(model_folder, tmp_path, fake="step_delay=0.02", shutdown_timeout=0.1, temporary=temporary_files) as server:
         server.wait_ready()
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.stream()
+        assert list(temporary_files.iterdir())
         server.process.send_signal(signal_number)
         server.wait()
         poll(lambda: all(gone(child) for child in children), 2)

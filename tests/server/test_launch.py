@@ -33,14 +33,14 @@ sys.exit(code)
 
 
 class ServerProcess:
-    def __init__(self, folder: str, tmp_path: Path, fake: str = "", script: str = SCRIPT, **settings):
+    def __init__(self, folder: str, tmp_path: Path, fake: str = "", script: str = SCRIPT, temporary: Path | None = None, **settings):
         self.port = free_port()
         settings = {"model": folder, "port": self.port, "distributed_executor_backend": "fake", "max_model_len": "512", "served_model_name": ["m"], "log_stats_interval": 0.0,
                     "shutdown_timeout": 5.0, **settings}
         self.log_path = tmp_path / f"log-{self.port}"
         self.started = time.monotonic()
         with open(self.log_path, "w") as log:
-            self.process = subprocess.Popen([sys.executable, "-c", script, json.dumps(settings)], stderr=log, stdout=log, env=os.environ | {"QUIRE_FAKE": fake, "TMPDIR": str(tmp_path)})
+            self.process = subprocess.Popen([sys.executable, "-c", script, json.dumps(settings)], stderr=log, stdout=log, env=os.environ | {"QUIRE_FAKE": fake, "TMPDIR": str(temporary or tmp_path)})
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20.0, trust_env=False)
 
     @property

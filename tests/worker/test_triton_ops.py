@@ -1,12 +1,8 @@
 """The Triton kernels of worker/kernels/triton_ops.py under Triton's interpreter (compiled where there is a GPU) against float32 formulas."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
 pytest.importorskip("triton")
 from worker.kernels import triton_ops
 

@@ -1,12 +1,8 @@
 """The Triton sampler under Triton's interpreter (compiled where there is a GPU) against the arithmetic of `sampling_math` and a float64 distribution."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
 pytest.importorskip("triton")
 from tests.worker.test_sampler import make_batch, make_sampler
 from worker import sampling_math
