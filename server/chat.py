@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -13,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import deltas, intake, sse
-from server.errors import ApiError, BadRequest, internal_error_body
+from server.errors import BadRequest
 from server.generation import Delta, Generation
 from server.logprobs import Formatter
 from server.protocol import (
@@ -32,7 +31,6 @@ from server.protocol import (
 from server.sampling import to_sampling_params
 from server.state import ServerState
 
-logger = logging.getLogger(__name__)
 RESERVED_KWARGS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "conversation", "tokenize"})  # fields of their own
 
 
@@ -52,7 +50,7 @@ async def chat_completions(request: Request, state: ServerState) -> Response:
     chat = _Chat(body, state, answer_id, ids)
     stream = deltas.run([generation], total, predict)
     if body.stream:
-        return sse.EventStream(chat.frames(stream), state.config.server.sse_keep_alive_interval)
+        return sse.EventStream(sse.to_the_end(chat.frames(stream), chat.id), state.config.server.sse_keep_alive_interval)
     choices = await sse.unless_disconnected(request, deltas.collect(stream, body.n or 1))
     return sse.JsonResponse(chat.whole(choices))
 
@@ -139,7 +137,7 @@ class _Chat:
         return Usage.of(self.counter.num_prompt_tokens, self.counter.num_completion_tokens, self.counter.num_cached_tokens)
 
     async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        """Bytes of whole events; an error midway is an event too. Closing it aborts the generation."""
+        """Bytes of whole events. Closing it aborts the generation."""
         try:
             async for delta in stream:
                 self.counter.add(delta.index, len(delta.token_ids), delta.num_cached_tokens)
@@ -147,14 +145,8 @@ class _Chat:
                     yield frame
             if self.include_usage:
                 yield self._event([], self.usage())
-        except ApiError as error:
-            yield sse.event(error.body())
-        except Exception:
-            logger.exception("request %s failed", self.id)
-            yield sse.event(internal_error_body())
         finally:
             await stream.aclose()
-        yield sse.DONE
 
     def _frames_of(self, delta: Delta) -> bytes:
         out = b""

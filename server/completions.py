@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncGenerator
 
@@ -13,14 +12,13 @@ from starlette.responses import Response
 
 from engine.messages import TokenLogprobs
 from server import deltas, intake, sse
-from server.errors import ApiError, BadRequest, internal_error_body
+from server.errors import BadRequest
 from server.generation import Delta, Generation
 from server.logprobs import Formatter
 from server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from server.sampling import to_sampling_params
 from server.state import ServerState
 
-logger = logging.getLogger(__name__)
 MAX_CHOICES = 16384  # prompts times n
 
 
@@ -43,7 +41,7 @@ async def completions(request: Request, state: ServerState) -> Response:
     completion = _Completion(body, state, answer_id, prompts, texts)
     stream = deltas.run(generations, total, predict)
     if body.stream:
-        return sse.EventStream(completion.frames(stream), state.config.server.sse_keep_alive_interval)
+        return sse.EventStream(sse.to_the_end(completion.frames(stream), completion.id), state.config.server.sse_keep_alive_interval)
     choices = await sse.unless_disconnected(request, deltas.collect(stream, len(prompts) * (body.n or 1)))
     return sse.JsonResponse(completion.whole(choices))
 
@@ -145,7 +143,7 @@ class _Completion:
         return CompletionChoice(index, prompt_text + text, formatted, finish_reason, stop_reason, ids if self.body.return_token_ids else UNSET)
 
     async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        """Bytes of whole events; an error midway is an event too. Closing it aborts the generation."""
+        """Bytes of whole events. Closing it aborts the generation."""
         try:
             async for delta in stream:
                 self.counter.add(delta.index, 0 if self.discard_output else len(delta.token_ids), delta.num_cached_tokens)
@@ -153,14 +151,8 @@ class _Completion:
                     yield frame
             if self.include_usage:
                 yield self._event([], self.usage())
-        except ApiError as error:
-            yield sse.event(error.body())
-        except Exception:
-            logger.exception("request %s failed", self.id)
-            yield sse.event(internal_error_body())
         finally:
             await stream.aclose()
-        yield sse.DONE
 
     def _frame(self, delta: Delta) -> bytes:
         body = self.body

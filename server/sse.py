@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar
 
@@ -10,6 +11,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from server.errors import ApiError, internal_error_body
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -20,6 +25,21 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 def event(data: bytes) -> bytes:
     """One event out of JSON, which has no raw line breaks."""
     return b"data: " + data + b"\n\n"
+
+
+async def to_the_end(frames: AsyncGenerator[bytes, None], request_id: str) -> AsyncGenerator[bytes, None]:
+    """`frames`, then DONE. An error midway is an event too: the status has been sent. Closing it closes `frames`."""
+    try:
+        async for frame in frames:
+            yield frame
+    except ApiError as error:
+        yield event(error.body())
+    except Exception:
+        logger.exception("request %s failed", request_id)
+        yield event(internal_error_body())
+    finally:
+        await frames.aclose()
+    yield DONE
 
 
 class EventStream(Response):

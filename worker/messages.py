@@ -52,7 +52,6 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     num_prompt_tokens: int
     block_ids: list[int]  # all blocks it has, those of this step included
     sampling: SamplingParams
-    lora_id: int = 0
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
