@@ -1,0 +1,68 @@
+"""Write a model of real shapes with random bfloat16 weights and a tokenizer, for servers that need a folder (quire itself has `--load-format dummy`).
+
+    python benchmarks/make_model.py {qwen3-0.6b,llama-1b,qwen3-4b} OUT_DIR
+
+The text that such a model writes means nothing; its speed is that of the real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+
+_COMMON = {"bos_token_id": 0, "eos_token_id": 0, "head_dim": 128, "num_key_value_heads": 8, "tie_word_embeddings": True}
+SHAPES: dict[str, PreTrainedConfig] = {
+    "qwen3-0.6b": Qwen3Config(**_COMMON, vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, max_position_embeddings=40960, rms_norm_eps=1e-6),
+    "llama-1b": LlamaConfig(**_COMMON | {"head_dim": 64}, vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, max_position_embeddings=131072, rms_norm_eps=1e-5),
+    "qwen3-4b": Qwen3Config(**_COMMON, vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, max_position_embeddings=40960, rms_norm_eps=1e-6),
+}
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def write_weights(config: PreTrainedConfig, folder: Path) -> None:
+    """Norms are 1 and matrices are Gaussian of the config's initializer range, drawn in place: no second copy of the model is ever in memory."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.ones_(parameter)
+        else:
+            torch.nn.init.normal_(parameter, std=config.initializer_range)
+    model.tie_weights()
+    model.save_pretrained(folder, max_shard_size="4GB")
+
+
+def write_tokenizer(vocab_size: int, folder: Path) -> None:
+    """Byte-level BPE trained on Python's standard library, filled up so that every id of the model is some text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=32000, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train([str(path) for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))], trainer)
+    spec = json.loads(tokenizer.to_str())
+    vocab = spec["model"]["vocab"]
+    vocab |= {f"~{i}": i for i in range(len(vocab), vocab_size)}
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)), eos_token=SPECIAL[0], bos_token=SPECIAL[0], pad_token=SPECIAL[0])
+    fast.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    fast.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("output", type=Path)
+    arguments = parser.parse_args()
+    config = SHAPES[arguments.shape]
+    write_weights(config, arguments.output)
+    write_tokenizer(config.vocab_size, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Convert a folder that `make_model.py` wrote for llama.cpp, with llama.cpp's own converter.
+
+    python benchmarks/to_gguf.py LLAMA_CPP_DIR MODEL_DIR OUT.gguf        (bf16; `llama-quantize` makes Q8_0 and Q4_0 of it)
+
+The converter refuses tokenizers that it does not know by their hash. Ours splits text as GPT-2 does, which is what it is told here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main(llama_cpp: str, model: str, output: str) -> None:
+    sys.path.insert(0, str(Path(llama_cpp).resolve()))
+    import convert_hf_to_gguf
+    from conversion import base
+
+    base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", output, "--outtype", "bf16"]
+    convert_hf_to_gguf.main()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])
