@@ -91,6 +91,7 @@ class ServerConfig:
 
     host: str = opt("127.0.0.1", "address to listen on", everyday=True)
     port: int = opt(8000, "port to listen on (0: any free one)", everyday=True, minimum=0, maximum=65535)
+    api_server_count: int = opt(1, "frontend processes that share the port, for loads that keep one busy with tokenizing", everyday=True, minimum=1)
     uds: str | None = opt(None, "listen on this Unix domain socket instead of host and port")
     served_model_name: list[str] = opt([], "names the API answers to; the first is the one in responses (default: the model as given)", everyday=True, repeat=True)
     api_key: list[str] = opt([], "accepted API keys", everyday=True, repeat=True, secret=True)

@@ -144,11 +144,15 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
+    """Prometheus text, of all frontends."""
     state = request.app.state.server
     if state.metrics is None:
         state.require_ready()
-    return Response(state.metrics.render(), media_type=METRICS_TYPE)
+    try:
+        page = state.metrics.render() if state.scrape is None else await state.scrape()
+    except TimeoutError:
+        raise Unavailable("The other frontends did not say in time what they have counted.") from None
+    return Response(page, media_type=METRICS_TYPE)
 
 
 async def server_info(request: Request) -> Response:
@@ -156,7 +160,7 @@ async def server_info(request: Request) -> Response:
     state = request.app.state.server
     return JsonResponse({"version": state.version, "system_fingerprint": state.system_fingerprint, "models": state.names, "health": state.health(),
                          "config": _shown(state.config), "engine": state.ready and {"steps_in_flight": state.ready.depth} | msgspec.to_builtins(state.ready.worker),
-                         "sampling_defaults": state.model and state.model.sampling_defaults, "num_requests_in_flight": state.num_in_flight})
+                         "sampling_defaults": state.model and state.model.sampling_defaults, "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere})
 
 
 def _shown(config: Config) -> dict[str, Any]:

@@ -144,6 +144,7 @@ class EngineClient:
         self.progress: Progress | None = None
         self.dead: str | None = None
         self.num_messages = 0  # received, from all engines
+        self.num_elsewhere = 0  # open requests that other servers have at the engine, as far as we were told
         self._on_stats = on_stats
         self._on_progress = on_progress
         self._open: dict[str, _Open] = {}  # in order of arrival
@@ -236,6 +237,11 @@ class EngineClient:
     def num_open(self) -> int:
         """Requests without their last output, each of n choices counting."""
         return len(self._open)
+
+    @property
+    def load(self) -> int:
+        """Open requests of the engine: ours, and those of other servers."""
+        return self.num_open + self.num_elsewhere
 
     def generate(self, request: AddRequest, *siblings: AddRequest) -> OutputStream:
         """Send a request, or the n choices of one; all outputs come through the one stream. Waits with sending while there is no engine.

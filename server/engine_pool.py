@@ -38,9 +38,13 @@ class EnginePool:
     def num_open(self) -> int:
         return sum(client.num_open for client in self.clients)
 
+    @property
+    def load(self) -> int:
+        return sum(client.load for client in self.clients)
+
     def generate(self, request: AddRequest, *siblings: AddRequest) -> OutputStream:
         """To the engine that has most of the prompt cached, unless it is much busier than others. The n choices of a request stay together."""
-        loads = [client.num_open if client.ready is not None else None for client in self.clients]
+        loads = [client.load if client.ready is not None else None for client in self.clients]
         return self.clients[self.router.choose(request.prompt_token_ids, request.cache_salt, loads)].generate(request, *siblings)
 
     def forget(self, engine: int) -> None:

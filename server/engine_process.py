@@ -31,8 +31,7 @@ class EngineProcess:
 
     def start(self) -> None:
         """Returns at once; the engine binds `address` before it loads anything. It gets a process group of its own, so that Ctrl-C reaches only us."""
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+        environment = python_environment()
         if self.config.parallel.data_parallel_size > 1:
             environment["CUDA_VISIBLE_DEVICES"] = _devices(self.config, self.index, environment.get("CUDA_VISIBLE_DEVICES"))
         # -P: no module of the current folder may stand in for one of ours
@@ -77,6 +76,11 @@ class EngineProcess:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def python_environment() -> dict[str, str]:
+    """Ours, for a child that imports our modules."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def _devices(config: Config, index: int, visible: str | None) -> str:

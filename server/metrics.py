@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -48,6 +49,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
+    def add(self, counts: list[int], total: float) -> None:
+        """The observations of another one with the same bounds."""
+        self.counts = [ours + theirs for ours, theirs in zip(self.counts, counts, strict=True)]
+        self.total += total
+
     def buckets(self) -> list[tuple[str, int]]:
         """(upper bound, observations up to it), as Prometheus wants them."""
         cumulative, rows = 0, []
@@ -57,6 +63,15 @@ class Histogram:
         return rows
 
 
+class Counts(msgspec.Struct, frozen=True, array_like=True):
+    """What a `Metrics` has counted, for adding to another one's."""
+
+    counters: dict[str, float]
+    finished: dict[str, int]
+    http: list[tuple[tuple[str, str, str], int]]
+    histograms: dict[str, tuple[list[int], float]]  # counts per bucket, total
+
+
 class Metrics(Collector):
     """The metrics of one engine. Written by the event loop alone; `render` may be called from anywhere.
 
@@ -64,6 +79,7 @@ class Metrics(Collector):
     """
 
     def __init__(self, model_name: str, max_model_len: int, vllm_names: bool = True, engine: int = 0):
+        self._made_of = (model_name, max_model_len, vllm_names, engine)
         self._labels = {"model_name": model_name, "engine": str(engine)}
         self._prefixes = ("quire:", "vllm:") if vllm_names else ("quire:",)
         self._stats = EngineStats()
@@ -152,6 +168,32 @@ class Metrics(Collector):
     def set_cache_config(self, **fields: Any) -> None:
         """Published as labels of `cache_config_info`: the settings of the KV cache and what they came to (`num_gpu_blocks`, `block_size`)."""
         self._cache_config = {name: str(value) for name, value in fields.items()}
+
+    # ---- several as one
+
+    def counts(self) -> Counts:
+        """All but the gauges, until now."""
+        return Counts(dict(self._counters), dict(self._finished), list(self._http.items()),
+                      {name: (list(histogram.counts), histogram.total) for name, histogram in self._histograms.items()})
+
+    def add(self, counts: Counts) -> None:
+        """What was counted elsewhere, for the same model."""
+        for name, count in counts.counters.items():
+            self._counters[name] += count
+        for reason, count in counts.finished.items():
+            self._finished[reason] += count
+        for key, count in counts.http:
+            self._http[key] = self._http.get(key, 0) + count
+        for name, (buckets, total) in counts.histograms.items():
+            self._histograms[name].add(buckets, total)
+
+    def plus(self, others: Iterable[Counts]) -> Metrics:
+        """A new one with our gauges, and our counts and all of theirs."""
+        result = Metrics(*self._made_of)
+        result._stats, result._cache_config = self._stats, self._cache_config
+        for counts in (self.counts(), *others):
+            result.add(counts)
+        return result
 
     # ---- publishing
 

@@ -1,9 +1,10 @@
-"""What the routes know about the server: phase of its life, the served model, and the engine client. Written by `launch.py` alone."""
+"""What the routes know about the server: phase of its life, the served model, and the engine client. Written by `frontend.py`, `launch.py` and `fleet_member.py` alone."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,8 @@ class ServerState:
     draining: bool = False
     failure: str | None = None  # why the engine is gone for good
     num_in_flight: int = 0  # HTTP requests being answered, probes aside
+    num_in_flight_elsewhere: int = 0  # by other frontends, as we were last told
+    scrape: Callable[[], Awaitable[bytes]] | None = None  # asks for the metrics of all frontends, where there are several; raises TimeoutError
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while num_in_flight is 0
 
     def __post_init__(self) -> None:
@@ -90,11 +93,11 @@ class ServerState:
         return self.model
 
     def require_room(self) -> None:
-        """Raises Unavailable when --max-num-queued-reqs requests wait already. The server's own count covers what the engine has not reported yet."""
+        """Raises Unavailable when --max-num-queued-reqs requests wait already. The servers' own count covers what the engine has not reported yet."""
         limit = self.config.server.max_num_queued_reqs
         if limit is None:
             return
-        num_waiting = max(self.client.num_open - (self.ready.worker.max_num_seqs if self.ready else 0), min(self.stats.num_waiting, self.client.num_open))
+        num_waiting = max(self.client.load - (self.ready.worker.max_num_seqs if self.ready else 0), min(self.stats.num_waiting, self.client.load))
         if num_waiting >= limit:
             raise Unavailable(f"{num_waiting} requests are waiting already, and the limit is {limit}.", retry_after=1)
 

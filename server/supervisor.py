@@ -42,7 +42,7 @@ class Supervisor:
         while True:
             ended = in_thread(self.engine.wait)
             await self._serve(ended)
-            reason = self.hung or self.client.dead or _describe(ended.result())
+            reason = self.hung or self.client.dead or describe_exit(ended.result())
             self.client.on_dead(reason)
             self.on_death()
             self.engine.kill()  # its workers, if any outlived it
@@ -111,7 +111,7 @@ class Supervisor:
             raise EngineFailed(f"{reason}; it could not be started again {MAX_DEATHS} times in a row")
 
 
-def _describe(code: int) -> str:
+def describe_exit(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     try:

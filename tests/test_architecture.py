@@ -121,7 +121,7 @@ def test_no_module_is_named_like_a_third_party_package():
     assert not {module.rpartition(".")[2] for module in MODULES} & {"tokenizers", "queue", "torch", "openai"}
 
 
-@pytest.mark.parametrize("module", ["configs.cli", "configs.config", "engine.messages", "worker.messages", "server.app", "server.launch", "server.offline", "server.console", "server.bench.main"])
+@pytest.mark.parametrize("module", ["configs.cli", "configs.config", "engine.messages", "worker.messages", "server.app", "server.launch", "server.fleet", "server.fleet_member", "server.offline", "server.console", "server.bench.main"])
 def test_light_modules_load_no_torch(module):
     code = f"import importlib, sys; importlib.import_module({module!r}); print(*sorted(m for m in sys.modules if m.partition('.')[0] in ('torch', 'transformers')))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,0 +1,48 @@
+"""Messages over a stream socket between two event loops, each behind its length (4 bytes, big-endian)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import msgspec
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Channel:
+    """One end. `receives` is the union of messages that arrive here."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any):
+        self._reader, self._writer = reader, writer
+        self._decode = msgspec.msgpack.Decoder(receives).decode
+
+    @classmethod
+    async def open(cls, end: socket.socket, receives: Any) -> Channel:
+        """Takes over the socket."""
+        return cls(*await asyncio.open_connection(sock=end), receives)
+
+    def send(self, message: Any) -> None:
+        """Queue a message. Nothing happens when the other end is gone: `receive` says so."""
+        if not self._writer.is_closing():
+            data = _encode(message)
+            self._writer.write(len(data).to_bytes(4, "big") + data)
+
+    async def receive(self) -> Any:
+        """The next message, or None when the other end is gone."""
+        try:
+            size = int.from_bytes(await self._reader.readexactly(4), "big")
+            return self._decode(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    async def flush(self) -> None:
+        """Until what was sent is on its way."""
+        try:
+            await self._writer.drain()
+        except ConnectionError:
+            return
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,129 @@
+"""What the parent of several frontend processes and each of them tell each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+from configs.config import Config
+from server.metrics import Counts
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
+    pass
+
+
+# ---- parent -> frontend
+
+
+class Start(_Message):
+    """The first message. `index` is the frontend's number."""
+
+    config: Config
+    index: int
+
+
+class Phase(_Message):
+    """How far the start is, until an engine can be asked."""
+
+    phase: str
+    fraction: float
+
+
+class Load(_Message):
+    """Both folders are on this machine now; answered by `Loaded` or `CannotStart`."""
+
+    model_folder: str
+    tokenizer_folder: str
+
+
+class Engine(_Message):
+    """An engine was started: connect to it."""
+
+    index: int
+    address: str
+
+
+class EngineGone(_Message):
+    """That engine's process has ended. Its requests wait for the next one."""
+
+    index: int
+    reason: str
+
+
+class Elsewhere(_Message):
+    """What the other frontends have: open requests of each engine, and HTTP requests being answered."""
+
+    num_open: list[int]
+    num_in_flight: int
+
+
+class Collect(_Message):
+    """Answered by `Snapshot`."""
+
+    number: int
+
+
+class Page(_Message):
+    """The answer to `Scrape`."""
+
+    number: int
+    text: bytes
+
+
+class Drain(_Message):
+    """Refuse new requests, let running ones finish within `shutdown_timeout`, end the rest; then say `Drained`."""
+
+
+class Fail(_Message):
+    """There will be no engine any more: end every request with an error; then say `Drained`."""
+
+    reason: str
+
+
+class End(_Message):
+    """Stop serving, and exit."""
+
+
+# ---- frontend -> parent
+
+
+class Loaded(_Message):
+    """The tokenizer is there."""
+
+
+class CannotStart(_Message):
+    """What the user has to correct."""
+
+    reason: str
+
+
+class Opened(_Message):
+    """Serves clients, for the first time."""
+
+
+class Busy(_Message):
+    """How much is open here, when that has changed. As in `Elsewhere`."""
+
+    num_open: list[int]
+    num_in_flight: int
+
+
+class Snapshot(_Message):
+    """What was counted here until now, by engine. `number` is that of the `Collect`, or 0 for one that was not asked for."""
+
+    number: int
+    counts: list[Counts]
+
+
+class Scrape(_Message):
+    """Somebody wants the metrics of all frontends: answered by `Page`."""
+
+    number: int
+
+
+class Drained(_Message):
+    """No request is left here."""
+
+
+ToFrontend = Start | Phase | Load | Engine | EngineGone | Elsewhere | Collect | Page | Drain | Fail | End
+FromFrontend = Loaded | CannotStart | Opened | Busy | Snapshot | Scrape | Drained
