@@ -1,6 +1,6 @@
 """Processes die under load, and no client notices more than a pause: every text is the one of an undisturbed run.
 
-RECOVERY_ROUNDS and RECOVERY_STREAMS make the rounds of deaths longer than the suite's: 20 and 32 are the figures to hold before a release.
+The suite has a few rounds of deaths for each way to place the processes. Before a release: RECOVERY_ROUNDS=20 python -m pytest tests/test_recovery.py -k test_deaths
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from server.launch import serve
 supervisor.DEATH_WINDOW = 0.0
 sys.exit(serve(Config.from_flat(**json.loads(sys.argv[1]))))
 """
-ROUNDS, STREAMS = int(os.environ.get("RECOVERY_ROUNDS", 2)), int(os.environ.get("RECOVERY_STREAMS", 8))
+ROUNDS = int(os.environ["RECOVERY_ROUNDS"]) if "RECOVERY_ROUNDS" in os.environ else None
+STREAMS = 32
 TINY = {"device": "cpu", "dtype": "float32", "distributed_executor_backend": None, "max_num_seqs": 32, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 2048, "num_threads": 1}  # prompts take several steps
 
 # What clients do, in turn (the fake executor heeds the seed of greedy ones, too): seeded and greedy, streams and whole answers, several choices, log-probabilities, penalties.
@@ -138,7 +139,7 @@ def wait_for_death(server: ServerProcess, engine: psutil.Process, serving: bool)
 
 
 def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, seed: int) -> None:
-    """Rounds of deaths at random moments: of the engine or one of its workers, sometimes again while the next one loads."""
+    """Rounds of deaths at random moments: of one of the engine's workers, where it has any, and of the engine in turn, sometimes again while the next one loads."""
     rng = random.Random(seed)
     bodies = [request_body(number, num_tokens) for number in range(streams)]
     expected, duration = crowd(server, bodies)
@@ -146,7 +147,8 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
     for number in range(rounds):
         alive = engines(server)
         engine = rng.choice(alive)
-        victim = rng.choice([engine, *(child for child in engine.children() if child.name().startswith("quire-worker"))])
+        workers = [child for child in engine.children() if child.name().startswith("quire-worker")]
+        victim = rng.choice(workers) if workers and number % 2 == 0 else engine
         how = rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
         twice = number % 3 == 1
 
@@ -167,17 +169,42 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
 
 def test_deaths_without_a_model(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, fake="step_delay=0.01", script=SCRIPT) as server:
-        survive(server.wait_ready(), 2 * ROUNDS, 4 * STREAMS, num_tokens=100, seed=1)
+        survive(server.wait_ready(), ROUNDS or 4, 4 * STREAMS, num_tokens=100, seed=1)
+
+
+PLACEMENTS = {"uniproc": {}, "tp2": {"tensor_parallel_size": 2}, "pp2": {"pipeline_parallel_size": 2}, "dp2": {"data_parallel_size": 2},
+              "mp": {"distributed_executor_backend": "mp"}, "api2": {"api_server_count": 2}, "dp2-api2": {"data_parallel_size": 2, "api_server_count": 2}}
+SUITE_ROUNDS = {"uniproc": 2, "tp2": 2, "pp2": 1, "dp2": 1}  # every start costs seconds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", [{}, {"distributed_executor_backend": "mp"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2},
-                                       {"data_parallel_size": 2}], ids=["uniproc", "mp", "tp2", "pp2", "dp2"])
-def test_deaths(checkpoint, tmp_path, placement):
-    if placement and "RECOVERY_ROUNDS" not in os.environ:
-        pytest.skip("every start takes several processes: set RECOVERY_ROUNDS")
-    with server_process(checkpoint("qwen3"), tmp_path, script=SCRIPT, **TINY | placement) as server:
-        survive(server.wait_ready(), ROUNDS, STREAMS, num_tokens=150, seed=2)
+@pytest.mark.timeout(300 + 90 * (ROUNDS or 0))
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_deaths(checkpoint, tmp_path, name):
+    rounds = ROUNDS or SUITE_ROUNDS.get(name)
+    if rounds is None:
+        pytest.skip("much like the others: set RECOVERY_ROUNDS")
+    with server_process(checkpoint("qwen3"), tmp_path, script=SCRIPT, **TINY | PLACEMENTS[name]) as server:
+        survive(server.wait_ready(), rounds, STREAMS, num_tokens=150 if ROUNDS else 60, seed=2)
+
+
+def test_an_engine_killed_again_while_it_starts(model_folder, tmp_path):
+    """Two deaths of three in a minute; the second is no death at start, which only the first engine has."""
+    with server_process(model_folder, tmp_path, fake="load_delay=1,step_delay=0.01") as server:
+        first = server.wait_ready().engine()
+        bodies = [request_body(number, 60) for number in range(4)]
+        expected, _ = crowd(server, bodies)
+
+        def disturb() -> None:
+            first.kill()
+            second = poll(lambda: [engine for engine in engines(server) if engine.pid != first.pid])[0]
+            poll(lambda: server.http.get("/health").json().get("phase") == "loading weights")
+            second.kill()
+
+        answers, _ = crowd(server, bodies, disturb, after=0.2)
+        check(answers, expected)
+        server.wait_ready()
+        assert server.log.count("the engine died (signal SIGKILL)") == 2 and server.log.count("is ready again") == 1
 
 
 def test_requests_that_come_while_the_engine_is_replaced_wait(model_folder, tmp_path):

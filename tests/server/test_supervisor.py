@@ -1,0 +1,190 @@
+"""When an engine is started again, and when that is given up. Deaths are scripted: no process, no waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from configs.config import Config
+from engine.messages import Ready
+from server import supervisor as module
+from server.engine_client import EngineUnavailable
+from server.supervisor import EngineFailed, Supervisor
+from tests.server.fake_engine import ready
+
+
+class ScriptedEngine:
+    """An engine process that ends when the test says so."""
+
+    def __init__(self, config: Config, index: int = 0):
+        self.index, self.address = index, "ipc://nowhere"
+        self._ended = threading.Event()
+        made.append(self)
+
+    def start(self) -> None:
+        return
+
+    def wait(self) -> int:
+        self._ended.wait()
+        return -9
+
+    def kill(self) -> None:
+        self._ended.set()
+
+
+made: list[ScriptedEngine] = []
+
+
+class Client:
+    """What a Supervisor needs of an `EngineClient`."""
+
+    def __init__(self):
+        self.dead, self.num_messages, self.num_open, self.progress = None, 0, 0, None
+        self.connected = asyncio.Event()
+        self.ready: Ready | None = None
+        self._changed = asyncio.Event()
+
+    async def connect(self, address: str) -> None:
+        self.ready = self.dead = None
+        self.connected.set()
+
+    async def wait_ready(self) -> Ready:
+        while self.ready is None:
+            if self.dead is not None:
+                raise EngineUnavailable(self.dead)
+            self._changed.clear()
+            await self._changed.wait()
+        return self.ready
+
+    def on_dead(self, reason: str) -> None:
+        self.ready = None
+
+    def come_up(self) -> None:
+        self.ready = ready()
+        self._changed.set()
+
+
+class Watched:
+    """A Supervisor at work: `await up()` and `await die()` say what its present engine does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, index: int = 0):
+        monkeypatch.setattr(module, "EngineProcess", ScriptedEngine)
+        self.num_ready = self.num_deaths = 0
+        self.client = Client()
+        self.supervisor = Supervisor(Config(), ScriptedEngine(Config(), index), self.client, self._on_ready, self._on_death)
+        self.task = asyncio.create_task(self.supervisor.run())
+
+    def _on_ready(self) -> None:
+        self.num_ready += 1
+
+    def _on_death(self) -> None:
+        self.num_deaths += 1
+
+    async def up(self) -> None:
+        await self.client.connected.wait()
+        count = self.num_ready
+        self.client.come_up()
+        while self.num_ready == count:
+            await asyncio.sleep(0.001)
+
+    async def die(self) -> None:
+        """Returns once there is a new engine, or none."""
+        await self.client.connected.wait()
+        self.client.connected.clear()
+        self.supervisor.engine.kill()
+        connected = asyncio.create_task(self.client.connected.wait())
+        await asyncio.wait({connected, self.task}, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        connected.cancel()
+
+    async def end(self) -> None:
+        self.task.cancel()
+        self.supervisor.engine.kill()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def asynchronous(test):
+    """Run an async test to its end, at most 30 s."""
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    made.clear()
+    yield
+    for engine in made:
+        engine.kill()
+
+
+@asynchronous
+async def test_a_death_at_the_first_start_is_final(monkeypatch):
+    watched = Watched(monkeypatch)
+    await watched.die()
+    with pytest.raises(EngineFailed, match=r"^signal SIGKILL$"):
+        await watched.task
+    assert len(made) == 1
+
+
+@asynchronous
+async def test_a_death_during_a_later_start_is_one_of_three(monkeypatch):
+    """It is no death at start: that is the first one's. The second engine may die before it is ready, the third may not."""
+    watched = Watched(monkeypatch)
+    await watched.up()
+    await watched.die()
+    await watched.die()
+    assert not watched.task.done() and len(made) == 3 and watched.num_deaths == 2
+    await watched.up()
+    await watched.die()
+    with pytest.raises(EngineFailed, match="died 3 times within 60 seconds"):
+        await watched.task
+
+
+@asynchronous
+async def test_each_engine_has_its_own_three(monkeypatch):
+    """Of several, each dies twice: all go on."""
+    several = [Watched(monkeypatch, index) for index in range(3)]
+    for watched in several:
+        await watched.up()
+    for _ in range(2):
+        for watched in several:
+            await watched.die()
+            await watched.up()
+    assert not any(watched.task.done() for watched in several) and [engine.index for engine in made].count(1) == 3
+    for watched in several:
+        await watched.end()
+
+
+@asynchronous
+async def test_deaths_that_are_long_past_do_not_count(monkeypatch):
+    watched, now = Watched(monkeypatch), 1000.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    for _ in range(6):
+        await watched.up()
+        await watched.die()
+        now += 31.0
+    assert not watched.task.done()
+    await watched.end()
+
+
+@asynchronous
+async def test_three_starts_in_a_row_that_fail(monkeypatch):
+    """However far apart. What a test does that kills an engine again and again before it is ready, because another engine answers for it meanwhile."""
+    monkeypatch.setattr(module, "DEATH_WINDOW", 0.0)
+    watched = Watched(monkeypatch)
+    await watched.up()
+    for _ in range(3):  # the ready one, and two that were not
+        await watched.die()
+    assert not watched.task.done()
+    await watched.up()
+    for _ in range(3):
+        await watched.die()
+    assert not watched.task.done()
+    await watched.die()
+    with pytest.raises(EngineFailed, match="could not be started again 3 times in a row"):
+        await watched.task
