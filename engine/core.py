@@ -37,7 +37,7 @@ from engine.messages import (
     StepOutputs,
     ToEngine,
 )
-from engine.process import dump_stacks_on, on_eof, set_name, start_logging, wake_on_signals
+from engine.process import dump_stacks_on, kill_descendants, on_eof, set_name, start_logging, wake_on_signals
 from engine.scheduler import Outputs, Scheduler, Step
 
 logger = logging.getLogger(__name__)
@@ -219,10 +219,9 @@ class EngineCore:
     def kill(self) -> None:
         """End this process, and all that it started, at once, from any thread: the parent is gone, and cannot tidy up either."""
         self.socket.unlink()
+        kill_descendants()
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
-        if self.executor:
-            self.executor.kill()
         os._exit(1)
 
 
@@ -266,6 +265,7 @@ def main() -> None:
         core.die(error)
         if core.executor:
             core.executor.kill()  # not `shutdown`, which waits: a rank may wait for one that is dead, a thread for a device that is
+        kill_descendants()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         socket.close()

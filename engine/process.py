@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import logging
@@ -25,6 +26,22 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends. Linux only: elsewhere EOF on the pipe does it, between steps."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def kill_descendants() -> None:
+    """SIGKILL every process below this one, also in groups and sessions of its own: a Ray cluster that was started here has such, and its workers notice the end of
+    their parents only after seconds. Linux only."""
+    children: dict[int, list[int]] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else []):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # it may end meanwhile
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(pid))
+    below = [os.getpid()]
+    for pid in below:  # grows: all are known before the first is killed, whose children would get another parent
+        below += children.get(pid, [])
+    for pid in below[1:]:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def dump_stacks_on(number: signal.Signals) -> None:

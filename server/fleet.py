@@ -129,13 +129,14 @@ class Fleet:
     def __init__(self, config: Config, listener: socket.socket, on_open: Callable[[Ready], None]):
         self.config, self.on_open = config, on_open
         count, num_engines = config.server.api_server_count, config.parallel.data_parallel_size
-        self.members = [FrontendProcess(index, socket, num_engines) for index, socket in enumerate(share(listener, count))]
+        self.members = [FrontendProcess(index, one, num_engines) for index, one in enumerate(share(listener, count))]
         self.addresses: list[str | None] = [None] * num_engines  # of the living engines
         self.phase: Phase | None = None
         self.load: Load | None = None
         self.metrics: Any = None  # of the engines, and of frontends that are no more
         self.ending = False
-        self._client: Any = None
+        self._client: Any = None  # of all engines, without requests
+        self._ready: Ready | None = None  # what they said when all were up for the first time
         self._refusals: asyncio.Queue[str] = asyncio.Queue()  # what frontends say cannot be started
         self._collections: dict[int, tuple[set[int], asyncio.Event]] = {}  # members that have not answered yet
         self._numbers = itertools.count(1)
@@ -252,8 +253,9 @@ class Fleet:
 
     def open(self) -> None:
         """Called when an engine is up. The frontends see for themselves."""
-        if self.metrics is None and self._client.ready is not None:
-            self.metrics = make_metrics(self.config, (self.config.server.served_model_name or [self.config.model.model])[0], self._client.ready.worker)
+        if self._ready is None and self._client.ready is not None:
+            self._ready = self._client.ready
+            self.metrics = make_metrics(self.config, (self.config.server.served_model_name or [self.config.model.model])[0], self._ready.worker)
             self._announce_when_open()
 
     def _note_opened(self, member: FrontendProcess) -> None:
@@ -263,8 +265,8 @@ class Fleet:
             self._announce_when_open()
 
     def _announce_when_open(self) -> None:
-        if self.metrics is not None and all(member.opened.is_set() for member in self.members):
-            self.on_open(self._client.ready)
+        if self._ready is not None and all(member.opened.is_set() for member in self.members):
+            self.on_open(self._ready)
 
     # ---- life
 

@@ -156,7 +156,7 @@ def preview(config: Config) -> WorkerReady:
     spec = read_model_spec(config.model.model)
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     num_ranks = tp * pp * config.parallel.data_parallel_size
-    started = platform.start(config.device.num_threads, num_ranks, config.device.deterministic)
+    started = platform.start(config.device.num_threads, num_ranks, config.device.deterministic, config.server.api_server_count)
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(num_ranks)
     plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,

@@ -46,10 +46,10 @@ class Platform(ABC):
         return DTYPES[name], "the checkpoint's own" if requested == "auto" else "as asked"
 
     @abstractmethod
-    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False) -> list[tuple[str, str, str]]:
+    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1) -> list[tuple[str, str, str]]:
         """Make the device ready for this process. Returns (setting, value, reason) of what was chosen.
 
-        `wait_for_kernels` compiles missing native kernels first, instead of in the background. Raises ValueError when that fails.
+        `world_size` ranks and `num_frontends` frontend processes share the machine. `wait_for_kernels` compiles missing native kernels first, instead of in the background. Raises ValueError when that fails.
         """
 
     @abstractmethod
@@ -107,8 +107,8 @@ class CpuPlatform(Platform):
             return torch.bfloat16, "float16 is slow and overflows easily on CPU; bfloat16 has its size and float32's range"
         return dtype, reason
 
-    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False) -> list[tuple[str, str, str]]:
-        threads, reason = _num_threads(num_threads, world_size)
+    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1) -> list[tuple[str, str, str]]:
+        threads, reason = _num_threads(num_threads, world_size, num_frontends)
         torch.set_num_threads(threads)
         try:
             KERNELS.load(background=not wait_for_kernels)
@@ -135,13 +135,15 @@ class CpuPlatform(Platform):
 _PASSED = Event()
 
 
-def _num_threads(asked: int | None, world_size: int) -> tuple[int, str]:
+def _num_threads(asked: int | None, world_size: int, num_frontends: int = 1) -> tuple[int, str]:
+    """Several frontends are there because they are busy, and get a core each; the only one works while the ranks rest between steps."""
     if asked:
         return asked, "as asked"
     if (variable := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         return max(int(variable), 1), "OMP_NUM_THREADS"
-    shared = f", shared by {world_size} ranks" if world_size > 1 else ""
-    return max(host.num_cores() // world_size, 1), "the cores this process may use" + shared
+    reserved = num_frontends if num_frontends > 1 else 0
+    shared = (f", less {reserved} for the frontends" if reserved else "") + (f", shared by {world_size} ranks" if world_size > 1 else "")
+    return max((host.num_cores() - reserved) // world_size, 1), "the cores this process may use" + shared
 
 
 class CudaPlatform(Platform):
@@ -171,7 +173,7 @@ class CudaPlatform(Platform):
             return 1024, 8192, f"default for a GPU of {gib:.0f} GiB"
         return 256, 2048, f"default for a GPU of {gib:.0f} GiB"
 
-    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False) -> list[tuple[str, str, str]]:
+    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1) -> list[tuple[str, str, str]]:
         torch.cuda.set_device(self.device)
         self._copies = torch.cuda.Stream(self.device)
         self._copying = False

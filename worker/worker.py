@@ -54,7 +54,7 @@ class Worker:
         config = self.config
         platform = get_platform(config.device.device, self.local_rank)
         num_ranks = self.local_size * config.parallel.data_parallel_size  # on this machine
-        threads = platform.start(config.device.num_threads, num_ranks, config.device.deterministic)
+        threads = platform.start(config.device.num_threads, num_ranks, config.device.deterministic, config.server.api_server_count)
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model)
         parallel = config.parallel

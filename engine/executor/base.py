@@ -40,7 +40,7 @@ class Executor(ABC):
         """End the workers; waits for them."""
 
     def kill(self) -> None:
-        """End worker processes at once. Called from another thread just before this process exits."""
+        """End worker processes at once, just before this process exits."""
         return
 
     def sentinels(self) -> list[int]:

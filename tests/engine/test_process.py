@@ -190,3 +190,30 @@ def test_a_failing_step_is_the_end_of_the_engine(start, depth):
     assert [t for message in outputs for output in message.outputs for t in output.new_token_ids] == expected_tokens([1], SamplingParams(max_tokens=2), 4096, VOCAB)
     assert engine.wait()[0] == 1
     assert engine.process.stderr.read().count(b"the engine failed") == 1
+
+
+def test_descendants_are_killed_whatever_their_session():
+    """As those of a Ray cluster: a child in a session of its own, and its child in another."""
+    code = """
+import subprocess, sys, time
+from engine.process import kill_descendants
+sleeper = "import time; print(1, flush=True); time.sleep(100)"
+middle = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True); time.sleep(100)"
+child = subprocess.Popen([sys.executable, "-c", middle], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+print("there", flush=True)
+sys.stdin.readline()
+kill_descendants()
+print(child.wait(), flush=True)
+sys.stdin.readline()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "there\n"
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert len(below) == 2
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == f"-{int(signal.SIGKILL)}\n" and process.poll() is None
+        psutil.wait_procs(below, timeout=10)
+        assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in below)
+        process.stdin.close()

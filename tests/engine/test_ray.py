@@ -6,10 +6,13 @@ import os
 import select
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.engine.test_parallel import PROMPTS, SAMPLING, SETTINGS, alone
 from tests.in_process import InProcessEngine
+from tests.server.conftest import poll
+from tests.server.test_launch import gone, server_process
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
 pytestmark = pytest.mark.slow
@@ -46,3 +49,14 @@ def test_a_cluster_without_room(cluster, checkpoint, monkeypatch):
     monkeypatch.setattr("engine.executor.ray_cluster.PLACEMENT_TIMEOUT", 1.0)
     with pytest.raises(ValueError, match="no room for 3 ranks"):
         InProcessEngine(checkpoint("qwen3"), **SETTINGS, distributed_executor_backend="ray", tensor_parallel_size=3)
+
+
+def test_a_killed_server_leaves_nothing_of_a_cluster_it_started(checkpoint, tmp_path, monkeypatch):
+    """Nobody gave it one, so Ray starts one below the engine, in groups and sessions of its own."""
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    with server_process(checkpoint("qwen3"), tmp_path, temporary=Path("/tmp"), **SETTINGS | {"num_threads": 1, "distributed_executor_backend": "ray", "tensor_parallel_size": 2}) as server:
+        poll(lambda: server.status("/ready") == 200 or server.process.poll() is not None, 120)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert any("raylet" in child.name() for child in children), server.log
+        server.process.kill()
+        poll(lambda: all(gone(child) for child in children), 2)
