@@ -276,7 +276,9 @@ def test_a_killed_parent_leaves_nothing(model_folder, tmp_path):
         poll(lambda: all(gone(child) for child in children), 2)
         assert not list(tmp_path.glob("quire-*"))
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", server.port))  # free again
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", server.port))
+            probe.listen()  # free again
 
 
 def test_probes_answer_while_it_loads(model_folder, tmp_path):

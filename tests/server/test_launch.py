@@ -144,7 +144,7 @@ def test_a_signal_while_loading(model_folder, tmp_path):
 def test_a_killed_server_leaves_no_engine(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, fake="step_delay=0.05") as server:
         engine = server.wait_ready().engine()
-        assert list(tmp_path.glob("quire-*"))
+        assert engine.name() == "quire-engine" and list(tmp_path.glob("quire-*"))
         server.stream()
         server.process.kill()
         poll(lambda: gone(engine), 5)
