@@ -167,13 +167,14 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
         assert len(engines(server)) == num_engines
 
 
-def test_deaths_without_a_model(model_folder, tmp_path):
-    with server_process(model_folder, tmp_path, fake="step_delay=0.01", script=SCRIPT) as server:
-        survive(server.wait_ready(), ROUNDS or 4, 4 * STREAMS, num_tokens=100, seed=1)
+@pytest.mark.parametrize("several", [{}, {"data_parallel_size": 2}, {"data_parallel_size": 2, "api_server_count": 2}], ids=["one", "dp2", "dp2-api2"])
+def test_deaths_without_a_model(model_folder, tmp_path, several):
+    with server_process(model_folder, tmp_path, fake="step_delay=0.01", script=SCRIPT, **several) as server:
+        survive(server.wait_ready(), ROUNDS or 4, STREAMS if several else 4 * STREAMS, num_tokens=100, seed=1)
 
 
 PLACEMENTS = {"uniproc": {}, "tp2": {"tensor_parallel_size": 2}, "pp2": {"pipeline_parallel_size": 2}, "dp2": {"data_parallel_size": 2},
-              "mp": {"distributed_executor_backend": "mp"}, "api2": {"api_server_count": 2}, "dp2-api2": {"data_parallel_size": 2, "api_server_count": 2}}
+              "mp": {"distributed_executor_backend": "mp"}}
 SUITE_ROUNDS = {"uniproc": 2, "tp2": 2, "pp2": 1, "dp2": 1}  # every start costs seconds
 
 

@@ -59,7 +59,7 @@ def fleet(folder: str, tmp_path: Path, count: int = 2, **settings) -> Iterator[S
 
 def wait_open(server: ServerProcess) -> ServerProcess:
     """Every frontend serves."""
-    poll(lambda: "ready in " in server.log or server.process.poll() is not None, 60)
+    poll(lambda: "ready in " in server.log or server.process.poll() is not None, 120)
     assert server.process.poll() is None, server.log
     return server
 

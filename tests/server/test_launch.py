@@ -54,7 +54,7 @@ class ServerProcess:
             return None
 
     def wait_ready(self) -> ServerProcess:
-        poll(lambda: self.status("/ready") == 200 or self.process.poll() is not None, 30)
+        poll(lambda: self.status("/ready") == 200 or self.process.poll() is not None, 120)
         assert self.process.poll() is None, self.log
         return self
 

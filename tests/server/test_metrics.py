@@ -3,12 +3,13 @@
 import asyncio
 import logging
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.messages import EngineStats, RequestTiming, SamplingParams
 from server.generation import GenerationRequest
-from server.metrics import Histogram, Metrics
+from server.metrics import Counts, Histogram, Metrics
 from server.stats_log import StatsLog
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc", "cache_config_info"}
@@ -138,6 +139,27 @@ def test_http_requests(metrics):
         metrics.observe_http("/v1/models", "GET", status)
     assert sample(metrics, "http_requests_total", handler="/v1/models", method="GET", status="2xx") == 2
     assert sample(metrics, "http_requests_total", status="4xx") == 1
+
+
+def test_counts_of_several_are_added_up(metrics):
+    """As between processes: the gauges and the engine's counts are of one, the requests' of all."""
+    metrics.observe_stats(EngineStats(num_running=2, num_generation_tokens=5, iteration_tokens=[3, 2]))
+    others = [Metrics("org/model", 3000) for _ in range(2)]
+    for count, other in enumerate(others, 1):
+        for _ in range(count):
+            other.observe_first_token(0.03)
+            other.observe_prompt(7, 2)
+            other.observe_http("/v1/models", "GET", 200)
+            other.observe_abort()
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode([other.counts() for other in others]), type=list[Counts])
+    whole = metrics.plus(received)
+    assert sample(whole, "vllm:num_requests_running", engine="0") == 2 and sample(whole, "vllm:generation_tokens_total") == 5
+    assert sample(whole, "vllm:time_to_first_token_seconds_count") == 3 and sample(whole, "vllm:time_to_first_token_seconds_sum") == pytest.approx(0.09)
+    assert sample(whole, "vllm:time_to_first_token_seconds_bucket", le="0.02") == 0 and sample(whole, "vllm:time_to_first_token_seconds_bucket", le="0.04") == 3
+    assert sample(whole, "vllm:prompt_tokens_total") == 21 and sample(whole, "vllm:prompt_tokens_cached_total") == 6
+    assert sample(whole, "http_requests_total", handler="/v1/models") == 3 and sample(whole, "vllm:request_success_total", finished_reason="abort") == 3
+    assert sample(whole, "vllm:cache_config_info", num_gpu_blocks="100") == 1
+    assert sample(metrics, "vllm:prompt_tokens_total") == 0  # unchanged
 
 
 class TestLog:
