@@ -6,12 +6,12 @@ Each has a twin in plain torch that computes the same: `worker/layers` for the n
 
 from __future__ import annotations
 
-from ctypes import CDLL, byref, c_size_t, c_void_p
+from ctypes import CDLL, addressof, byref, c_size_t, c_void_p
 from functools import cache
 
 import torch
 
-from worker.kernels.native import KERNELS, LayerArgs, QkvArgs, QuantArgs
+from worker.kernels.native import KERNELS, LayerArgs, LinearArgs, QkvArgs, QuantArgs
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 512
@@ -50,12 +50,19 @@ def qk_norm_rope_write(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weigh
     qkv's type. Returns q as a view `[T, num_heads, head_dim]`.
     """
     assert positions.dtype == slot_mapping.dtype == torch.int64 and k_cache.dtype == qkv.dtype
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
-    args = QkvArgs(None, k_cache.data_ptr(), v_cache.data_ptr(), None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(),
-                   None if cos_sin is None else cos_sin.data_ptr(), qkv.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-                   num_heads, num_kv_heads, head_dim, 0 if cos_sin is None else cos_sin.shape[1], block_size, _DTYPES[qkv.dtype], eps)  # fmt: skip
+    head_dim = k_cache.shape[3]
+    args = qkv_args(q_weight, k_weight, eps, cos_sin, k_cache, v_cache, num_heads, qkv.stride(0))
     KERNELS.lib.quire_qkv_to_cache(byref(args), qkv.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(), qkv.shape[0])
     return qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
+
+
+def qkv_args(q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+             num_heads: int, row_stride: int) -> QkvArgs:
+    """Arguments of `qk_norm_rope_write` as the library takes them, for rows of qkv that are `row_stride` apart. Keeps none of the tensors alive."""
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    return QkvArgs(None, k_cache.data_ptr(), v_cache.data_ptr(), None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(),
+                   None if cos_sin is None else cos_sin.data_ptr(), row_stride, *k_cache.stride()[:3], *v_cache.stride()[:3],
+                   num_heads, num_kv_heads, head_dim, 0 if cos_sin is None else cos_sin.shape[1], block_size, _DTYPES[k_cache.dtype], eps)  # fmt: skip
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -143,6 +150,10 @@ class PackedLinear:
                                 self.flags | (dtype is torch.float32), path)  # fmt: skip
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
+    def args(self, path: int = 0) -> LinearArgs:
+        """The layer as native code takes it; it must outlive what is returned."""
+        return LinearArgs(self._pointers[0], None, self._pointers[1], self._n, self.in_features, self.flags >> 1, path)
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight as it was: `[T, k]`. So an embedding can share the packed output head."""
         assert not self.flags, "rows of gate and up are interleaved"
@@ -216,6 +227,10 @@ class QuantizedLinear:
         self.lib.quire_gemm_run_quant(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
                                       self.flags | (dtype is torch.float32), path)  # fmt: skip
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+
+    def args(self, path: int = 0) -> LinearArgs:
+        """The layer as native code takes it; it must outlive what is returned."""
+        return LinearArgs(None, addressof(self._args), self._pointers[1], self._n, self.in_features, self.flags >> 1, path)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight as the product sees it: `[T, k]` bfloat16."""

@@ -42,6 +42,19 @@ class QuantArgs(ctypes.Structure):
     _fields_ = [("data", _P), ("scales", _P), ("offsets", _P), ("bits", _I), ("group", _I), ("groups", _I), ("k_steps", _I)]
 
 
+class LinearArgs(ctypes.Structure):
+    """A packed linear layer. Mirrors `Linear` in segment.cpp; all zero where there is none."""
+
+    _fields_ = [("packed", _P), ("quant", _P), ("bias", _P), ("n", _L), ("k", _L), ("silu_mul", _L), ("path", _L)]
+
+
+class SegmentArgs(ctypes.Structure):
+    """What lies between the attention of one layer and that of the next. Mirrors `Segment` in segment.cpp."""
+
+    _fields_ = [("o_proj", LinearArgs), ("gate_up", LinearArgs), ("down", LinearArgs), ("qkv", LinearArgs), ("mlp_norm", _P), ("norm", _P), ("cache", QkvArgs),
+                ("hidden", _L), ("eps", _F)]
+
+
 _SIGNATURES = {
     "quire_set_threads": ([_I], None),
     "quire_gemm_packed_columns": ([_L, _I], _L),
@@ -56,6 +69,8 @@ _SIGNATURES = {
     "quire_silu_and_mul": ([_P, _L, _P, _L, _L, _L, _I], None),
     "quire_qkv_to_cache": ([ctypes.POINTER(QkvArgs), _P, _P, _P, _L], None),
     "quire_write_kv": ([ctypes.POINTER(QkvArgs), _P, _L, _P, _L, _P, _L], None),
+    "quire_segment_workspace": ([_L, _L], _L),
+    "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _P, _P, _P, _P, _L, _P], None),
     "quire_paged_attention": ([ctypes.POINTER(LayerArgs), _P, _L, _P, _L, _P, _L, _P, _P, _L, _I], None),
 }
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from worker.kernels import cpu_ops
 from worker.kernels.cpu_ops import PackedLinear, QuantizedLinear
+from worker.kernels.native import LinearArgs
 from worker.layers.linear import Linear
 from worker.layers.packed import PackedMethod
 from worker.layers.quant import NativeQuantMethod
@@ -32,6 +33,12 @@ class FixedRows:
             return self.linear(x, dtype, path=_INTEGERS)
         missing = 0 if cpu_ops.has_amx() else -len(x) % _ROWS
         return self.linear(F.pad(x, (0, 0, 0, missing)), dtype)[: len(x)] if missing else self.linear(x, dtype)
+
+    def args(self) -> LinearArgs | None:
+        """The layer as native code takes it; None where it cannot take it, for the rows would have to be padded."""
+        if isinstance(self.linear, QuantizedLinear):
+            return self.linear.args(_INTEGERS)
+        return self.linear.args() if cpu_ops.has_amx() else None
 
 
 def fix_order(model: nn.Module) -> None:

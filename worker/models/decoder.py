@@ -14,12 +14,14 @@ from torch import nn
 
 from configs.hf_config import ModelSpec
 from worker.attention.base import AttentionMetadata
+from worker.kernels import cpu_ops
 from worker.layers import ops
 from worker.layers.attention import Attention
 from worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from worker.layers.linear import GateUpParallelLinear, Linear, QKVParallelLinear, RowParallelLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
+from worker.layers.segments import Segments
 from worker.parallel import Group, pp
 
 
@@ -95,9 +97,23 @@ class Decoder(nn.Module):
         if self.last:
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling)
+        self._native, self._segments = False, None  # set by `use`; made when first needed, for they need the KV cache
+
+    def use(self, ops: ModuleType) -> None:
+        """Change over to another implementation (`layers/ops.py`)."""
+        self._native, self._segments = ops is cpu_ops and self.first and self.last, None
+
+    def segments(self) -> Segments | None:
+        """The layers as native calls; None where they are not all native."""
+        if self._native and (self._segments is None or not self._segments.fits(self.layers["0"])):
+            self._segments = Segments.of(list(self.layers.values()), self.norm, self.rotary_emb.cos_sin_cache)
+            self._native = self._segments is not None
+        return self._segments
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, hidden: torch.Tensor | None = None) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids) if self.first else hidden, None
+        if segments := self.segments():
+            return segments.run(x, positions, attn)
         cos_sin = self.rotary_emb.cos_sin_cache
         for layer in self.layers.values():
             x, residual = layer(x, residual, positions, cos_sin, attn)

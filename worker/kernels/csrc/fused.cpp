@@ -1,5 +1,6 @@
 // The element-wise work between two matrix products, each as one pass: residual + RMS norm; q/k norm + rotary embedding + KV cache write; SiLU * up.
 // Arithmetic is float32; it rounds where the layers in plain torch do: a normalised value before it is scaled, and every result.
+#include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -51,18 +52,6 @@ void silu_and_mul_row(const T* x, T* out, long width) {
     store_scalar(out + i, v / (1.f + std::exp(-v)) * to_float(x[width + i]));
   }
 }
-
-struct QkvArgs {
-  void* qkv;  // [T, (num_heads + 2 num_kv_heads) * head_dim]; q is overwritten in place
-  void* k_cache;
-  void* v_cache;
-  const void* q_weight;  // [head_dim] of the q norm, or null
-  const void* k_weight;
-  const float* cos_sin;  // [positions, rotary_dim]: cosines, then sines; null: no rotation
-  long ld_qkv, k_block, k_slot, k_head, v_block, v_slot, v_head;  // strides in elements
-  long num_heads, num_kv_heads, head_dim, rotary_dim, block_size, dtype;
-  float eps;
-};
 
 constexpr long kMaxHeadDim = 512;
 

@@ -1,0 +1,117 @@
+"""Where the time of one step goes: whole steps of a model in this process, without engine and HTTP, and how much of each is spent inside which native kernel.
+
+    python benchmarks/step.py MODEL [--loads 1x128 8x128 32x128 1024] [--rounds N] [--threads N] [--quantization int8|int4] [--temperature T] [--cpu-time]
+
+A load is a prompt of that many tokens (`1024`), or requests x tokens of context that each decode one token (`32x128`). Prints the median step in milliseconds, the
+share of each kernel, and what is left for Python and torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from configs.config import Config
+from worker.kernels.native import KERNELS
+from worker.messages import NewRequest, SamplingParams, StepInput
+from worker.worker import Worker
+
+
+class Timed:
+    """Stands for the native library and adds up the time in each of its functions."""
+
+    def __init__(self, lib: object, clock: Callable[[], float]) -> None:
+        self._lib, self._clock = lib, clock
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def __getattr__(self, name: str) -> Callable:
+        function = getattr(self._lib, name)
+
+        def timed(*args):
+            start = self._clock()
+            result = function(*args)
+            self.seconds[label(name, args)] += self._clock() - start
+            return result
+
+        setattr(self, name, timed)
+        return timed
+
+
+def label(name: str, args: tuple) -> str:
+    """A product is told by its shape, the others by name."""
+    return f"{args[8]} x {args[7]}".replace(" x ", " -> ") if name.startswith("quire_gemm_run") else name.removeprefix("quire_")
+
+
+class Requests:
+    """Rows of the worker's tables that run the same step again and again."""
+
+    def __init__(self, worker: Worker, block_size: int, temperature: float) -> None:
+        self.worker, self.block_size, self.temperature = worker, block_size, temperature
+        self.steps = 0
+
+    def step(self, num_requests: int, context: int, count: int, new: bool) -> StepInput:
+        """`count` tokens of each of `num_requests` after `context`; `new` to admit them first."""
+        blocks = -(-(context + count) // self.block_size)
+        sampling = SamplingParams(temperature=self.temperature, seed=1)
+        admitted = [NewRequest(row, [100 + (row * 37 + i) % 1000 for i in range(context + count)], context + count, [1 + row * blocks + i for i in range(blocks)], sampling)
+                    for row in range(num_requests)] if new else []  # fmt: skip
+        self.steps += 1
+        return StepInput(self.steps, admitted, list(range(num_requests)), [context] * num_requests, [count] * num_requests, [[] for _ in range(num_requests)], list(range(num_requests)))
+
+
+def parse_load(text: str) -> tuple[int, int, int]:
+    """(requests, tokens of context, tokens of this step)."""
+    if "x" in text:
+        requests, context = map(int, text.split("x"))
+        return requests, context - 1, 1
+    return 1, 0, int(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--loads", nargs="+", default=["1x128", "8x128", "32x128", "256", "1024"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--cpu-time", action="store_true", help="count the time of this process only; with one thread")
+    args = parser.parse_args()
+    clock = time.thread_time if args.cpu_time else time.perf_counter
+    if not KERNELS.load(background=False):
+        parser.error(KERNELS.status)
+    KERNELS.lib = timed = Timed(KERNELS.lib, clock)
+    worker = Worker(Config.from_flat(model=args.model, device="cpu", max_num_seqs=64, max_model_len="2048", num_gpu_blocks_override=1200, num_threads=args.threads,
+                                     max_num_batched_tokens=2048, quantization=args.quantization))  # fmt: skip
+    worker.initialize(lambda phase, fraction: None)
+    requests = Requests(worker, 16, args.temperature)
+    print(f"{KERNELS.status}, {args.threads} threads")
+    for load in args.loads:
+        shape = parse_load(load)
+        worker.execute(requests.step(*shape, new=True)).result()
+        totals, parts = [], defaultdict(list)
+        for _ in range(args.rounds):
+            step = requests.step(*shape, new=False)
+            timed.seconds.clear()
+            start = clock()
+            worker.execute(step).result()
+            totals.append(clock() - start)
+            for name, seconds in timed.seconds.items():
+                parts[name].append(seconds)
+            parts["the rest"].append(totals[-1] - sum(timed.seconds.values()))
+        print(f"{load}: {median(totals) * 1e3:.2f} ms (least {min(totals) * 1e3:.2f})  " + "  ".join(f"{name} {median(seconds) * 1e3:.2f}" for name, seconds in parts.items()), flush=True)
+    worker.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

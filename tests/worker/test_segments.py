@@ -1,0 +1,55 @@
+"""The layers as native calls from attention to attention, against the same layers called one by one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from configs.hf_config import read_model_spec
+from tests.worker.dense_attention import PagedRunner
+from worker.layers.fixed_order import fix_order
+from worker.loader import load_weights
+from worker.models import build_model
+
+# Prompts in pieces of more than 256 tokens, odd sizes, and single tokens.
+STEPS = [{0: 3, 1: 290}, {0: 1, 1: 1}, {0: 40, 2: 1}, {0: 1, 1: 7, 2: 530}, {2: 1}]
+
+
+def _model(folder: str, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None):
+    spec = read_model_spec(folder)
+    model = build_model(spec, dtype, torch.device("cpu"), 1024, quantization)
+    load_weights(model, spec, folder)
+    return model
+
+
+def _play(model) -> list[torch.Tensor]:
+    rng, runner = random.Random(0), PagedRunner(model, 3, 1024)
+    return [torch.cat(list(runner.step({row: rng.choices(range(4, 500), k=count) for row, count in step.items()}).values())) for step in STEPS]
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["free", "deterministic"])
+@pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("llama-bias", None), ("qwen2-window", None), ("llama-tied", "int8"), ("qwen3", "int4")])
+def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, name, quantization, fixed):
+    model = _model(checkpoint(name, dtype="bfloat16"), quantization=quantization)
+    if fixed:
+        fix_order(model)
+    got = _play(model)
+    assert model.model.segments() is not None
+    monkeypatch.setattr(model.model, "segments", lambda: None)
+    for ours, theirs in zip(got, _play(model)):
+        assert torch.equal(ours, theirs)
+
+
+def test_made_anew_for_another_cache(checkpoint, native_kernels):
+    model = _model(checkpoint("qwen3", dtype="bfloat16"))
+    first, segments = _play(model), model.model.segments()
+    assert all(torch.equal(a, b) for a, b in zip(first, _play(model)))  # over a cache of its own
+    assert model.model.segments() is not segments
+
+
+def test_only_for_packed_weights(checkpoint, native_kernels):
+    model = _model(checkpoint("qwen3"), torch.float32)
+    _play(model)
+    assert model.model.segments() is None

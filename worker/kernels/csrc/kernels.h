@@ -1,0 +1,24 @@
+// The kernels that other kernels call.
+#pragma once
+
+#include "quant.h"
+#include "simd.h"
+
+struct QkvArgs {
+  void* qkv;  // [T, (num_heads + 2 num_kv_heads) * head_dim]; q is overwritten in place
+  void* k_cache;
+  void* v_cache;
+  const void* q_weight;  // [head_dim] of the q norm, or null
+  const void* k_weight;
+  const float* cos_sin;  // [positions, rotary_dim]: cosines, then sines; null: no rotation
+  long ld_qkv, k_block, k_slot, k_head, v_block, v_slot, v_head;  // strides in elements
+  long num_heads, num_kv_heads, head_dim, rotary_dim, block_size, dtype;
+  float eps;
+};
+
+extern "C" {
+void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
+void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
+void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype);
+void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
+}

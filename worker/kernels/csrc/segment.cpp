@@ -1,0 +1,71 @@
+// All that a decoder computes between the attention of one layer and that of the next, as one call: one call from Python where there would be seven, and the
+// activations of a piece of the tokens are used again while they are in cache, in memory that is not new to the process each time.
+#include <algorithm>
+
+#include "kernels.h"
+
+namespace {
+
+constexpr long kBf16 = 1;     // the `dtype` of other kernels
+constexpr long kTokens = 256; // at a time: as many rows as a product takes per pass over its weight
+
+struct Linear {  // k = 0: there is none
+  const bf16* packed;
+  const Quant* quant;  // instead of `packed`
+  const float* bias;
+  long n, k, silu_mul, path;  // as quire_gemm_run takes them
+
+  long width() const { return silu_mul ? n / 2 : n; }
+  void run(const bf16* x, bf16* out, long rows) const {
+    const int flags = int(silu_mul) << 1;
+    if (quant) quire_gemm_run_quant(x, k, quant, bias, out, width(), rows, n, k, flags, int(path));
+    else quire_gemm_run(x, k, packed, bias, out, width(), rows, n, k, flags, int(path));
+  }
+};
+
+// o_proj, the MLP, then the projections of the next layer. At the start there are only these; at the end only what is before, and a norm.
+struct Segment {
+  Linear o_proj, gate_up, down, qkv;
+  const bf16 *mlp_norm, *norm;  // before the MLP; before qkv, or at the end
+  QkvArgs cache;                // of the next layer
+  long hidden;
+  float eps;
+};
+
+void add_norm(const Segment& s, const bf16* x, bf16* residual, const bf16* weight, bf16* out, long rows) {
+  quire_add_rms_norm(x, s.hidden, residual, s.hidden, weight, out, s.hidden, rows, s.hidden, s.eps, kBf16);
+}
+
+void run_tokens(const Segment& s, const bf16* attended, bf16* residual, bf16* out, const long* positions, const long* slots, long rows, bf16* x, bf16* inner) {
+  bf16* normed = s.qkv.k ? x : out;
+  if (s.o_proj.k) {
+    s.o_proj.run(attended, x, rows);
+    add_norm(s, x, residual, s.mlp_norm, x, rows);
+    s.gate_up.run(x, inner, rows);
+    s.down.run(inner, x, rows);
+    add_norm(s, x, residual, s.norm, normed, rows);
+  } else {
+    add_norm(s, residual, nullptr, s.norm, normed, rows);
+  }
+  if (!s.qkv.k) return;
+  s.qkv.run(x, out, rows);
+  quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Elements of bf16 that quire_run_segment wants as `workspace`.
+long quire_segment_workspace(long hidden, long inner) { return kTokens * (hidden + inner); }
+
+// attended [tokens, o_proj.k], not read at the start. residual [tokens, hidden] is added to. out: [tokens, qkv.n], its q rotated, k and v also in the cache; at the
+// end [tokens, hidden], the normed sum. All contiguous.
+void quire_run_segment(const Segment* s, const bf16* attended, bf16* residual, bf16* out, const long* positions, const long* slots, long tokens, bf16* workspace) {
+  const long width = s->qkv.k ? s->qkv.n : s->hidden, pieces = (tokens + kTokens - 1) / kTokens;
+  const long each = pieces > 1 ? ((tokens + pieces - 1) / pieces + 31) / 32 * 32 : tokens;
+  for (long t = 0; t < tokens; t += each)
+    run_tokens(*s, attended + t * s->o_proj.k, residual + t * s->hidden, out + t * width, positions + t, slots + t, std::min(each, tokens - t), workspace,
+               workspace + kTokens * s->hidden);
+}
+}
