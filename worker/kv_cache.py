@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from worker import huge_pages
 from worker.layers.attention import Attention
 
 
@@ -24,6 +25,10 @@ def allocate(layers: list[Attention], num_blocks: int, block_size: int, dtype: t
     On CPU the memory is only reserved: a page becomes resident when a block in it is first written. The null block is zeroed, since padding reads it.
     """
     for layer in layers:
-        cache = torch.empty(2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
-        cache[:, 0].zero_()
+        shape = 2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim
+        if device.type == "cpu":
+            cache = huge_pages.zeros(*shape, dtype=dtype)
+        else:
+            cache = torch.empty(shape, dtype=dtype, device=device)
+            cache[:, 0].zero_()
         layer.k_cache, layer.v_cache = cache[0], cache[1]

@@ -6,11 +6,12 @@ Each has a twin in plain torch that computes the same: `worker/layers` for the n
 
 from __future__ import annotations
 
-from ctypes import CDLL, addressof, byref, c_size_t, c_void_p
+from ctypes import CDLL, addressof, byref
 from functools import cache
 
 import torch
 
+from worker import huge_pages
 from worker.kernels.native import KERNELS, LayerArgs, LinearArgs, QkvArgs, QuantArgs
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -135,7 +136,7 @@ class PackedLinear:
         self.in_features, self.out_features = k, n // 2 if silu_and_mul else n
         self._n = n
         columns = self.lib.quire_gemm_packed_columns(n, int(silu_and_mul))
-        self.packed = huge_pages(torch.empty(columns * (-(-k // 32) * 32), dtype=torch.bfloat16))
+        self.packed = huge_pages.zeros(columns * (-(-k // 32) * 32), dtype=torch.bfloat16)
         self.lib.quire_gemm_pack(weight.data_ptr(), weight.stride(0), self.packed.data_ptr(), n, k, int(silu_and_mul))
         self.bias = None if bias is None else _packed_bias(bias, columns, silu_and_mul)
         self._pointers = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
@@ -184,7 +185,7 @@ class QuantizedLinear:
             raise ValueError(f"group size {group} is not supported: 32, 64, 128, a multiple of 256, or -1 for one scale per row")
         groups = -(-steps * 64 // self.group)
         columns = self.lib.quire_gemm_packed_columns(n, int(silu_and_mul))
-        self.packed = huge_pages(torch.empty(columns * steps * 64 * bits // 8, dtype=torch.uint8))
+        self.packed = huge_pages.zeros(columns * steps * 64 * bits // 8, dtype=torch.uint8)
         self.scales = torch.empty(columns * groups, dtype=torch.bfloat16)
         self.offsets = torch.empty_like(self.scales) if has_offsets else None
         self.bias = None if bias is None else _packed_bias(bias, columns, silu_and_mul)
@@ -247,13 +248,3 @@ def _packed_bias(bias: torch.Tensor, columns: int, silu_and_mul: bool) -> torch.
     halves = bias.float().view(2, -1)
     halves = torch.nn.functional.pad(halves, (0, columns // 2 - halves.shape[1]))
     return halves.view(2, -1, 16).transpose(0, 1).reshape(-1).contiguous()
-
-
-def huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Ask for huge pages under a tensor that nobody has touched yet: fewer TLB misses when it is streamed. A hint: without them all works as well."""
-    size = 1 << 21
-    first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
-    first, end = -(-first // size) * size, end // size * size
-    if end > first:
-        _LIBC.madvise(c_void_p(first), c_size_t(end - first), 14)  # MADV_HUGEPAGE
-    return tensor

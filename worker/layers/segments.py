@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from worker import huge_pages
 from worker.attention.base import AttentionMetadata
-from worker.kernels.cpu_ops import huge_pages, qkv_args
+from worker.kernels.cpu_ops import qkv_args
 from worker.kernels.native import KERNELS, LinearArgs, SegmentArgs
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
@@ -33,7 +34,7 @@ class Segments:
         self.num_heads, self.head_dim, self.qkv_size = first.attn.num_heads, first.attn.head_dim, linears[0][0].n
         self.calls = [byref(_segment(before, after, final_norm, cos_sin)) for before, after in
                       zip([None, *zip(layers, linears)], [*zip(layers, linears), None])]  # fmt: skip
-        self.workspace = huge_pages(torch.empty(KERNELS.lib.quire_segment_workspace(final_norm.weight.shape[0], linears[0][3].k), dtype=torch.bfloat16))
+        self.workspace = huge_pages.zeros(KERNELS.lib.quire_segment_workspace(final_norm.weight.shape[0], linears[0][3].k), dtype=torch.bfloat16)
 
     @classmethod
     def of(cls, layers: Sequence[DecoderLayer], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:

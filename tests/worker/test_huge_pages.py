@@ -1,0 +1,44 @@
+"""Memory on huge pages: zero, as asked for, not resident before it is written, and given back."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+
+from worker import huge_pages
+
+MIB = 1 << 20
+
+
+def _resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1 << 20,), (2, 700, 1031)], ids=["small", "a page", "more than one"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
+def test_zeros(shape, dtype):
+    tensor = huge_pages.zeros(*shape, dtype=dtype)
+    assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous() and not tensor.any()
+    if tensor.nbytes >= 2 * MIB:
+        assert tensor.data_ptr() % (2 * MIB) == 0
+    tensor.fill_(1)
+    assert tensor.float().mean() == 1
+
+
+def test_memory_is_taken_when_it_is_written_and_given_back():
+    before = _resident()
+    tensor = huge_pages.zeros(256 * MIB, dtype=torch.uint8)
+    assert _resident() - before < 16 * MIB
+    view = tensor[100:].fill_(1)
+    assert _resident() - before > 200 * MIB
+    del tensor
+    gc.collect()
+    assert _resident() - before > 200 * MIB and view[0] == 1  # as long as anything looks at it
+    del view
+    gc.collect()
+    assert _resident() - before < 64 * MIB
