@@ -1,6 +1,6 @@
 """The native CPU kernels beside what torch offers for the same work, side by side and in turn, on one machine: ratios hold, times drift.
 
-    python benchmarks/kernels.py [gemm] [quant] [attention] [small] [--threads N] [--rounds N] [--cpu-time]
+    python benchmarks/kernels.py [gemm] [quant] [attention] [shared] [small] [--threads N] [--rounds N] [--cpu-time]
 
 Weights and caches rotate, so that nothing stays in cache. Each line gives the least time of the native kernel and how many times as fast it is as each other
 way; `GB/s` counts the weight or KV bytes that must be read, `TFLOP/s` the useful arithmetic. On a machine that is busy with other things use one thread and
@@ -54,7 +54,7 @@ class Race:
 def _print(title: str, times: dict[str, float], weight_bytes: float, flops: float) -> None:
     native = times.pop("native")
     ratios = "  ".join(f"{seconds / native:5.2f} x {name}" for name, seconds in times.items())
-    print(f"{title:34s} {native * 1e6:9.0f} us  {weight_bytes / native / 1e9:5.1f} GB/s  {flops / native / 1e12:5.2f} TFLOP/s  {ratios}", flush=True)
+    print(f"{title:44s} {native * 1e6:9.0f} us  {weight_bytes / native / 1e9:5.1f} GB/s  {flops / native / 1e12:5.2f} TFLOP/s  {ratios}", flush=True)
 
 
 def gemm(race: Race) -> None:
@@ -115,6 +115,26 @@ def attention(race: Race) -> None:
             _print(f"{heads}/{kv_heads} heads, {title}", times, sum(lengths) * kv_heads * 128 * 4, flops)
 
 
+def shared(race: Race) -> None:
+    """Requests whose block tables begin with the same blocks, against the same call where each has a copy of its own."""
+    for heads, kv_heads in ((16, 8), (32, 8)):
+        for title, (count, query_len, length, prefix) in {"decode 32 x 960": (32, 1, 960, 900), "decode 8 x 500": (8, 1, 500, 400), "32 new of 960, 8 requests": (8, 32, 960, 900)}.items():
+            per_request = -(-length // 16)
+            caches = [[torch.randn(count * per_request, 16, kv_heads, 128).bfloat16() for _ in range(2)] for _ in range(2)]
+            private = torch.randperm(count * per_request).int().view(count, per_request)
+            common = private.clone()
+            common[:, : prefix // 16] = private[0, : prefix // 16]
+            q, starts, seq_lens = torch.randn(count * query_len, heads, 128).bfloat16(), torch.arange(count + 1).int() * query_len, torch.full((count,), length).int()
+
+            def run(table, path, caches=caches, q=q, starts=starts, seq_lens=seq_lens):
+                for k, v in caches:
+                    cpu_ops.paged_attention(q, k, v, table, seq_lens, starts, 128**-0.5, path=path)
+
+            times = race.run({"native": lambda: run(common, 0), "own copies": lambda: run(private, 0), "--deterministic": lambda: run(common, 2), "its own copies": lambda: run(private, 2)}, len(caches))
+            read = (prefix // 16 * 16 + count * (length - prefix // 16 * 16)) * kv_heads * 128 * 4
+            _print(f"{heads}/{kv_heads} heads, {title}, {prefix} shared", times, read, 4 * heads * 128 * count * query_len * length)
+
+
 def small(race: Race) -> None:
     for rows in (1, 32, 1024):
         x, residual, weight = torch.randn(rows, 1024).bfloat16(), torch.randn(rows, 1024).bfloat16(), torch.randn(1024).bfloat16()
@@ -130,12 +150,12 @@ def small(race: Race) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="gemm, quant, attention, small (default: all)")
+    parser.add_argument("what", nargs="*", help="gemm, quant, attention, shared, small (default: all)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--cpu-time", action="store_true", help="count the time of this process only; with one thread")
     args = parser.parse_args()
-    parts = {"gemm": gemm, "quant": quant, "attention": attention, "small": small}
+    parts = {"gemm": gemm, "quant": quant, "attention": attention, "shared": shared, "small": small}
     if unknown := set(args.what) - set(parts):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     torch.set_num_threads(args.threads)

@@ -324,6 +324,67 @@ def test_attention_prefill_and_mixed(kernels, rng, dtype, head_dim):
     _check_attention(rng, dtype, query_lens, [rng.choice([0, 0, 1, 40, 200, 513]) for _ in range(4)], head_dim)
 
 
+def _sharing_requests(rng: random.Random) -> list[tuple[list[tuple[object, int]], int]]:
+    """For each request the (name, length) of the pieces of its context, of which those before the last may be another's too, and its number of query tokens."""
+    systems = {("system", i): rng.choice([5, 128, 129, 300, 513]) for i in range(rng.choice([1, 2, 3]))}
+    examples = {("example", i): rng.choice([100, 128, 260]) for i in range(2)}
+    query_lens, requests = rng.choice([[1], [1, 2, 3], [1, 1, 2, 5, 40, 130]]), []
+    for i in range(rng.choice([2, 5, 12, 20])):
+        pieces = [rng.choice(list(systems.items()))] if rng.random() < 0.9 else []
+        if pieces and rng.random() < 0.5:
+            pieces.append(rng.choice(list(examples.items())))
+        requests.append(([*pieces, (("own", i), rng.choice([0, 0, 1, 7, 130]))], rng.choice(query_lens)))
+    return requests
+
+
+def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
+    """Requests that share the blocks of common prefixes: (arguments, the same with blocks of each request's own, what dense attention gives)."""
+    kv_heads, group, block_size = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 5, 9]), rng.choice([1, 5, 16, 16, 32, 200])
+    window, soft_cap = rng.choice([None, None, None, 400, 2000]), rng.choice([None, None, 5.0])
+    requests = _sharing_requests(rng)
+    query_lens = [n for _, n in requests]
+    lengths = [n + sum(length for _, length in pieces) for pieces, n in requests]
+    q, scale = torch.randn(sum(query_lens), group * kv_heads, head_dim).to(dtype), head_dim**-0.5 * rng.choice([1.0, 3.0])
+    content, blocks, want, start = {}, {}, [], 0
+    tables = [torch.zeros(len(requests), -(-max(lengths) // block_size), dtype=torch.int32) for _ in range(2)]
+    filled = []
+    for i, (pieces, n) in enumerate(requests):
+        names = [tuple(name for name, _ in pieces[: j + 1]) for j in range(len(pieces))] + [("query", i)]
+        sizes = [*(size for _, size in pieces), n]
+        for name, size in zip(names, sizes):
+            content.setdefault(name, [torch.randn(size, kv_heads, head_dim).to(dtype) for _ in range(2)])
+        k, v = (torch.cat([content[name][side] for name in names]) for side in range(2))
+        ends = torch.tensor(sizes).cumsum(0)
+        for b in range(-(-lengths[i] // block_size)):
+            part = slice(b * block_size, min((b + 1) * block_size, lengths[i]))
+            piece = int((ends < (b + 1) * block_size).sum())  # in which its last position lies
+            shared = piece < len(pieces) - 1  # a full block, and all before it is the same
+            for table, key in ((tables[0], (names[piece], b) if shared else (i, b)), (tables[1], (i, b, "private"))):
+                table[i, b] = blocks.setdefault(key, len(blocks))
+                filled.append((int(table[i, b]), k[part], v[part]))
+        want.append(_dense(q[start: start + n], k, v, scale, window, soft_cap))
+        start += n
+    order = torch.randperm(len(blocks)).int()
+    k_cache, v_cache = (_cache(len(blocks), block_size, kv_heads, head_dim, dtype, "tokens first") for _ in range(2))
+    for block, k, v in filled:
+        k_cache[order[block], : len(k)], v_cache[order[block], : len(v)] = k, v
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    shared, private = ((q, k_cache, v_cache, order[table], torch.tensor(lengths).int(), starts, scale, window, soft_cap) for table in tables)
+    return shared, private, torch.cat(want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_attention_over_shared_keys(kernels, rng, dtype, head_dim):
+    """Right on every path, and without a bit of difference where the path is fixed, as --deterministic asks."""
+    shared, private, want = _sharing_case(rng, dtype, head_dim)
+    for path in (0, 1, 2):
+        got = cpu_ops.paged_attention(*shared, path=path)
+        assert_near(got, want, max(3 * ROUNDING[dtype], 1e-5))
+        if path:
+            assert torch.equal(got, cpu_ops.paged_attention(*private, path=path))
+
+
 def test_attention_of_one_token_does_not_depend_on_the_batch(kernels):
     rng = random.Random(1)
     torch.manual_seed(1)

@@ -1,0 +1,63 @@
+// Which keys several requests of a step share: prefix caching lets their block tables begin with the same blocks. What is shared is attended by all its requests
+// at once (https://arxiv.org/abs/2402.05099), then each goes on with its own keys.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+
+// Keys [begin, end), the same for all tokens of these requests. Bounds are multiples of kSplit. Level 0 begins at key 0; a group within a group goes on, one
+// level up, where that ends.
+struct SharedKeys {
+  std::vector<int> requests;
+  long begin, end;
+  int level;
+};
+
+class SharedPrefixes {
+ public:
+  // Among `requests`, those that share at least kSplit keys, where their tokens together are at least `min_tokens`.
+  SharedPrefixes(const Step& s, std::vector<int> requests, long min_tokens) : s_(s), min_tokens_(min_tokens), own_begin_(s.num_requests, 0) {
+    find(requests.data(), requests.data() + requests.size(), 0, 0);
+  }
+  const std::vector<SharedKeys>& found() const { return found_; }
+  long own_begin(long i) const { return own_begin_[i]; }  // the first key of request i that it does not share
+
+ private:
+  // All of [first, last) have the same keys before `begin`.
+  void find(int* first, int* last, long begin, int level) {
+    last = std::partition(first, last, [&](int i) { return s_.context_len(i) >= begin + kSplit; });
+    const long block = begin / s_.layer.block_size, blocks = (begin + kSplit - 1) / s_.layer.block_size + 1 - block;
+    std::sort(first, last, [&](int a, int b) { return std::make_pair(s_.table(a)[block], a) < std::make_pair(s_.table(b)[block], b); });
+    while (first < last) {
+      const int* with = s_.table(*first) + block;
+      int* other = std::find_if(first + 1, last, [&](int i) { return s_.table(i)[block] != *with; });
+      int* end = std::partition(first + 1, other, [&](int i) { return std::equal(with, with + blocks, s_.table(i) + block); });
+      if (end - first >= 2) add(first, end, begin, level);
+      first = end;
+    }
+  }
+
+  // [first, last) share the keys begin .. begin + kSplit - 1, at least.
+  void add(int* first, int* last, long begin, int level) {
+    long tokens = 0, keys = s_.context_len(*first);
+    for (int* i = first; i < last; i++) tokens += s_.query_len(*i), keys = std::min(keys, s_.context_len(*i));
+    if (tokens < min_tokens_) return;
+    const long size = s_.layer.block_size;
+    const int* with = s_.table(*first);
+    for (int* i = first + 1; i < last; i++) {
+      const long from = begin / size, same = std::mismatch(with + from, with + (keys + size - 1) / size, s_.table(*i) + from).first - with;
+      keys = std::min(keys, same * size);
+    }
+    keys = keys / kSplit * kSplit;
+    found_.push_back({std::vector<int>(first, last), begin, keys, level});
+    for (int* i = first; i < last; i++) own_begin_[*i] = keys;
+    find(first, last, keys, level + 1);
+  }
+
+  const Step& s_;
+  const long min_tokens_;
+  std::vector<SharedKeys> found_;
+  std::vector<long> own_begin_;
+};

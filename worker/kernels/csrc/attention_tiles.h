@@ -1,0 +1,190 @@
+// Attention by AMX tiles, for bf16: blocked flash attention (https://arxiv.org/abs/2205.14135). 128 keys at a time are rearranged into tiles and used by up to
+// 256 rows (tokens x query heads of one KV head): those of a chunk of a prompt, or of several requests that share these keys.
+#pragma once
+
+#include "amx.h"
+#include "attention.h"
+
+#if QUIRE_AMX
+
+constexpr int kKeys = 128;         // keys per block
+constexpr int kTileElems = 512;    // bf16 of a tile
+constexpr float kUnseen = -1e30f;  // a score that softmax turns into 0
+
+// Memory of one task: `rows` rows (a multiple of 32) of head_dim d.
+struct FlashScratch {
+  bf16 *q, *k, *v, *p;
+  float *s, *o, *m, *l;
+  FlashScratch(char* base, long rows, long d) {
+    auto take = [&](size_t bytes) { char* r = base; base += (bytes + 63) / 64 * 64; return r; };
+    q = (bf16*)take(rows * d * 2);
+    k = (bf16*)take(kKeys * d * 2);
+    v = (bf16*)take(kKeys * d * 2);
+    p = (bf16*)take(32 * kKeys * 2);
+    s = (float*)take(32 * kKeys * 4);
+    o = (float*)take(rows * d * 4);
+    m = (float*)take(rows * 4);
+    l = (float*)take(rows * 64);
+  }
+  static size_t bytes(long rows, long d) { return rows * d * 6 + kKeys * d * 4 + 32 * kKeys * 6 + rows * 68 + 1024; }
+};
+
+struct FlashTask {
+  const int* tokens;
+  int count;
+  const int* table;  // where the keys [begin, end) lie
+  long head, begin, end;
+  bool resume;  // from the tokens' partial results
+  bool keep;    // as partial results; else this is the end
+};
+
+// Rows of q of one KV head as left operand: [rows / 32][d / 32][2][16][32].
+void pack_queries(const Step& s, const FlashTask& t, int rows, bf16* dst) {
+  const long d = s.layer.head_dim, steps = d / 32;
+  const int g = s.group(), used = t.count * g;
+  for (int r = 0; r < rows; r++) {
+    const bf16* q = r < used ? (const bf16*)s.q + t.tokens[r / g] * s.ldq + (t.head * g + r % g) * d : nullptr;
+    for (long k = 0; k < steps; k++)
+      _mm512_store_si512(dst + (r / 32 * steps + k) * 2 * kTileElems + r % 32 * 32, q ? _mm512_loadu_si512(q + k * 32) : _mm512_setzero_si512());
+  }
+}
+
+// Keys key .. key + n - 1 (n a multiple of 32) as right operands: K^T as [n / 32][d / 32][2][16 pairs of d][16 keys][2], V as [d / 32][n / 32][2][16 pairs of
+// keys][16 d][2]. Keys outside [begin, end) become zeros: what lies there may be anything, and 0 * NaN is NaN.
+void pack_keys(const Layer& l, const int* table, long head, long key, int n, long begin, long end, bf16* kd, bf16* vd) {
+  const long steps = l.head_dim / 32;
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  for (int j0 = 0; j0 < n; j0 += 16) {
+    const bf16 *k[16], *v[16];
+    for (int j = 0; j < 16; j++) {
+      const long at = key + j0 + j;
+      k[j] = v[j] = nullptr;
+      if (at < begin || at >= end) continue;
+      const long block = table[at / l.block_size], offset = at % l.block_size;
+      k[j] = (const bf16*)l.k_cache + block * l.k_block + offset * l.k_slot + head * l.k_head;
+      v[j] = (const bf16*)l.v_cache + block * l.v_block + offset * l.v_slot + head * l.v_head;
+    }
+    for (long c = 0; c < steps; c++) {
+      __m512i r[16];
+      for (int j = 0; j < 16; j++) r[j] = k[j] ? _mm512_loadu_si512(k[j] + c * 32) : _mm512_setzero_si512();
+      transpose_16x16(r);
+      bf16* dst = kd + ((j0 / 32 * steps + c) * 2 + j0 / 16 % 2) * kTileElems;
+      for (int j = 0; j < 16; j++) _mm512_store_si512(dst + j * 32, r[j]);
+      dst = vd + (c * (kKeys / 32) + j0 / 32) * 2 * kTileElems + j0 / 16 % 2 * 256;
+      for (int j = 0; j < 16; j += 2) {
+        __m512i x = v[j] ? _mm512_loadu_si512(v[j] + c * 32) : _mm512_setzero_si512(), y = v[j + 1] ? _mm512_loadu_si512(v[j + 1] + c * 32) : _mm512_setzero_si512();
+        _mm512_store_si512(dst + j / 2 * 32, _mm512_permutex2var_epi16(x, low, y));
+        _mm512_store_si512(dst + kTileElems + j / 2 * 32, _mm512_permutex2var_epi16(x, high, y));
+      }
+    }
+  }
+}
+
+// How far (in powers of two) a row's maximum may rise before its earlier values are rescaled: probabilities up to 2^8 are as exact as those up to 1.
+constexpr float kHeadroom = 8;
+
+// One row of scores to probabilities: sees columns [lo, hi) of `columns`. Returns what the row's earlier values must be multiplied by.
+inline float softmax_row(const Layer& l, float* s, int columns, long lo, long hi, float* m, float* sum, bf16* p) {
+  vf scale = set1(l.scale * kLog2e), top = set1(kNegInf);
+  if (l.soft_cap > 0) {
+    for (int c = 0; c < columns; c += 16) store(s + c, tanh(load(s + c) * set1(l.scale / l.soft_cap)) * set1(l.soft_cap));
+    scale = set1(kLog2e);
+  }
+  if (lo > 0 || hi < columns)  // what is not seen: finite, and far enough down to become 0
+    for (int c = 0; c < columns; c += 16) store(s + c, select_range(load(s + c), int(std::max(lo - c, 0L)), int(std::min(hi - c, 16L)), set1(kUnseen)));
+  for (int c = 0; c < columns; c += 16) top = max(top, load(s + c));
+  const float highest = reduce_max(top), before = *m;
+  if (highest == kUnseen) {
+    for (int c = 0; c < columns; c += 16) store(p + c / 32 * 2 * kTileElems + c % 32, zero());
+    return 1.f;
+  }
+  const float now = highest * (l.soft_cap > 0 ? 1.f : l.scale) * kLog2e;
+  float correction = 1.f;
+  vf total = load(sum);
+  if (now > before + kHeadroom) {  // true for the first block: before is -inf
+    correction = before == kNegInf ? 0.f : std::exp2(before - now);
+    total = total * set1(correction);
+    *m = now;
+  }
+  const vf minus_m = set1(-*m);
+  for (int c = 0; c < columns; c += 16) {
+    const vf x = exp2_coarse(fma(load(s + c), scale, minus_m));
+    total = total + x;
+    store(p + c / 32 * 2 * kTileElems + c % 32, x);
+  }
+  store(sum, total);
+  return correction;
+}
+
+// Row r of the values so far, which lie as [rows / 32][d / 32][2 x 2 tiles][16][16]: its first 16 elements; elements c .. c + 15 follow at offset(c).
+inline float* flash_row(float* o, int r, long d) { return o + r / 32 * 32 * d + r % 32 / 16 * 512 + r % 16 * 16; }
+inline long flash_offset(long c) { return c / 32 * 1024 + c % 32 / 16 * 256; }
+
+// `slots[token]` is where the partial result of a token is.
+void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, const long* slots, char* memory) {
+  const Layer& l = s.layer;
+  const long d = l.head_dim, steps = d / 32;
+  const int g = s.group(), used = t.count * g, rows = (used + 31) / 32 * 32;
+  FlashScratch f(memory, rows, d);
+  auto token = [&](int r) { return t.tokens[std::min(r, used - 1) / g]; };
+  std::fill(f.m, f.m + rows, kNegInf);
+  std::fill(f.l, f.l + rows * 16, 0.f);
+  if (t.resume) {
+    std::fill(f.o + rows / 32 * 32 * d - 32 * d, f.o + rows * d, 0.f);  // the last rows may be nobody's
+    for (int r = 0; r < used; r++) {
+      const Partial from = partials.at(slots[token(r)], t.head * g + r % g);
+      for (long c = 0; c < d; c += 16) store(flash_row(f.o, r, d) + flash_offset(c), load(from.acc + c));
+      store(f.l + r * 16, load(from.l));
+      f.m[r] = *from.m;
+    }
+  }
+  pack_queries(s, t, rows, f.q);
+  std::vector<bool> started(rows / 32, t.resume);
+  for (long key = t.begin / kKeys * kKeys; key < t.end; key += kKeys) {
+    const int n = int(std::min(long(kKeys), (t.end - key + 31) / 32 * 32));
+    pack_keys(l, t.table, t.head, key, n, t.begin, t.end, f.k, f.v);
+    for (int r0 = 0; r0 < rows; r0 += 32) {
+      const long low = s.position[token(r0)], high = s.position[token(r0 + 31)];  // of tokens of one request; those of several all see all of [begin, end)
+      if (key > high || s.first_key(low) >= key + n) continue;
+      const int columns = int(std::min(long(n), (high + 1 - key + 31) / 32 * 32));
+      for (int c = 0; c < columns; c += 32) {
+        TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
+        amx_tiles_2x2(f.q + r0 * d, f.k + c * d, int(steps));
+        TILE_STORE(0, f.s + c, kKeys * 4); TILE_STORE(1, f.s + c + 16, kKeys * 4);
+        TILE_STORE(2, f.s + 16 * kKeys + c, kKeys * 4); TILE_STORE(3, f.s + 16 * kKeys + c + 16, kKeys * 4);
+      }
+      float* o = f.o + r0 * d;
+      for (int r = 0; r < std::min(32, used - r0); r++) {  // the rows of p beyond are anything: a row of a product depends on its own row only
+        const long position = s.position[token(r0 + r)];
+        const float correction = softmax_row(l, f.s + r * kKeys, columns, s.first_key(position) - key, position + 1 - key, f.m + r0 + r, f.l + (r0 + r) * 16, f.p + r * 32);
+        if (correction == 1.f || !started[r0 / 32]) continue;
+        float* x = flash_row(o, r, d);
+        for (long c = 0; c < d; c += 16) store(x + flash_offset(c), load(x + flash_offset(c)) * set1(correction));
+      }
+      for (long c = 0; c < steps; c++) {
+        float* x = o + c * 1024;
+        if (started[r0 / 32]) { TILE_LOAD(0, x, 64); TILE_LOAD(1, x + 256, 64); TILE_LOAD(2, x + 512, 64); TILE_LOAD(3, x + 768, 64); }
+        else { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
+        amx_tiles_2x2(f.p, f.v + c * (kKeys / 32) * 2 * kTileElems, columns / 32);
+        TILE_STORE(0, x, 64); TILE_STORE(1, x + 256, 64); TILE_STORE(2, x + 512, 64); TILE_STORE(3, x + 768, 64);
+      }
+      started[r0 / 32] = true;
+    }
+  }
+  for (int r = 0; r < used; r++) {
+    const float* x = flash_row(f.o, r, d);
+    if (t.keep) {
+      const Partial to = partials.at(slots[token(r)], t.head * g + r % g);
+      for (long c = 0; c < d; c += 16) store(to.acc + c, load(x + flash_offset(c)));
+      store(to.l, load(f.l + r * 16));
+      *to.m = f.m[r];
+      continue;
+    }
+    bf16* out = (bf16*)s.out + token(r) * s.ldo + (t.head * g + r % g) * d;
+    const float sum = reduce_add(load(f.l + r * 16));
+    const vf inverse = set1(sum > 0 ? 1.f / sum : 0.f);
+    for (long c = 0; c < d; c += 16) store(out + c, load(x + flash_offset(c)) * inverse);
+  }
+}
+#endif
