@@ -89,6 +89,10 @@ def quant(race: Race) -> None:
                 _print(f"{n} x {k}, {bits} bits by {group}, {m} rows", times, n * k * (bits / 8 + 2 / group), 2 * m * n * k)
 
 
+def _cache(blocks: int, kv_heads: int) -> torch.Tensor:
+    return cpu_ops.huge_pages(torch.empty(blocks, 16, kv_heads, 128, dtype=torch.bfloat16)).normal_()
+
+
 def attention(race: Race) -> None:
     twin = CpuPagedAttention()
     cases = {"decode 1 x 2000": ([1], [2000]), "decode 8 x 500": ([1] * 8, [500] * 8), "decode 32 x 200": ([1] * 32, [200] * 32), "prefill 128": ([128], [0]),
@@ -97,7 +101,7 @@ def attention(race: Race) -> None:
         for title, (queries, contexts) in cases.items():
             lengths = [q + c for q, c in zip(queries, contexts)]
             blocks = sum(-(-length // 16) for length in lengths) + 1
-            caches = [[torch.randn(blocks, 16, kv_heads, 128).bfloat16() for _ in range(2)] for _ in range(6)]
+            caches = [[_cache(blocks, kv_heads) for _ in range(2)] for _ in range(6)]
             table, free = torch.zeros(len(lengths), -(-max(lengths) // 16), dtype=torch.int32), (torch.randperm(blocks - 1) + 1).int()
             for i, length in enumerate(lengths):
                 number = -(-length // 16)
@@ -120,7 +124,7 @@ def shared(race: Race) -> None:
     for heads, kv_heads in ((16, 8), (32, 8)):
         for title, (count, query_len, length, prefix) in {"decode 32 x 960": (32, 1, 960, 900), "decode 8 x 500": (8, 1, 500, 400), "32 new of 960, 8 requests": (8, 32, 960, 900)}.items():
             per_request = -(-length // 16)
-            caches = [[torch.randn(count * per_request, 16, kv_heads, 128).bfloat16() for _ in range(2)] for _ in range(2)]
+            caches = [[_cache(count * per_request, kv_heads) for _ in range(2)] for _ in range(2)]
             private = torch.randperm(count * per_request).int().view(count, per_request)
             common = private.clone()
             common[:, : prefix // 16] = private[0, : prefix // 16]

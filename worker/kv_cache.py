@@ -22,7 +22,8 @@ def bytes_per_block(layers: list[Attention], block_size: int, dtype: torch.dtype
 def allocate(layers: list[Attention], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Give every layer its `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]`.
 
-    On CPU the memory is only reserved: a page becomes resident when a block in it is first written. The null block is zeroed, since padding reads it.
+    On CPU the memory is only reserved: a page, of 2 MiB where the system gives such, becomes resident when a block in it is first written. The null block is
+    zeroed, since padding reads it.
     """
     for layer in layers:
         shape = 2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim

@@ -276,8 +276,8 @@ def _dense(q, k, v, scale, window, soft_cap):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
 
-def _paged_case(rng: random.Random, dtype: torch.dtype, query_lens: list[int], contexts: list[int], head_dim: int):
-    kv_heads, group, block_size = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 5, 7]), rng.choice([1, 5, 16, 16, 32])
+def _paged_case(rng: random.Random, dtype: torch.dtype, query_lens: list[int], contexts: list[int], head_dim: int, group: int | None = None, block_size: int | None = None):
+    kv_heads, group, block_size = rng.choice([1, 2, 3]), group or rng.choice([1, 2, 4, 5, 7]), block_size or rng.choice([1, 5, 16, 16, 32])
     window, soft_cap = rng.choice([None, None, 1, 20, 150]), rng.choice([None, None, 5.0])
     lengths = [q + c for q, c in zip(query_lens, contexts)]
     width = max(-(-n // block_size) for n in lengths)
@@ -315,6 +315,18 @@ def _check_attention(rng, dtype, query_lens, contexts, head_dim):
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
 def test_attention_decode(kernels, rng, dtype, head_dim):
     _check_attention(rng, dtype, [1] * 5, [rng.choice([0, 1, 15, 16, 63, 255, 256, 300, 700]) for _ in range(5)], head_dim)
+
+
+@pytest.mark.parametrize("group", [4, 5, 8, 16, 17])
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
+def test_attention_decode_with_many_query_heads(kernels, rng, group, head_dim):
+    """Each request alone gives the same bits: it is cut by heads then, so that all threads have something to do."""
+    contexts = [rng.choice([0, 1, 15, 16, 63, 127, 128, 300]) for _ in range(5)]
+    (q, k_cache, v_cache, table, lengths, starts, *rest), want = _paged_case(rng, torch.bfloat16, [1] * 5, contexts, head_dim, group, rng.choice([16, 48]))
+    got = cpu_ops.paged_attention(q, k_cache, v_cache, table, lengths, starts, *rest)
+    assert_near(got, want, 3 * ROUNDING[torch.bfloat16])
+    for i in range(5):
+        assert torch.equal(cpu_ops.paged_attention(q[i: i + 1], k_cache, v_cache, table[i: i + 1], lengths[i: i + 1], starts[:2], *rest), got[i: i + 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

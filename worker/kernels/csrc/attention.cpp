@@ -1,14 +1,14 @@
 // Causal attention over a paged KV cache, for decode, prefill, chunks of it, and any mixture in one call. Keys and values are read where they lie.
 //
-// Decode goes by vectors (attention_vector.h), prefill of bf16 by AMX tiles (attention_tiles.h), and keys that several requests share are read once for all of
-// them (attention_share.h), by tiles where there are enough rows.
+// bf16 goes by AMX tiles: prefill (attention_tiles.h), and decode with 4 and more query heads per KV head (attention_decode.h). The rest goes by vectors
+// (attention_vector.h). Keys that several requests share are read once for all of them (attention_share.h).
 //
 // Key ranges start at absolute multiples of kSplit and partial results merge in order, so neither the batch nor the number of threads changes a token's result
-// as long as it goes the same way. It always does if `path` says which: sharing keys changes no bit then. With path 0 shared keys go by tiles, and the keys of
-// a request that shares none by vectors.
+// as long as it goes the same way. It always does if `path` says which: sharing keys changes no bit then. With path 0 shared keys go the way of prefill.
 #include <numeric>
 
 #include "attention.h"
+#include "attention_decode.h"
 #include "attention_share.h"
 #include "attention_tiles.h"
 #include "attention_vector.h"
@@ -38,6 +38,7 @@ struct Plan {
   long head_groups = 1;   // a vector task is cut in so many
   std::vector<Merge> merges;
 #if QUIRE_AMX
+  std::vector<DecodeTask> decode;
   std::vector<std::vector<FlashTask>> flash_levels;  // shared keys, level by level: each goes on from the results of those before
   std::vector<FlashTask> flash;                      // each request's own keys
   std::vector<long> flash_slots;                     // of each token
@@ -74,6 +75,9 @@ class Planner {
 #if QUIRE_AMX
     own_by_tiles(shared);
 #endif
+#if QUIRE_AMX
+    cut_decode_by_heads();
+#endif
     const long tasks = long(plan_.vector.size());
     if (tasks) plan_.head_groups = std::min(l_.num_kv_heads, (4L * threads_ + tasks - 1) / tasks);
     return std::move(plan_);
@@ -83,8 +87,11 @@ class Planner {
   // Several tokens on the vector path take all their keys in one task, which cannot go on from shared ones.
   bool by_tiles(long i, long own_begin) const {
     const int n = s_.query_len(i);
-    return tiles_ && (path_ == 2 || n * s_.group() >= 8 || (n > 1 && own_begin > 0));
+    return tiles_ && (path_ == 2 || (n * s_.group() >= 8 && !by_decode_tiles(i)) || (n > 1 && own_begin > 0));
   }
+
+  // With fewer query heads the vectors keep up with memory.
+  bool by_decode_tiles(long i) const { return tiles_ && path_ == 0 && s_.query_len(i) == 1 && s_.group() >= 4 && s_.group() <= 16 && l_.block_size % 16 == 0; }
 
   // A long chunk has rows enough of its own, and a window may hide shared keys from some.
   SharedPrefixes share() const {
@@ -113,7 +120,7 @@ class Planner {
       const long begin = std::max(own_begin, s_.first_key(s_.position[start + t])), end = s_.position[start + t + count - 1] + 1;
       const long first = begin / kSplit, last = (end - 1) / kSplit;
       if (n > 1 || (first == last && own_begin == 0)) {
-        add_vector({tokens, count, s_.table(i), begin, end, false});
+        add_own(i, tokens, count, begin, end, false);
         continue;
       }
       // Where shared keys went by tiles, one slot before those of the own splits holds their result; by vectors each split has its own.
@@ -124,8 +131,15 @@ class Planner {
 #endif
       plan_.merges.push_back({start, plan_.num_slots, last + 1 - first_slot});
       plan_.num_slots += last + 1 - first_slot;
-      for (long split = first; split <= last; split++) add_vector({tokens, 1, s_.table(i), std::max(split * kSplit, begin), std::min((split + 1) * kSplit, end), true});
+      for (long split = first; split <= last; split++) add_own(i, tokens, 1, std::max(split * kSplit, begin), std::min((split + 1) * kSplit, end), true);
     }
+  }
+
+  void add_own(long i, const int* tokens, int count, long begin, long end, bool keep) {
+#if QUIRE_AMX
+    if (by_decode_tiles(i)) return plan_.decode.push_back({*tokens, s_.table(i), 0, l_.num_kv_heads, begin, end, keep});
+#endif
+    add_vector({tokens, count, s_.table(i), begin, end, keep});
   }
 
   void add_vector(const VectorTask& task) {
@@ -171,6 +185,21 @@ class Planner {
         tasks.back().head = h;
         plan_.flash_rows = std::max(plan_.flash_rows, (tasks.back().count * s_.group() + 31) / 32 * 32);
       }
+  }
+
+  // As many KV heads as have 16 query heads, fewer where that would leave threads idle.
+  void cut_decode_by_heads() {
+    const long tasks = long(plan_.decode.size()), most = std::max(1, 16 / s_.group());
+    if (tasks == 0) return;
+    const long heads = std::min(most, std::max(1L, l_.num_kv_heads * tasks / (4 * threads_)));
+    std::vector<DecodeTask> cut;
+    cut.reserve(tasks * ((l_.num_kv_heads + heads - 1) / heads));
+    for (DecodeTask task : plan_.decode)
+      for (task.h0 = 0; task.h0 < l_.num_kv_heads; task.h0 += heads) {
+        task.h1 = std::min(task.h0 + heads, l_.num_kv_heads);
+        cut.push_back(task);
+      }
+    plan_.decode.swap(cut);
   }
 
   void own_by_tiles(const SharedPrefixes& shared) {
@@ -253,13 +282,25 @@ void run(const Step& s, int path) {
     Queue queue(tasks.size());
     Pool::get().run([&] { run_flash(tasks, queue); });
   }
-  Queue flash_queue(plan.flash.size());
+  auto run_decode = [&](Queue& queue) {
+    long i, next;
+    if (!queue.take(i)) return;
+    TileScope tiles;
+    char* own = (char*)memory.get(DecodeScratch::bytes(l.head_dim));
+    for (bool more = true; more; i = next) {
+      more = queue.take(next);
+      const DecodeTask& task = plan.decode[i];
+      attend_decode(s, task, more ? &plan.decode[next] : nullptr, partials, plan.slots[task.token] + task.begin / kSplit, own);
+    }
+  };
+  Queue flash_queue(plan.flash.size()), decode_queue(plan.decode.size());
 #endif
   const long heads = (l.num_kv_heads + plan.head_groups - 1) / plan.head_groups;
   Queue vector_queue(plan.vector.size() * plan.head_groups);
   Pool::get().run([&] {
 #if QUIRE_AMX
     run_flash(plan.flash, flash_queue);
+    run_decode(decode_queue);
 #endif
     float* own = (float*)memory.get(State::floats(l.num_heads * plan.vector_tokens, l.head_dim) * sizeof(float));
     for (long i; vector_queue.take(i);) {

@@ -6,6 +6,8 @@
 
 #include "simd.h"
 
+namespace {
+
 struct Layer {  // what stays the same from step to step; strides in elements
   const void* k_cache;
   const void* v_cache;
@@ -58,3 +60,5 @@ void write_row(T* out, const float* acc, float l, long d) {
   const vf inverse = set1(l > 0 ? 1.f / l : 0.f);
   for (long i = 0; i < d; i += 16) store(out + i, load(acc + i) * inverse);
 }
+
+}  // namespace

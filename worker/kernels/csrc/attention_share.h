@@ -7,6 +7,8 @@
 
 #include "attention.h"
 
+namespace {
+
 // Keys [begin, end), the same for all tokens of these requests. Bounds are multiples of kSplit. Level 0 begins at key 0; a group within a group goes on, one
 // level up, where that ends.
 struct SharedKeys {
@@ -61,3 +63,5 @@ class SharedPrefixes {
   std::vector<SharedKeys> found_;
   std::vector<long> own_begin_;
 };
+
+}  // namespace

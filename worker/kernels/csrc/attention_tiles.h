@@ -7,6 +7,8 @@
 
 #if QUIRE_AMX
 
+namespace {
+
 constexpr int kKeys = 128;         // keys per block
 constexpr int kTileElems = 512;    // bf16 of a tile
 constexpr float kUnseen = -1e30f;  // a score that softmax turns into 0
@@ -187,4 +189,6 @@ void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, c
     for (long c = 0; c < d; c += 16) store(out + c, load(x + flash_offset(c)) * inverse);
   }
 }
+
+}  // namespace
 #endif

@@ -4,6 +4,8 @@
 
 #include "attention.h"
 
+namespace {
+
 constexpr int kTile = 16;          // keys scored together: one vector of scores per row
 #if defined(__AVX512F__)
 constexpr int kRows = 8;           // rows that share the loads of V
@@ -173,3 +175,5 @@ void attend_vector(const Step& s, const int* table, const int* tokens, int count
     }
   }
 }
+
+}  // namespace
