@@ -189,8 +189,9 @@ class Launcher:
 
     def _on_ready(self) -> None:
         """An engine is up, for the first time or again."""
+        again = self.announced
         self.front.open()
-        if self.announced:
+        if again:
             logger.info("the engine is ready again")
 
     def _on_open(self, ready: Ready) -> None:
