@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "amx.h"
+#include "kernels.h"
 #include "parallel.h"
 #include "quant.h"
 #include "simd.h"
