@@ -1,15 +1,16 @@
 """A decoder's layers on the native CPU kernels: one call between the attention of one layer and that of the next.
 
-The same kernels in the same order as when the layers are called one by one, which is the twin. Attention stays with the step's backend.
+The same kernels in the same order as when the layers are called one by one, which is the twin. Attention stays with the step's backend. A layer is anything with
+the parts of `models/decoder.py`'s `DecoderLayer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import byref
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from worker import huge_pages
 from worker.attention.base import AttentionMetadata
@@ -20,14 +21,11 @@ from worker.layers.norm import RMSNorm
 from worker.layers.packed import PackedMethod
 from worker.layers.quant import NativeQuantMethod
 
-if TYPE_CHECKING:
-    from worker.models.decoder import DecoderLayer
-
 
 class Segments:
     """Made from layers whose weights are packed and whose caches are bound; see `of`. Holds addresses: to be made anew when either changes (`fits`)."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], linears: list[list[LinearArgs]], final_norm: RMSNorm, cos_sin: torch.Tensor):
+    def __init__(self, layers: Sequence[nn.Module], linears: list[list[LinearArgs]], final_norm: RMSNorm, cos_sin: torch.Tensor):
         first = layers[0].self_attn
         self.attentions = [layer.self_attn.attn for layer in layers]
         self.k_cache = first.attn.k_cache
@@ -37,14 +35,14 @@ class Segments:
         self.workspace = huge_pages.zeros(KERNELS.lib.quire_segment_workspace(final_norm.weight.shape[0], linears[0][3].k), dtype=torch.bfloat16)
 
     @classmethod
-    def of(cls, layers: Sequence[DecoderLayer], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
+    def of(cls, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
         """None where a layer is not what the native code computes: another kind of weight, or not on this rank alone."""
         linears = [[_args(linear) for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)] for layer in layers]
         if any(args is None for layer in linears for args in layer) or layers[0].self_attn.o_proj.group.size > 1 or layers[0].self_attn.attn.k_cache.dtype != torch.bfloat16:
             return None
         return cls(layers, linears, final_norm, cos_sin)
 
-    def fits(self, layer: DecoderLayer) -> bool:
+    def fits(self, layer: nn.Module) -> bool:
         """Whether `layer`, the first, still has the cache that it had."""
         return layer.self_attn.attn.k_cache is self.k_cache
 
@@ -68,7 +66,7 @@ def _args(linear: Linear) -> LinearArgs | None:
     return linear.method.linear.args() if isinstance(linear.method, (PackedMethod, NativeQuantMethod)) else None
 
 
-def _segment(before: tuple[DecoderLayer, list[LinearArgs]] | None, after: tuple[DecoderLayer, list[LinearArgs]] | None, final_norm: RMSNorm, cos_sin: torch.Tensor) -> SegmentArgs:
+def _segment(before: tuple[nn.Module, list[LinearArgs]] | None, after: tuple[nn.Module, list[LinearArgs]] | None, final_norm: RMSNorm, cos_sin: torch.Tensor) -> SegmentArgs:
     segment = SegmentArgs(hidden=final_norm.weight.shape[0], eps=final_norm.eps)
     if before:
         layer, (_, segment.o_proj, segment.gate_up, segment.down) = before
