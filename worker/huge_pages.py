@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from contextlib import suppress
 from math import prod
 
 import torch
 
-_PAGE = 1 << 21
+PAGE = 1 << 21
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -18,11 +19,19 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     matrices are a whole number of pages long. Where the system grants no huge pages it works as well.
     """
     size = prod(shape) * dtype.itemsize
-    if size < _PAGE:
+    if size < PAGE:
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive
-    start = -tensor.data_ptr() % _PAGE
+    start = -tensor.data_ptr() % PAGE
     with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE, start, size // _PAGE * _PAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE, start, size // PAGE * PAGE)
     return tensor[start : start + size].view(dtype).view(shape)
+
+
+def make_resident(address: int, size: int) -> bool:
+    """Have the system give memory to `size` bytes at `address` as if they had been written, which they are not; may run beside their use. False where it cannot (before Linux 5.14)."""
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise(start, address + size - start, 23) == 0  # MADV_POPULATE_WRITE

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+
 import torch
 from torch import nn
 
 from worker import huge_pages
 from worker.layers.attention import Attention
+
+RESIDENT_BYTES = 2 << 30  # of the cache, from its first block on, that are made resident before they are needed
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
@@ -33,3 +39,32 @@ def allocate(layers: list[Attention], num_blocks: int, block_size: int, dtype: t
             cache = torch.empty(shape, dtype=dtype, device=device)
             cache[:, 0].zero_()
         layer.k_cache, layer.v_cache = cache[0], cache[1]
+
+
+class Warmer:
+    """Makes the first blocks of a cache on CPU resident while the engine is idle: the first write of a page costs as much as computing the tokens in it.
+
+    Blocks are handed out in order, so the first ones are those that a server needs soon. A thread of the lowest priority, which ends by itself.
+    """
+
+    def __init__(self, layers: list[Attention], num_bytes: int = RESIDENT_BYTES):
+        self._tensors = [tensor for layer in layers for tensor in (layer.k_cache, layer.v_cache)]
+        self._bytes_each = min(num_bytes // len(self._tensors), self._tensors[0].nbytes)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="kv-cache-warmer", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the memory is not looked at any more."""
+        self._stopped.set()
+        self._thread.join()
+        self._tensors = []
+
+    def _work(self) -> None:
+        if sys.platform == "linux":  # elsewhere it would be the whole process's priority
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for start in range(0, self._bytes_each, huge_pages.PAGE):
+            for tensor in self._tensors:
+                size = min(huge_pages.PAGE, self._bytes_each - start)
+                if self._stopped.is_set() or not huge_pages.make_resident(tensor.data_ptr() + start, size):
+                    return

@@ -41,6 +41,7 @@ class Worker:
         self.local_rank = rank if local_rank is None else local_rank
         self.local_size = world_size if local_size is None else local_size
         self.runner: ModelRunner | None = None
+        self.warmer: kv_cache.Warmer | None = None
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         """Load the model and make the KV cache, reporting (phase, fraction). Raises ValueError for what the user can correct."""
@@ -89,6 +90,8 @@ class Worker:
         self.runner = _make_runner(model, spec, platform, limits, num_blocks, ready.max_model_len, stage, config.parallel.debug_check_ranks)
         if memory.uses_graphs(config, limits, platform):
             self.runner.use_graphs(ready.max_model_len)
+        if platform.device.type == "cpu":
+            self.warmer = kv_cache.Warmer(kv_cache.attention_layers(model))
         progress("allocating KV cache", 1.0)
         return ready
 
@@ -101,7 +104,9 @@ class Worker:
 
     def shutdown(self) -> None:
         """Give the memory back and leave the process groups. Idempotent."""
-        self.runner = None
+        if self.warmer is not None:
+            self.warmer.stop()
+        self.runner = self.warmer = None
         shutdown_distributed()
 
     def _agree_on_kernels(self, platform: Platform) -> None:

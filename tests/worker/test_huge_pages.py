@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from worker import huge_pages
+from worker.kv_cache import Warmer
 
 MIB = 1 << 20
 
@@ -42,3 +44,25 @@ def test_memory_is_taken_when_it_is_written_and_given_back():
     del view
     gc.collect()
     assert _resident() - before < 64 * MIB
+
+
+def test_memory_can_be_made_resident_without_writing_it():
+    tensor = huge_pages.zeros(64 * MIB, dtype=torch.uint8)
+    tensor[10 * MIB] = 7
+    before = _resident()
+    if not huge_pages.make_resident(tensor.data_ptr() + 5, 32 * MIB):
+        pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+    assert 24 * MIB < _resident() - before < 48 * MIB
+    assert tensor[10 * MIB] == 7 and tensor.sum() == 7
+
+
+def test_the_first_blocks_of_a_cache_become_resident_unasked():
+    layers = [SimpleNamespace(k_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16), v_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16)) for _ in range(2)]
+    if not huge_pages.make_resident(layers[0].k_cache.data_ptr(), 1):
+        pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+    before = _resident()
+    warmer = Warmer(layers, 64 * MIB)
+    warmer._thread.join(60)
+    assert 48 * MIB < _resident() - before < 80 * MIB  # 16 MiB from the start of each tensor, less what is there already
+    warmer.stop()
+    Warmer(layers, 1 << 40).stop()  # more than there is, and at once no more
