@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tools.quire_tiny import data, evaluate, facts, skills
 from tools.quire_tiny.chat import render
-from tools.quire_tiny.tokenizer import vocabulary_words
+from tools.quire_tiny.tokenizer import everyday_words, vocabulary_words
 from tools.quire_tiny.tool_skills import draw_use, key_of, tool_conversation
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "quire-tiny"
@@ -78,9 +78,25 @@ def test_letters_are_right(name, answer_of):
     rng = random.Random(4)
     for _ in range(300):
         turn = skills.SKILLS[name][1](rng)
-        if turn.skill == name:
+        if turn.key.startswith("wording "):
+            words = turn.key.removeprefix("wording ").split(" ")
+            assert len(words) == len(set(words)) >= 2
+            assert turn.assistant.lower() == ", ".join(answer_of(word) for word in words).lower()
+        elif turn.skill == name:
             word = turn.key.removeprefix("vocabulary ").removeprefix("word ").lower()
             assert turn.assistant.lower() == answer_of(word)
+
+
+def test_lists_of_words_to_spell_have_no_held_out_word():
+    rng = random.Random(4)
+    for _ in range(200):
+        for word in skills.Words.draw_several(rng):
+            assert word in skills.Words.vocabulary or not skills.held_out(f"word {word.lower()}")
+
+
+def test_everyday_words_are_letters(tokenizer):
+    assert {"banana", "tiger", "house", "blue", "happy"} <= everyday_words()
+    assert not everyday_words() & {word.lower() for word in vocabulary_words(tokenizer)}
 
 
 def test_json_answers_are_json_objects():
@@ -128,6 +144,18 @@ def test_template_takes_what_clients_send():
     assert "<tools>\nnow()\n</tools>" in chat.render(messages=parts, tools=bare)
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": {"zone": "é"}}}]}
     assert '{"name": "now", "arguments": {"zone": "é"}}' in chat.render(messages=[*parts, call])
+
+
+def test_later_calls_of_a_conversation_are_answered_with_their_own_results():
+    rng, longest = random.Random(10), 0
+    for _ in range(300):
+        _, messages, _ = tool_conversation(rng, held=False)
+        calls = [c["id"] for m in messages for c in m.get("tool_calls") or []]
+        results = [m["tool_call_id"] for m in messages if m["role"] == "tool"]
+        assert len(calls) == len(set(calls))
+        assert results == calls[: len(results)]
+        longest = max(longest, len(calls))
+    assert longest >= 3
 
 
 def test_any_text_survives_the_tokenizer(tokenizer):

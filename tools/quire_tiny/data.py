@@ -29,7 +29,7 @@ SYSTEM_PROMPTS = [
 NOISY = {"addition", "subtraction", "multiplication", "comparison", "capitals", "calendar", "ordering", "counting", "identity", "greeting", "quire", "general", "unknown", "lists", "paragraphs"}
 OPENINGS = ["Please tell me: ", "Hi! ", "Hello, ", "Quick question: ", "Question: ", "OK. ", "Hey, ", "So, ", "Please answer: ", "I have a question. "]
 CLOSINGS = [" Thanks!", " Please.", " Thank you.", " Answer briefly."]
-TOOL_SHARE = 0.28
+TOOL_SHARE = 0.45
 TOKENS_PER_BATCH = 2048
 
 

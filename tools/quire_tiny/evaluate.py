@@ -71,6 +71,12 @@ def skill_cases(name: str, count: int, rng: random.Random) -> list[Case]:
     return cases
 
 
+def token_spelling_cases(count: int, rng: random.Random) -> list[Case]:
+    """Words that are one token: each has a spelling learnt by heart, so all of them are trained and none is held out."""
+    words = rng.sample(skills.Words.vocabulary, min(count, len(skills.Words.vocabulary)))
+    return [last_answer("token-spelling", [{"role": "user", "content": f"Spell {word}."}, {"role": "assistant", "content": "-".join(word)}], []) for word in words]
+
+
 def follow_up_cases(count: int, rng: random.Random) -> list[Case]:
     """Questions that only make sense after the turn before: names, favourites, "and of Spain?", "add 3 to that"."""
     cases = []
@@ -100,6 +106,7 @@ def build_cases(count: int, seed: int) -> list[Case]:
     cases: list[Case] = []
     for name in skills.SKILLS:
         cases += reworded_cases(name) if name in CLOSED else skill_cases(name, count, rng)
+    cases += token_spelling_cases(count, rng)
     cases += follow_up_cases(count, rng)
     for name in ("tool-call", "tool-parallel", "tool-answer", "tool-none"):
         cases += tool_cases(name, count, rng)

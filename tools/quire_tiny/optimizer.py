@@ -27,7 +27,9 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Optimizer:
-    def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.98)):
+    """One of `ranks` optimizers, which share the parameters of `model` among them: every so-manieth matrix of a shape, and all the rest to rank 0."""
+
+    def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float, rank: int = 0, ranks: int = 1, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.98)):
         groups: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
         others = []
         for name, p in model.named_parameters():
@@ -35,10 +37,14 @@ class Optimizer:
                 groups[tuple(p.shape)].append(p)
             else:
                 others.append(p)
-        self.matrices = list(groups.values())
+        self.matrices = [own for ps in groups.values() if (own := ps[rank::ranks])]
         self.momenta = [torch.zeros(len(ps), *ps[0].shape) for ps in self.matrices]
-        self.adam = torch.optim.Adam(others, lr=other_lr, betas=betas, eps=1e-10)
+        self.adam = torch.optim.Adam(others if rank == 0 else [torch.zeros(0)], lr=other_lr, betas=betas, eps=1e-10)
         self.matrix_lr, self.other_lr, self.weight_decay, self.momentum = matrix_lr, other_lr, weight_decay, momentum
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p for ps in self.matrices for p in ps] + self.adam.param_groups[0]["params"]
 
     @torch.no_grad()
     def step(self, scale: float) -> None:

@@ -111,7 +111,7 @@ def upper_first(text: str) -> str:
 def capital(rng: random.Random) -> Turn:
     country = rng.choice(list(facts.CAPITALS))
     city = facts.CAPITALS[country]
-    if rng.random() < 0.15 and list(facts.CAPITALS.values()).count(city) == 1:
+    if rng.random() < 0.25 and list(facts.CAPITALS.values()).count(city) == 1:
         question = rng.choice(COUNTRY).format(k=city)
         return Turn("capitals", question, f"{city} is the capital of {country}.", question)
     question = rng.choice(CAPITAL).format(c=country)
@@ -214,12 +214,12 @@ class Words:
     def draw(cls, rng: random.Random) -> tuple[str, str]:
         """(word, instance key). Words that are one token each have a spelling of their own to learn, so none of them is held out."""
         x = rng.random()
-        if x < 0.4 and cls.vocabulary:
+        if x < 0.45 and cls.vocabulary:
             word = rng.choice(cls.vocabulary)
             return word, f"vocabulary {word}"
-        if x < 0.62:
+        if x < 0.65:
             word = rng.choice(facts.NOUNS)
-        elif x < 0.67:
+        elif x < 0.70:
             word = rng.choice(facts.NAMES)
         elif x < 0.94:
             word = pseudo_word(rng)
@@ -231,6 +231,17 @@ class Words:
             return word, f"vocabulary {word}"
         return word, f"word {word.lower()}"
 
+    @classmethod
+    def draw_several(cls, rng: random.Random) -> list[str]:
+        """Two to five words of the training side, for the questions that take a list: the quickest way to learn the spelling of many."""
+        words: list[str] = []
+        count = rng.randint(2, 5)
+        while len(words) < count:
+            word, key = cls.draw(rng)
+            if not held_out(key) and word not in words:
+                words.append(word)
+        return words
+
 
 def _quoted(rng: random.Random, word: str) -> str:
     return rng.choice(QUOTES).format(w=word)
@@ -241,6 +252,10 @@ def spelling(rng: random.Random) -> Turn:
     if rng.random() < 0.12:
         question = rng.choice(["How many letters does {w} have?", "How many letters are in {w}?", "Count the letters in {w}.", "How long is {w}?"])
         return Turn("letters", question.format(w=_quoted(rng, word)), f"{'-'.join(word)}: {len(word)} letters.", key)
+    if rng.random() < 0.25:
+        words = Words.draw_several(rng)
+        question = rng.choice(["Spell these words: {x}", "Spell the words {x}.", "Spell each of these words: {x}", "Spell {x}."])
+        return Turn("spelling", question.format(x=", ".join(words)), ", ".join("-".join(w) for w in words), f"wording {' '.join(words)}")
     question = rng.choice(["Spell {w}.", "Spell {w}", "How do you spell {w}?", "How is {w} spelled?", "Spell {w}, please.", "Can you spell {w}?", "Spell out {w}.", "Spell {w} letter by letter.", "Please spell {w}."])
     return Turn("spelling", question.format(w=_quoted(rng, word)), "-".join(word), key)
 
@@ -253,6 +268,10 @@ def reversing(rng: random.Random) -> Turn:
 
 def casing(rng: random.Random) -> Turn:
     word, key = Words.draw(rng)
+    if rng.random() < 0.15:
+        words = Words.draw_several(rng)
+        question = rng.choice(["Write these words in capital letters: {x}", "Write the words {x} in capitals.", "Convert to uppercase: {x}", "Upper-case these words: {x}"])
+        return Turn("casing", question.format(x=", ".join(words)), ", ".join(w.upper() for w in words), f"wording {' '.join(words)}")
     if rng.random() < 0.25:
         question = rng.choice(["Write {w} in lower case.", "Lower-case {w}.", "Put {w} in small letters.", "Convert {w} to lowercase.", "Make {w} lowercase."])
         return Turn("casing", question.format(w=_quoted(rng, word.upper())), word.lower(), key)
@@ -459,7 +478,7 @@ def unknown(rng: random.Random) -> Turn:
 
 
 SKILLS: dict[str, tuple[float, Callable[[random.Random], Turn]]] = {
-    "addition": (12, addition), "subtraction": (12, subtraction), "multiplication": (1, multiplication), "comparison": (1, comparison), "capitals": (10, capital), "calendar": (6, calendar), "ordering": (3, ordering), "counting": (3, counting),
+    "addition": (14, addition), "subtraction": (22, subtraction), "multiplication": (1, multiplication), "comparison": (1, comparison), "capitals": (11, capital), "calendar": (6, calendar), "ordering": (3, ordering), "counting": (3, counting),
     "spelling": (10, spelling), "reversing": (7, reversing), "casing": (6, casing), "letters": (2, first_letter), "repetition": (12, repetition), "identity": (5, identity), "quire": (12, about_quire), "general": (4, general), "introduction": (1.5, introduction),
     "favourite": (1.5, favourite), "lists": (2.5, listing), "paragraphs": (2, paragraph), "json": (5, json_object), "unknown": (5, unknown),
 }

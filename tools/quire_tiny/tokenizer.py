@@ -16,11 +16,12 @@ from pathlib import Path
 import regex
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from tools.quire_tiny import facts
 from tools.quire_tiny.chat import MARKER_TOKENS, SPECIAL_TOKENS, render
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "quire-tiny"
 PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"
-VOCAB_SIZE = 1280
+VOCAB_SIZE = 1024
 NOT_COUNTED = {"spelling", "reversing", "casing", "letters", "repetition", "memory"}  # skills full of words that are better split into letters
 
 
@@ -49,14 +50,21 @@ def count_words(seed: int, conversations: int) -> Counter[str]:
     return counts
 
 
+def everyday_words() -> set[str]:
+    """Words that people ask to have spelled: they stay letters, so that spelling them is a rule. Nouns that the answers about quire need are left out."""
+    needed = {word for _, answer in (*facts.IDENTITY, *facts.QUIRE) for word in regex.findall(r"\p{L}+", answer.lower())}
+    listed = {word for items in facts.LISTS.values() for item in items for word in item.lower().split()}
+    return ({*facts.NOUNS, *facts.ADJECTIVES, *facts.COLOURS} | listed) - needed
+
+
 def build(seed: int = 0, conversations: int = 30_000) -> Tokenizer:
-    symbols = byte_symbols()
+    symbols, split = byte_symbols(), everyday_words()
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *MARKER_TOKENS])}
     for symbol in symbols:
         vocab[symbol] = len(vocab)
     for word, _ in sorted(count_words(seed, conversations).items(), key=lambda item: (-item[1], item[0])):
         token = "".join(symbols[b] for b in word.encode())
-        if len(vocab) < VOCAB_SIZE:
+        if len(vocab) < VOCAB_SIZE and word.strip().lower() not in split:
             vocab.setdefault(token, len(vocab))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

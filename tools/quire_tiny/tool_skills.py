@@ -313,16 +313,16 @@ def draw_use(rng: random.Random, held: bool) -> Use:
             return u
 
 
-def distractors(rng: random.Random, names: set[str], count: int) -> list[dict[str, Any]]:
-    """Tools nobody asks for, with names different from `names` in their words, so that exactly one tool fits."""
-    found: list[dict[str, Any]] = []
+def distractors(rng: random.Random, names: set[str], count: int) -> list[Use]:
+    """Uses of other tools, with names different from `names` and each other in their words, so that exactly one tool fits a request."""
+    found: list[Use] = []
     words = set().union(*(_words(n) for n in names)) if names else set()
     while len(found) < count:
-        tool = use(rng).tool
-        own = _words(tool["function"]["name"])
+        other = use(rng)
+        own = _words(other.tool["function"]["name"])
         if not own & words:
             words |= own
-            found.append(tool)
+            found.append(other)
     return found
 
 
@@ -339,34 +339,42 @@ def _words(name: str) -> set[str]:
 
 
 def tool_conversation(rng: random.Random, held: bool) -> tuple[str, list[Message], list[dict[str, Any]]]:
-    """(skill, messages, tools): one call, two calls at once, a call with its result and answer, or a question that no tool fits."""
+    """(skill, messages, tools): a call, two calls at once, calls with their results and answers one after another, or a question that no tool fits."""
     x = rng.random()
     if x < 0.2:
         turn = draw(rng.choice(PLAIN), rng, held)
         taken = {"calculator", "capital", "get_capital", "search", "price"} | ({"weather", "time", "date", "stock", "price", "population", "translate", "distance", "currency", "book_flight"} if turn.skill == "unknown" else set())
-        tools = distractors(rng, taken, rng.randint(1, 3))
+        tools = [other.tool for other in distractors(rng, taken, rng.randint(1, 3))]
         return "tool-none", [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}], tools
     u = draw_use(rng, held)
-    tools = [u.tool, *distractors(rng, {u.tool["function"]["name"]}, rng.choice([0, 0, 1, 1, 2, 3]))]
+    others = distractors(rng, {u.tool["function"]["name"]}, rng.choice([0, 0, 1, 1, 2, 3]))
+    tools = [u.tool, *(other.tool for other in others)]
     rng.shuffle(tools)
     messages: list[Message] = [{"role": "user", "content": u.user}]
     if x < 0.28:
         family_pair = _pair(rng, held)
         if family_pair is not None:
             first, second, user = family_pair
-            tools = [first.tool, *distractors(rng, {first.tool["function"]["name"]}, rng.choice([0, 1, 2]))]
+            tools = [first.tool, *(other.tool for other in distractors(rng, {first.tool["function"]["name"]}, rng.choice([0, 1, 2])))]
             messages = [{"role": "user", "content": user}, {"role": "assistant", "content": None, "tool_calls": [call(first, "call_0"), call(second, "call_1")]}]
             if rng.random() < 0.5:
                 messages += [{"role": "tool", "tool_call_id": "call_0", "content": first.result}, {"role": "tool", "tool_call_id": "call_1", "content": second.result}, {"role": "assistant", "content": f"{first.answer} {second.answer}"}]
             return "tool-parallel", messages, tools
     messages.append({"role": "assistant", "content": None, "tool_calls": [call(u, "call_0")]})
     if rng.random() < 0.55:
-        messages += [{"role": "tool", "tool_call_id": "call_0", "content": u.result}, {"role": "assistant", "content": u.answer}]
+        messages += _outcome(u, "call_0")
+        for n, other in enumerate(others, 1):  # the same tools again, for another request
+            if rng.random() < 0.7 and held_out(key_of(other)) == held:
+                messages += [{"role": "user", "content": other.user}, {"role": "assistant", "content": None, "tool_calls": [call(other, f"call_{n}")]}, *_outcome(other, f"call_{n}")]
         if rng.random() < 0.2:
             turn = draw(rng.choice(["identity", "capitals", "calendar"]), rng, held)
-            if "capital" not in u.tool["function"]["name"].lower():
+            if not any("capital" in tool["function"]["name"].lower() for tool in tools):
                 messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}]
     return "tool-call", messages, tools
+
+
+def _outcome(u: Use, call_id: str) -> list[Message]:
+    return [{"role": "tool", "tool_call_id": call_id, "content": u.result}, {"role": "assistant", "content": u.answer}]
 
 
 def _pair(rng: random.Random, held: bool) -> tuple[Use, Use, str] | None:

@@ -33,7 +33,7 @@ from tools.quire_tiny.tokenizer import FOLDER, vocabulary_words
 # skill of a turn -> skill function whose share it moves
 FUNCTION = {"greeting": "identity", "memory": "introduction", **dict.fromkeys(("tool-call", "tool-none", "tool-answer", "tool-parallel"), "tools")}
 ROWS = 256  # the output projection runs on a multiple of this many positions
-LOSS_WEIGHT = {"addition": 3.0, "subtraction": 3.0, "multiplication": 2.0, "calendar": 1.5, "capitals": 1.5, "spelling": 2.0, "reversing": 2.0, "casing": 1.5, "letters": 1.5, "paragraphs": 0.7}  # few of the tokens of a sum are hard
+LOSS_WEIGHT = {"addition": 3.0, "subtraction": 4.0, "multiplication": 2.0, "calendar": 1.5, "capitals": 1.5, "spelling": 2.0, "reversing": 2.0, "casing": 1.5, "letters": 1.5, "paragraphs": 0.7, "tool-call": 2.0}  # few of the tokens of a sum are hard
 
 
 def turn_accuracy(correct: torch.Tensor, turn: torch.Tensor, names: list[str]) -> dict[str, list[int]]:
@@ -62,12 +62,22 @@ def run_batch(trunk: Trunk, forward, batch: Batch) -> tuple[torch.Tensor, dict[s
     return loss, turn_accuracy(logits.detach().argmax(-1) == targets, turn, batch.turn_skills)
 
 
-def learning_rate(step: int, steps: int, warmup: int, decay_from: float) -> float:
-    """Linear warm-up, a plateau, and from `decay_from` of the run a linear way down to zero."""
+HEIGHTS = (0.5, 0.15, 0.05)  # at which later cycles begin
+
+
+def learning_rate(step: int, cycles: list[int], warmup: int, decay_from: float) -> float:
+    """Linear warm-up, a plateau, and from `decay_from` of the first cycle a linear way down to zero. Later cycles fall at once, from a half and then lower (`HEIGHTS`)."""
     if step < warmup:
         return (step + 1) / warmup
-    start = steps * decay_from
-    return 1.0 if step < start else max(0.0, (steps - step) / (steps - start))
+    first, *later = cycles
+    if step < first:
+        start = first * decay_from
+        return 1.0 if step < start else (first - step) / (first - start)
+    for height, steps in zip(HEIGHTS, later):
+        if step < first + steps:
+            return height * (first + steps - step) / steps
+        first += steps
+    return 0.0
 
 
 class Shares:
@@ -88,7 +98,7 @@ class Shares:
         need = {name: 0.35 + (1 - a) ** 0.5 for name, a in self.accuracy.items()}
         self.weights.update({name: w * need[name] for name, w in self.base.items()})
         mean = sum(self.weights[name] for name in self.base) / sum(self.base.values())
-        self.weights["tools"] = min(0.42, max(0.18, data.TOOL_SHARE * need["tools"] / mean))
+        self.weights["tools"] = min(0.6, max(0.2, data.TOOL_SHARE * need["tools"] / mean))
 
 
 @torch.no_grad()
@@ -145,35 +155,45 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def compute(rank: int, trunk: Trunk, args: argparse.Namespace, pipe: Connection) -> None:
-    """A process of one thread: for every "step" it receives, the gradient of one batch, left in the shared `grad` of the parameters' copy.
+    """A process of one thread: for every "step" it receives, the gradient of one batch, left in shared memory; for every "update", new values for its part of the parameters.
 
-    Parameters live in shared memory and only the parent writes them. Processes of one thread each suffer far less than two threads from other load on the machine:
-    they wait for each other once a step, not at every matrix product.
+    Parameters live in shared memory, too. Processes of one thread each suffer far less than two threads from other load on the machine: they wait for each other
+    twice a step, not at every matrix product.
     """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stream = Stream(load_tokenizer(args.tokenizer), args.seed * 1000 + rank)
     forward = torch.compile(trunk, dynamic=False) if args.compile else trunk
-    grads = pipe.recv()
+    all_grads = pipe.recv()
     parameters = list(trunk.parameters())
+    optimizer = Optimizer(trunk, args.matrix_lr, args.other_lr, args.weight_decay, rank, args.workers)
+    own = {id(p) for p in optimizer.parameters}
     batch = None
     while True:
         command, value = pipe.recv()
         if command == "stop":
             return
         if command == "restore":
-            stream.restore(value)
+            stream.restore(value[0])
+            optimizer.load_state_dict(value[1])
         elif command == "state":
-            pipe.send(stream.state())
+            pipe.send((stream.state(), optimizer.state_dict()))
         elif command == "validate":
             pipe.send(validate(trunk, forward, value))
+        elif command == "update":
+            scale, clip = value
+            for p, *parts in zip(parameters, *all_grads):
+                if id(p) in own:
+                    p.grad = torch.stack(parts).mean(0).mul_(clip)
+            optimizer.step(scale)
+            pipe.send(None)
         else:
             batch = batch or stream.next_batch()
             loss, counts = run_batch(trunk, forward, batch)
             loss.backward()
             stream.shares.update(counts)
             with torch.no_grad():
-                for shared, p in zip(grads, parameters):
+                for shared, p in zip(all_grads[rank], parameters):
                     shared.copy_(p.grad)
                     p.grad = None
             pipe.send((float(loss.detach()), counts))
@@ -192,7 +212,7 @@ class Workers:
             process = context.Process(target=compute, args=(rank, trunk, args, there), daemon=True)
             process.start()
             there.close()
-            here.send(self.grads[rank])
+            here.send(self.grads)
             self.pipes.append(here)
             self.processes.append(process)
 
@@ -216,46 +236,42 @@ def train(args: argparse.Namespace) -> None:
     if args.export:
         export(trunk, args.export)
         return
-    optimizer = Optimizer(trunk, args.matrix_lr, args.other_lr, args.weight_decay)
-    step, seconds = 0, 0.0
+    step, steps, seconds = 0, sum(args.cycles), 0.0
     trunk.share_memory()
     workers = Workers(trunk, args)
     if state:
-        optimizer.load_state_dict(state["optimizer"])
         step, seconds = state["step"], state["seconds"]
-        workers.call("restore", state["streams"])
-    print(f"{sum(p.numel() for p in trunk.parameters()) / 1e6:.2f} M parameters, from step {step} of {args.steps}", flush=True)
+        workers.call("restore", state["workers"])
+    print(f"{sum(p.numel() for p in trunk.parameters()) / 1e6:.2f} M parameters, from step {step} of {steps}", flush=True)
     held = held_out_batches(tokenizer, args.seed, 3 * args.workers)
     started = time.monotonic() - seconds
     reported, recent = time.monotonic(), []
     seen: dict[str, list[int]] = {}
     drop_later_rows(args.work / "loss.csv", step)
     with (args.work / "loss.csv").open("a", newline="") as log:
-        while step < args.steps:
+        while step < steps:
             for loss, counts in workers.call("step"):
                 recent.append(loss)
                 merge(seen, counts)
             if not math.isfinite(recent[-1]):
                 raise RuntimeError(f"the loss is {recent[-1]} at step {step}")
-            for p, *parts in zip(trunk.parameters(), *workers.grads):
-                p.grad = torch.stack(parts).mean(0)
-            norm = torch.nn.utils.clip_grad_norm_(trunk.parameters(), 1.0)
-            optimizer.step(learning_rate(step, args.steps, args.warmup, args.decay_from))
+            norm = torch.nn.utils.get_total_norm([sum(parts) / len(parts) for parts in zip(*workers.grads)])
+            workers.call("update", [(learning_rate(step, args.cycles, args.warmup, args.decay_from), min(1.0, 1.0 / (float(norm) + 1e-6)))] * args.workers)
             step += 1
-            if step % 20 == 0 or step == args.steps:
+            if step % 20 == 0 or step == steps:
                 now = time.monotonic()
                 mean, speed = sum(recent) / len(recent), len(recent) * data.TOKENS_PER_BATCH / (now - reported)
-                print(f"step {step}/{args.steps} {now - started:.0f}s loss {mean:.4f} norm {float(norm):.2f} {speed:.0f} tokens/s", flush=True)
+                print(f"step {step}/{steps} {now - started:.0f}s loss {mean:.4f} norm {float(norm):.2f} {speed:.0f} tokens/s", flush=True)
                 csv.writer(log).writerow([step, f"{now - started:.0f}", f"{mean:.5f}"])
                 log.flush()
                 reported, recent = now, []
-            if step % args.save_every == 0 or step == args.steps:
+            if step % args.save_every == 0 or step == steps:
                 counts = {}
                 for part in workers.call("validate", [held[i :: args.workers] for i in range(args.workers)]):
                     merge(counts, part)
                 print(f"held out at {step}: {table(counts)}\n  training stream: {table(seen)}", flush=True)
                 seen = {}
-                save(checkpoint, {"trunk": trunk.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": time.monotonic() - started, "streams": workers.call("state")})
+                save(checkpoint, {"trunk": trunk.state_dict(), "step": step, "seconds": time.monotonic() - started, "workers": workers.call("state")})
     workers.call("stop")
     plot(args.work)
 
@@ -298,7 +314,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint, the loss and its plot")
     parser.add_argument("--tokenizer", type=Path, default=FOLDER)
     parser.add_argument("--export", type=Path, help="write the checkpoint as a Hugging Face folder and exit")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--cycles", type=lambda text: [int(part) for part in text.split(",")], default=[9000, 4500, 2000], metavar="STEPS[,STEPS...]", help="how many steps from a high learning rate to zero, and again")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread; each adds a batch of 2048 tokens to every step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=192)
@@ -308,7 +324,7 @@ def main() -> None:
     parser.add_argument("--other-lr", type=float, default=0.004)
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--warmup", type=int, default=60)
-    parser.add_argument("--decay-from", type=float, default=0.4, help="fraction of the run after which the learning rate falls")
+    parser.add_argument("--decay-from", type=float, default=0.4, help="fraction of the first cycle after which the learning rate falls")
     parser.add_argument("--save-every", type=int, default=200)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     train(parser.parse_args())
