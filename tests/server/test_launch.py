@@ -87,7 +87,10 @@ def server_process(*args, **settings) -> Iterator[ServerProcess]:
 
 
 def gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_answers_before_it_has_loaded_and_ends_in_order(model_folder, tmp_path):
