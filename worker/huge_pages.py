@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from math import prod
 
 import torch
@@ -32,6 +34,12 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def make_resident(address: int, size: int) -> bool:
     """Have the system give memory to `size` bytes at `address` as if they had been written, which they are not; may run beside their use. False where it cannot (before Linux 5.14)."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    return _madvise()(start, address + size - start, 23) == 0  # MADV_POPULATE_WRITE
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    """The system's function, which releases the GIL; mmap's own knows no addresses."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return madvise(start, address + size - start, 23) == 0  # MADV_POPULATE_WRITE
+    return madvise
