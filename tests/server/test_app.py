@@ -425,7 +425,7 @@ def test_ending_ends_the_rest_with_an_error_event(model_folder):
         server.wait_ready()
         streams = occupy(server, 2)
         answer = {}
-        thread = threading.Thread(target=lambda: answer.update(whole=server.http.post(CHAT, json={"messages": HELLO})))
+        thread = threading.Thread(target=lambda: answer.update(whole=server.http.post(CHAT, json={"messages": HELLO, "ignore_eos": True})))
         thread.start()
         poll(lambda: server.state.client.num_open == 3)
         started = time.monotonic()
