@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from worker.kernels import build, cpu_ops, native
 from worker.layers.activation import silu_and_mul
@@ -15,6 +17,7 @@ from worker.layers.norm import add_rms_norm, rms_norm
 from worker.layers.rotary import apply_rotary
 
 LEVELS = list(build.LEVELS)
+TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}  # relative error of one rounding, with room for another order of summation
 
@@ -32,9 +35,10 @@ def kernels(request):
     loaded = native.Kernels()
     loaded.level = request.param
     assert loaded._open(str(path)), loaded.status
-    native.KERNELS.lib, saved = loaded.lib, before.lib
+    saved = before.lib, before.level
+    before.lib, before.level = loaded.lib, request.param
     yield request.param
-    native.KERNELS.lib = saved
+    before.lib, before.level = saved
 
 
 @pytest.fixture(params=range(6))
@@ -64,11 +68,59 @@ def test_packed_linear(kernels, m):
         bias = torch.randn(n).bfloat16() if rng.random() < 0.5 else None
         linear = cpu_ops.PackedLinear(weight, bias)
         want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        for path in (0, 1):
-            assert_near(linear(x, torch.float32, path), want, 1e-6 * k**0.5, scale=k**0.5)
-            assert_near(linear(x, path=path), want, 2**-8)
+        plain = cpu_ops.PackedLinear(weight, bias, compact=False)
+        for got, path in ((linear, 0), (plain, 0), (plain, 1)):
+            assert_near(got(x, torch.float32, path), want, 1e-6 * k**0.5, scale=k**0.5)
+            assert_near(got(x, path=path), want, 2**-8)
         ids = torch.randint(0, n, (7,), dtype=rng.choice([torch.int32, torch.int64]))
         assert torch.equal(linear.rows(ids), weight[ids])
+
+
+@pytest.mark.parametrize("m", [1, 3, 16, 20, 33, 300])
+@pytest.mark.parametrize("n,k,silu", [(64, 64, False), (33, 100, False), (1000, 1100, False), (90, 333, True), (608, 1024, True)])
+def test_compact_weights_change_no_bit(kernels, m, n, k, silu):
+    torch.manual_seed(n + m)
+    weight, x = torch.randn(n, k).bfloat16() * 0.02, torch.randn(m, k).bfloat16()
+    weight[torch.randint(n, (9,)), torch.randint(k, (9,))] *= 2.0 ** torch.randint(-30, 30, (9,))  # exponents far from the others
+    weight[torch.randint(n, (5,)), torch.randint(k, (5,))] = torch.tensor([0.0, -0.0, 1e-30, 3e4, -1e9]).bfloat16()
+    bias = torch.randn(n).bfloat16()
+    plain, compact = (cpu_ops.PackedLinear(weight, bias, silu, compact) for compact in (False, True))
+    assert plain.compact is None and (compact.compact is None) == (kernels != "amx")
+    for dtype in (torch.bfloat16,) if silu else (torch.bfloat16, torch.float32):
+        assert torch.equal(plain(x, dtype), compact(x, dtype))
+    if not silu:
+        assert torch.equal(compact.rows(torch.arange(n)).view(torch.int16), weight.view(torch.int16))
+
+
+def test_compact_storage(kernels):
+    if kernels != "amx":
+        pytest.skip("only the AMX code reads it")
+    weight = torch.randn(96, 640).bfloat16()
+    weight[32:64] = 0  # a block of its own
+    linear = cpu_ops.PackedLinear(weight)
+    assert linear.packed.nbytes == weight.nbytes * 3 // 4 and len(linear.compact.exceptions) < 0.002 * weight.numel()
+    assert torch.equal(linear.rows(torch.arange(96)), weight)
+    assert torch.equal(linear(torch.randn(5, 640).bfloat16())[:, 32:64], torch.zeros(5, 32).bfloat16())
+
+
+def test_a_trained_model_is_compact(kernels):
+    if kernels != "amx":
+        pytest.skip("only the AMX code reads it")
+    for name, weight in load_file(TINY_MODEL / "model.safetensors").items():
+        if weight.dim() == 2:
+            linear = cpu_ops.PackedLinear(weight)
+            assert linear.compact is not None and len(linear.compact.exceptions) < 0.005 * weight.numel(), name
+            assert torch.equal(linear.rows(torch.arange(len(weight))), weight)
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf"), 1e-39])
+def test_weights_that_are_not_compacted(kernels, spoil):
+    weight, x = torch.randn(40, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    weight[7, 9] = spoil
+    assert cpu_ops.PackedLinear(weight).compact is None
+    spread = torch.randn(40, 64).bfloat16() * 2.0 ** torch.randint(-12, 12, (40, 64))
+    linear = cpu_ops.PackedLinear(spread.bfloat16())
+    assert linear.compact is None and torch.equal(linear(x), cpu_ops.PackedLinear(spread.bfloat16(), compact=False)(x))
 
 
 def test_packed_linear_with_a_long_sum_and_leading_dimensions(kernels):
@@ -96,7 +148,7 @@ def test_packed_gate_up(kernels, m, inter, with_bias):
     bias = torch.randn(2 * inter).bfloat16() if with_bias else None
     want = silu_and_mul(F.linear(x.float(), weight.float(), None if bias is None else bias.float()))
     for path in (0, 1):
-        assert_near(cpu_ops.PackedLinear(weight, bias, silu_and_mul=True)(x, path=path), want, 2**-8)
+        assert_near(cpu_ops.PackedLinear(weight, bias, silu_and_mul=True, compact=False)(x, path=path), want, 2**-8)
 
 
 def test_packed_linear_refuses_other_types(kernels):

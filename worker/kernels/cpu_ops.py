@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from worker import huge_pages
-from worker.kernels.native import KERNELS, LayerArgs, LinearArgs, QkvArgs, QuantArgs
+from worker.kernels.native import KERNELS, CompactArgs, LayerArgs, LinearArgs, QkvArgs, QuantArgs
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 512
@@ -121,11 +121,13 @@ class PackedLinear:
     The sum over k is float32 in one fixed order: a row's result depends neither on the other rows nor on the threads (with AMX; else on 1, 2, 4 or 8 rows).
     With `silu_and_mul` the weight is [gate, up] stacked and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 before it is rounded.
 
+    With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it and there is AMX; results are the same, bit for bit.
+
     Raises:
         ValueError: the weight is not bfloat16, or cannot be split in two.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, silu_and_mul: bool = False) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, silu_and_mul: bool = False, compact: bool = True) -> None:
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"PackedLinear takes a bfloat16 weight, not {weight.dtype}")
         n, k = weight.shape
@@ -136,31 +138,65 @@ class PackedLinear:
         self.in_features, self.out_features = k, n // 2 if silu_and_mul else n
         self._n = n
         columns = self.lib.quire_gemm_packed_columns(n, int(silu_and_mul))
-        self.packed = huge_pages.zeros(columns * (-(-k // 32) * 32), dtype=torch.bfloat16)
-        self.lib.quire_gemm_pack(weight.data_ptr(), weight.stride(0), self.packed.data_ptr(), n, k, int(silu_and_mul))
         self.bias = None if bias is None else _packed_bias(bias, columns, silu_and_mul)
-        self._pointers = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+        self.compact = _Compact.of(weight, columns, silu_and_mul) if compact and has_amx() else None
+        if self.compact is None:
+            self.packed = huge_pages.zeros(columns * (-(-k // 32) * 32), dtype=torch.bfloat16)
+            self.lib.quire_gemm_pack(weight.data_ptr(), weight.stride(0), self.packed.data_ptr(), n, k, int(silu_and_mul))
+            self._run, pointer = self.lib.quire_gemm_run, self.packed.data_ptr()
+        else:
+            self.packed, self._run, pointer = self.compact.data, self.lib.quire_gemm_run_compact, byref(self.compact.args)
+        self._pointers = pointer, None if self.bias is None else self.bias.data_ptr()
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0) -> torch.Tensor:
-        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32. `path` forces the vector (1) code, for tests."""
+        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32. `path` forces the vector (1) code, for tests; it does not read compact weights."""
+        assert path == 0 or self.compact is None
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         out = torch.empty(rows.shape[0], self.out_features, dtype=dtype)
-        self.lib.quire_gemm_run(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
-                                self.flags | (dtype is torch.float32), path)  # fmt: skip
+        self._run(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
+                  self.flags | (dtype is torch.float32), path)  # fmt: skip
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def args(self, path: int = 0) -> LinearArgs:
         """The layer as native code takes it; it must outlive what is returned."""
-        return LinearArgs(self._pointers[0], None, self._pointers[1], self._n, self.in_features, self.flags >> 1, path)
+        packed, compact = (self._pointers[0], None) if self.compact is None else (None, addressof(self.compact.args))
+        return LinearArgs(packed, None, compact, self._pointers[1], self._n, self.in_features, self.flags >> 1, path)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight as it was: `[T, k]`. So an embedding can share the packed output head."""
         assert not self.flags, "rows of gate and up are interleaved"
         ids, out = ids.long(), torch.empty(ids.shape[0], self.in_features, dtype=torch.bfloat16)
-        self.lib.quire_gemm_unpack_rows(self.packed.data_ptr(), ids.data_ptr(), ids.shape[0], out.data_ptr(), self.in_features, self.in_features)
+        unpack = self.lib.quire_gemm_unpack_rows if self.compact is None else self.lib.quire_compact_rows
+        unpack(self._pointers[0], ids.data_ptr(), ids.shape[0], out.data_ptr(), self.in_features, self.in_features)
         return out
+
+
+class _Compact:
+    """Storage of a packed weight in 12 bits: what `args` points to."""
+
+    _EXCEPTIONS_PER_WEIGHT = 1 / 64  # at most; their list then takes 1/24 of the memory, and putting them in place a tenth of the time
+
+    def __init__(self, columns: int, k: int) -> None:
+        self.blocks, self.steps = columns // 32, -(-k // 32)
+        self.num_weights = self.blocks * self.steps * 1024
+        self.data = huge_pages.zeros(self.num_weights // 4 * 3, dtype=torch.uint16)
+        self.exceptions = torch.empty(self.num_weights, dtype=torch.uint32)  # room for any; next to nothing of it is written
+        self.first = torch.empty(self.blocks * self.steps + 1, dtype=torch.uint32)
+        self.scales = torch.empty(self.blocks, dtype=torch.float32)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, columns: int, silu_and_mul: bool) -> _Compact | None:
+        """None where the weight has too many different exponents."""
+        (n, k), self = weight.shape, cls(columns, weight.shape[1])
+        count = KERNELS.lib.quire_gemm_compact(weight.data_ptr(), weight.stride(0), self.data.data_ptr(), self.exceptions.data_ptr(), self.first.data_ptr(),
+                                               self.scales.data_ptr(), n, k, int(silu_and_mul), int(self.num_weights * self._EXCEPTIONS_PER_WEIGHT))  # fmt: skip
+        if count < 0:
+            return None
+        self.exceptions = self.exceptions[:count].clone()
+        self.args = CompactArgs(self.data.data_ptr(), self.exceptions.data_ptr(), self.first.data_ptr(), self.scales.data_ptr(), self.steps)
+        return self
 
 
 class QuantizedLinear:
@@ -231,7 +267,7 @@ class QuantizedLinear:
 
     def args(self, path: int = 0) -> LinearArgs:
         """The layer as native code takes it; it must outlive what is returned."""
-        return LinearArgs(None, addressof(self._args), self._pointers[1], self._n, self.in_features, self.flags >> 1, path)
+        return LinearArgs(None, addressof(self._args), None, self._pointers[1], self._n, self.in_features, self.flags >> 1, path)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight as the product sees it: `[T, k]` bfloat16."""

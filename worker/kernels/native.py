@@ -42,10 +42,16 @@ class QuantArgs(ctypes.Structure):
     _fields_ = [("data", _P), ("scales", _P), ("offsets", _P), ("bits", _I), ("group", _I), ("groups", _I), ("k_steps", _I)]
 
 
+class CompactArgs(ctypes.Structure):
+    """A packed bf16 weight in 12 bits. Mirrors `Compact` in compact.h."""
+
+    _fields_ = [("data", _P), ("exceptions", _P), ("first", _P), ("scales", _P), ("k_steps", _I)]
+
+
 class LinearArgs(ctypes.Structure):
     """A packed linear layer. Mirrors `Linear` in segment.cpp; all zero where there is none."""
 
-    _fields_ = [("packed", _P), ("quant", _P), ("bias", _P), ("n", _L), ("k", _L), ("silu_mul", _L), ("path", _L)]
+    _fields_ = [("packed", _P), ("quant", _P), ("compact", _P), ("bias", _P), ("n", _L), ("k", _L), ("silu_mul", _L), ("path", _L)]
 
 
 class SegmentArgs(ctypes.Structure):
@@ -61,6 +67,9 @@ _SIGNATURES = {
     "quire_gemm_pack": ([_P, _L, _P, _L, _L, _I], None),
     "quire_gemm_unpack_rows": ([_P, _P, _L, _P, _L, _L], None),
     "quire_gemm_run": ([_P, _L, _P, _P, _P, _L, _L, _L, _L, _I, _I], None),
+    "quire_gemm_compact": ([_P, _L, _P, _P, _P, _P, _L, _L, _I, _L], _L),
+    "quire_compact_rows": ([ctypes.POINTER(CompactArgs), _P, _L, _P, _L, _L], None),
+    "quire_gemm_run_compact": ([_P, _L, ctypes.POINTER(CompactArgs), _P, _P, _L, _L, _L, _L, _I, _I], None),
     "quire_gemm_run_quant": ([_P, _L, ctypes.POINTER(QuantArgs), _P, _P, _L, _L, _L, _L, _I, _I], None),
     "quire_quantize": ([_P, _L, _P, _P, _L, _L, _I, _L, _I], None),
     "quire_pack_quantized": ([_P, _P, _P, _P, _P, _P, _L, _L, _I, _L, _I], None),

@@ -5,11 +5,16 @@
 //     packed[n / 32][k / 32][n / 16 % 2][k / 2 % 16][n % 16][k % 2]          n and k padded with zeros to multiples of 32
 // So whatever computes reads the weight once, front to back. The same layout serves one row and thousands.
 //
+// Where its exponents allow it the same weight is stored in three quarters of the bytes (compact.h), and its k-steps come out of that into a buffer in L1.
+//
 // Weights of 4 and 8 bits have a layout of their own (quant.h). Up to 32 rows are multiplied as integers; for more, a stretch of weight is expanded to
 // bf16 in cache, in the layout above.
 #include <algorithm>
+#include <cassert>
+#include <vector>
 
 #include "amx.h"
+#include "compact.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "quant.h"
@@ -30,16 +35,18 @@ struct Gemm {
   long ldo;
   int m, n, k;
   int out_f32, silu_mul;
-  const Quant* quant = nullptr;  // instead of `packed`
+  const Quant* quant = nullptr;  // instead of `packed`, as is:
+  const Compact* compact = nullptr;
 
   int k_steps() const { return quant ? 2 * quant->k_steps : (k + kStep - 1) / kStep; }
   int n_blocks() const { return (n + kCols - 1) / kCols; }
   const bf16* block(int nb) const { return packed + size_t(nb) * k_steps() * kStepElems; }
-  long block_bytes() const { return quant ? quant->k_steps * quant->step_bytes() : long(k_steps()) * 2 * kStepElems; }
+  long block_bytes() const { return quant ? quant->k_steps * quant->step_bytes() : long(k_steps()) * 2 * (compact ? Compact::kStepWords : kStepElems); }
 };
 
 // Columns n0..n0+31 of one row: acc holds them as two vectors.
 inline void finish_row(const Gemm& g, int row, int n0, vf a, vf b) {
+  if (g.compact) a = a * set1(g.compact->scales[n0 / kCols]), b = b * set1(g.compact->scales[n0 / kCols]);
   if (g.silu_mul) {  // tile 0 is the gate, tile 1 the matching columns of up
     int n1 = n0 / 2, width = std::min(16, g.n / 2 - n1);
     bf16* p = (bf16*)g.out + row * g.ldo + n1;
@@ -146,15 +153,32 @@ void vector_rows(const Gemm& g, const bf16* x, long ldx, int row0, int rows, int
 
 #if QUIRE_AMX
 
-// Up to 32 rows of 32 columns; the left operand is a row-major matrix of whole k-steps.
+// Up to 32 rows of 32 columns; the left operand is a row-major matrix of whole k-steps. A compact weight is expanded two steps ahead of its use, so that the
+// tiles are not loaded from lines that are still on their way to L1.
+template <bool COMPACT>
 void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
-  const bf16 *w = g.block(nb), *lower = x + 16 * ldx;
+  constexpr int kAhead = 2;
+  const bf16 *packed = COMPACT ? nullptr : g.block(nb), *lower = x + 16 * ldx;
   const int steps = g.k_steps();
+  alignas(64) bf16 ring[COMPACT ? 2 * kAhead : 1][kStepElems];
   alignas(64) float c[4][16][16];
+  auto fetch = [&](int s) {
+    if constexpr (COMPACT) {
+      if (s >= steps) return;
+      const char* ahead = (const char*)g.compact->step(nb, s) + 8192;
+      for (int i = 0; i < 2 * Compact::kStepWords; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+      expand_step(*g.compact, nb, s, ring[s % (2 * kAhead)]);
+    } else {
+      prefetch_step((const char*)(packed + (s - kAhead + 4) * kStepElems));
+    }
+  };
+  auto tiles = [&](int s) -> const bf16* { return COMPACT ? ring[s % (2 * kAhead)] : packed + s * kStepElems; };
   TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
+  if (COMPACT) for (int s = 0; s < kAhead; s++) fetch(s);
   if (g.m <= 16) {
-    for (int s = 0; s < steps; s++, w += kStepElems) {
-      prefetch_step((const char*)(w + 4 * kStepElems));
+    for (int s = 0; s < steps; s++) {
+      fetch(s + kAhead);
+      const bf16* w = tiles(s);
       TILE_LOAD(4, x + s * kStep, ldx * 2);
       TILE_LOAD(6, w, 64);
       TILE_DP(0, 4, 6);
@@ -162,8 +186,9 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
       TILE_DP(1, 4, 7);
     }
   } else {
-    for (int s = 0; s < steps; s++, w += kStepElems) {
-      prefetch_step((const char*)(w + 4 * kStepElems));
+    for (int s = 0; s < steps; s++) {
+      fetch(s + kAhead);
+      const bf16* w = tiles(s);
       TILE_LOAD(4, x + s * kStep, ldx * 2);
       TILE_LOAD(6, w, 64);
       TILE_DP(0, 4, 6);
@@ -181,6 +206,10 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
 
 // k-steps [s0, s1) of block nb as tiles: the packed weight itself, or expanded into `buffer`. s0 and s1 are even.
 inline const bf16* tiles_of(const Gemm& g, int nb, int s0, int s1, bf16* buffer) {
+  if (g.compact) {
+    for (int s = s0; s < s1; s++) expand_step(*g.compact, nb, s, buffer + (s - s0) * kStepElems);
+    return buffer;
+  }
   if (!g.quant) return g.block(nb) + size_t(s0) * kStepElems;
   for (int s = s0; s < s1; s += 2) {
     const char* ahead = (const char*)g.quant->step(nb, s / 2) + 4096;
@@ -205,6 +234,7 @@ void pack_rows(const Gemm& g, int row0, int step0, int step1, bf16* a) {
 }
 #endif
 
+
 thread_local Scratch shared_scratch, own_scratch;
 
 int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per piece: 64 KiB or more, but at least four pieces a thread
@@ -215,7 +245,7 @@ int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per
 
 void run_few_rows(const Gemm& g, int threads, bool amx) {
   long per = pieces_of(g, threads, g.block_bytes());
-  Queue queue((g.n_blocks() + per - 1) / per);
+  Stretches pieces((g.n_blocks() + per - 1) / per, threads);
   const bf16* x = g.x;
   long ldx = g.ldx;
   if (amx ? g.k % kStep : g.k % 2) {  // operands are read in whole k-steps (or pairs): copy to pad
@@ -228,14 +258,16 @@ void run_few_rows(const Gemm& g, int threads, bool amx) {
     x = copy;
   }
   Pool::get().run([&] {
+    const int own = pieces.join();
     auto work = [&](auto&& block) {
-      for (long i; queue.take(i);)
+      for (long i; pieces.take(own, i);)
         for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
     };
 #if QUIRE_AMX
     if (amx) {
       TileScope tiles(std::min(g.m, 16), 64, g.m - 16 > 0 ? g.m - 16 : 0);
-      work([&](int nb) { amx_few_rows_block(g, x, ldx, nb); });
+      if (g.compact) work([&](int nb) { amx_few_rows_block<true>(g, x, ldx, nb); });
+      else work([&](int nb) { amx_few_rows_block<false>(g, x, ldx, nb); });
     } else
 #endif
       work([&](int nb) { vector_rows(g, x, ldx, 0, g.m, nb); });
@@ -257,11 +289,12 @@ void run_quant_rows(const Gemm& g, int threads, bool amx) {
   const int rows = amx ? (g.m + 15) / 16 * 16 : g.m;
   QuantRows x((char*)shared_scratch.get(QuantRows::bytes(rows, q)), rows, q);
   const long per = pieces_of(g, threads, g.block_bytes());
-  Queue queue((g.n_blocks() + per - 1) / per);
+  Stretches pieces((g.n_blocks() + per - 1) / per, threads);
   parallel_for(rows, g.m <= 4 ? rows : 4, [&](long r) { x.fill(r, r < g.m ? g.x + r * g.ldx : nullptr, g.k, amx); });
   Pool::get().run([&] {
+    const int own = pieces.join();
     auto work = [&](auto&& block) {
-      for (long i; queue.take(i);)
+      for (long i; pieces.take(own, i);)
         for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
     };
 #if QUIRE_AMX
@@ -301,12 +334,13 @@ void run_many_rows(const Gemm& g, int threads) {
   const int group = kMaxRows / 32, groups = (pairs + group - 1) / group;
   long per = std::max(1L, std::min(4L, long(blocks) * groups / (4L * threads)));
   const long pieces = (blocks + per - 1) / per;
+  const bool expanded = g.quant || g.compact;  // from its own format to tiles in a buffer, a run at a time
   Queue queue(pieces * groups);
   parallel_for(long(pairs) * steps, 16, [&](long i) { pack_rows(g, int(i / steps) * 32, int(i % steps), int(i % steps) + 1, a + i * kStepElems); });
   Pool::get().run([&] {
     TileScope tiles;
-    bf16* buffer = (bf16*)own_scratch.get(size_t(group) * per * 4096 + (g.quant ? max_run * kStepElems * 2 : 0));
-    float* c = (float*)(buffer + (g.quant ? max_run * kStepElems : 0));
+    bf16* buffer = (bf16*)own_scratch.get(size_t(group) * per * 4096 + (expanded ? max_run * kStepElems * 2 : 0));
+    float* c = (float*)(buffer + (expanded ? max_run * kStepElems : 0));
     for (long i; queue.take(i);) {
       const int pair0 = int(i / pieces) * group, pair1 = std::min(pair0 + group, pairs);
       const int nb0 = int(i % pieces * per), nb1 = std::min(int(nb0 + per), blocks);
@@ -315,8 +349,8 @@ void run_many_rows(const Gemm& g, int threads) {
         const bool first = s0 == 0, last = s1 == steps;
         for (int nb = nb0; nb < nb1; nb++) {
           const bf16* w = tiles_of(g, nb, s0, s1, buffer);
-          const char* ahead = (const char*)(g.quant ? nullptr : nb + 1 < nb1 ? w + pair_elems : last ? g.block(nb1 < blocks ? nb1 : 0) : g.block(nb0) + size_t(s1) * kStepElems);
-          const long ahead_step = g.quant ? 0 : (2L * kStepElems / (pair1 - pair0) + 63) / 64 * 64;  // the next block arrives while this one is used
+          const char* ahead = (const char*)(expanded ? nullptr : nb + 1 < nb1 ? w + pair_elems : last ? g.block(nb1 < blocks ? nb1 : 0) : g.block(nb0) + size_t(s1) * kStepElems);
+          const long ahead_step = expanded ? 0 : (2L * kStepElems / (pair1 - pair0) + 63) / 64 * 64;  // the next block arrives while this one is used
           for (int p = pair0; p < pair1; p++) {
             float* tile = c + (size_t(p - pair0) * per + (nb - nb0)) * 1024;
             if (first) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
@@ -336,6 +370,18 @@ void run_many_rows(const Gemm& g, int threads) {
 }
 #endif
 
+void run_bf16(const Gemm& g, int path) {
+  const int threads = Pool::get().threads();
+#if QUIRE_AMX
+  if (path != 1 && amx_permitted()) {
+    if (g.m <= 32) return run_few_rows(g, threads, true);
+    return run_many_rows(g, threads);
+  }
+#endif
+  assert(!g.compact);
+  run_few_rows(g, threads, false);
+}
+
 }  // namespace
 
 extern "C" {
@@ -353,38 +399,65 @@ static inline long source_column(long j, long n, int silu_mul) {
 // Columns the packed weight has: n rounded up to whole blocks (of each half, with silu_mul).
 long quire_gemm_packed_columns(long n, int silu_mul) { return silu_mul ? (n / 2 + 15) / 16 * 32 : (n + 31) / 32 * 32; }
 
+// Block nb of weight [n, k] with row stride ldw, to [ceil(k / 32)][2][16][16][2]. What there is no weight for is 0, or, with `repeat`, some other weight: it meets
+// only zeros, or gives outputs that nobody reads.
+static void pack_block(const bf16* weight, long ldw, bf16* packed, long nb, long n, long k, int silu_mul, bool repeat) {
+  const long steps = (k + kStep - 1) / kStep;
+  for (long t = 0; t < 2; t++) {
+    const bf16* rows[16];
+    for (int c = 0; c < 16; c++) {
+      long j = source_column(nb * 32 + t * 16 + c, n, silu_mul);
+      rows[c] = j >= 0 ? weight + j * ldw : repeat ? weight : nullptr;
+    }
+    for (long s = 0; s < steps; s++) {
+      uint32_t* dst = (uint32_t*)(packed + s * kStepElems + t * (kStepElems / 2));
+#if defined(__AVX512F__)
+      if ((s + 1) * kStep <= k) {
+        __m512i r[16];
+        for (int c = 0; c < 16; c++) r[c] = rows[c] ? _mm512_loadu_si512(rows[c] + s * kStep) : _mm512_setzero_si512();
+        transpose_16x16(r);
+        for (int i = 0; i < 16; i++) _mm512_storeu_si512(dst + i * 16, r[i]);
+        continue;
+      }
+#endif
+      auto at = [&](int c, long kk) -> uint32_t { return rows[c] && (kk < k || repeat) ? rows[c][kk < k ? kk : 0].bits : 0; };
+      for (int r = 0; r < 16; r++)
+        for (int c = 0; c < 16; c++) dst[r * 16 + c] = at(c, s * kStep + 2 * r) | at(c, s * kStep + 2 * r + 1) << 16;
+    }
+  }
+}
+
 // weight [n, k] with row stride ldw, to packed [columns / 32][ceil(k / 32)][2][16][16][2].
 void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k, int silu_mul) {
   const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols;
+  parallel_for(blocks, 4, [&](long nb) { pack_block(weight, ldw, packed + nb * steps * kStepElems, nb, n, k, silu_mul, false); });
+}
+
+// The same to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [columns / 32][ceil(k / 32) * 1024], first [columns / 32 * ceil(k / 32) + 1],
+// scales [columns / 32]. Returns the number of exceptions, which then lie at the start of theirs; -1: there are more than `most`, or a weight is not of that kind.
+long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint32_t* exceptions, uint32_t* first, float* scales, long n, long k, int silu_mul, long most) {
+#if QUIRE_AMX
+  const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols, room = steps * kStepElems;
+  std::vector<long> counts(blocks);
+  std::atomic<long> left{most};
   parallel_for(blocks, 4, [&](long nb) {
-    for (long t = 0; t < 2; t++) {
-      const bf16* rows[16];
-      for (int c = 0; c < 16; c++) {
-        long j = source_column(nb * 32 + t * 16 + c, n, silu_mul);
-        rows[c] = j < 0 ? nullptr : weight + j * ldw;
-      }
-      for (long s = 0; s < steps; s++) {
-        uint32_t* dst = (uint32_t*)(packed + (nb * steps + s) * kStepElems + t * (kStepElems / 2));
-#if defined(__AVX512F__)
-        if ((s + 1) * kStep <= k) {
-          __m512i r[16];
-          for (int c = 0; c < 16; c++) r[c] = rows[c] ? _mm512_loadu_si512(rows[c] + s * kStep) : _mm512_setzero_si512();
-          transpose_16x16(r);
-          for (int i = 0; i < 16; i++) _mm512_storeu_si512(dst + i * 16, r[i]);
-          continue;
-        }
-#endif
-        for (int r = 0; r < 16; r++)
-          for (int c = 0; c < 16; c++) {
-            long kk = s * kStep + 2 * r;
-            uint32_t v = 0;
-            if (rows[c] && kk + 1 < k) memcpy(&v, rows[c] + kk, 4);
-            else if (rows[c] && kk < k) v = rows[c][kk].bits;
-            dst[r * 16 + c] = v;
-          }
-      }
-    }
+    if (left < 0) return;
+    bf16* packed = (bf16*)own_scratch.get(room * 2);
+    pack_block(weight, ldw, packed, nb, n, k, silu_mul, true);
+    counts[nb] = compact_block(packed, int(steps), data + nb * steps * Compact::kStepWords, exceptions + nb * room, first + nb * steps, scales + nb);
+    left -= counts[nb] < 0 ? most + 1 : counts[nb];
   });
+  if (left < 0) return -1;
+  long total = 0;
+  for (long nb = 0; nb < blocks; total += counts[nb++]) {
+    memmove(exceptions + total, exceptions + nb * room, counts[nb] * sizeof(uint32_t));
+    for (long s = 0; s < steps; s++) first[nb * steps + s] += uint32_t(total);
+  }
+  first[blocks * steps] = uint32_t(total);
+  return total;
+#else
+  return -1;  // only that code reads it
+#endif
 }
 
 // out[i, :k] = row ids[i] of the weight that `packed` was made from (without silu_mul): an embedding that shares the packed LM head.
@@ -396,17 +469,37 @@ void quire_gemm_unpack_rows(const bf16* packed, const long* ids, long num_ids, b
   });
 }
 
+// The same of a compact weight.
+void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* out, long ldo, long k) {
+#if QUIRE_AMX
+  parallel_for(num_ids, 4, [&](long i) {
+    const int nb = int(ids[i] / 32), v0 = int(ids[i] / 16 % 2) * 16, pair = int(ids[i] % 16);
+    bf16* row = out + i * ldo;
+    for (int s = 0; s < w->k_steps; s++) {
+      const long step = long(nb) * w->k_steps + s;
+      uint32_t values[16];
+      for (int r = 0; r < 16; r++) values[r] = expand_pair(w->step(nb, s), v0 + r, pair);
+      for (uint32_t e = w->first[step]; e < w->first[step + 1]; e++) {
+        const int place = int(w->exceptions[e] >> 16) - v0 * 32;
+        if (place >= 0 && place < 512 && place / 2 % 16 == pair) memcpy((uint16_t*)(values + place / 32) + place % 2, w->exceptions + e, 2);
+      }
+      const vf scale = set1(w->scales[nb]);  // exact: a power of two
+      bf16 step_values[32];
+      for (int half = 0; half < 2; half++) store(step_values + half * 16, load((const bf16*)values + half * 16) * scale);
+      memcpy(row + s * kStep, step_values, std::min(long(kStep), k - s * kStep) * 2);
+    }
+  });
+#endif
+}
+
 // bias: fp32, padded to the packed columns, in packed order. out: bf16, or float32 with out_f32. path: 0 automatic, 1 vector, 2 AMX.
 void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
-  Gemm g{x, ldx, packed, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1};
-  const int threads = Pool::get().threads();
-#if QUIRE_AMX
-  if (path != 1 && amx_permitted()) {
-    if (m <= 32) return run_few_rows(g, threads, true);
-    return run_many_rows(g, threads);
-  }
-#endif
-  run_few_rows(g, threads, false);
+  run_bf16({x, ldx, packed, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1}, path);
+}
+
+// As quire_gemm_run, for a compact weight.
+void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
+  run_bf16({x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, nullptr, weight}, path);
 }
 
 // As quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 with, 3 expanded to bf16.

@@ -93,6 +93,29 @@ struct Queue {
   bool take(long& i) { return (i = next.fetch_add(1, std::memory_order_relaxed)) < end; }
 };
 
+// Pieces 0 .. n - 1 of something that is read from memory, in one stretch per thread: what a thread reads ahead of itself is then its own next piece. When it is
+// through with its stretch it helps with the others.
+class Stretches {
+ public:
+  Stretches(long n, int threads) : count_(int(std::max(1L, std::min({n, long(threads), long(kMost)})))) {
+    for (int t = 0; t < count_; t++) stretch_[t].next = n * t / count_, stretch_[t].end = n * (t + 1) / count_;
+  }
+  int join() { return joined_.fetch_add(1, std::memory_order_relaxed) % count_; }
+  bool take(int own, long& i) {
+    for (int t = 0; t < count_; t++) {
+      Stretch& s = stretch_[(own + t) % count_];
+      if (s.next.load(std::memory_order_relaxed) < s.end && (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.end) return true;
+    }
+    return false;
+  }
+
+ private:
+  static constexpr int kMost = 64;
+  struct alignas(64) Stretch { std::atomic<long> next; long end; } stretch_[kMost];
+  int count_;
+  std::atomic<int> joined_{0};
+};
+
 // f(0) .. f(n - 1), `grain` of them at a time.
 template <typename F>
 void parallel_for(long n, long grain, F&& f) {

@@ -11,7 +11,8 @@ constexpr long kTokens = 256; // at a time: as many rows as a product takes per 
 
 struct Linear {  // k = 0: there is none
   const bf16* packed;
-  const Quant* quant;  // instead of `packed`
+  const Quant* quant;  // instead of `packed`, as is:
+  const Compact* compact;
   const float* bias;
   long n, k, silu_mul, path;  // as quire_gemm_run takes them
 
@@ -19,6 +20,7 @@ struct Linear {  // k = 0: there is none
   void run(const bf16* x, bf16* out, long rows) const {
     const int flags = int(silu_mul) << 1;
     if (quant) quire_gemm_run_quant(x, k, quant, bias, out, width(), rows, n, k, flags, int(path));
+    else if (compact) quire_gemm_run_compact(x, k, compact, bias, out, width(), rows, n, k, flags, int(path));
     else quire_gemm_run(x, k, packed, bias, out, width(), rows, n, k, flags, int(path));
   }
 };

@@ -1,0 +1,133 @@
+// bf16 weights in 12 bits each, without loss: the exponents of the weights of 32 outputs are nearly all among 16 neighbouring ones, so that 4 bits tell which, beside
+// sign and mantissa. The few others are listed. (That exponents of weights carry fewer than 3 bits: DFloat11, arXiv:2504.11651.)
+//
+// For AMX alone: its tiles are fast enough that fewer bytes are less time. The vector code would be slower for it (0.8 x).
+//
+// A k-step of the packed layout (gemm.cpp) is 32 vectors of 32 weights. Four vectors of weights become three of words, of 16 bits:
+//     word i, i < 3:   bit 15 sign, bits 7 - 10 exponent, bits 0 - 6 mantissa of weight i; in bits 11 - 14
+//                      of word 0 the exponent, of word 1 the lower mantissa, of word 2 the sign and the upper mantissa of weight 3
+// so three of four weights need one instruction. They come out as if the lowest of the 16 exponents were kLow; the sums are multiplied by the power of two that
+// is missing, which is exact. A weight that is listed is stored with that same shift.
+#pragma once
+
+#include <algorithm>
+
+#include "amx.h"
+#include "simd.h"
+
+struct Compact {
+  const uint16_t* data;         // [columns / 32][k_steps][8][3][32]
+  const uint32_t* exceptions;   // of each k-step: place in the packed k-step << 16 | bits
+  const uint32_t* first;        // [columns / 32 * k_steps + 1]: where the exceptions of each k-step begin
+  const float* scales;          // [columns / 32]: the power of two
+  int k_steps;
+
+  static constexpr int kStepWords = 8 * 3 * 32;
+  static constexpr int kLow = 112;
+  const uint16_t* step(int nb, int s) const { return data + (long(nb) * k_steps + s) * kStepWords; }
+};
+
+#if QUIRE_AMX
+
+// Vectors 4 i .. 4 i + 3 of a k-step.
+static inline void expand_group(const uint16_t* src, int i, bf16* dst) {
+  const __m512i keep = _mm512_set1_epi16(short(0x87ff)), low = _mm512_set1_epi16(Compact::kLow << 7);
+  const __m512i a = _mm512_loadu_si512(src + i * 96), b = _mm512_loadu_si512(src + i * 96 + 32), c = _mm512_loadu_si512(src + i * 96 + 64);
+  auto own = [&](__m512i word) { return _mm512_ternarylogic_epi32(word, keep, low, 0xea); };  // word & keep | low
+  auto merge = [](__m512i x, __m512i y, int mask) { return _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi16(short(mask)), 0xe4); };  // x where the mask is set, else y
+  __m512i d = _mm512_or_si512(_mm512_srli_epi16(b, 11), low);
+  d = merge(_mm512_srli_epi16(a, 4), d, 0x0780);
+  d = merge(_mm512_srli_epi16(c, 7), d, 0x0070);
+  d = merge(_mm512_slli_epi16(c, 1), d, 0x8000);
+  bf16* out = dst + i * 128;
+  _mm512_store_si512(out, own(a));
+  _mm512_store_si512(out + 32, own(b));
+  _mm512_store_si512(out + 64, own(c));
+  _mm512_store_si512(out + 96, d);
+}
+
+static inline void put_exceptions(const Compact& w, long step, bf16* dst) {
+  for (uint32_t i = w.first[step], end = w.first[step + 1]; i < end; i++) dst[w.exceptions[i] >> 16].bits = uint16_t(w.exceptions[i]);
+}
+
+// K-step s of block nb as in the packed layout, but for the power of two; dst is aligned to 64 bytes.
+static inline void expand_step(const Compact& w, int nb, int s, bf16* dst) {
+  const uint16_t* src = w.step(nb, s);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) expand_group(src, i, dst);
+  put_exceptions(w, long(nb) * w.k_steps + s, dst);
+}
+
+// The lowest of the 16 exponents that most weights have, by a sample.
+static inline int likely_exponents(const bf16* packed, long count) {
+  int histogram[256] = {}, best = 1, most = -1, inside = 0;
+  for (long i = 0; i < count; i += 13) histogram[packed[i].bits >> 7 & 255]++;
+  for (int e = 1; e < 16; e++) inside += histogram[e];
+  for (int low = 1; low + 15 < 255; low++) {
+    inside += histogram[low + 15];
+    if (inside > most) most = inside, best = low;
+    inside -= histogram[low];
+  }
+  return best;
+}
+
+// A weight that is not among the block's 16 exponents, as the list holds it: -1 if it cannot (denormal, infinite, NaN, or out of range after the shift).
+static inline int exception_bits(int bits, int shift) {
+  const int exponent = bits >> 7 & 255, shifted = exponent - shift;
+  if (!(bits & 0x7fff)) return bits;
+  return exponent > 0 && exponent < 255 && shifted > 0 && shifted < 255 ? (bits & 0x807f) | shifted << 7 : -1;
+}
+
+static inline bool all_zero(const bf16* packed, long count) {
+  __m512i seen = _mm512_setzero_si512();
+  for (long i = 0; i < count; i += 32) seen = _mm512_or_si512(seen, _mm512_loadu_si512(packed + i));
+  return !_mm512_test_epi64_mask(seen, seen);
+}
+
+// Compacts one block of `steps` packed k-steps. Lists the exceptions, and where those of each k-step begin. Returns their number, or -1 if the list cannot hold one.
+static inline long compact_block(const bf16* packed, int steps, uint16_t* data, uint32_t* exceptions, uint32_t* first, float* scale) {
+  if (all_zero(packed, long(steps) * 1024)) {  // as when a vocabulary has spare rows
+    *scale = 0.f;
+    memset(data, 0, long(steps) * Compact::kStepWords * 2);
+    memset(first, 0, steps * sizeof(uint32_t));
+    return 0;
+  }
+  const int low = likely_exponents(packed, long(steps) * 1024), shift = low - Compact::kLow;
+  const __m512i lowest = _mm512_set1_epi16(short(low)), all = _mm512_set1_epi16(255), sign_and_mantissa = _mm512_set1_epi16(short(0x807f));
+  auto spare = [](__m512i nibble) { return _mm512_slli_epi16(_mm512_and_si512(nibble, _mm512_set1_epi16(15)), 11); };
+  long count = 0;
+  for (int s = 0; s < steps; s++) {
+    first[s] = uint32_t(count);
+    for (int i = 0; i < 8; i++, data += 96) {
+      __m512i field[4];
+      for (int j = 0; j < 4; j++) {
+        const bf16* at = packed + (long(s) * 8 + i) * 128 + j * 32;
+        const __m512i w = _mm512_loadu_si512(at), code = _mm512_sub_epi16(_mm512_and_si512(_mm512_srli_epi16(w, 7), all), lowest);
+        const __mmask32 outside = _mm512_cmpgt_epu16_mask(code, _mm512_set1_epi16(15));
+        field[j] = _mm512_or_si512(_mm512_and_si512(w, sign_and_mantissa), _mm512_maskz_slli_epi16(~outside, code, 7));
+        for (uint32_t rest = outside; rest; rest &= rest - 1) {
+          const int lane = __builtin_ctz(rest), bits = exception_bits(at[lane].bits, shift);
+          if (bits < 0) return -1;
+          exceptions[count++] = uint32_t(i * 128 + j * 32 + lane) << 16 | uint32_t(bits);
+        }
+      }
+      const __m512i last = field[3];
+      const __m512i upper = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(last, 12), _mm512_set1_epi16(8)), _mm512_and_si512(_mm512_srli_epi16(last, 4), _mm512_set1_epi16(7)));
+      _mm512_storeu_si512(data, _mm512_or_si512(field[0], spare(_mm512_srli_epi16(last, 7))));
+      _mm512_storeu_si512(data + 32, _mm512_or_si512(field[1], spare(last)));
+      _mm512_storeu_si512(data + 64, _mm512_or_si512(field[2], spare(upper)));
+    }
+  }
+  *scale = std::ldexp(1.f, shift);
+  return count;
+}
+
+// Both weights, k and k + 1, that lie in lane pair `pair` of vector `v` of a k-step, as two halves of 32 bits; listed ones apart.
+static inline uint32_t expand_pair(const uint16_t* step, int v, int pair) {
+  uint32_t word[3];
+  for (int i = 0; i < 3; i++) memcpy(word + i, step + v / 4 * 96 + i * 32 + pair * 2, 4);
+  const uint32_t low = Compact::kLow << 7 | Compact::kLow << 23;
+  if (v % 4 < 3) return (word[v % 4] & 0x87ff87ffu) | low;
+  return (word[0] >> 4 & 0x07800780u) | (word[1] >> 11 & 0x000f000fu) | (word[2] >> 7 & 0x00700070u) | (word[2] << 1 & 0x80008000u) | low;
+}
+#endif
