@@ -13,6 +13,8 @@ import torch
 
 from worker import sampling_math
 from worker.input_batch import SamplingBatch
+from worker.kernels import cpu_ops
+from worker.kernels.native import KERNELS
 from worker.kernels.triton_ready import triton_works
 from worker.logits_processors import logits_processors
 from worker.logprobs import Entries, entries, is_normalized
@@ -55,8 +57,8 @@ class SamplingRows:
         self.top_k: dict[int, int] = {}  # rows that filter, of those in `random`
         self.top_p: set[int] = set()
         self.min_p: set[int] = set()
-        self._floats = np.zeros((3, max_num_reqs))
-        self._ints = np.zeros((2, max_num_reqs), dtype=np.int64)
+        self.floats = np.zeros((3, max_num_reqs))  # temperature, 0 where a row is greedy; top_p, min_p
+        self.ints = np.zeros((2, max_num_reqs), dtype=np.int64)  # top_k or 0, state of the seed
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # what `tables` gave; None when that is out of date
 
     def add(self, row: int, new: NewRequest) -> None:
@@ -71,14 +73,14 @@ class SamplingRows:
             self.top_p.add(row)
         if sampling.min_p > 0:
             self.min_p.add(row)
-        self._floats[:, row] = sampling.temperature, sampling.top_p, sampling.min_p
-        self._ints[:, row] = top_k, sampling_math.seed_state(sampling.seed)
+        self.floats[:, row] = sampling.temperature, sampling.top_p, sampling.min_p
+        self.ints[:, row] = top_k, sampling_math.seed_state(sampling.seed)
         self._tables = None
 
     def remove(self, row: int) -> None:
         if row in self.random:
             self.random.remove(row)
-            self._floats[0, row] = 0
+            self.floats[0, row] = 0
             self._tables = None
         self.top_k.pop(row, None)
         self.top_p.discard(row)
@@ -94,14 +96,14 @@ class SamplingRows:
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(temperature float32, 0 where a row is greedy; the seed's state int64), each `[max_num_reqs]` on the device. Sent only after a change."""
         if self._tables is None:
-            floats, states = self.platform.to_device(np.stack([self._floats[0].view(np.int64), self._ints[1]]))
+            floats, states = self.platform.to_device(np.stack([self.floats[0].view(np.int64), self.ints[1]]))
             self._tables = floats.view(torch.float64).float(), states
         return self._tables
 
     def gather(self, rows: list[int], positions: torch.Tensor) -> RandomRows:
         """The parameters of `rows` (all random), which sample at `positions` `[S]`."""
-        temperature, top_p, min_p = self.platform.to_device(self._floats[:, rows])
-        top_k, state = self.platform.to_device(self._ints[:, rows])
+        temperature, top_p, min_p = self.platform.to_device(self.floats[:, rows])
+        top_k, state = self.platform.to_device(self.ints[:, rows])
         ks = [self.top_k.get(row, 0) for row in rows]
         return RandomRows(temperature.float(), top_p, min_p.float(), top_k, sampling_math.uniform(state, positions), max(ks), min(ks) > 0,
                           not self.top_p.isdisjoint(rows), self.top_p.issuperset(rows), not self.min_p.isdisjoint(rows))
@@ -132,6 +134,8 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         params, rows = self.params, batch.rows
+        if logits.device.type == "cpu" and KERNELS.lib is not None:
+            return cpu_ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
         if self.fused:  # all rows at once; those with filters are then done over
             values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *params.tables())
             others = [i for i, row in enumerate(rows) if params.filters(row)] if params.any_filter() else []

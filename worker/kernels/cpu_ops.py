@@ -1,7 +1,7 @@
 """The native CPU kernels as functions of torch tensors. Call them only once `native.KERNELS.lib` is loaded.
 
 Each has a twin in plain torch that computes the same: `worker/layers` for the norms, the activation and the rotary embedding, `F.linear` for PackedLinear,
-`worker/attention/cpu_paged.py` for attention. Results differ by rounding only: the kernels compute in float32 and round where the twins round.
+`worker/attention/cpu_paged.py` for attention, `worker/sampling_math.py` for sampling. Results differ by rounding only: the kernels compute in float32 and round where the twins round.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from ctypes import CDLL, addressof, byref
 from functools import cache
 
+import numpy as np
 import torch
 
 from worker import huge_pages
@@ -113,6 +114,20 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     KERNELS.lib.quire_paged_attention(byref(args), q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0), block_table.data_ptr(), block_table.stride(0),
                                       seq_lens.data_ptr(), query_start_loc.data_ptr(), seq_lens.shape[0], path)  # fmt: skip
     return out
+
+
+def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: np.ndarray, ints: np.ndarray) -> torch.Tensor:
+    """One token `[S]` int64 for each row of logits `[S, V]` float32; -1 where a logit is NaN or the largest is infinite.
+
+    rows and positions are int64 `[S]`. The tables that `rows` index: floats `[3, N]` float64 holds temperature (0: greedy, the first of the largest), top_p (1: off) and
+    min_p, ints `[2, N]` int64 top_k (0: off) and the seed's state. `sampling_math.best` and `pick` are the twins: the same arithmetic, but for the last bit of exp.
+    """
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and rows.dtype == positions.dtype == torch.int64 and rows.is_contiguous() and positions.is_contiguous()
+    assert floats.dtype == np.float64 and ints.dtype == np.int64 and floats.flags.c_contiguous and ints.flags.c_contiguous
+    token_ids = torch.empty(len(logits), dtype=torch.int64)
+    KERNELS.lib.quire_sample(logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), positions.data_ptr(), floats.ctypes.data, ints.ctypes.data,
+                             floats.shape[1], token_ids.data_ptr())  # fmt: skip
+    return token_ids
 
 
 class PackedLinear:

@@ -85,6 +85,17 @@ static inline vf select_range(vf a, int lo, int hi, vf other) {
   return {_mm512_mask_mov_ps(other.v, (__mmask16)m, a.v)};
 }
 static inline vf nearest(vf x) { return {_mm512_roundscale_ps(x.v, 0)}; }
+static inline vf truncated(vf x) { return {_mm512_roundscale_ps(x.v, 3)}; }
+static inline vf zero_below(vf x, vf least) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), x.v)}; }
+static inline bool any_nan(vf x, vf y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_UNORD_Q) != 0; }
+// x * 2^n for whole n, the result a normal number.
+static inline vf scaled(vf x, vf n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+// Appends the lanes of x that are not below `least` to p, which has room for 16; returns how many.
+static inline int append_not_below(float* p, vf x, vf least) {
+  const __mmask16 mask = _mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ);
+  _mm512_storeu_ps(p, _mm512_maskz_compress_ps(mask, x.v));
+  return __builtin_popcount(mask);
+}
 static inline void store_bytes(int8_t* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
 // 2^x for x <= 0 and -inf: relative error below 4e-7.
 static inline vf exp2(vf x) {
@@ -193,6 +204,28 @@ static inline vf select_range(vf x, int lo, int hi, vf other) {
   return {pick(x.a, other.a, first), pick(x.b, other.b, second)};
 }
 static inline vf nearest(vf x) { return {_mm256_round_ps(x.a, 0), _mm256_round_ps(x.b, 0)}; }
+static inline vf truncated(vf x) { return {_mm256_round_ps(x.a, 3), _mm256_round_ps(x.b, 3)}; }
+static inline vf zero_below(vf x, vf least) {
+  return {_mm256_and_ps(x.a, _mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ)), _mm256_and_ps(x.b, _mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ))};
+}
+static inline bool any_nan(vf x, vf y) {
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q))) != 0;
+}
+static inline vf scaled(vf x, vf n) {
+  auto power = [](__m256 n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)); };
+  return {_mm256_mul_ps(x.a, power(n.a)), _mm256_mul_ps(x.b, power(n.b))};
+}
+static inline int append_not_below(float* p, vf x, vf least) {
+  float t[16], bound[16];
+  store(t, x);
+  store(bound, least);
+  int n = 0;
+  for (int i = 0; i < 16; i++) {
+    p[n] = t[i];
+    n += t[i] >= bound[i];
+  }
+  return n;
+}
 static inline void store_bytes(int8_t* p, vf x) {
   float t[16];
   store(t, x);
@@ -214,6 +247,18 @@ static inline vf exp2(vf x) { return {exp2_8(x.a), exp2_8(x.b)}; }
 #endif
 
 static inline vf exp(vf x) { return exp2(x * set1(1.44269504f)); }  // for x <= ~88
+
+// e^x within about one unit in the last place, for -87 < x <= 88: the argument is reduced in two parts (Cephes' expf).
+static inline vf exp_exact(vf x) {
+  const vf n = nearest(x * set1(1.44269504f));
+  const vf f = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), x));
+  vf p = fma(set1(1.9875691500e-4f), f, set1(1.3981999507e-3f));
+  p = fma(p, f, set1(8.3334519073e-3f));
+  p = fma(p, f, set1(4.1665795894e-2f));
+  p = fma(p, f, set1(1.6666665459e-1f));
+  p = fma(p, f, set1(5.0000001201e-1f));
+  return scaled(fma(p, f * f, f) + set1(1.f), n);
+}
 
 // Absolute error below 1e-6, which is what a soft cap needs.
 static inline vf tanh(vf x) {
