@@ -1,9 +1,9 @@
 """Where the time of one step goes: whole steps of a model in this process, without engine and HTTP, and how much of each is spent inside which native kernel.
 
-    python benchmarks/step.py MODEL [--loads 1x128 8x128 32x128 1024] [--rounds N] [--threads N] [--quantization int8|int4] [--temperature T] [--cpu-time]
+    python benchmarks/step.py MODEL [--loads 1x128 8x128 32x128 1024] [--rounds N] [--threads N] [--quantization int8|int4] [--temperature T] [--in-turn] [--cpu-time]
 
 A load is a prompt of that many tokens (`1024`), or requests x tokens of context that each decode one token (`32x128`). Prints the median step in milliseconds, the
-share of each kernel, and what is left for Python and torch.
+share of each kernel, and what is left for Python and torch. All layers are one native call; `--in-turn` has attention called from here, so that it is seen by itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs.config import Config
+from worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from worker.kernels.native import KERNELS
 from worker.messages import NewRequest, SamplingParams, StepInput
 from worker.worker import Worker
@@ -44,6 +45,25 @@ class Timed:
 
         setattr(self, name, timed)
         return timed
+
+
+class InTurn(AttentionBackend):
+    """A backend that the layers do not recognize as native, and so leave to be called."""
+
+    name = "in_turn"
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.backend = backend
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    def build(self, meta: AttentionMetadata) -> None:
+        self.backend.build(meta)
+
+    def forward(self, q: torch.Tensor, *args) -> torch.Tensor:
+        return self.backend.forward(q, *args)
 
 
 def label(name: str, args: tuple) -> str:
@@ -84,6 +104,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--quantization", default=None)
+    parser.add_argument("--in-turn", action="store_true", help="one native call per layer and its attention, not one for all")
     parser.add_argument("--cpu-time", action="store_true", help="count the time of this process only; with one thread")
     args = parser.parse_args()
     clock = time.thread_time if args.cpu_time else time.perf_counter
@@ -93,6 +114,8 @@ def main() -> int:
     worker = Worker(Config.from_flat(model=args.model, device="cpu", max_num_seqs=64, max_model_len="2048", num_gpu_blocks_override=1200, num_threads=args.threads,
                                      max_num_batched_tokens=2048, quantization=args.quantization))  # fmt: skip
     worker.initialize(lambda phase, fraction: None)
+    if args.in_turn:
+        worker.runner.backend = InTurn(worker.runner.backend)
     requests = Requests(worker, 16, args.temperature)
     print(f"{KERNELS.status}, {args.threads} threads")
     for load in args.loads:

@@ -43,8 +43,8 @@ class DenseAttention(AttentionBackend):
 class PagedRunner:
     """Runs a model over a paged cache, chunk by chunk, with scattered blocks: `step({request: tokens})` -> hidden states per request."""
 
-    def __init__(self, model, num_requests: int, max_len: int, device: str = "cpu"):
-        self.model, self.lengths = model, [0] * num_requests
+    def __init__(self, model, num_requests: int, max_len: int, backend: AttentionBackend | None = None):
+        self.model, self.backend, self.lengths = model, backend or DenseAttention(), [0] * num_requests
         blocks = -(-max_len // BLOCK_SIZE)
         order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(1)) + 1  # block 0 is the null block
         self.block_table = order.view(num_requests, blocks)
@@ -65,7 +65,7 @@ class PagedRunner:
             starts.append(len(ids))
             self.lengths[row] += len(new)
         lengths = torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32)
-        meta = AttentionMetadata(DenseAttention(), torch.cat(slots), torch.tensor(starts, dtype=torch.int32), lengths, self.block_table[rows].int(),
+        meta = AttentionMetadata(self.backend, torch.cat(slots), torch.tensor(starts, dtype=torch.int32), lengths, self.block_table[rows].int(),
                                  max(len(new) for new in tokens.values()), int(lengths.max()))
         meta.backend.build(meta)
         hidden = self.model(torch.tensor(ids), torch.cat(positions), meta)

@@ -1,4 +1,4 @@
-"""The layers as native calls from attention to attention, against the same layers called one by one."""
+"""The layers as one native call, or as calls from attention to attention, against the same layers called one by one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from configs.hf_config import read_model_spec
-from tests.worker.dense_attention import PagedRunner
+from tests.worker.dense_attention import DenseAttention, PagedRunner
+from worker.attention.base import AttentionBackend
+from worker.attention.cpu_fixed import CpuFixedAttention
+from worker.attention.cpu_native import CpuNativeAttention
 from worker.layers.fixed_order import fix_order
 from worker.loader import load_weights
 from worker.models import build_model
@@ -24,21 +27,23 @@ def _model(folder: str, dtype: torch.dtype = torch.bfloat16, quantization: str |
     return model
 
 
-def _play(model) -> list[torch.Tensor]:
-    rng, runner = random.Random(0), PagedRunner(model, 3, 1024)
+def _play(model, backend: AttentionBackend | None = None) -> list[torch.Tensor]:
+    rng, runner = random.Random(0), PagedRunner(model, 3, 1024, backend)
     return [torch.cat(list(runner.step({row: rng.choices(range(4, 500), k=count) for row, count in step.items()}).values())) for step in STEPS]
 
 
+@pytest.mark.parametrize("backend", [DenseAttention, CpuNativeAttention, CpuFixedAttention])
 @pytest.mark.parametrize("fixed", [False, True], ids=["free", "deterministic"])
 @pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("llama-bias", None), ("qwen2-window", None), ("llama-tied", "int8"), ("qwen3", "int4")])
-def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, name, quantization, fixed):
+def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, name, quantization, fixed, backend):
+    """With attention called from Python between the segments, and within the native call."""
     model = _model(checkpoint(name, dtype="bfloat16"), quantization=quantization)
     if fixed:
         fix_order(model)
-    got = _play(model)
+    got = _play(model, backend())
     assert model.model.segments() is not None
     monkeypatch.setattr(model.model, "segments", lambda: None)
-    for ours, theirs in zip(got, _play(model)):
+    for ours, theirs in zip(got, _play(model, backend())):
         assert torch.equal(ours, theirs)
 
 

@@ -33,8 +33,7 @@ class CpuFixedAttention(CpuNativeAttention):
         lengths = meta.seq_lens[request] - (starts[1:][request] - tokens) + 1  # E.g. 2 of 5 tokens are new: 4, 5
         meta.extra = meta.block_table[request], lengths, torch.arange(len(request) + 1, dtype=torch.int32)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
-                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        if cpu_ops.has_tiles(q.shape[2], q.dtype):
-            return cpu_ops.paged_attention(q, k_cache, v_cache, meta.block_table, meta.seq_lens, meta.query_start_loc, scale, sliding_window, soft_cap, path=_TILES)
-        return cpu_ops.paged_attention(q, k_cache, v_cache, *meta.extra, scale, sliding_window, soft_cap, path=_VECTORS)
+    def requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        if cpu_ops.has_tiles(head_dim, dtype):
+            return meta.block_table, meta.seq_lens, meta.query_start_loc, _TILES
+        return *meta.extra, _VECTORS

@@ -29,6 +29,11 @@ class CpuNativeAttention(AttentionBackend):
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         cpu_ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
+    def requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """(block table, lengths, starts, path) as the kernel takes them in every layer of the step."""
+        return meta.block_table, meta.seq_lens, meta.query_start_loc, 0
+
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
                 sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        return cpu_ops.paged_attention(q, k_cache, v_cache, meta.block_table, meta.seq_lens, meta.query_start_loc, scale, sliding_window, soft_cap)
+        *requests, path = self.requests(meta, q.shape[2], q.dtype)
+        return cpu_ops.paged_attention(q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap, path=path)

@@ -106,14 +106,19 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` forces the vector (1) or AMX (2) code, for tests; 0 chooses per request.
     """
     assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
-    args = LayerArgs(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.stride()[:3], *v_cache.stride()[:3], q.shape[1], num_kv_heads, head_dim, block_size,
-                     _DTYPES[q.dtype], window or 0, scale, soft_cap or 0.0)  # fmt: skip
+    args = layer_args(k_cache, v_cache, q.shape[1], scale, window, soft_cap)
     KERNELS.lib.quire_paged_attention(byref(args), q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0), block_table.data_ptr(), block_table.stride(0),
                                       seq_lens.data_ptr(), query_start_loc.data_ptr(), seq_lens.shape[0], path)  # fmt: skip
     return out
+
+
+def layer_args(k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int, scale: float, window: int | None, soft_cap: float | None) -> LayerArgs:
+    """What of the arguments of `paged_attention` does not change from step to step, as the library takes it. Keeps none of the tensors alive."""
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    return LayerArgs(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.stride()[:3], *v_cache.stride()[:3], num_heads, num_kv_heads, head_dim, block_size,
+                     _DTYPES[k_cache.dtype], window or 0, scale, soft_cap or 0.0)  # fmt: skip
 
 
 def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: np.ndarray, ints: np.ndarray) -> torch.Tensor:

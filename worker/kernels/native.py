@@ -58,7 +58,7 @@ class SegmentArgs(ctypes.Structure):
     """What lies between the attention of one layer and that of the next. Mirrors `Segment` in segment.cpp."""
 
     _fields_ = [("o_proj", LinearArgs), ("gate_up", LinearArgs), ("down", LinearArgs), ("qkv", LinearArgs), ("mlp_norm", _P), ("norm", _P), ("cache", QkvArgs),
-                ("hidden", _L), ("eps", _F)]
+                ("attention", _P), ("hidden", _L), ("eps", _F)]
 
 
 _SIGNATURES = {
@@ -81,6 +81,7 @@ _SIGNATURES = {
     "quire_sample": ([_P, _L, _L, _L, _P, _P, _P, _P, _L, _P], None),
     "quire_segment_workspace": ([_L, _L], _L),
     "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _P, _P, _P, _P, _L, _P], None),
+    "quire_run_layers": ([ctypes.POINTER(SegmentArgs), _L, _P, _P, _P, _P, _P, _P, _L, _P, _P, _L, _P, _P, _L, _I], None),
     "quire_paged_attention": ([ctypes.POINTER(LayerArgs), _P, _L, _P, _L, _P, _L, _P, _P, _L, _I], None),
 }
 

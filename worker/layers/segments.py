@@ -1,21 +1,21 @@
-"""A decoder's layers on the native CPU kernels: one call between the attention of one layer and that of the next.
+"""A decoder's layers on the native CPU kernels: one call for all of them where attention is native, too; else one between the attention of a layer and that of the next.
 
-The same kernels in the same order as when the layers are called one by one, which is the twin. Attention stays with the step's backend. A layer is anything with
-the parts of `models/decoder.py`'s `DecoderLayer`.
+The same kernels in the same order as when the layers are called one by one, which is the twin. A layer is anything with the parts of `models/decoder.py`'s `DecoderLayer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import addressof, byref
 
 import torch
 from torch import nn
 
 from worker import huge_pages
 from worker.attention.base import AttentionMetadata
-from worker.kernels.cpu_ops import qkv_args
-from worker.kernels.native import KERNELS, LinearArgs, SegmentArgs
+from worker.attention.cpu_native import CpuNativeAttention
+from worker.kernels.cpu_ops import layer_args, qkv_args
+from worker.kernels.native import KERNELS, LayerArgs, LinearArgs, SegmentArgs
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
 from worker.layers.packed import PackedMethod
@@ -29,10 +29,13 @@ class Segments:
         first = layers[0].self_attn
         self.attentions = [layer.self_attn.attn for layer in layers]
         self.k_cache = first.attn.k_cache
-        self.num_heads, self.head_dim, self.qkv_size = first.attn.num_heads, first.attn.head_dim, linears[0][0].n
-        self.calls = [byref(_segment(before, after, final_norm, cos_sin)) for before, after in
-                      zip([None, *zip(layers, linears)], [*zip(layers, linears), None])]  # fmt: skip
-        self.workspace = huge_pages.zeros(KERNELS.lib.quire_segment_workspace(final_norm.weight.shape[0], linears[0][3].k), dtype=torch.bfloat16)
+        self.num_heads, self.head_dim, self.hidden = first.attn.num_heads, first.attn.head_dim, final_norm.weight.shape[0]
+        self.widths = linears[0][0].n, linears[0][1].k  # of q, k and v; of what was attended to
+        self.layer_args = [layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap) for a in self.attentions]
+        ends = zip([None, *zip(layers, linears, self.layer_args)], [*zip(layers, linears), None])
+        self.segments = (SegmentArgs * (len(layers) + 1))(*(_segment(before, after, final_norm, cos_sin) for before, after in ends))
+        self.workspace = huge_pages.zeros(KERNELS.lib.quire_segment_workspace(self.hidden, linears[0][3].k), dtype=torch.bfloat16)
+        self.between = torch.empty(0, dtype=torch.bfloat16)  # activations on their way to attention and back; grows
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
@@ -48,28 +51,42 @@ class Segments:
 
     def run(self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
         """Embedded tokens `[T, H]` bfloat16, which are overwritten, -> the normed result of the last layer."""
-        assert positions.dtype == attn.slot_mapping.dtype == torch.int64
-        qkv, run = x.new_empty(len(x), self.qkv_size), KERNELS.lib.quire_run_segment
-        q = qkv[:, : self.num_heads * self.head_dim].view(-1, self.num_heads, self.head_dim)
-        rest = positions.data_ptr(), attn.slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()
-        residual, out = x.data_ptr(), qkv.data_ptr()
-        run(self.calls[0], None, residual, out, *rest)
-        for attention, call in zip(self.attentions[:-1], self.calls[1:]):
-            attended = attention.attend(q, attn).contiguous()
-            run(call, attended.data_ptr(), residual, out, *rest)
-        attended, result = self.attentions[-1].attend(q, attn).contiguous(), torch.empty_like(x)
-        run(self.calls[-1], attended.data_ptr(), residual, result.data_ptr(), *rest)
+        assert positions.dtype == attn.slot_mapping.dtype == torch.int64 and x.is_contiguous()
+        qkv, attended, result = *self._between(len(x)), torch.empty_like(x)
+        tokens = positions.data_ptr(), attn.slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()
+        if isinstance(attn.backend, CpuNativeAttention):
+            table, lengths, starts, path = attn.backend.requests(attn, self.head_dim, x.dtype)
+            KERNELS.lib.quire_run_layers(self.segments, len(self.attentions), x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), result.data_ptr(), *tokens,
+                                         table.data_ptr(), table.stride(0), lengths.data_ptr(), starts.data_ptr(), len(lengths), path)  # fmt: skip
+        else:
+            self._run_in_turn(x, qkv, result, tokens, attn)
         return result
+
+    def _run_in_turn(self, x: torch.Tensor, qkv: torch.Tensor, result: torch.Tensor, tokens: tuple[int, ...], attn: AttentionMetadata) -> None:
+        """With a backend that is called from here, between the native calls."""
+        run, q = KERNELS.lib.quire_run_segment, qkv[:, : self.num_heads * self.head_dim].view(-1, self.num_heads, self.head_dim)
+        run(byref(self.segments[0]), None, x.data_ptr(), qkv.data_ptr(), *tokens)
+        for i, attention in enumerate(self.attentions, 1):
+            attended = attention.attend(q, attn).contiguous()
+            run(byref(self.segments[i]), attended.data_ptr(), x.data_ptr(), (qkv if i < len(self.attentions) else result).data_ptr(), *tokens)
+
+    def _between(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for q, k and v of that many tokens, and for what was attended to."""
+        if len(self.between) < num_tokens * sum(self.widths):
+            self.between = huge_pages.zeros((1 << (num_tokens - 1).bit_length()) * sum(self.widths), dtype=torch.bfloat16)
+        flat = self.between[: num_tokens * sum(self.widths)].split([num_tokens * width for width in self.widths])
+        return flat[0].view(num_tokens, -1), flat[1].view(num_tokens, -1)
 
 
 def _args(linear: Linear) -> LinearArgs | None:
     return linear.method.linear.args() if isinstance(linear.method, (PackedMethod, NativeQuantMethod)) else None
 
 
-def _segment(before: tuple[nn.Module, list[LinearArgs]] | None, after: tuple[nn.Module, list[LinearArgs]] | None, final_norm: RMSNorm, cos_sin: torch.Tensor) -> SegmentArgs:
+def _segment(before: tuple[nn.Module, list[LinearArgs], LayerArgs] | None, after: tuple[nn.Module, list[LinearArgs]] | None, final_norm: RMSNorm, cos_sin: torch.Tensor) -> SegmentArgs:
     segment = SegmentArgs(hidden=final_norm.weight.shape[0], eps=final_norm.eps)
     if before:
-        layer, (_, segment.o_proj, segment.gate_up, segment.down) = before
+        layer, (_, segment.o_proj, segment.gate_up, segment.down), attention = before
+        segment.attention = addressof(attention)
         segment.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
     segment.norm = (after[0].input_layernorm if after else final_norm).weight.data_ptr()
     if after:

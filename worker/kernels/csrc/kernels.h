@@ -23,4 +23,6 @@ void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, cons
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
 void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype);
 void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
+void quire_paged_attention(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
+                           const int* query_start_loc, long num_requests, int path);  // what a layer is matters to attention alone
 }

@@ -1,5 +1,6 @@
-// All that a decoder computes between the attention of one layer and that of the next, as one call: one call from Python where there would be seven, and the
-// activations of a piece of the tokens are used again while they are in cache, in memory that is not new to the process each time.
+// All that a decoder computes between the attention of one layer and that of the next, as one call, and all its layers as one: behind a gigabyte of weights the code
+// that would make these calls from Python has left the caches. The activations of a piece of the tokens are used again while they are in cache, in memory that
+// is not new to the process each time.
 #include <algorithm>
 
 #include "kernels.h"
@@ -30,6 +31,7 @@ struct Segment {
   Linear o_proj, gate_up, down, qkv;
   const bf16 *mlp_norm, *norm;  // before the MLP; before qkv, or at the end
   QkvArgs cache;                // of the next layer
+  const void* attention;        // of the layer before, as quire_paged_attention takes it
   long hidden;
   float eps;
 };
@@ -69,5 +71,17 @@ void quire_run_segment(const Segment* s, const bf16* attended, bf16* residual, b
   for (long t = 0; t < tokens; t += each)
     run_tokens(*s, attended + t * s->o_proj.k, residual + t * s->hidden, out + t * width, positions + t, slots + t, std::min(each, tokens - t), workspace,
                workspace + kTokens * s->hidden);
+}
+
+// All layers, for a step whose attention is quire_paged_attention with the arguments from block_table on. segments: one more than there are layers. residual
+// [tokens, hidden] is added to; qkv [tokens, qkv.n] and attended [tokens, o_proj.k] are room for what is in between; out [tokens, hidden]. All contiguous.
+void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, bf16* qkv, bf16* attended, bf16* out, const long* positions, const long* slots,
+                      long tokens, bf16* workspace, const int* block_table, long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path) {
+  const long width = segments->qkv.n, attended_width = segments[1].o_proj.k;
+  quire_run_segment(segments, nullptr, residual, qkv, positions, slots, tokens, workspace);
+  for (const Segment *s = segments + 1, *last = segments + num_layers; s <= last; s++) {
+    quire_paged_attention(s->attention, qkv, width, attended, attended_width, block_table, ld_table, seq_lens, query_start_loc, num_requests, path);
+    quire_run_segment(s, attended, residual, s < last ? qkv : out, positions, slots, tokens, workspace);
+  }
 }
 }
