@@ -13,9 +13,23 @@ import numpy as np
 import torch
 
 from worker.attention.base import AttentionBackend, AttentionMetadata
+from worker.kernels import cpu_ops
+from worker.kernels.native import KERNELS
 from worker.messages import StepInput
 from worker.platform import Platform
 from worker.request_table import RequestTable
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """What a forward pass of R requests and T tokens reads, at the beginning of the buffers."""
+
+    input_ids: torch.Tensor  # [T] int32
+    positions: torch.Tensor  # [T] int64
+    slot_mapping: torch.Tensor  # [T] int64
+    query_start_loc: torch.Tensor  # [R + 1] int32
+    seq_lens: torch.Tensor  # [R] int32
+    block_table: torch.Tensor  # [R, K] int32
 
 
 class InputBuffers:
@@ -33,6 +47,11 @@ class InputBuffers:
         self.seq_lens = zeros(max_num_reqs, dtype=torch.int32)
         self.block_table = zeros(max_num_reqs, max_blocks, dtype=torch.int32)
         self.arange = torch.arange(max(max_num_tokens, max_num_reqs) + 1, device=device)
+
+    def of_step(self, num_reqs: int, num_tokens: int, width: int) -> StepTensors:
+        """The part that a step of that size uses; `width` entries of the block table."""
+        return StepTensors(self.input_ids[:num_tokens], self.positions[:num_tokens], self.slot_mapping[:num_tokens], self.query_start_loc[: num_reqs + 1],
+                           self.seq_lens[:num_reqs], self.block_table[:num_reqs, :width])
 
 
 @dataclass(slots=True)
@@ -66,29 +85,32 @@ def prepare_inputs(step: StepInput, table: RequestTable, buffers: InputBuffers, 
     starts = [0, *accumulate(scheduled)]
     lengths = [c + s for c, s in zip(computed, scheduled)]
     updates = table.apply(step)
-    rows, num_computed, num_scheduled, start_loc, samples, block_indices, block_ids, token_ids = _send(
-        platform, step.rows, computed, scheduled, starts, step.samples, updates.block_indices, updates.block_ids, updates.token_ids)
+    *parts, block_indices, block_ids, token_ids = _send(platform, step.rows, computed, scheduled, starts, step.samples, updates.block_indices, updates.block_ids, updates.token_ids)
     table.write(updates, block_indices, block_ids, token_ids)
+    tensors = buffers.of_step(num_reqs, num_tokens, -(-max(lengths) // table.block_size))
+    if platform.device.type == "cpu" and KERNELS.lib is not None:
+        sampling = cpu_ops.fill_inputs(*parts, table.token_table, table.block_table, table.block_size, tensors)
+    else:
+        sampling = _fill(*parts, table.token_table, table.block_table, table.block_size, tensors, buffers.arange)
+    attn = AttentionMetadata(backend, tensors.slot_mapping, tensors.query_start_loc, tensors.seq_lens, tensors.block_table, max(scheduled), max(lengths))
+    return InputBatch(step, tensors.input_ids, tensors.positions, starts, attn, SamplingBatch([step.rows[i] for i in step.samples], [lengths[i] for i in step.samples], *sampling))
 
-    input_ids, positions, slot_mapping = buffers.input_ids[:num_tokens], buffers.positions[:num_tokens], buffers.slot_mapping[:num_tokens]
-    query_start_loc, seq_lens = buffers.query_start_loc[: num_reqs + 1], buffers.seq_lens[:num_reqs]
-    # num_scheduled [2, 5, 3] -> req [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]; with num_computed [0, 4, 0] -> positions [0, 1, 4, 5, 6, 7, 8, 0, 1, 2]
-    req = torch.repeat_interleave(buffers.arange[:num_reqs], num_scheduled, output_size=num_tokens)
-    torch.add((num_computed - start_loc[:-1])[req], buffers.arange[:num_tokens], out=positions)
-    token_rows = rows[req]
-    torch.index_select(table.token_table.view(-1), 0, token_rows * table.max_model_len + positions, out=input_ids)
-    block_ids = table.block_table.view(-1)[token_rows * table.max_blocks + positions // table.block_size]
-    torch.add(block_ids * table.block_size, positions % table.block_size, out=slot_mapping)
-    query_start_loc.copy_(start_loc)
-    torch.add(num_computed, num_scheduled, out=seq_lens)
 
-    width = -(-max(lengths) // table.block_size)
-    block_table = buffers.block_table[:num_reqs, :width]
-    torch.index_select(table.block_table[:, :width], 0, rows, out=block_table)
-    attn = AttentionMetadata(backend, slot_mapping, query_start_loc, seq_lens, block_table, max(scheduled), max(lengths))
-    sampling = SamplingBatch([step.rows[i] for i in step.samples], [lengths[i] for i in step.samples], rows[samples], seq_lens[samples].long(),
-                             (start_loc[1:] - 1)[samples])
-    return InputBatch(step, input_ids, positions, starts, attn, sampling)
+def _fill(rows: torch.Tensor, computed: torch.Tensor, scheduled: torch.Tensor, starts: torch.Tensor, samples: torch.Tensor, tokens: torch.Tensor, blocks: torch.Tensor,
+          block_size: int, tensors: StepTensors, arange: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Fill `tensors` from the tables `tokens` and `blocks`. Returns the rows, the lengths and the last tokens of the requests in `samples`."""
+    num_reqs, num_tokens, width = len(rows), len(tensors.positions), tensors.block_table.shape[1]
+    # scheduled [2, 5, 3] -> req [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]; with computed [0, 4, 0] -> positions [0, 1, 4, 5, 6, 7, 8, 0, 1, 2]
+    req = torch.repeat_interleave(arange[:num_reqs], scheduled, output_size=num_tokens)
+    torch.add((computed - starts[:-1])[req], arange[:num_tokens], out=tensors.positions)
+    positions, token_rows = tensors.positions, rows[req]
+    torch.index_select(tokens.view(-1), 0, token_rows * tokens.shape[1] + positions, out=tensors.input_ids)
+    block_ids = blocks.view(-1)[token_rows * blocks.shape[1] + positions // block_size]
+    torch.add(block_ids * block_size, positions % block_size, out=tensors.slot_mapping)
+    tensors.query_start_loc.copy_(starts)
+    torch.add(computed, scheduled, out=tensors.seq_lens)
+    torch.index_select(blocks[:, :width], 0, rows, out=tensors.block_table)
+    return rows[samples], tensors.seq_lens[samples].long(), (starts[1:] - 1)[samples]
 
 
 def _send(platform: Platform, *parts: list[int]) -> tuple[torch.Tensor, ...]:

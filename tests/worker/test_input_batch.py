@@ -111,6 +111,27 @@ def test_buffers_keep_their_addresses():
         assert [batch.input_ids.data_ptr(), batch.attn.block_table.data_ptr()] == addresses
 
 
+def test_native_tensors_are_the_twins(native_kernels, monkeypatch):
+    """The two steps, and ones of several tokens in a mixed order: every tensor of the batch."""
+
+    def play() -> list[list]:
+        setup = Setup()
+        batches = [setup.prepare(STEP_1)]
+        _sample(setup, batches[0], [13, 22])
+        results = []
+        for step in (None, STEP_2, StepInput(3, [], [2, 0], [8, 4], [1, 2], [[], [9]], [1, 0]), StepInput(4, [], [1], [3], [1], [[]], [])):
+            batch = setup.prepare(step) if step else batches[0]
+            attn, sampling = batch.attn, batch.sampling
+            tensors = (batch.input_ids, batch.positions, attn.slot_mapping, attn.query_start_loc, attn.seq_lens, attn.block_table, sampling.rows_tensor,
+                       sampling.positions_tensor, sampling.logits_indices)
+            results.append([(tensor.dtype, tensor.tolist()) for tensor in tensors])
+        return results
+
+    native = play()
+    monkeypatch.setattr(native_kernels, "lib", None)
+    assert native == play()
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_random_schedules_agree_with_the_definition(block_size):
     torch.manual_seed(block_size)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from ctypes import CDLL, addressof, byref
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from worker import huge_pages
 from worker.kernels.native import KERNELS, CompactArgs, LayerArgs, LinearArgs, QkvArgs, QuantArgs
+
+if TYPE_CHECKING:
+    from worker.input_batch import StepTensors
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 512
@@ -119,6 +123,17 @@ def layer_args(k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int, sca
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     return LayerArgs(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.stride()[:3], *v_cache.stride()[:3], num_heads, num_kv_heads, head_dim, block_size,
                      _DTYPES[k_cache.dtype], window or 0, scale, soft_cap or 0.0)  # fmt: skip
+
+
+def fill_inputs(rows: torch.Tensor, computed: torch.Tensor, scheduled: torch.Tensor, starts: torch.Tensor, samples: torch.Tensor, tokens: torch.Tensor, blocks: torch.Tensor,
+                block_size: int, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`input_batch._fill`, the twin, in one call; `starts` is not needed here."""
+    sampling = torch.empty(3, len(samples), dtype=torch.int64)
+    KERNELS.lib.quire_fill_inputs(rows.data_ptr(), computed.data_ptr(), scheduled.data_ptr(), len(rows), samples.data_ptr(), len(samples), tokens.data_ptr(), tokens.stride(0),
+                                  blocks.data_ptr(), blocks.stride(0), block_size, tensors.input_ids.data_ptr(), tensors.positions.data_ptr(), tensors.slot_mapping.data_ptr(),
+                                  tensors.query_start_loc.data_ptr(), tensors.seq_lens.data_ptr(), tensors.block_table.data_ptr(), tensors.block_table.stride(0),
+                                  tensors.block_table.shape[1], sampling.data_ptr())  # fmt: skip
+    return sampling[0], sampling[1], sampling[2]
 
 
 def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: np.ndarray, ints: np.ndarray) -> torch.Tensor:

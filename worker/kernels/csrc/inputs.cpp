@@ -1,0 +1,33 @@
+// From the tables of the requests to the tensors of one forward pass: see worker/input_batch.py, whose `_fill` is the twin.
+#include <cstring>
+
+extern "C" {
+
+// rows, computed, scheduled: of num_requests requests. tokens [.., max_model_len] and blocks [.., max_blocks] are the tables. Fills input_ids, positions and slots of all
+// tokens, starts [num_requests + 1], lengths and block_table [num_requests, width], rows ld_table apart; and for each of num_samples requests samples[s], in `sampling`
+// [3, num_samples], its row, its length and its last token.
+void quire_fill_inputs(const long* rows, const long* computed, const long* scheduled, long num_requests, const long* samples, long num_samples, const int* tokens,
+                       long max_model_len, const int* blocks, long max_blocks, long block_size, int* input_ids, long* positions, long* slots, int* starts, int* lengths,
+                       int* block_table, long ld_table, long width, long* sampling) {
+  long at = 0;
+  for (long i = 0; i < num_requests; i++) {
+    const int *row_tokens = tokens + rows[i] * max_model_len, *row_blocks = blocks + rows[i] * max_blocks;
+    const long end = computed[i] + scheduled[i];
+    starts[i] = int(at);
+    lengths[i] = int(end);
+    for (long position = computed[i]; position < end; position++, at++) {
+      input_ids[at] = row_tokens[position];
+      positions[at] = position;
+      slots[at] = row_blocks[position / block_size] * block_size + position % block_size;
+    }
+    memcpy(block_table + i * ld_table, row_blocks, width * sizeof(int));
+  }
+  starts[num_requests] = int(at);
+  for (long s = 0; s < num_samples; s++) {
+    const long i = samples[s];
+    sampling[s] = rows[i];
+    sampling[num_samples + s] = lengths[i];
+    sampling[2 * num_samples + s] = starts[i + 1] - 1;
+  }
+}
+}
