@@ -31,6 +31,20 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor[start : start + size].view(dtype).view(shape)
 
 
+class Workspace:
+    """Memory that stays, on huge pages, for results that are dead when the next one is wanted: new memory would cost a fault for each of its pages, every time."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def take(self, *shape: int) -> torch.Tensor:
+        """An uninitialised tensor; what was taken before lies in the same place."""
+        size = prod(shape)
+        if size > len(self._memory):
+            self._memory = zeros(1 << (size - 1).bit_length(), dtype=self._memory.dtype)
+        return self._memory[:size].view(shape)
+
+
 def make_resident(address: int, size: int) -> bool:
     """Have the system give memory to `size` bytes at `address` as if they had been written, which they are not; may run beside their use. False where it cannot (before Linux 5.14)."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE

@@ -10,7 +10,10 @@ import torch
 
 from worker.attention.base import AttentionBackend
 from worker.cuda_graph import CudaGraphs, Replay
+from worker.huge_pages import Workspace
 from worker.input_batch import InputBatch, InputBuffers, prepare_inputs
+from worker.kernels import cpu_ops
+from worker.kernels.native import KERNELS
 from worker.logprobs import Entries, PromptLogprobs, prompt_messages
 from worker.messages import StepInput, StepOutput, TokenLogprobs
 from worker.parallel import tp
@@ -70,6 +73,7 @@ class ModelRunner:
         self.sampler = sampler or Sampler(table, platform)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
+        self.logits = Workspace(torch.float32)  # of one step; when that is sampled, nothing refers to them any more
         self.forward: Callable[[InputBatch], torch.Tensor] = self.run_eagerly
 
     @torch.inference_mode()
@@ -106,13 +110,18 @@ class ModelRunner:
         prompt_logprobs = self.prompt_logprobs.compute(batch, hidden, self.model.logits)
         token_ids, logprobs = None, []
         if step.samples:
-            sampled = self.sampler.sample(self.model.logits(hidden[batch.sampling.logits_indices]), batch.sampling)
+            sampled = self.sampler.sample(self.model.logits(self._sampled(hidden, batch), self.logits), batch.sampling)
             # The copy starts before the table is written, so that nothing of the next step delays it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
             tokens = sampled.token_ids.clamp(min=0)
             self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, tokens, batch.attn.max_seq_len)
             self.stage.send_token_ids(tokens)
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event())
+
+    def _sampled(self, hidden: torch.Tensor, batch: InputBatch) -> torch.Tensor:
+        """Hidden states `[S, H]` of the tokens behind which a token is sampled."""
+        native = hidden.device.type == "cpu" and KERNELS.lib is not None
+        return cpu_ops.take_rows(hidden, batch.sampling.logits_indices) if native else hidden[batch.sampling.logits_indices]
 
     def use_graphs(self, max_model_len: int, record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
         """From now on replay recorded forward passes where every request has one token. `record` is for tests without a GPU."""

@@ -87,7 +87,7 @@ class RequestTable:
             fits = positions < self.max_model_len
             indices = torch.where(fits, indices, indices - 1)
             token_ids = torch.where(fits, token_ids, tokens[indices])
-        tokens[indices] = token_ids.int()
+        tokens.scatter_(0, indices, token_ids.int())
 
     def _add(self, new: NewRequest, updates: TableUpdates) -> None:
         row = new.row

@@ -21,6 +21,14 @@ def _resident() -> int:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def test_a_workspace_keeps_its_place():
+    workspace = huge_pages.Workspace(torch.float32)
+    first = workspace.take(700, 1100)
+    assert first.shape == (700, 1100) and first.dtype == torch.float32 and first.is_contiguous()
+    assert workspace.take(3, 5).data_ptr() == workspace.take(1 << 20).data_ptr() == first.data_ptr()
+    assert workspace.take(1 << 21).numel() == 1 << 21 and first.shape == (700, 1100)  # grown; what was taken lives on
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (1 << 20,), (2, 700, 1031)], ids=["small", "a page", "more than one"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
 def test_zeros(shape, dtype):

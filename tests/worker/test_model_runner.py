@@ -21,8 +21,8 @@ PLATFORM = CpuPlatform()
 BLOCK_SIZE, NUM_BLOCKS = 8, 200
 
 
-def make_runner(model, vocab_size: int, *, max_num_reqs=8, max_model_len=128, max_num_tokens=256) -> ModelRunner:
-    kv_cache.allocate(kv_cache.attention_layers(model), NUM_BLOCKS, BLOCK_SIZE, torch.float32, PLATFORM.device)
+def make_runner(model, vocab_size: int, *, max_num_reqs=8, max_model_len=128, max_num_tokens=256, dtype=torch.float32) -> ModelRunner:
+    kv_cache.allocate(kv_cache.attention_layers(model), NUM_BLOCKS, BLOCK_SIZE, dtype, PLATFORM.device)
     table = RequestTable(max_num_reqs, max_model_len, BLOCK_SIZE, vocab_size, PLATFORM.device)
     return ModelRunner(model, table, CpuPagedAttention(), PLATFORM, max_num_tokens)
 
@@ -35,6 +35,30 @@ def real(checkpoint):
     model = build_model(spec, torch.float32, PLATFORM.device, 128)
     load_weights(model, spec, folder)
     return lambda: make_runner(model, spec.vocab_size), load_reference(folder)
+
+
+def test_a_result_outlives_the_next_step(checkpoint, native_kernels):
+    """The native logits lie in memory that the next step uses again."""
+    folder = checkpoint("qwen3", dtype="bfloat16")
+    spec = read_model_spec(folder)
+    model = build_model(spec, torch.bfloat16, PLATFORM.device, 128)
+    load_weights(model, spec, folder)
+    results = []
+    for read_at_once in (True, False):
+        runner, script = make_runner(model, spec.vocab_size, dtype=torch.bfloat16), Script(BLOCK_SIZE)
+        for row, mode in enumerate(("raw_logits", "processed_logits", "raw_logprobs")):
+            script.add(row, prompt(5, row), SamplingParams(temperature=0.0, logprobs=-1, prompt_logprobs=2, logprobs_mode=mode))
+        outputs = []
+        for _ in range(2):
+            outputs.append(runner.execute(script.step(dict.fromkeys(range(3), 5))))
+            script.rows = {row: type(state)(state.prompt, state.sampling, state.outputs) for row, state in script.rows.items()}
+            script.rows[0].prompt = prompt(5, 9)  # the next step is another one
+            if read_at_once:
+                outputs[-1] = outputs[-1].result()
+        results.append(outputs if read_at_once else [output.result() for output in outputs])
+    assert runner.logits.take(1).data_ptr() == model.logits(torch.zeros(1, spec.hidden_size, dtype=torch.bfloat16), runner.logits).data_ptr()
+    first, second = results
+    assert first == second and first[0].logprobs != first[1].logprobs
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -152,7 +176,7 @@ class FakeModel(torch.nn.Module):
     def forward(self, input_ids, positions, attn, hidden=None):
         return torch.stack([input_ids.long(), positions], 1)
 
-    def logits(self, hidden):
+    def logits(self, hidden, workspace=None):
         logits = torch.zeros(len(hidden), 64)
         logits[torch.arange(len(hidden)), hidden.sum(1) % 64] = 5.0
         logits[hidden[:, 0] == 7] = float("nan")

@@ -73,7 +73,7 @@ class Model(torch.nn.Module):
     def forward(self, input_ids, positions, attn, hidden=None):
         return torch.nn.functional.embedding(input_ids, self.table) + positions[:, None] * 0.01
 
-    def logits(self, hidden):
+    def logits(self, hidden, workspace=None):
         return (hidden @ self.table.T).float()
 
 

@@ -136,6 +136,14 @@ def fill_inputs(rows: torch.Tensor, computed: torch.Tensor, scheduled: torch.Ten
     return sampling[0], sampling[1], sampling[2]
 
 
+def take_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """`x[indices]` for a contiguous x `[T, H]` and indices int64. Torch's own opens an OpenMP region even for a few rows."""
+    assert x.is_contiguous() and indices.dtype == torch.int64
+    out = x.new_empty(len(indices), x.shape[1])
+    KERNELS.lib.quire_take_rows(x.data_ptr(), x.stride(0) * x.element_size(), indices.data_ptr(), len(indices), out.data_ptr())
+    return out
+
+
 def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: np.ndarray, ints: np.ndarray) -> torch.Tensor:
     """One token `[S]` int64 for each row of logits `[S, V]` float32; -1 where a logit is NaN or the largest is infinite.
 
@@ -183,13 +191,16 @@ class PackedLinear:
             self.packed, self._run, pointer = self.compact.data, self.lib.quire_gemm_run_compact, byref(self.compact.args)
         self._pointers = pointer, None if self.bias is None else self.bias.data_ptr()
 
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0) -> torch.Tensor:
-        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32. `path` forces the vector (1) code, for tests; it does not read compact weights."""
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0, workspace: huge_pages.Workspace | None = None) -> torch.Tensor:
+        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32, in a `workspace` of that type if there is one.
+
+        `path` forces the vector (1) code, for tests; it does not read compact weights.
+        """
         assert path == 0 or self.compact is None
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        out = torch.empty(rows.shape[0], self.out_features, dtype=dtype)
+        out = torch.empty(rows.shape[0], self.out_features, dtype=dtype) if workspace is None else workspace.take(rows.shape[0], self.out_features)
         self._run(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
                   self.flags | (dtype is torch.float32), path)  # fmt: skip
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
@@ -290,12 +301,12 @@ class QuantizedLinear:
                                         linear.scales.data_ptr(), None if offsets is None else linear.offsets.data_ptr(), *values.shape, bits, linear.group, int(silu_and_mul))  # fmt: skip
         return linear
 
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0) -> torch.Tensor:
-        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32. `path` forces integers without AMX (1), with it (2), or bfloat16 (3), for tests."""
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0, workspace: huge_pages.Workspace | None = None) -> torch.Tensor:
+        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32, in a `workspace` of that type if there is one. `path` forces integers without AMX (1), with it (2), or bfloat16 (3), for tests."""
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        out = torch.empty(rows.shape[0], self.out_features, dtype=dtype)
+        out = torch.empty(rows.shape[0], self.out_features, dtype=dtype) if workspace is None else workspace.take(rows.shape[0], self.out_features)
         self.lib.quire_gemm_run_quant(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
                                       self.flags | (dtype is torch.float32), path)  # fmt: skip
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)

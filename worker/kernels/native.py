@@ -79,6 +79,7 @@ _SIGNATURES = {
     "quire_qkv_to_cache": ([ctypes.POINTER(QkvArgs), _P, _P, _P, _L], None),
     "quire_write_kv": ([ctypes.POINTER(QkvArgs), _P, _L, _P, _L, _P, _L], None),
     "quire_fill_inputs": ([_P, _P, _P, _L, _P, _L, _P, _L, _P, _L, _L, _P, _P, _P, _P, _P, _P, _L, _L, _P], None),
+    "quire_take_rows": ([_P, _L, _P, _L, _P], None),
     "quire_sample": ([_P, _L, _L, _L, _P, _P, _P, _P, _L, _P], None),
     "quire_segment_workspace": ([_L, _L], _L),
     "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _P, _P, _P, _P, _L, _P], None),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from worker.huge_pages import Workspace
 from worker.layers.linear import PLAIN, Linear, LinearMethod, Part, empty_parameter
 from worker.parallel import tp
 
@@ -50,7 +51,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(Linear):
-    """hidden `[S, hidden_size]` -> float32 logits `[S, vocab_size]`, on every rank. With `tied_to` the weights are the embedding's.
+    """hidden `[S, hidden_size]` -> float32 logits `[S, vocab_size]`, on every rank, perhaps in a workspace. With `tied_to` the weights are the embedding's.
 
     `name` is the checkpoint tensor: on a pipeline's last stage, tied weights without the embedding at hand are read from the embedding's tensor.
     """
@@ -72,5 +73,5 @@ class ParallelLMHead(Linear):
             if self.weight is None:  # repacked: the embedding reads its rows from there too
                 embedding.weight, embedding.lookup = None, self.method.rows
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.all_gather(self.method.apply_float32(self, x))[..., :self.vocab_size]
+    def forward(self, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        return self.group.all_gather(self.method.apply_float32(self, x, workspace))[..., :self.vocab_size]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from worker.huge_pages import Workspace
 from worker.kernels import cpu_ops
 from worker.kernels.cpu_ops import PackedLinear, QuantizedLinear
 from worker.kernels.native import LinearArgs
@@ -28,11 +29,11 @@ class FixedRows:
     def __init__(self, linear: PackedLinear | QuantizedLinear):
         self.linear = linear
 
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, workspace: Workspace | None = None) -> torch.Tensor:
         if isinstance(self.linear, QuantizedLinear):
-            return self.linear(x, dtype, path=_INTEGERS)
+            return self.linear(x, dtype, _INTEGERS, workspace)
         missing = 0 if cpu_ops.has_amx() else -len(x) % _ROWS
-        return self.linear(F.pad(x, (0, 0, 0, missing)), dtype)[: len(x)] if missing else self.linear(x, dtype)
+        return self.linear(F.pad(x, (0, 0, 0, missing)) if missing else x, dtype, workspace=workspace)[: len(x)]
 
     def args(self) -> LinearArgs | None:
         """The layer as native code takes it; None where it cannot take it, for the rows would have to be padded."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from worker.huge_pages import Workspace
 from worker.layers.activation import silu_and_mul
 from worker.parallel import Group, split_size, tp
 
@@ -59,8 +60,8 @@ class LinearMethod:
         """The product with the weights, plus `layer.bias` if there is one: `[T, out_features]` of x's type."""
         raise NotImplementedError
 
-    def apply_float32(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        """The same in float32, rounded to x's type or not."""
+    def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        """The same in float32, rounded to x's type or not. May lie in `workspace`."""
         return self.apply(layer, x).float()
 
     def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from worker.huge_pages import Workspace
 from worker.kernels.cpu_ops import PackedLinear
 from worker.kernels.native import KERNELS
 from worker.layers.linear import GateUpParallelLinear, Linear, LinearMethod
@@ -21,8 +22,8 @@ class PackedMethod(LinearMethod):
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
 
-    def apply_float32(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x, torch.float32)
+    def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        return self.linear(x, torch.float32, workspace=workspace)
 
     def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from worker.huge_pages import Workspace
 from worker.kernels.cpu_ops import QuantizedLinear
 from worker.kernels.native import KERNELS
 from worker.layers.embedding import ParallelLMHead
@@ -88,8 +89,8 @@ class NativeQuantMethod(PlainLinear):
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
 
-    def apply_float32(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x, torch.float32)
+    def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        return self.linear(x, torch.float32, workspace=workspace)
 
     def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)

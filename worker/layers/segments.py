@@ -35,7 +35,7 @@ class Segments:
         ends = zip([None, *zip(layers, linears, self.layer_args)], [*zip(layers, linears), None])
         self.segments = (SegmentArgs * (len(layers) + 1))(*(_segment(before, after, final_norm, cos_sin) for before, after in ends))
         self.workspace = huge_pages.zeros(KERNELS.lib.quire_segment_workspace(self.hidden, linears[0][3].k), dtype=torch.bfloat16)
-        self.between = torch.empty(0, dtype=torch.bfloat16)  # activations on their way to attention and back; grows
+        self.between = huge_pages.Workspace(torch.bfloat16)  # for activations on their way to attention and back
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
@@ -72,10 +72,8 @@ class Segments:
 
     def _between(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for q, k and v of that many tokens, and for what was attended to."""
-        if len(self.between) < num_tokens * sum(self.widths):
-            self.between = huge_pages.zeros((1 << (num_tokens - 1).bit_length()) * sum(self.widths), dtype=torch.bfloat16)
-        flat = self.between[: num_tokens * sum(self.widths)].split([num_tokens * width for width in self.widths])
-        return flat[0].view(num_tokens, -1), flat[1].view(num_tokens, -1)
+        flat = self.between.take(num_tokens * sum(self.widths))
+        return flat[: num_tokens * self.widths[0]].view(num_tokens, -1), flat[num_tokens * self.widths[0] :].view(num_tokens, -1)
 
 
 def _args(linear: Linear) -> LinearArgs | None:

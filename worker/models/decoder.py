@@ -14,6 +14,7 @@ from torch import nn
 
 from configs.hf_config import ModelSpec
 from worker.attention.base import AttentionMetadata
+from worker.huge_pages import Workspace
 from worker.kernels import cpu_ops
 from worker.layers import ops
 from worker.layers.attention import Attention
@@ -139,9 +140,9 @@ class CausalLM(nn.Module):
         """input_ids and positions `[T]` -> `[T, H]`. A pipeline stage but the first takes the previous one's result as `hidden`, and may overwrite it."""
         return self.model(input_ids, positions, attn, hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden `[S, H]`, of the positions to sample -> `[S, vocab_size]` float32. On the last pipeline stage."""
-        return self.lm_head(hidden)
+    def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        """hidden `[S, H]`, of the positions to sample -> `[S, vocab_size]` float32, which may lie in `workspace`. On the last pipeline stage."""
+        return self.lm_head(hidden, workspace)
 
     def finalize(self) -> None:
         """Settle on the fastest kernels there are now. Called when the weights are loaded, and to be called again when more kernels have become ready."""

@@ -30,4 +30,9 @@ void quire_fill_inputs(const long* rows, const long* computed, const long* sched
     sampling[2 * num_samples + s] = starts[i + 1] - 1;
   }
 }
+
+// out[i] = row indices[i] of x, whose rows of `bytes` follow each other.
+void quire_take_rows(const char* x, long bytes, const long* indices, long num_indices, char* out) {
+  for (long i = 0; i < num_indices; i++) memcpy(out + i * bytes, x + indices[i] * bytes, bytes);
+}
 }
