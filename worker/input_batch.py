@@ -85,13 +85,14 @@ def prepare_inputs(step: StepInput, table: RequestTable, buffers: InputBuffers, 
     starts = [0, *accumulate(scheduled)]
     lengths = [c + s for c, s in zip(computed, scheduled)]
     updates = table.apply(step)
-    *parts, block_indices, block_ids, token_ids = _send(platform, step.rows, computed, scheduled, starts, step.samples, updates.block_indices, updates.block_ids, updates.token_ids)
-    table.write(updates, block_indices, block_ids, token_ids)
+    sent, sizes = _send(platform, step.rows, computed, scheduled, starts, step.samples, updates.block_indices, updates.block_ids, updates.token_ids)
+    if updates.block_indices or updates.token_rows:
+        table.write(updates, *sent.split(sizes)[5:])
     tensors = buffers.of_step(num_reqs, num_tokens, -(-max(lengths) // table.block_size))
     if platform.device.type == "cpu" and KERNELS.lib is not None:
-        sampling = cpu_ops.fill_inputs(*parts, table.token_table, table.block_table, table.block_size, tensors)
+        sampling = cpu_ops.fill_inputs(sent, num_reqs, len(step.samples), table.token_table, table.block_table, table.block_size, tensors)
     else:
-        sampling = _fill(*parts, table.token_table, table.block_table, table.block_size, tensors, buffers.arange)
+        sampling = _fill(*sent.split(sizes)[:5], table.token_table, table.block_table, table.block_size, tensors, buffers.arange)
     attn = AttentionMetadata(backend, tensors.slot_mapping, tensors.query_start_loc, tensors.seq_lens, tensors.block_table, max(scheduled), max(lengths))
     return InputBatch(step, tensors.input_ids, tensors.positions, starts, attn, SamplingBatch([step.rows[i] for i in step.samples], [lengths[i] for i in step.samples], *sampling))
 
@@ -113,8 +114,8 @@ def _fill(rows: torch.Tensor, computed: torch.Tensor, scheduled: torch.Tensor, s
     return rows[samples], tensors.seq_lens[samples].long(), (starts[1:] - 1)[samples]
 
 
-def _send(platform: Platform, *parts: list[int]) -> tuple[torch.Tensor, ...]:
-    """All lists to the device in one copy, as int64 views in the same order."""
+def _send(platform: Platform, *parts: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """All lists to the device in one copy: int64, one after another, and their sizes."""
     sizes = [len(part) for part in parts]
     packed = np.fromiter(chain.from_iterable(parts), np.int64, sum(sizes))
-    return platform.to_device(packed).split(sizes)
+    return platform.to_device(packed), sizes

@@ -113,9 +113,8 @@ class ModelRunner:
             sampled = self.sampler.sample(self.model.logits(self._sampled(hidden, batch), self.logits), batch.sampling)
             # The copy starts before the table is written, so that nothing of the next step delays it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
-            tokens = sampled.token_ids.clamp(min=0)
-            self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, tokens, batch.attn.max_seq_len)
-            self.stage.send_token_ids(tokens)
+            self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, sampled.token_ids, batch.attn.max_seq_len)
+            self.stage.send_token_ids(sampled.token_ids)
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event())
 
     def _sampled(self, hidden: torch.Tensor, batch: InputBatch) -> torch.Tensor:

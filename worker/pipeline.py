@@ -34,7 +34,7 @@ class SingleStage:
         raise AssertionError("the only stage has no next")
 
     def send_token_ids(self, token_ids: torch.Tensor) -> None:
-        """Tell the first stage what was sampled, `[S]` int64. On the last stage."""
+        """Tell the first stage what was sampled, `[S]` int64, as `RequestTable.append` takes it. On the last stage."""
 
     def finish(self, table: RequestTable) -> None:
         """Receive what is still owed to this stage. Between runs over different tables."""

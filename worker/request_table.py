@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from worker.kernels import cpu_ops
+from worker.kernels.native import KERNELS
 from worker.messages import NewRequest, StepInput
 
 
@@ -77,10 +79,13 @@ class RequestTable:
             start += count
 
     def append(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, max_position: int) -> None:
-        """Put one sampled token per row behind its tokens: `token_table[rows, positions] = token_ids`, all `[S]`; no position exceeds `max_position`.
+        """Put one sampled token per row behind its tokens: `token_table[rows, positions] = token_ids`, all `[S]` int64; no position exceeds `max_position`.
 
-        A position of max_model_len has no place: that request has ended, and its token goes nowhere.
+        A negative token, of a request that has failed, becomes 0. A position of max_model_len has no place: that request has ended, and its token goes nowhere.
         """
+        if self.token_table.device.type == "cpu" and KERNELS.lib is not None:
+            return cpu_ops.append_tokens(self.token_table, rows, positions, token_ids)
+        token_ids = token_ids.clamp(min=0)
         indices = rows * self.max_model_len + positions
         tokens = self.token_table.view(-1)
         if max_position >= self.max_model_len:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from worker.kernels.native import KERNELS
 from worker.messages import NewRequest, SamplingParams, StepInput
 from worker.request_table import RequestTable, check_token_ids
 
@@ -43,6 +44,14 @@ def test_tokens_and_blocks_are_written_to_their_row():
     assert table.num_prompt_tokens == [1, 0, 2, 0]
 
 
+@pytest.fixture(params=["torch", "native"], autouse=True)
+def kernels(request, monkeypatch):
+    if request.param == "native":
+        request.getfixturevalue("native_kernels")
+    else:
+        monkeypatch.setattr(KERNELS, "lib", None)
+
+
 def test_append_writes_behind_each_row():
     table = RequestTable(3, 4, 4, 100, CPU)
     table.append(torch.tensor([2, 0]), torch.tensor([3, 1]), torch.tensor([50, 60]), max_position=3)
@@ -54,6 +63,13 @@ def test_append_beyond_the_context_goes_nowhere():
     table.token_table[:] = 9
     table.append(torch.tensor([0, 1, 2]), torch.tensor([4, 3, 4]), torch.tensor([50, 60, 70]), max_position=4)
     assert table.token_table.tolist() == [[9] * 4, [9, 9, 9, 60], [9] * 4]
+
+
+def test_append_of_a_failed_request():
+    table = RequestTable(2, 4, 4, 100, CPU)
+    table.token_table[:] = 9
+    table.append(torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([-1, 7]), max_position=2)
+    assert table.token_table.tolist() == [[9, 0, 9, 9], [9, 9, 7, 9]]
 
 
 def test_row_states_are_told_in_order():

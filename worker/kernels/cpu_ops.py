@@ -125,15 +125,20 @@ def layer_args(k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int, sca
                      _DTYPES[k_cache.dtype], window or 0, scale, soft_cap or 0.0)  # fmt: skip
 
 
-def fill_inputs(rows: torch.Tensor, computed: torch.Tensor, scheduled: torch.Tensor, starts: torch.Tensor, samples: torch.Tensor, tokens: torch.Tensor, blocks: torch.Tensor,
-                block_size: int, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`input_batch._fill`, the twin, in one call; `starts` is not needed here."""
-    sampling = torch.empty(3, len(samples), dtype=torch.int64)
-    KERNELS.lib.quire_fill_inputs(rows.data_ptr(), computed.data_ptr(), scheduled.data_ptr(), len(rows), samples.data_ptr(), len(samples), tokens.data_ptr(), tokens.stride(0),
-                                  blocks.data_ptr(), blocks.stride(0), block_size, tensors.input_ids.data_ptr(), tensors.positions.data_ptr(), tensors.slot_mapping.data_ptr(),
-                                  tensors.query_start_loc.data_ptr(), tensors.seq_lens.data_ptr(), tensors.block_table.data_ptr(), tensors.block_table.stride(0),
-                                  tensors.block_table.shape[1], sampling.data_ptr())  # fmt: skip
-    return sampling[0], sampling[1], sampling[2]
+def fill_inputs(step: torch.Tensor, num_reqs: int, num_samples: int, tokens: torch.Tensor, blocks: torch.Tensor, block_size: int,
+                tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`input_batch._fill`, the twin, in one call. `step` int64 begins with rows, computed, scheduled, starts and samples, one after another."""
+    sampling = torch.empty(3, num_samples, dtype=torch.int64)
+    KERNELS.lib.quire_fill_inputs(step.data_ptr(), num_reqs, num_samples, tokens.data_ptr(), tokens.stride(0), blocks.data_ptr(), blocks.stride(0), block_size,
+                                  tensors.input_ids.data_ptr(), tensors.positions.data_ptr(), tensors.slot_mapping.data_ptr(), tensors.query_start_loc.data_ptr(),
+                                  tensors.seq_lens.data_ptr(), tensors.block_table.data_ptr(), tensors.block_table.stride(0), tensors.block_table.shape[1],
+                                  sampling.data_ptr())  # fmt: skip
+    return sampling.unbind()
+
+
+def append_tokens(tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+    """`RequestTable.append` to the table `tokens`; the rest int64 and contiguous."""
+    KERNELS.lib.quire_append_tokens(tokens.data_ptr(), tokens.stride(0), rows.data_ptr(), positions.data_ptr(), token_ids.data_ptr(), len(token_ids))
 
 
 def take_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

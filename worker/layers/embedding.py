@@ -74,4 +74,5 @@ class ParallelLMHead(Linear):
                 embedding.weight, embedding.lookup = None, self.method.rows
 
     def forward(self, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        return self.group.all_gather(self.method.apply_float32(self, x, workspace))[..., :self.vocab_size]
+        logits = self.group.all_gather(self.method.apply_float32(self, x, workspace))
+        return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]

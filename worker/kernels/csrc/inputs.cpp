@@ -1,19 +1,20 @@
-// From the tables of the requests to the tensors of one forward pass: see worker/input_batch.py, whose `_fill` is the twin.
+// Between the tables of the requests and a step: its tensors from them, and what it sampled into them. See worker/input_batch.py, whose `_fill` is the twin of the
+// first, and worker/request_table.py.
 #include <cstring>
 
 extern "C" {
 
-// rows, computed, scheduled: of num_requests requests. tokens [.., max_model_len] and blocks [.., max_blocks] are the tables. Fills input_ids, positions and slots of all
-// tokens, starts [num_requests + 1], lengths and block_table [num_requests, width], rows ld_table apart; and for each of num_samples requests samples[s], in `sampling`
-// [3, num_samples], its row, its length and its last token.
-void quire_fill_inputs(const long* rows, const long* computed, const long* scheduled, long num_requests, const long* samples, long num_samples, const int* tokens,
-                       long max_model_len, const int* blocks, long max_blocks, long block_size, int* input_ids, long* positions, long* slots, int* starts, int* lengths,
-                       int* block_table, long ld_table, long width, long* sampling) {
+// step: rows, computed, scheduled [num_requests each], starts [num_requests + 1] and samples [num_samples], one after another. tokens [.., max_model_len] and blocks
+// [.., max_blocks] are the tables. Fills input_ids, positions and slots of all tokens, query_start_loc [num_requests + 1], lengths and block_table [num_requests, width],
+// rows ld_table apart; and for each request of `samples`, in `sampling` [3, num_samples], its row, its length and its last token.
+void quire_fill_inputs(const long* step, long num_requests, long num_samples, const int* tokens, long max_model_len, const int* blocks, long max_blocks, long block_size,
+                       int* input_ids, long* positions, long* slots, int* query_start_loc, int* lengths, int* block_table, long ld_table, long width, long* sampling) {
+  const long *rows = step, *computed = rows + num_requests, *scheduled = computed + num_requests, *starts = scheduled + num_requests, *samples = starts + num_requests + 1;
   long at = 0;
   for (long i = 0; i < num_requests; i++) {
     const int *row_tokens = tokens + rows[i] * max_model_len, *row_blocks = blocks + rows[i] * max_blocks;
     const long end = computed[i] + scheduled[i];
-    starts[i] = int(at);
+    query_start_loc[i] = int(at);
     lengths[i] = int(end);
     for (long position = computed[i]; position < end; position++, at++) {
       input_ids[at] = row_tokens[position];
@@ -22,7 +23,7 @@ void quire_fill_inputs(const long* rows, const long* computed, const long* sched
     }
     memcpy(block_table + i * ld_table, row_blocks, width * sizeof(int));
   }
-  starts[num_requests] = int(at);
+  query_start_loc[num_requests] = int(at);
   for (long s = 0; s < num_samples; s++) {
     const long i = samples[s];
     sampling[s] = rows[i];
@@ -34,5 +35,11 @@ void quire_fill_inputs(const long* rows, const long* computed, const long* sched
 // out[i] = row indices[i] of x, whose rows of `bytes` follow each other.
 void quire_take_rows(const char* x, long bytes, const long* indices, long num_indices, char* out) {
   for (long i = 0; i < num_indices; i++) memcpy(out + i * bytes, x + indices[i] * bytes, bytes);
+}
+
+// tokens[rows[i], positions[i]] = token_ids[i], or 0 where that is negative; a position of max_model_len has no place.
+void quire_append_tokens(int* tokens, long max_model_len, const long* rows, const long* positions, const long* token_ids, long num_tokens) {
+  for (long i = 0; i < num_tokens; i++)
+    if (positions[i] < max_model_len) tokens[rows[i] * max_model_len + positions[i]] = token_ids[i] < 0 ? 0 : int(token_ids[i]);
 }
 }
