@@ -119,6 +119,8 @@ class ModelRunner:
 
     def _sampled(self, hidden: torch.Tensor, batch: InputBatch) -> torch.Tensor:
         """Hidden states `[S, H]` of the tokens behind which a token is sampled."""
+        if len(batch.step.samples) == len(hidden) and batch.step.samples == list(range(len(hidden))):  # each token is a request that samples
+            return hidden
         native = hidden.device.type == "cpu" and KERNELS.lib is not None
         return cpu_ops.take_rows(hidden, batch.sampling.logits_indices) if native else hidden[batch.sampling.logits_indices]
 

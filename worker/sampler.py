@@ -57,8 +57,9 @@ class SamplingRows:
         self.top_k: dict[int, int] = {}  # rows that filter, of those in `random`
         self.top_p: set[int] = set()
         self.min_p: set[int] = set()
-        self.floats = np.zeros((3, max_num_reqs))  # temperature, 0 where a row is greedy; top_p, min_p
-        self.ints = np.zeros((2, max_num_reqs), dtype=np.int64)  # top_k or 0, state of the seed
+        self.floats = torch.zeros(3, max_num_reqs, dtype=torch.float64)  # temperature, 0 where a row is greedy; top_p, min_p
+        self.ints = torch.zeros(2, max_num_reqs, dtype=torch.int64)  # top_k or 0, state of the seed
+        self._floats, self._ints = self.floats.numpy(), self.ints.numpy()  # the same memory
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # what `tables` gave; None when that is out of date
 
     def add(self, row: int, new: NewRequest) -> None:
@@ -73,14 +74,14 @@ class SamplingRows:
             self.top_p.add(row)
         if sampling.min_p > 0:
             self.min_p.add(row)
-        self.floats[:, row] = sampling.temperature, sampling.top_p, sampling.min_p
-        self.ints[:, row] = top_k, sampling_math.seed_state(sampling.seed)
+        self._floats[:, row] = sampling.temperature, sampling.top_p, sampling.min_p
+        self._ints[:, row] = top_k, sampling_math.seed_state(sampling.seed)
         self._tables = None
 
     def remove(self, row: int) -> None:
         if row in self.random:
             self.random.remove(row)
-            self.floats[0, row] = 0
+            self._floats[0, row] = 0
             self._tables = None
         self.top_k.pop(row, None)
         self.top_p.discard(row)
@@ -96,14 +97,14 @@ class SamplingRows:
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(temperature float32, 0 where a row is greedy; the seed's state int64), each `[max_num_reqs]` on the device. Sent only after a change."""
         if self._tables is None:
-            floats, states = self.platform.to_device(np.stack([self.floats[0].view(np.int64), self.ints[1]]))
+            floats, states = self.platform.to_device(np.stack([self._floats[0].view(np.int64), self._ints[1]]))
             self._tables = floats.view(torch.float64).float(), states
         return self._tables
 
     def gather(self, rows: list[int], positions: torch.Tensor) -> RandomRows:
         """The parameters of `rows` (all random), which sample at `positions` `[S]`."""
-        temperature, top_p, min_p = self.platform.to_device(self.floats[:, rows])
-        top_k, state = self.platform.to_device(self.ints[:, rows])
+        temperature, top_p, min_p = self.platform.to_device(self._floats[:, rows])
+        top_k, state = self.platform.to_device(self._ints[:, rows])
         ks = [self.top_k.get(row, 0) for row in rows]
         return RandomRows(temperature.float(), top_p, min_p.float(), top_k, sampling_math.uniform(state, positions), max(ks), min(ks) > 0,
                           not self.top_p.isdisjoint(rows), self.top_p.issuperset(rows), not self.min_p.isdisjoint(rows))

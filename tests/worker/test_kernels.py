@@ -6,7 +6,6 @@ import os
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -325,7 +324,7 @@ def test_take_rows(kernels):
 FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (40, 0.8, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (700, 0.7, 0.02), (0, 1e-9, 0.0), (3000, 1.0, 0.0), (0, 0.999, 1e-4), (1, 0.5, 0.5)]  # top_k, top_p, min_p
 
 
-def _sampling_case(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
+def _sampling_case(seed: int, size: int) -> tuple[torch.Tensor, ...]:
     """Arguments of `cpu_ops.sample`: a greedy row, then one for each of FILTERS, in rows of logits that are not next to each other."""
     generator = torch.Generator().manual_seed(seed)
     n = 1 + len(FILTERS)
@@ -335,20 +334,20 @@ def _sampling_case(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor, to
     if seed % 3 == 2:
         logits = logits.masked_fill(torch.rand(n, size, generator=generator) < 0.9, float("-inf"))
         logits[:, size // 2] = 0
-    floats, ints = np.zeros((3, n + 3)), np.zeros((2, n + 3), dtype=np.int64)
+    floats, ints = torch.zeros(3, n + 3, dtype=torch.float64), torch.zeros(2, n + 3, dtype=torch.int64)
     rows = torch.randperm(n + 3, generator=generator)[:n]
-    floats[:, rows[0]], ints[:, rows[0]] = (0, 0.5, 0.5), (1, 7)  # what a former request left counts for nothing
+    floats[:, rows[0]], ints[:, rows[0]] = torch.tensor([0, 0.5, 0.5]).double(), torch.tensor([1, 7])  # what a former request left counts for nothing
     for row, (top_k, top_p, min_p) in zip(rows[1:].tolist(), FILTERS):
-        floats[:, row] = float(torch.rand(1, generator=generator)) * 2 + 0.1, top_p, min_p
-        ints[:, row] = top_k if top_k < size else 0, sampling_math.seed_state(seed + row)
+        floats[:, row] = torch.tensor([float(torch.rand(1, generator=generator)) * 2 + 0.1, top_p, min_p], dtype=torch.float64)
+        ints[:, row] = torch.tensor([top_k if top_k < size else 0, sampling_math.seed_state(seed + row)])
     return logits, rows, torch.randint(0, 2000, (n,), generator=generator), floats, ints
 
 
-def _sample_by_twin(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: np.ndarray, ints: np.ndarray) -> list[int]:
+def _sample_by_twin(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor) -> list[int]:
     """Row by row, by the whole row."""
     tokens = [int(sampling_math.best(logits[:1])[1])]
     for i, row in enumerate(rows[1:].tolist(), 1):
-        (temperature, top_p, min_p), (top_k, state) = torch.from_numpy(floats[:, row : row + 1]), torch.from_numpy(ints[:, row : row + 1])
+        (temperature, top_p, min_p), (top_k, state) = floats[:, row : row + 1], ints[:, row : row + 1]
         params = sampling_math.RandomRows(temperature.float(), top_p, min_p.float(), top_k, sampling_math.uniform(state, positions[i : i + 1]), int(top_k), bool(top_k), bool(top_p < 1), bool(top_p < 1), bool(min_p > 0))
         tokens.append(int(sampling_math.pick(logits[i : i + 1], params)[1]))
     return tokens
@@ -370,7 +369,7 @@ def test_sample_without_a_token(kernels):
         logits = torch.randn(6, size)
         logits[0, 5], logits[1], logits[2, 7], logits[3, size - 1], logits[4, :-1] = float("nan"), float("-inf"), float("inf"), float("nan"), float("-inf")
         for temperature in (0.0, 1.0):
-            floats, ints = np.array([[temperature] * 6, [0.9] * 6, [0] * 6]), np.zeros((2, 6), dtype=np.int64)
+            floats, ints = torch.tensor([[temperature] * 6, [0.9] * 6, [0] * 6], dtype=torch.float64), torch.zeros(2, 6, dtype=torch.int64)
             got = cpu_ops.sample(logits, torch.arange(6), torch.arange(6), floats, ints).tolist()
             assert got[:4] == [-1] * 4 and got[4] == size - 1 and got[5] >= 0
 

@@ -10,7 +10,6 @@ from ctypes import CDLL, addressof, byref
 from functools import cache
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from worker import huge_pages
@@ -149,16 +148,15 @@ def take_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: np.ndarray, ints: np.ndarray) -> torch.Tensor:
+def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor) -> torch.Tensor:
     """One token `[S]` int64 for each row of logits `[S, V]` float32; -1 where a logit is NaN or the largest is infinite.
 
-    rows and positions are int64 `[S]`. The tables that `rows` index: floats `[3, N]` float64 holds temperature (0: greedy, the first of the largest), top_p (1: off) and
+    rows and positions are int64 `[S]`, like the tables contiguous. The tables that `rows` index: floats `[3, N]` float64 holds temperature (0: greedy, the first of the largest), top_p (1: off) and
     min_p, ints `[2, N]` int64 top_k (0: off) and the seed's state. `sampling_math.best` and `pick` are the twins: the same arithmetic, but for the last bit of exp.
     """
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and rows.dtype == positions.dtype == torch.int64 and rows.is_contiguous() and positions.is_contiguous()
-    assert floats.dtype == np.float64 and ints.dtype == np.int64 and floats.flags.c_contiguous and ints.flags.c_contiguous
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and rows.dtype == positions.dtype == ints.dtype == torch.int64 and floats.dtype == torch.float64
     token_ids = torch.empty(len(logits), dtype=torch.int64)
-    KERNELS.lib.quire_sample(logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), positions.data_ptr(), floats.ctypes.data, ints.ctypes.data,
+    KERNELS.lib.quire_sample(logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), positions.data_ptr(), floats.data_ptr(), ints.data_ptr(),
                              floats.shape[1], token_ids.data_ptr())  # fmt: skip
     return token_ids
 
