@@ -18,6 +18,24 @@ constexpr float kScale = 1 << 20;               // weights become integers in tw
 constexpr float kLeast = 1.f / kScale / kScale; // a weight below is nothing
 constexpr float kFarBelow = -30.f;              // e^this is less than kLeast
 
+// Sixteen floats without their fractions, as 32-bit integers.
+#if defined(__AVX512F__)
+struct Whole { __m512i v; };
+Whole truncated(vf x) { return {_mm512_cvttps_epi32(x.v)}; }
+vf to_float(Whole x) { return {_mm512_cvtepi32_ps(x.v)}; }
+Whole operator+(Whole a, Whole b) { return {_mm512_add_epi32(a.v, b.v)}; }
+void store(int32_t* p, Whole x) { _mm512_storeu_si512(p, x.v); }
+#else
+struct Whole { __m256i a, b; };
+Whole truncated(vf x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
+vf to_float(Whole x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+Whole operator+(Whole x, Whole y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+void store(int32_t* p, Whole x) {
+  _mm256_storeu_si256((__m256i*)p, x.a);
+  _mm256_storeu_si256((__m256i*)(p + 8), x.b);
+}
+#endif
+
 struct Sampling {
   float temperature, min_p;
   double top_p;
@@ -163,23 +181,23 @@ class Row {
     const Weigh weight(maximum_, temperature_);
     int64_t total = 0;
     for (long tile = 0; tile < tiles_; tile++) {
-      double high[16] = {}, rest[16] = {};  // whole numbers: exact
+      Whole high = truncated(zero()), rest = high;  // in a lane at most 256 * 2^20
       for (long b = tile * kTileBlocks, end = std::min(b + kTileBlocks, blocks_); b < end; b++) {
         if (maxima_[b] < low) continue;
-        float buffer[kBlock], h[16], r[16];
+        float buffer[kBlock];
         const float* p = block(b, buffer);
-        vf hs = zero(), rs = zero();  // at most 8 * 2^20 in a lane
         for (long i = 0; i < kBlock; i += 16) {
-          const vf w = zero_below(weight(load(p + i)), set1(least)) * set1(kScale), whole = truncated(w);
-          hs = hs + whole;
-          rs = rs + truncated((w - whole) * set1(kScale));
+          const vf w = zero_below(weight(load(p + i)), set1(least)) * set1(kScale);
+          const Whole whole = truncated(w);
+          high = high + whole;
+          rest = rest + truncated((w - to_float(whole)) * set1(kScale));
         }
-        store(h, hs);
-        store(r, rs);
-        for (int i = 0; i < 16; i++) high[i] += h[i], rest[i] += r[i];
       }
+      int32_t h[16], r[16];
+      store(h, high);
+      store(r, rest);
       int64_t in_tile = 0;
-      for (int i = 0; i < 16; i++) in_tile += (int64_t(high[i]) << 20) + int64_t(rest[i]);
+      for (int i = 0; i < 16; i++) in_tile += (int64_t(h[i]) << 20) + r[i];
       total += sums_[tile] = in_tile;
     }
     return total;

@@ -85,7 +85,6 @@ static inline vf select_range(vf a, int lo, int hi, vf other) {
   return {_mm512_mask_mov_ps(other.v, (__mmask16)m, a.v)};
 }
 static inline vf nearest(vf x) { return {_mm512_roundscale_ps(x.v, 0)}; }
-static inline vf truncated(vf x) { return {_mm512_roundscale_ps(x.v, 3)}; }
 static inline vf zero_below(vf x, vf least) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), x.v)}; }
 static inline bool any_nan(vf x, vf y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_UNORD_Q) != 0; }
 // x * 2^n for whole n, the result a normal number.
@@ -204,7 +203,6 @@ static inline vf select_range(vf x, int lo, int hi, vf other) {
   return {pick(x.a, other.a, first), pick(x.b, other.b, second)};
 }
 static inline vf nearest(vf x) { return {_mm256_round_ps(x.a, 0), _mm256_round_ps(x.b, 0)}; }
-static inline vf truncated(vf x) { return {_mm256_round_ps(x.a, 3), _mm256_round_ps(x.b, 3)}; }
 static inline vf zero_below(vf x, vf least) {
   return {_mm256_and_ps(x.a, _mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ)), _mm256_and_ps(x.b, _mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ))};
 }
