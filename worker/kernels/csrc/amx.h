@@ -21,6 +21,7 @@ static inline bool amx_permitted() {
 }
 
 #define TILE_LOAD(t, p, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((long)(stride)) : "memory")
+#define TILE_LOAD_FAR(t, p, stride) asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"(p), "r"((long)(stride)) : "memory")  // leaves L1 to others
 #define TILE_STORE(t, p, stride) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((long)(stride)) : "memory")
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
 #define TILE_DP_SU(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
@@ -44,10 +45,8 @@ struct TileScope {
 
 // Tiles 0, 1 (rows 0..15) and 2, 3 (rows 16..31) += A B over `steps` k-steps of 32, for 32 rows and 32 columns. Both operands are sequences of k-steps
 // of two 1 KiB tiles: of A rows 0..15, then 16..31; of B columns 0..15, then 16..31, each as 16 rows of 16 columns x 2 consecutive k.
-// `ahead` is brought into L2 meanwhile, `ahead_step` bytes per step.
-static inline void amx_tiles_2x2(const bf16* a, const bf16* b, int steps, const char* ahead = nullptr, long ahead_step = 0) {
-  for (int s = 0; s < steps; s++, a += 1024, b += 1024, ahead += ahead_step) {
-    for (long i = 0; i < ahead_step; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+static inline void amx_tiles_2x2(const bf16* a, const bf16* b, int steps) {
+  for (int s = 0; s < steps; s++, a += 1024, b += 1024) {
     TILE_LOAD(4, a, 64);
     TILE_LOAD(6, b, 64);
     TILE_DP(0, 4, 6);
@@ -56,6 +55,28 @@ static inline void amx_tiles_2x2(const bf16* a, const bf16* b, int steps, const 
     TILE_LOAD(5, a + 512, 64);
     TILE_DP(2, 5, 6);
     TILE_DP(3, 5, 7);
+  }
+}
+
+// The same where one B meets many A: A are rows `lda` apart, the first `hot` k-steps of B are to stay in L1, all else comes from L2 and leaves L1 alone. aside()
+// is called in each step, for work of the vector units while AMX multiplies. `spare`, 1 KiB, takes a tile that nobody wants: on Sapphire Rapids a tile store
+// that comes 600 ns and more after the one before takes 200 ns, in which nothing else goes on.
+template <typename F>
+static inline void amx_tiles_2x2_streaming(const bf16* a, long lda, const bf16* b, int steps, int hot, void* spare, F&& aside) {
+  const bf16* lower = a + 16 * lda;
+  for (int s = 0; s < steps; s++, a += 32, lower += 32, b += 1024) {
+    TILE_LOAD_FAR(4, a, lda * 2);
+    if (s < hot) TILE_LOAD(6, b, 64);
+    else TILE_LOAD_FAR(6, b, 64);
+    TILE_DP(0, 4, 6);
+    if (s < hot) TILE_LOAD(7, b + 512, 64);
+    else TILE_LOAD_FAR(7, b + 512, 64);
+    TILE_DP(1, 4, 7);
+    TILE_LOAD_FAR(5, lower, lda * 2);
+    TILE_DP(2, 5, 6);
+    TILE_DP(3, 5, 7);
+    if (s % 16 == 15) TILE_STORE(5, spare, 64);
+    aside();
   }
 }
 #endif

@@ -195,36 +195,7 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
   for (int r = 0; r < g.m; r++) finish_row(g, r, nb * kCols, load(c[r / 16 * 2][r % 16]), load(c[r / 16 * 2 + 1][r % 16]));
 }
 
-// k-steps [s0, s1) of block nb as tiles: the packed weight itself, or expanded into `buffer`. s0 and s1 are even.
-inline const bf16* tiles_of(const Gemm& g, int nb, int s0, int s1, bf16* buffer) {
-  if (g.compact) {
-    for (int s = s0; s < s1; s++) expand_step(*g.compact, nb, s, buffer + (s - s0) * kStepElems);
-    return buffer;
-  }
-  if (!g.quant) return g.block(nb) + size_t(s0) * kStepElems;
-  for (int s = s0; s < s1; s += 2) {
-    const char* ahead = (const char*)g.quant->step(nb, s / 2) + 4096;
-    for (long i = 0; i < g.quant->step_bytes(); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
-    dequantize_step(*g.quant, nb, s / 2, buffer + (s - s0) * kStepElems);
-  }
-  return buffer;
-}
-
-// Copies rows [row0, row0 + 32) of x into `steps` k-steps of two tiles each, zero-padded.
-void pack_rows(const Gemm& g, int row0, int step0, int step1, bf16* a) {
-  for (int s = step0; s < step1; s++, a += kStepElems) {
-    const int k0 = s * kStep, width = std::max(0, std::min(kStep, g.k - k0));
-    for (int r = 0; r < 32; r++) {
-      bf16* dst = a + r * kStep;
-      const bf16* src = g.x + (row0 + r) * g.ldx + k0;
-      if (row0 + r >= g.m) memset(dst, 0, 64);
-      else if (width == kStep) _mm512_store_si512(dst, _mm512_loadu_si512(src));
-      else _mm512_store_si512(dst, _mm512_maskz_loadu_epi16((1u << width) - 1, src));
-    }
-  }
-}
 #endif
-
 
 thread_local Scratch shared_scratch, own_scratch;
 
@@ -313,50 +284,169 @@ void run_quant_rows(const Gemm& g, int threads, bool amx) {
 
 #if QUIRE_AMX
 
-// Rows go in groups of at most kMaxRows, which stay in L2 while the weight streams by. k goes in runs: short ones when there are many rows, so that a block's
-// piece of the weight stays in L1 while all of them use it; long ones when there are few, for then it is the stream of the weight that takes the time.
-constexpr int kMaxRows = 256, kShortRun = 8, kLongRun = 32;
+// Many rows. They go in groups of at most kMaxRows, k in runs of at most kRun steps: such a piece of the rows, 1 MiB, stays in L2, a block of the weight streams by,
+// and of that the first kHot steps stay in L1 while all rows of the group use them. Sums that are not complete at the end of a run wait in memory.
+constexpr int kMaxRows = 512, kRun = 32, kHot = 18;
+
+// The left operand: rows of x as they lie, but for what must be padded to whole k-steps or whole pairs of tiles, which is copied.
+class PairedRows {
+ public:
+  explicit PairedRows(const Gemm& g) : g_(g), ld_(g.ldx), rows_(g.x), whole_(g.m / 32) {
+    const long width = long(g.k_steps()) * kStep;
+    if (g.k != width || g.ldx * 2 % 4096 == 0) whole_ = 0;
+    if (whole_ * 32 == g.m) return;
+    tail_ld_ = width + kStep;  // not a multiple of 4 KiB, which would put a tile's rows into the same few lines of a cache
+    const long first = whole_ * 32, rows = (g.m + 31) / 32 * 32 - first;
+    tail_ = (bf16*)shared_scratch.get(rows * tail_ld_ * 2);
+    parallel_for(rows, 4, [&](long r) {
+      bf16* to = tail_ + r * tail_ld_;
+      const long given = first + r < g.m ? g.k : 0;
+      if (given) memcpy(to, g.x + (first + r) * g.ldx, given * 2);
+      memset(to + given, 0, (width - given) * 2);
+    });
+  }
+  const bf16* pair(int p) const { return p < whole_ ? rows_ + p * 32 * ld_ : tail_ + (p - whole_) * 32 * tail_ld_; }
+  long ld(int p) const { return p < whole_ ? ld_ : tail_ld_; }
+
+ private:
+  const Gemm& g_;
+  long ld_, tail_ld_ = 0;
+  const bf16* rows_;
+  bf16* tail_ = nullptr;
+  long whole_;  // pairs of tiles that are used where they are
+};
+
+// A part of the weight that is used at a time: k-steps [s0, s1) of block nb. s0 and s1 are even.
+struct Stretch {
+  int nb, s0, s1;
+  int steps() const { return s1 - s0; }
+};
+
+// Hands out a stretch as tiles, and gets the next one ready in the meantime.
+class WeightStream {
+ public:
+  WeightStream(const Gemm& g, bf16* buffer) : g_(g), buffer_(buffer) {}
+  static long buffer_bytes(const Gemm& g, int steps) { return g.quant || g.compact ? long(steps) * kStepElems * 2 : 0; }
+
+  const bf16* tiles(const Stretch& at) {
+    if (g_.compact) {
+      for (int s = at.s0; s < at.s1; s++) expand_step(*g_.compact, at.nb, s, buffer_ + (s - at.s0) * kStepElems);
+      return buffer_;
+    }
+    if (!g_.quant) return place(at);
+    for (int s = at.s0; s < at.s1; s += 2) {
+      const char* ahead = (const char*)g_.quant->step(at.nb, s / 2) + 4096;
+      for (long i = 0; i < g_.quant->step_bytes(); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
+      dequantize_step(*g_.quant, at.nb, s / 2, buffer_ + (s - at.s0) * kStepElems);
+    }
+    return buffer_;
+  }
+
+  // `next` will be wanted after `calls` calls of bring(), each of which brings a part of it into L2.
+  void announce(const Stretch& next, long calls) {
+    at_ = g_.quant || g_.compact ? nullptr : (const char*)place(next);
+    part_ = g_.quant || g_.compact ? 0 : (next.steps() * 2L * kStepElems / calls + 63) / 64 * 64;
+  }
+  void bring() {
+    for (long i = 0; i < part_; i += 64) _mm_prefetch(at_ + i, _MM_HINT_T1);
+    at_ += part_;
+  }
+
+ private:
+  const bf16* place(const Stretch& at) const { return g_.block(at.nb) + size_t(at.s0) * kStepElems; }
+  const Gemm& g_;
+  bf16* buffer_;
+  const char* at_ = nullptr;
+  long part_ = 0;
+};
+
+// Sums of 32 rows and 32 columns on their way out: they are finished row by row while AMX computes the next ones.
+class Finisher {
+ public:
+  explicit Finisher(const Gemm& g) : g_(g) {}
+  void take(int pair, int nb) {  // tiles 0 .. 3
+    flush();
+    TILE_STORE(0, sums_[0], 64); TILE_STORE(1, sums_[1], 64); TILE_STORE(2, sums_[2], 64); TILE_STORE(3, sums_[3], 64);
+    row0_ = pair * 32, nb_ = nb, next_ = 0, end_ = std::min(32, g_.m - row0_);
+  }
+  void row() {
+    if (next_ == end_) return;
+    if (next_ + kAhead < end_) __builtin_prefetch(place(next_ + kAhead), 1);
+    const int tile = next_ / 16 * 2, r = next_ % 16;
+    finish_row(g_, row0_ + next_, nb_ * kCols, load(sums_[tile][r]), load(sums_[tile + 1][r]));
+    next_++;
+  }
+  void flush() {
+    while (next_ < end_) row();
+  }
+
+ private:
+  static constexpr int kAhead = 3;  // rows; a store that waits for its line holds up all that come after it
+  const char* place(int r) const {
+    const long column = g_.silu_mul ? nb_ * 16 : nb_ * kCols;
+    return (const char*)g_.out + ((row0_ + r) * g_.ldo + column) * (g_.out_f32 ? 4 : 2);
+  }
+  const Gemm& g_;
+  alignas(64) float sums_[4][16][16];
+  int row0_ = 0, nb_ = 0, next_ = 0, end_ = 0;
+};
+
+// Blocks [nb0, nb1) of the weight for the pairs of tiles [pair0, pair1) of rows.
+struct ManyRows {
+  const Gemm& g;
+  const PairedRows& x;
+  WeightStream weights;
+  Finisher finisher;
+  float* waiting;  // [pair1 - pair0][nb1 - nb0][4][16][16], where there are several runs
+  alignas(64) char spare[1024];
+
+  void run(int pair0, int pair1, int nb0, int nb1, int max_run) {
+    const int steps = g.k_steps();
+    for (int s0 = 0; s0 < steps; s0 += max_run) {
+      const int s1 = std::min(s0 + max_run, steps);
+      for (int nb = nb0; nb < nb1; nb++) {
+        const Stretch at{nb, s0, s1};
+        const bf16* w = weights.tiles(at);
+        weights.announce(after(at, nb0, nb1, max_run), long(pair1 - pair0) * at.steps());
+        for (int p = pair0; p < pair1; p++) multiply(p, at, w, waiting + ((p - pair0) * size_t(nb1 - nb0) + nb - nb0) * 1024);
+      }
+    }
+  }
+
+ private:
+  Stretch after(const Stretch& at, int nb0, int nb1, int max_run) const {  // beyond the last it guesses that the next piece is taken by the same thread
+    if (at.nb + 1 < nb1) return {at.nb + 1, at.s0, at.s1};
+    if (at.s1 < g.k_steps()) return {nb0, at.s1, std::min(at.s1 + max_run, g.k_steps())};
+    return {nb1 < g.n_blocks() ? nb1 : 0, 0, std::min(max_run, g.k_steps())};
+  }
+
+  void multiply(int p, const Stretch& at, const bf16* w, float* sums) {
+    if (at.s0 == 0) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
+    else { TILE_LOAD(0, sums, 64); TILE_LOAD(1, sums + 256, 64); TILE_LOAD(2, sums + 512, 64); TILE_LOAD(3, sums + 768, 64); }
+    amx_tiles_2x2_streaming(x.pair(p) + at.s0 * kStep, x.ld(p), w, at.steps(), kHot, spare, [&] { weights.bring(); finisher.row(); });
+    if (at.s1 == g.k_steps()) return finisher.take(p, at.nb);
+    TILE_STORE(0, sums, 64); TILE_STORE(1, sums + 256, 64); TILE_STORE(2, sums + 512, 64); TILE_STORE(3, sums + 768, 64);
+  }
+};
 
 void run_many_rows(const Gemm& g, int threads) {
   const int steps = g.k_steps(), blocks = g.n_blocks(), pairs = (g.m + 31) / 32;
-  const long pair_elems = long(steps) * kStepElems;
-  bf16* a = (bf16*)shared_scratch.get(size_t(pairs) * pair_elems * 2);
-  const int max_run = pairs <= 2 ? kLongRun : kShortRun;
-  const int group = kMaxRows / 32, groups = (pairs + group - 1) / group;
-  long per = std::max(1L, std::min(4L, long(blocks) * groups / (4L * threads)));
-  const long pieces = (blocks + per - 1) / per;
-  const bool expanded = g.quant || g.compact;  // from its own format to tiles in a buffer, a run at a time
+  const int runs = (steps + kRun - 1) / kRun, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
+  const int groups = (pairs * 32 + kMaxRows - 1) / kMaxRows, group = (pairs + groups - 1) / groups;
+  const long most = runs == 1 ? 4 : 16, pieces_per_thread = runs == 1 ? 4 : 2;  // with several runs each piece reads all of its rows' k again
+  const long per = std::max(1L, std::min(most, long(blocks) * groups / (pieces_per_thread * threads))), pieces = (blocks + per - 1) / per;
+  const PairedRows x(g);
   Queue queue(pieces * groups);
-  parallel_for(long(pairs) * steps, 16, [&](long i) { pack_rows(g, int(i / steps) * 32, int(i % steps), int(i % steps) + 1, a + i * kStepElems); });
   Pool::get().run([&] {
     TileScope tiles;
-    bf16* buffer = (bf16*)own_scratch.get(size_t(group) * per * 4096 + (expanded ? max_run * kStepElems * 2 : 0));
-    float* c = (float*)(buffer + (expanded ? max_run * kStepElems : 0));
+    const long buffer = WeightStream::buffer_bytes(g, max_run);
+    char* memory = (char*)own_scratch.get(buffer + (runs > 1 ? size_t(group) * per * 4096 : 0));
+    ManyRows work{g, x, WeightStream(g, (bf16*)memory), Finisher(g), (float*)(memory + buffer)};
     for (long i; queue.take(i);) {
-      const int pair0 = int(i / pieces) * group, pair1 = std::min(pair0 + group, pairs);
-      const int nb0 = int(i % pieces * per), nb1 = std::min(int(nb0 + per), blocks);
-      for (int s0 = 0; s0 < steps; s0 += max_run) {
-        const int s1 = std::min(s0 + max_run, steps), run = s1 - s0;
-        const bool first = s0 == 0, last = s1 == steps;
-        for (int nb = nb0; nb < nb1; nb++) {
-          const bf16* w = tiles_of(g, nb, s0, s1, buffer);
-          const char* ahead = (const char*)(expanded ? nullptr : nb + 1 < nb1 ? w + pair_elems : last ? g.block(nb1 < blocks ? nb1 : 0) : g.block(nb0) + size_t(s1) * kStepElems);
-          const long ahead_step = expanded ? 0 : (2L * kStepElems / (pair1 - pair0) + 63) / 64 * 64;  // the next block arrives while this one is used
-          for (int p = pair0; p < pair1; p++) {
-            float* tile = c + (size_t(p - pair0) * per + (nb - nb0)) * 1024;
-            if (first) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
-            else { TILE_LOAD(0, tile, 64); TILE_LOAD(1, tile + 256, 64); TILE_LOAD(2, tile + 512, 64); TILE_LOAD(3, tile + 768, 64); }
-            amx_tiles_2x2(a + p * pair_elems + long(s0) * kStepElems, w, run, ahead + long(p - pair0) * run * ahead_step, ahead_step);
-            TILE_STORE(0, tile, 64); TILE_STORE(1, tile + 256, 64); TILE_STORE(2, tile + 512, 64); TILE_STORE(3, tile + 768, 64);
-            if (!last) continue;
-            for (int r = 0, rows = std::min(32, g.m - p * 32); r < rows; r++) {
-              const float* t = tile + (r / 16) * 512 + (r % 16) * 16;
-              finish_row(g, p * 32 + r, nb * kCols, load(t), load(t + 256));
-            }
-          }
-        }
-      }
+      const int pair0 = int(i / pieces) * group, nb0 = int(i % pieces * per);
+      work.run(pair0, std::min(pair0 + group, pairs), nb0, std::min(int(nb0 + per), blocks), max_run);
     }
+    work.finisher.flush();
   });
 }
 #endif

@@ -8,7 +8,8 @@
 namespace {
 
 constexpr long kBf16 = 1;     // the `dtype` of other kernels
-constexpr long kTokens = 256; // at a time: as many rows as a product takes per pass over its weight
+constexpr long kTokens = 512; // at a time: as many rows as a product takes per pass over its weight
+constexpr long kPad = 32;     // between rows of the workspace: rows whose distance is a multiple of 4 KiB would share a few lines of the caches
 
 struct Linear {  // k = 0: there is none
   const bf16* packed;
@@ -18,11 +19,11 @@ struct Linear {  // k = 0: there is none
   long n, k, silu_mul, path;  // as quire_gemm_run takes them
 
   long width() const { return silu_mul ? n / 2 : n; }
-  void run(const bf16* x, bf16* out, long rows) const {
+  void run(const bf16* x, long ldx, bf16* out, long ldo, long rows) const {
     const int flags = int(silu_mul) << 1;
-    if (quant) quire_gemm_run_quant(x, k, quant, bias, out, width(), rows, n, k, flags, int(path));
-    else if (compact) quire_gemm_run_compact(x, k, compact, bias, out, width(), rows, n, k, flags, int(path));
-    else quire_gemm_run(x, k, packed, bias, out, width(), rows, n, k, flags, int(path));
+    if (quant) quire_gemm_run_quant(x, ldx, quant, bias, out, ldo, rows, n, k, flags, int(path));
+    else if (compact) quire_gemm_run_compact(x, ldx, compact, bias, out, ldo, rows, n, k, flags, int(path));
+    else quire_gemm_run(x, ldx, packed, bias, out, ldo, rows, n, k, flags, int(path));
   }
 };
 
@@ -36,23 +37,26 @@ struct Segment {
   float eps;
 };
 
-void add_norm(const Segment& s, const bf16* x, bf16* residual, const bf16* weight, bf16* out, long rows) {
-  quire_add_rms_norm(x, s.hidden, residual, s.hidden, weight, out, s.hidden, rows, s.hidden, s.eps, kBf16);
+void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const bf16* weight, bf16* out, long ldo, long rows) {
+  quire_add_rms_norm(x, ldx, residual, s.hidden, weight, out, ldo, rows, s.hidden, s.eps, kBf16);
 }
 
+// x, inner: workspace, rows of hidden + kPad and of the MLP's width + kPad.
 void run_tokens(const Segment& s, const bf16* attended, bf16* residual, bf16* out, const long* positions, const long* slots, long rows, bf16* x, bf16* inner) {
+  const long ldx = s.hidden + kPad, ldi = s.gate_up.width() + kPad;
   bf16* normed = s.qkv.k ? x : out;
+  const long ldn = s.qkv.k ? ldx : s.hidden;
   if (s.o_proj.k) {
-    s.o_proj.run(attended, x, rows);
-    add_norm(s, x, residual, s.mlp_norm, x, rows);
-    s.gate_up.run(x, inner, rows);
-    s.down.run(inner, x, rows);
-    add_norm(s, x, residual, s.norm, normed, rows);
+    s.o_proj.run(attended, s.o_proj.k, x, ldx, rows);
+    add_norm(s, x, ldx, residual, s.mlp_norm, x, ldx, rows);
+    s.gate_up.run(x, ldx, inner, ldi, rows);
+    s.down.run(inner, ldi, x, ldx, rows);
+    add_norm(s, x, ldx, residual, s.norm, normed, ldn, rows);
   } else {
-    add_norm(s, residual, nullptr, s.norm, normed, rows);
+    add_norm(s, residual, s.hidden, nullptr, s.norm, normed, ldn, rows);
   }
   if (!s.qkv.k) return;
-  s.qkv.run(x, out, rows);
+  s.qkv.run(x, ldx, out, s.qkv.n, rows);
   quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
 }
 
@@ -61,7 +65,7 @@ void run_tokens(const Segment& s, const bf16* attended, bf16* residual, bf16* ou
 extern "C" {
 
 // Elements of bf16 that quire_run_segment wants as `workspace`.
-long quire_segment_workspace(long hidden, long inner) { return kTokens * (hidden + inner); }
+long quire_segment_workspace(long hidden, long inner) { return kTokens * (hidden + inner + 2 * kPad); }
 
 // attended [tokens, o_proj.k], not read at the start. residual [tokens, hidden] is added to. out: [tokens, qkv.n], its q rotated, k and v also in the cache; at the
 // end [tokens, hidden], the normed sum. All contiguous.
@@ -70,7 +74,7 @@ void quire_run_segment(const Segment* s, const bf16* attended, bf16* residual, b
   const long each = pieces > 1 ? ((tokens + pieces - 1) / pieces + 31) / 32 * 32 : tokens;
   for (long t = 0; t < tokens; t += each)
     run_tokens(*s, attended + t * s->o_proj.k, residual + t * s->hidden, out + t * width, positions + t, slots + t, std::min(each, tokens - t), workspace,
-               workspace + kTokens * s->hidden);
+               workspace + kTokens * (s->hidden + kPad));
 }
 
 // All layers, for a step whose attention is quire_paged_attention with the arguments from block_table on. segments: one more than there are layers. residual
