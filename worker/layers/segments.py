@@ -21,6 +21,8 @@ from worker.layers.norm import RMSNorm
 from worker.layers.packed import PackedMethod
 from worker.layers.quant import NativeQuantMethod
 
+_PAD = 32  # elements between rows: those whose distance is a multiple of 4 KiB would share a few lines of the caches
+
 
 class Segments:
     """Made from layers whose weights are packed and whose caches are bound; see `of`. Holds addresses: to be made anew when either changes (`fits`)."""
@@ -30,7 +32,7 @@ class Segments:
         self.attentions = [layer.self_attn.attn for layer in layers]
         self.k_cache = first.attn.k_cache
         self.num_heads, self.head_dim, self.hidden = first.attn.num_heads, first.attn.head_dim, final_norm.weight.shape[0]
-        self.widths = linears[0][0].n, linears[0][1].k  # of q, k and v; of what was attended to
+        self.widths = linears[0][0].n + _PAD, linears[0][1].k + _PAD  # of rows of q, k and v; of what was attended to
         self.layer_args = [layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap) for a in self.attentions]
         ends = zip([None, *zip(layers, linears, self.layer_args)], [*zip(layers, linears), None])
         self.segments = (SegmentArgs * (len(layers) + 1))(*(_segment(before, after, final_norm, cos_sin) for before, after in ends))
@@ -56,7 +58,7 @@ class Segments:
         tokens = positions.data_ptr(), attn.slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()
         if isinstance(attn.backend, CpuNativeAttention):
             table, lengths, starts, path = attn.backend.requests(attn, self.head_dim, x.dtype)
-            KERNELS.lib.quire_run_layers(self.segments, len(self.attentions), x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), result.data_ptr(), *tokens,
+            KERNELS.lib.quire_run_layers(self.segments, len(self.attentions), x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), attended.stride(0), result.data_ptr(), *tokens,
                                          table.data_ptr(), table.stride(0), lengths.data_ptr(), starts.data_ptr(), len(lengths), path)  # fmt: skip
         else:
             self._run_in_turn(x, qkv, result, tokens, attn)
@@ -65,10 +67,10 @@ class Segments:
     def _run_in_turn(self, x: torch.Tensor, qkv: torch.Tensor, result: torch.Tensor, tokens: tuple[int, ...], attn: AttentionMetadata) -> None:
         """With a backend that is called from here, between the native calls."""
         run, q = KERNELS.lib.quire_run_segment, qkv[:, : self.num_heads * self.head_dim].view(-1, self.num_heads, self.head_dim)
-        run(byref(self.segments[0]), None, x.data_ptr(), qkv.data_ptr(), *tokens)
+        run(byref(self.segments[0]), None, 0, x.data_ptr(), qkv.data_ptr(), *tokens)
         for i, attention in enumerate(self.attentions, 1):
             attended = attention.attend(q, attn).contiguous()
-            run(byref(self.segments[i]), attended.data_ptr(), x.data_ptr(), (qkv if i < len(self.attentions) else result).data_ptr(), *tokens)
+            run(byref(self.segments[i]), attended.data_ptr(), attended[0].numel(), x.data_ptr(), (qkv if i < len(self.attentions) else result).data_ptr(), *tokens)
 
     def _between(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for q, k and v of that many tokens, and for what was attended to."""
@@ -90,5 +92,5 @@ def _segment(before: tuple[nn.Module, list[LinearArgs], LayerArgs] | None, after
     if after:
         layer, (segment.qkv, *_) = after
         attention = layer.self_attn
-        segment.cache = qkv_args(*attention.head_norms(), attention.eps, cos_sin, attention.attn.k_cache, attention.attn.v_cache, attention.attn.num_heads, segment.qkv.n)
+        segment.cache = qkv_args(*attention.head_norms(), attention.eps, cos_sin, attention.attn.k_cache, attention.attn.v_cache, attention.attn.num_heads, segment.qkv.n + _PAD)
     return segment

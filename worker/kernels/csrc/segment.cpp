@@ -42,12 +42,12 @@ void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const b
 }
 
 // x, inner: workspace, rows of hidden + kPad and of the MLP's width + kPad.
-void run_tokens(const Segment& s, const bf16* attended, bf16* residual, bf16* out, const long* positions, const long* slots, long rows, bf16* x, bf16* inner) {
+void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long rows, bf16* x, bf16* inner) {
   const long ldx = s.hidden + kPad, ldi = s.gate_up.width() + kPad;
   bf16* normed = s.qkv.k ? x : out;
   const long ldn = s.qkv.k ? ldx : s.hidden;
   if (s.o_proj.k) {
-    s.o_proj.run(attended, s.o_proj.k, x, ldx, rows);
+    s.o_proj.run(attended, lda, x, ldx, rows);
     add_norm(s, x, ldx, residual, s.mlp_norm, x, ldx, rows);
     s.gate_up.run(x, ldx, inner, ldi, rows);
     s.down.run(inner, ldi, x, ldx, rows);
@@ -56,7 +56,7 @@ void run_tokens(const Segment& s, const bf16* attended, bf16* residual, bf16* ou
     add_norm(s, residual, s.hidden, nullptr, s.norm, normed, ldn, rows);
   }
   if (!s.qkv.k) return;
-  s.qkv.run(x, ldx, out, s.qkv.n, rows);
+  s.qkv.run(x, ldx, out, s.cache.ld_qkv, rows);
   quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
 }
 
@@ -67,25 +67,25 @@ extern "C" {
 // Elements of bf16 that quire_run_segment wants as `workspace`.
 long quire_segment_workspace(long hidden, long inner) { return kTokens * (hidden + inner + 2 * kPad); }
 
-// attended [tokens, o_proj.k], not read at the start. residual [tokens, hidden] is added to. out: [tokens, qkv.n], its q rotated, k and v also in the cache; at the
-// end [tokens, hidden], the normed sum. All contiguous.
-void quire_run_segment(const Segment* s, const bf16* attended, bf16* residual, bf16* out, const long* positions, const long* slots, long tokens, bf16* workspace) {
-  const long width = s->qkv.k ? s->qkv.n : s->hidden, pieces = (tokens + kTokens - 1) / kTokens;
+// attended [tokens, o_proj.k] in rows of lda, not read at the start. residual [tokens, hidden] is added to. out: [tokens, qkv.n] in rows of cache.ld_qkv, its q rotated,
+// k and v also in the cache; at the end [tokens, hidden], the normed sum. All others contiguous.
+void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long tokens, bf16* workspace) {
+  const long ldo = s->qkv.k ? s->cache.ld_qkv : s->hidden, pieces = (tokens + kTokens - 1) / kTokens;
   const long each = pieces > 1 ? ((tokens + pieces - 1) / pieces + 31) / 32 * 32 : tokens;
   for (long t = 0; t < tokens; t += each)
-    run_tokens(*s, attended + t * s->o_proj.k, residual + t * s->hidden, out + t * width, positions + t, slots + t, std::min(each, tokens - t), workspace,
+    run_tokens(*s, attended + t * lda, lda, residual + t * s->hidden, out + t * ldo, positions + t, slots + t, std::min(each, tokens - t), workspace,
                workspace + kTokens * (s->hidden + kPad));
 }
 
 // All layers, for a step whose attention is quire_paged_attention with the arguments from block_table on. segments: one more than there are layers. residual
-// [tokens, hidden] is added to; qkv [tokens, qkv.n] and attended [tokens, o_proj.k] are room for what is in between; out [tokens, hidden]. All contiguous.
-void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, bf16* qkv, bf16* attended, bf16* out, const long* positions, const long* slots,
+// [tokens, hidden] is added to; qkv [tokens, qkv.n], in rows of cache.ld_qkv, and attended [tokens, o_proj.k], in rows of lda, are room for what is in between;
+// out [tokens, hidden].
+void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, bf16* qkv, bf16* attended, long lda, bf16* out, const long* positions, const long* slots,
                       long tokens, bf16* workspace, const int* block_table, long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path) {
-  const long width = segments->qkv.n, attended_width = segments[1].o_proj.k;
-  quire_run_segment(segments, nullptr, residual, qkv, positions, slots, tokens, workspace);
+  quire_run_segment(segments, nullptr, 0, residual, qkv, positions, slots, tokens, workspace);
   for (const Segment *s = segments + 1, *last = segments + num_layers; s <= last; s++) {
-    quire_paged_attention(s->attention, qkv, width, attended, attended_width, block_table, ld_table, seq_lens, query_start_loc, num_requests, path);
-    quire_run_segment(s, attended, residual, s < last ? qkv : out, positions, slots, tokens, workspace);
+    quire_paged_attention(s->attention, qkv, segments->cache.ld_qkv, attended, lda, block_table, ld_table, seq_lens, query_start_loc, num_requests, path);
+    quire_run_segment(s, attended, lda, residual, s < last ? qkv : out, positions, slots, tokens, workspace);
   }
 }
 }
