@@ -285,8 +285,9 @@ void run_quant_rows(const Gemm& g, int threads, bool amx) {
 #if QUIRE_AMX
 
 // Many rows. They go in groups of at most kMaxRows, k in runs of at most kRun steps: such a piece of the rows, 1 MiB, stays in L2, a block of the weight streams by,
-// and of that the first kHot steps stay in L1 while all rows of the group use them. Sums that are not complete at the end of a run wait in memory.
-constexpr int kMaxRows = 512, kRun = 32, kHot = 18;
+// and of that the first kHot steps (fewer where what is expanded meanwhile goes through L1, too) stay in L1 while all rows of the group use them. Sums that are not
+// complete at the end of a run wait in memory.
+constexpr int kMaxRows = 512, kRun = 32, kHot = 18, kHotBesideExpanding = 12;
 
 // The left operand: rows of x as they lie, but for what must be padded to whole k-steps or whole pairs of tiles, which is copied.
 class PairedRows {
@@ -316,48 +317,81 @@ class PairedRows {
   long whole_;  // pairs of tiles that are used where they are
 };
 
-// A part of the weight that is used at a time: k-steps [s0, s1) of block nb. s0 and s1 are even.
-struct Stretch {
-  int nb, s0, s1;
+// What of the weight is used at a time: k-steps [s0, s1) of block nb. s0 and s1 are even.
+struct Part {
+  int nb = -1, s0 = 0, s1 = 0;
   int steps() const { return s1 - s0; }
+  bool operator==(const Part& o) const { return nb == o.nb && s0 == o.s0 && s1 == o.s1; }
 };
 
-// Hands out a stretch as tiles, and gets the next one ready in the meantime.
+// Hands out a part as tiles, and gets the next one ready in the meantime: in L2, or, if the weight is not stored as tiles, expanded into one of two buffers.
 class WeightStream {
  public:
-  WeightStream(const Gemm& g, bf16* buffer) : g_(g), buffer_(buffer) {}
-  static long buffer_bytes(const Gemm& g, int steps) { return g.quant || g.compact ? long(steps) * kStepElems * 2 : 0; }
+  WeightStream(const Gemm& g, bf16* buffer, int max_steps) : g_(g), expanded_(g.quant || g.compact), ready_(buffer), filling_(buffer + max_steps * kStepElems) {}
+  static long buffer_bytes(const Gemm& g, int max_steps) { return g.quant || g.compact ? 4L * max_steps * kStepElems : 0; }
 
-  const bf16* tiles(const Stretch& at) {
-    if (g_.compact) {
-      for (int s = at.s0; s < at.s1; s++) expand_step(*g_.compact, at.nb, s, buffer_ + (s - at.s0) * kStepElems);
-      return buffer_;
-    }
-    if (!g_.quant) return place(at);
-    for (int s = at.s0; s < at.s1; s += 2) {
-      const char* ahead = (const char*)g_.quant->step(at.nb, s / 2) + 4096;
-      for (long i = 0; i < g_.quant->step_bytes(); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
-      dequantize_step(*g_.quant, at.nb, s / 2, buffer_ + (s - at.s0) * kStepElems);
-    }
-    return buffer_;
+  const bf16* tiles(const Part& at) {
+    if (!expanded_) return place(at);
+    if (!(next_ == at)) start(at);
+    while (unit_ < units_) expand();
+    next_ = Part();
+    std::swap(ready_, filling_);
+    return ready_;
   }
 
-  // `next` will be wanted after `calls` calls of bring(), each of which brings a part of it into L2.
-  void announce(const Stretch& next, long calls) {
-    at_ = g_.quant || g_.compact ? nullptr : (const char*)place(next);
-    part_ = g_.quant || g_.compact ? 0 : (next.steps() * 2L * kStepElems / calls + 63) / 64 * 64;
+  bool expanded() const { return expanded_; }
+
+  // `next` will be wanted after `calls` calls of bring(), each of which brings a share of it.
+  void announce(const Part& next, long calls) {
+    if (expanded_) return start(next), void(calls_ = calls);
+    at_ = (const char*)place(next);
+    share_ = (next.steps() * 2L * kStepElems / calls + 63) / 64 * 64;
   }
   void bring() {
-    for (long i = 0; i < part_; i += 64) _mm_prefetch(at_ + i, _MM_HINT_T1);
-    at_ += part_;
+    if (expanded_) {
+      for (due_ += units_; due_ >= calls_; due_ -= calls_)
+        if (unit_ < units_) expand();
+      return;
+    }
+    for (long i = 0; i < share_; i += 64) _mm_prefetch(at_ + i, _MM_HINT_T1);
+    at_ += share_;
   }
 
  private:
-  const bf16* place(const Stretch& at) const { return g_.block(at.nb) + size_t(at.s0) * kStepElems; }
+  static constexpr long kFirst = 4096, kAhead = 3072;  // bytes that are fetched when a part begins, and from then on ahead
+
+  const bf16* place(const Part& at) const { return g_.block(at.nb) + size_t(at.s0) * kStepElems; }
+  const char* source(int unit) const {
+    return g_.compact ? (const char*)(g_.compact->step(next_.nb, next_.s0) + unit * 96) : (const char*)g_.quant->step(next_.nb, next_.s0 / 2) + unit * unit_bytes();
+  }
+  long unit_bytes() const { return g_.compact ? 192 : g_.quant->step_bytes() / 2; }
+
+  void start(const Part& next) {
+    next_ = next;
+    unit_ = 0, due_ = 0;
+    units_ = g_.compact ? next.steps() * 8 : next.steps();  // a group of a k-step; half of two k-steps
+    for (long i = 0; i < kFirst; i += 64) _mm_prefetch(source(0) + i, _MM_HINT_T1);
+  }
+  void expand() {
+    for (long i = 0, n = unit_bytes(); i < n; i += 64) _mm_prefetch(source(unit_) + kAhead + i, _MM_HINT_T1);
+    if (g_.compact) {
+      bf16* step = filling_ + unit_ / 8 * kStepElems;
+      expand_group(g_.compact->step(next_.nb, next_.s0 + unit_ / 8), unit_ % 8, step);
+      if (unit_ % 8 == 7) put_exceptions(*g_.compact, long(next_.nb) * g_.compact->k_steps + next_.s0 + unit_ / 8, step);
+    } else {
+      dequantize_half(*g_.quant, next_.nb, next_.s0 / 2 + unit_ / 2, unit_ % 2, filling_ + unit_ / 2 * 2 * kStepElems);
+    }
+    unit_++;
+  }
+
   const Gemm& g_;
-  bf16* buffer_;
+  const bool expanded_;
+  bf16 *ready_, *filling_;
+  Part next_;  // that `filling_` is for
+  int unit_ = 0, units_ = 0;
+  long due_ = 0, calls_ = 1;
   const char* at_ = nullptr;
-  long part_ = 0;
+  long share_ = 0;
 };
 
 // Sums of 32 rows and 32 columns on their way out: they are finished row by row while AMX computes the next ones.
@@ -405,7 +439,7 @@ struct ManyRows {
     for (int s0 = 0; s0 < steps; s0 += max_run) {
       const int s1 = std::min(s0 + max_run, steps);
       for (int nb = nb0; nb < nb1; nb++) {
-        const Stretch at{nb, s0, s1};
+        const Part at{nb, s0, s1};
         const bf16* w = weights.tiles(at);
         weights.announce(after(at, nb0, nb1, max_run), long(pair1 - pair0) * at.steps());
         for (int p = pair0; p < pair1; p++) multiply(p, at, w, waiting + ((p - pair0) * size_t(nb1 - nb0) + nb - nb0) * 1024);
@@ -414,16 +448,16 @@ struct ManyRows {
   }
 
  private:
-  Stretch after(const Stretch& at, int nb0, int nb1, int max_run) const {  // beyond the last it guesses that the next piece is taken by the same thread
+  Part after(const Part& at, int nb0, int nb1, int max_run) const {  // beyond the last it guesses that the thread goes on with the piece that follows
     if (at.nb + 1 < nb1) return {at.nb + 1, at.s0, at.s1};
     if (at.s1 < g.k_steps()) return {nb0, at.s1, std::min(at.s1 + max_run, g.k_steps())};
     return {nb1 < g.n_blocks() ? nb1 : 0, 0, std::min(max_run, g.k_steps())};
   }
 
-  void multiply(int p, const Stretch& at, const bf16* w, float* sums) {
+  void multiply(int p, const Part& at, const bf16* w, float* sums) {
     if (at.s0 == 0) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
     else { TILE_LOAD(0, sums, 64); TILE_LOAD(1, sums + 256, 64); TILE_LOAD(2, sums + 512, 64); TILE_LOAD(3, sums + 768, 64); }
-    amx_tiles_2x2_streaming(x.pair(p) + at.s0 * kStep, x.ld(p), w, at.steps(), kHot, spare, [&] { weights.bring(); finisher.row(); });
+    amx_tiles_2x2_streaming(x.pair(p) + at.s0 * kStep, x.ld(p), w, at.steps(), weights.expanded() ? kHotBesideExpanding : kHot, spare, [&] { weights.bring(); finisher.row(); });
     if (at.s1 == g.k_steps()) return finisher.take(p, at.nb);
     TILE_STORE(0, sums, 64); TILE_STORE(1, sums + 256, 64); TILE_STORE(2, sums + 512, 64); TILE_STORE(3, sums + 768, 64);
   }
@@ -436,13 +470,14 @@ void run_many_rows(const Gemm& g, int threads) {
   const long most = runs == 1 ? 4 : 16, pieces_per_thread = runs == 1 ? 4 : 2;  // with several runs each piece reads all of its rows' k again
   const long per = std::max(1L, std::min(most, long(blocks) * groups / (pieces_per_thread * threads))), pieces = (blocks + per - 1) / per;
   const PairedRows x(g);
-  Queue queue(pieces * groups);
+  Stretches stretches(pieces * groups, threads);
   Pool::get().run([&] {
     TileScope tiles;
+    const int own = stretches.join();
     const long buffer = WeightStream::buffer_bytes(g, max_run);
     char* memory = (char*)own_scratch.get(buffer + (runs > 1 ? size_t(group) * per * 4096 : 0));
-    ManyRows work{g, x, WeightStream(g, (bf16*)memory), Finisher(g), (float*)(memory + buffer)};
-    for (long i; queue.take(i);) {
+    ManyRows work{g, x, WeightStream(g, (bf16*)memory, max_run), Finisher(g), (float*)(memory + buffer)};
+    for (long i; stretches.take(own, i);) {
       const int pair0 = int(i / pieces) * group, nb0 = int(i % pieces * per);
       work.run(pair0, std::min(pair0 + group, pairs), nb0, std::min(int(nb0 + per), blocks), max_run);
     }

@@ -121,21 +121,19 @@ static inline void dequantize_tile(const uint8_t* src, vf scale, vf offset, bf16
   }
 }
 
-// Step s of block nb, 64 k, as two bf16 k-steps [2][2 tiles][16][32].
-static inline void dequantize_step(const Quant& q, int nb, int s, bf16* dst) {
+// Tile t of step s of block nb, 64 k, to its places in two bf16 k-steps [2][2 tiles][16][32].
+static inline void dequantize_half(const Quant& q, int nb, int s, int t, bf16* dst) {
   alignas(64) uint8_t bytes[1024];
-  for (int t = 0; t < 2; t++) {
-    const uint8_t* src = q.step(nb, s) + t * q.step_bytes() / 2;
-    if (q.bits == 4) expand_tile(src, bytes), src = bytes;
-    for (int half = 0; half < (q.group == 32 ? 2 : 1); half++) {  // the second group of 32 overwrites the second half
-      const long at = q.group_at(nb, s * 64 + half * 32) + t * 16;
-      const vf scale = load(q.scales + at), shift = scale * set1(-float(q.zero_point())), offset = q.offsets ? shift + load(q.offsets + at) : shift;
-      alignas(64) bf16 both[2][1024];
-      if (q.group != 32) dequantize_tile(src, scale, offset, dst + t * 512);
-      else {
-        dequantize_tile(src, scale, offset, both[0]);
-        memcpy(dst + half * 1024 + t * 512, both[half], 1024);
-      }
+  const uint8_t* src = q.step(nb, s) + t * q.step_bytes() / 2;
+  if (q.bits == 4) expand_tile(src, bytes), src = bytes;
+  for (int half = 0; half < (q.group == 32 ? 2 : 1); half++) {  // the second group of 32 overwrites the second half
+    const long at = q.group_at(nb, s * 64 + half * 32) + t * 16;
+    const vf scale = load(q.scales + at), shift = scale * set1(-float(q.zero_point())), offset = q.offsets ? shift + load(q.offsets + at) : shift;
+    alignas(64) bf16 both[2][1024];
+    if (q.group != 32) dequantize_tile(src, scale, offset, dst + t * 512);
+    else {
+      dequantize_tile(src, scale, offset, both[0]);
+      memcpy(dst + half * 1024 + t * 512, both[half], 1024);
     }
   }
 }
