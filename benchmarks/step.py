@@ -48,7 +48,7 @@ class Timed:
 
 
 class InTurn(AttentionBackend):
-    """A backend that the layers do not recognize as native, and so leave to be called."""
+    """A backend that has no `native_requests`, and so is called layer by layer."""
 
     name = "in_turn"
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+NativeRequests = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # block table, lengths, starts, path
+
 
 @dataclass(slots=True)
 class AttentionMetadata:
@@ -59,6 +61,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def build(self, meta: AttentionMetadata) -> None:
         """Fill `meta.extra` once per step."""
+
+    def native_requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> NativeRequests | None:
+        """Where `forward` is `cpu_ops.paged_attention`: its arguments that are the same in every layer, so that native code may call the kernel itself. Else None."""
+        return None
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store k and v `[T, num_kv_heads, head_dim]` into their slots."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from worker.attention.base import AttentionMetadata
+from worker.attention.base import AttentionMetadata, NativeRequests
 from worker.attention.cpu_native import CpuNativeAttention
 from worker.kernels import cpu_ops
 
@@ -33,7 +33,7 @@ class CpuFixedAttention(CpuNativeAttention):
         lengths = meta.seq_lens[request] - (starts[1:][request] - tokens) + 1  # E.g. 2 of 5 tokens are new: 4, 5
         meta.extra = meta.block_table[request], lengths, torch.arange(len(request) + 1, dtype=torch.int32)
 
-    def requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    def native_requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> NativeRequests:
         if cpu_ops.has_tiles(head_dim, dtype):
             return meta.block_table, meta.seq_lens, meta.query_start_loc, _TILES
         return *meta.extra, _VECTORS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, NativeRequests
 from worker.kernels import cpu_ops
 from worker.kernels.native import KERNELS
 
@@ -29,11 +29,10 @@ class CpuNativeAttention(AttentionBackend):
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         cpu_ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
-    def requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """(block table, lengths, starts, path) as the kernel takes them in every layer of the step."""
+    def native_requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> NativeRequests:
         return meta.block_table, meta.seq_lens, meta.query_start_loc, 0
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
                 sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        *requests, path = self.requests(meta, q.shape[2], q.dtype)
+        *requests, path = self.native_requests(meta, q.shape[2], q.dtype)
         return cpu_ops.paged_attention(q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap, path=path)

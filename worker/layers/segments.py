@@ -13,7 +13,6 @@ from torch import nn
 
 from worker import huge_pages
 from worker.attention.base import AttentionMetadata
-from worker.attention.cpu_native import CpuNativeAttention
 from worker.kernels.cpu_ops import layer_args, qkv_args
 from worker.kernels.native import KERNELS, LayerArgs, LinearArgs, SegmentArgs
 from worker.layers.linear import Linear
@@ -56,8 +55,8 @@ class Segments:
         assert positions.dtype == attn.slot_mapping.dtype == torch.int64 and x.is_contiguous()
         qkv, attended, result = *self._between(len(x)), torch.empty_like(x)
         tokens = positions.data_ptr(), attn.slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()
-        if isinstance(attn.backend, CpuNativeAttention):
-            table, lengths, starts, path = attn.backend.requests(attn, self.head_dim, x.dtype)
+        if requests := attn.backend.native_requests(attn, self.head_dim, x.dtype):
+            table, lengths, starts, path = requests
             KERNELS.lib.quire_run_layers(self.segments, len(self.attentions), x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), attended.stride(0), result.data_ptr(), *tokens,
                                          table.data_ptr(), table.stride(0), lengths.data_ptr(), starts.data_ptr(), len(lengths), path)  # fmt: skip
         else:
