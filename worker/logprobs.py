@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from worker.input_batch import InputBatch
+from worker.kernels import cpu_ops
+from worker.kernels.native import KERNELS
 from worker.messages import NewRequest, TokenLogprobs
 from worker.platform import Platform
 from worker.request_table import RequestTable
@@ -36,6 +38,8 @@ def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: 
 
     Values are log-probabilities, or the logits themselves without `normalize`.
     """
+    if logits.device.type == "cpu" and KERNELS.lib is not None:
+        return Entries(*cpu_ops.logprobs(logits, token_ids.long(), num, normalize))
     chosen = token_ids.long()[:, None]
     value = logits.gather(1, chosen)
     # Counted in float32, which is exact here: comparing into bool and adding that up takes torch's CPU kernels ten times as long.

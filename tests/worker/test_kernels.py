@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from worker import sampling_math
+from worker import logprobs, sampling_math
 from worker.kernels import build, cpu_ops, native
 from worker.layers.activation import silu_and_mul
 from worker.layers.norm import add_rms_norm, rms_norm
 from worker.layers.rotary import apply_rotary
+from worker.platform import CpuPlatform
 
 LEVELS = list(build.LEVELS)
 TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"
@@ -362,6 +363,31 @@ def test_sample(kernels, size):
         case = _sampling_case(seed, size)
         others += sum(a != b for a, b in zip(cpu_ops.sample(*case).tolist(), _sample_by_twin(*case)))
     assert others <= 1
+
+
+@pytest.mark.parametrize("size", [1, 15, 100, 1003, 8192, 33000])
+def test_logprobs(kernels, size, monkeypatch):
+    """Values, order and ranks are those of the twin; which of equal logits comes first is not promised."""
+    for seed in range(9):
+        logits, *_ = _sampling_case(seed, size)
+        tokens = torch.randint(0, size, (len(logits),))
+        for num in {0, 1, min(5, size), min(200, size), size}:
+            for normalize in (True, False):
+                ids, values, ranks = cpu_ops.logprobs(logits, tokens, num, normalize)
+                with monkeypatch.context() as patch:
+                    patch.setattr(native.KERNELS, "lib", None)
+                    want = logprobs.entries(logits, tokens, num, normalize, CpuPlatform())
+                assert torch.equal(ranks, want.ranks) and torch.equal(ids[:, 0], tokens)
+                torch.testing.assert_close(values, want.values, atol=1e-5, rtol=1e-6)
+                assert torch.equal(logits.gather(1, ids), logits.gather(1, want.token_ids)) and all(len(set(row[1:])) == num for row in ids.tolist())
+
+
+def test_logprobs_of_what_is_not_finite(kernels):
+    logits = torch.randn(3, 700)
+    logits[0, 699], logits[1] = float("nan"), float("-inf")
+    ids, values, ranks = cpu_ops.logprobs(logits, torch.tensor([3, 4, 5]), 6, True)
+    assert values[:2].isnan().all() and ids[:2, 1:].eq(0).all() and ids[:, 0].tolist() == [3, 4, 5] and ranks[:2].tolist() == [1, 1]
+    assert values[2].isfinite().all()
 
 
 def test_sample_without_a_token(kernels):

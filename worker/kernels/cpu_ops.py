@@ -1,7 +1,8 @@
 """The native CPU kernels as functions of torch tensors. Call them only once `native.KERNELS.lib` is loaded.
 
 Each has a twin in plain torch that computes the same: `worker/layers` for the norms, the activation and the rotary embedding, `F.linear` for PackedLinear,
-`worker/attention/cpu_paged.py` for attention, `worker/sampling_math.py` for sampling. Results differ by rounding only: the kernels compute in float32 and round where the twins round.
+`worker/attention/cpu_paged.py` for attention, `worker/sampling_math.py` for sampling,
+`worker/logprobs.py` for log-probabilities. Results differ by rounding only: the kernels compute in float32 and round where the twins round.
 """
 
 from __future__ import annotations
@@ -159,6 +160,15 @@ def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, fl
     KERNELS.lib.quire_sample(logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), positions.data_ptr(), floats.data_ptr(), ints.data_ptr(),
                              floats.shape[1], token_ids.data_ptr())  # fmt: skip
     return token_ids
+
+
+def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(token ids int64 and values float32 `[n, 1 + num]`, ranks int64 `[n]`) of logits `[n, V]` float32, as `worker/logprobs.py`'s `entries`, the twin, describes them."""
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and token_ids.dtype == torch.int64 and token_ids.is_contiguous() and num <= logits.shape[1]
+    n = len(logits)
+    ids, values, ranks = torch.empty(n, 1 + num, dtype=torch.int64), torch.empty(n, 1 + num), torch.empty(n, dtype=torch.int64)
+    KERNELS.lib.quire_logprobs(logits.data_ptr(), logits.stride(0), *logits.shape, token_ids.data_ptr(), num, normalize, ids.data_ptr(), values.data_ptr(), ranks.data_ptr())
+    return ids, values, ranks
 
 
 class PackedLinear:

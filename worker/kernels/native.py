@@ -82,6 +82,7 @@ _SIGNATURES = {
     "quire_append_tokens": ([_P, _L, _P, _P, _P, _L], None),
     "quire_take_rows": ([_P, _L, _P, _L, _P], None),
     "quire_sample": ([_P, _L, _L, _L, _P, _P, _P, _P, _L, _P], None),
+    "quire_logprobs": ([_P, _L, _L, _L, _P, _L, _I, _P, _P, _P], None),
     "quire_segment_workspace": ([_L, _L], _L),
     "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _L, _P, _P, _P, _P, _L, _P], None),
     "quire_run_layers": ([ctypes.POINTER(SegmentArgs), _L, _P, _P, _P, _L, _P, _P, _P, _L, _P, _P, _L, _P, _P, _L, _I], None),

@@ -6,14 +6,13 @@
 //
 // A thread takes a row at a time, which stays in its L2. The first pass leaves the maximum of every block. Later ones skip the blocks in which no weight counts, so
 // that with a filter, or a row with a clear favourite, they touch little.
-#include <algorithm>
-
+#include "logits_row.h"
 #include "parallel.h"
 #include "simd.h"
 
 namespace {
 
-constexpr long kBlock = 128, kTileBlocks = 32;  // logits of a block, blocks of a tile: what sums are kept of
+constexpr long kTileBlocks = 32;                // blocks of a tile, of which a sum is kept
 constexpr float kScale = 1 << 20;               // weights become integers in two steps of so much, which float32 holds exactly
 constexpr float kLeast = 1.f / kScale / kScale; // a weight below is nothing
 constexpr float kFarBelow = -30.f;              // e^this is less than kLeast
@@ -100,37 +99,11 @@ struct Weigh {
 
 thread_local Scratch scratch;
 
-class Row {
+class Row : public LogitsRow {
  public:
-  Row(const float* x, long n) : x_(x), n_(n), blocks_((n + kBlock - 1) / kBlock), tiles_((blocks_ + kTileBlocks - 1) / kTileBlocks) {
-    sums_ = (int64_t*)scratch.get(tiles_ * sizeof(int64_t) + (2 * blocks_ + blocks_ * kBlock + 16) * sizeof(float));
-    maxima_ = (float*)(sums_ + tiles_);
-    order_ = maxima_ + blocks_;
+  Row(const float* x, long n) : LogitsRow(x, n, room(n)), tiles_((blocks_ + kTileBlocks - 1) / kTileBlocks) {
     weights_ = order_ + blocks_;
-  }
-
-  // Finds the maximum. False where a logit is NaN, or the largest is infinite: such a row has no token.
-  bool scan() {
-    bool nan = false;
-    float buffer[kBlock];
-    for (long b = 0; b < blocks_; b++) {
-      const float* p = block(b, buffer);
-      vf top = set1(kNegInf);
-      for (long i = 0; i < kBlock; i += 32) {
-        const vf u = load(p + i), v = load(p + i + 16);
-        nan |= any_nan(u, v);
-        top = max(top, max(u, v));
-      }
-      maxima_[b] = reduce_max(top);
-    }
-    maximum_ = *std::max_element(maxima_, maxima_ + blocks_);
-    return !nan && std::isfinite(maximum_);
-  }
-
-  long first_largest() const {
-    long i = (std::find(maxima_, maxima_ + blocks_, maximum_) - maxima_) * kBlock;
-    while (x_[i] != maximum_) i++;
-    return i;
+    sums_ = (int64_t*)(weights_ + blocks_ * kBlock + 16);
   }
 
   long draw(const Sampling& s) {
@@ -153,13 +126,9 @@ class Row {
   }
 
  private:
-  // Block b, filled up with -inf where the row ends.
-  const float* block(long b, float* buffer) const {
-    const float* p = x_ + b * kBlock;
-    const long real = std::min(kBlock, n_ - b * kBlock);
-    if (real == kBlock) return p;
-    std::fill(std::copy(p, p + real, buffer), buffer + kBlock, kNegInf);
-    return buffer;
+  static float* room(long n) {
+    const long blocks = blocks_of(n);
+    return (float*)scratch.get((2 * blocks + blocks * kBlock + 16) * sizeof(float) + (blocks / kTileBlocks + 1) * sizeof(int64_t));
   }
 
   // A logit below this has a weight below `least`, however the two are rounded.
@@ -217,16 +186,11 @@ class Row {
     return n;
   }
 
-  // The k-th largest weight, or kLeast if that is less. At least k are not below the k-th largest of the blocks' maxima.
+  // The k-th largest weight, or kLeast if that is less.
   float kth_largest(long k) {
-    float least = kLeast;
-    if (k <= blocks_) {
-      std::copy(maxima_, maxima_ + blocks_, order_);
-      std::nth_element(order_, order_ + k - 1, order_ + blocks_, std::greater<float>());
-      float w[16];
-      store(w, Weigh(maximum_, temperature_)(set1(order_[k - 1])));
-      least = std::max(least, w[0] * 0.99999f);  // exp need not grow in the last bit
-    }
+    float w[16];
+    store(w, Weigh(maximum_, temperature_)(set1(reached_by(k))));
+    const float least = std::max(kLeast, w[0] * 0.99999f);  // exp need not grow in the last bit
     const long n = collect(least);
     return n < k ? kLeast : kth_weight(weights_, n, k, false);
   }
@@ -239,11 +203,10 @@ class Row {
     return kth_weight(weights_, collect(std::max({least, kLeast, float(bound)})), needed, true);
   }
 
-  const float* x_;
-  long n_, blocks_, tiles_;
-  int64_t* sums_;                        // of q, of each tile
-  float *maxima_, *order_, *weights_;    // of the blocks; room for them in another order; room for a row and one vector
-  float maximum_ = 0, temperature_ = 1;
+  long tiles_;
+  float* weights_;  // room for those of a row, and a vector more
+  int64_t* sums_;   // of q, of each tile
+  float temperature_ = 1;
 };
 
 }  // namespace
