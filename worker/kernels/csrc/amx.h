@@ -27,14 +27,14 @@ static inline bool amx_permitted() {
 #define TILE_DP_SU(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #define TILE_DP(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-// Configures this thread's tiles while it lives. Tiles 0, 1 are accumulators of `rows` x 64 bytes and 2, 3 of `lower` rows (default: as many); 4 and 5 the left
-// operands of these, `bytes` wide; 6 and 7 right operands of `bytes` / 4 rows. Released at the end, so that a library that configures tiles itself finds them
+// Configures this thread's tiles while it lives. Tiles 0, 1 are accumulators of `rows` x `columns` dwords and 2, 3 of `lower` rows (default: as many); 4 and 5 the
+// left operands of these, `bytes` wide; 6 and 7 right operands of `bytes` / 4 rows. Released at the end, so that a library that configures tiles itself finds them
 // in their initial state.
 struct TileScope {
-  explicit TileScope(int rows = 16, int bytes = 64, int lower = 0) {
+  explicit TileScope(int rows = 16, int bytes = 64, int lower = 0, int columns = 16) {
     struct alignas(64) { uint8_t palette = 1, start_row = 0, zero[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } config;
     for (int t = 0; t < 8; t++) {
-      config.bytes[t] = uint16_t(t == 4 || t == 5 ? bytes : 64);
+      config.bytes[t] = uint16_t(t == 4 || t == 5 ? bytes : columns * 4);
       config.rows[t] = uint8_t(t >= 6 ? bytes / 4 : (t == 2 || t == 3 || t == 5) && lower ? lower : rows);
     }
     asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");

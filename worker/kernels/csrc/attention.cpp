@@ -1,6 +1,6 @@
 // Causal attention over a paged KV cache, for decode, prefill, chunks of it, and any mixture in one call. Keys and values are read where they lie.
 //
-// bf16 goes by AMX tiles: prefill (attention_tiles.h), and decode with 4 and more query heads per KV head (attention_decode.h). The rest goes by vectors
+// bf16 goes by AMX tiles: prefill (attention_tiles.h), and decode with up to 16 query heads per KV head (attention_decode.h). The rest goes by vectors
 // (attention_vector.h). Keys that several requests share are read once for all of them (attention_share.h).
 //
 // Key ranges start at absolute multiples of kSplit and partial results merge in order, so neither the batch nor the number of threads changes a token's result
@@ -90,8 +90,7 @@ class Planner {
     return tiles_ && (path_ == 2 || (n * s_.group() >= 8 && !by_decode_tiles(i)) || (n > 1 && own_begin > 0));
   }
 
-  // With fewer query heads the vectors keep up with memory.
-  bool by_decode_tiles(long i) const { return tiles_ && path_ == 0 && s_.query_len(i) == 1 && s_.group() >= 4 && s_.group() <= 16 && l_.block_size % 16 == 0; }
+  bool by_decode_tiles(long i) const { return tiles_ && path_ == 0 && s_.query_len(i) == 1 && s_.group() <= 16 && l_.block_size % 16 == 0; }
 
   // A long chunk has rows enough of its own, and a window may hide shared keys from some.
   SharedPrefixes share() const {
@@ -191,7 +190,7 @@ class Planner {
   void cut_decode_by_heads() {
     const long tasks = long(plan_.decode.size()), most = std::max(1, 16 / s_.group());
     if (tasks == 0) return;
-    const long heads = std::min(most, std::max(1L, l_.num_kv_heads * tasks / (4 * threads_)));
+    const long heads = std::min(most, std::max(1L, l_.num_kv_heads * tasks / (2 * threads_)));
     std::vector<DecodeTask> cut;
     cut.reserve(tasks * ((l_.num_kv_heads + heads - 1) / heads));
     for (DecodeTask task : plan_.decode)
@@ -283,15 +282,9 @@ void run(const Step& s, int path) {
     Pool::get().run([&] { run_flash(tasks, queue); });
   }
   auto run_decode = [&](Queue& queue) {
-    long i, next;
-    if (!queue.take(i)) return;
-    TileScope tiles;
+    if (plan.decode.empty()) return;
     char* own = (char*)memory.get(DecodeScratch::bytes(l.head_dim));
-    for (bool more = true; more; i = next) {
-      more = queue.take(next);
-      const DecodeTask& task = plan.decode[i];
-      attend_decode(s, task, more ? &plan.decode[next] : nullptr, partials, plan.slots[task.token] + task.begin / kSplit, own);
-    }
+    for (long i; queue.take(i);) attend_decode(s, plan.decode[i], partials, plan.slots[plan.decode[i].token] + plan.decode[i].begin / kSplit, own);
   };
   Queue flash_queue(plan.flash.size()), decode_queue(plan.decode.size());
 #endif
