@@ -164,10 +164,10 @@ class Planner {
   }
 
 #if QUIRE_AMX
-  // How many tokens a task takes: up to 256 rows, fewer where that would leave threads idle.
+  // How many tokens a task takes: 256 to 1024 rows, whose queries and values stay in L2, so that keys are packed rarely. Fewer where that would leave threads idle.
   int flash_tokens(const std::vector<int>& counts) const {
     const int g = s_.group();
-    long rows = 256;
+    long rows = l_.head_dim <= 128 ? 1024 : l_.head_dim <= 256 ? 512 : 256;
     for (; rows > 32; rows /= 2) {
       long tasks = 0;
       for (int count : counts) tasks += (count * g + rows - 1) / rows * l_.num_kv_heads;

@@ -1,5 +1,5 @@
 // Attention by AMX tiles, for bf16: blocked flash attention (https://arxiv.org/abs/2205.14135). 128 keys at a time are rearranged into tiles and used by up to
-// 256 rows (tokens x query heads of one KV head): those of a chunk of a prompt, or of several requests that share these keys.
+// 1024 rows (tokens x query heads of one KV head): those of a chunk of a prompt, or of several requests that share these keys.
 #pragma once
 
 #include "amx.h"
@@ -86,19 +86,22 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
 // How far (in powers of two) a row's maximum may rise before its earlier values are rescaled: probabilities up to 2^8 are as exact as those up to 1.
 constexpr float kHeadroom = 8;
 
-// One row of scores to probabilities: sees columns [lo, hi) of `columns`. Returns what the row's earlier values must be multiplied by.
-inline float softmax_row(const Layer& l, float* s, int columns, long lo, long hi, float* m, float* sum, bf16* p) {
-  vf scale = set1(l.scale * kLog2e), top = set1(kNegInf);
+// One row of scores, N vectors, to probabilities: sees columns [lo, hi). Returns what the row's earlier values must be multiplied by.
+template <int N>
+inline float softmax_row(const Layer& l, const float* s, long lo, long hi, float* m, float* sum, bf16* p) {
+  vf x[N], scale = set1(l.scale * kLog2e);
+  for (int i = 0; i < N; i++) x[i] = load(s + i * 16);
   if (l.soft_cap > 0) {
-    for (int c = 0; c < columns; c += 16) store(s + c, tanh(load(s + c) * set1(l.scale / l.soft_cap)) * set1(l.soft_cap));
+    for (int i = 0; i < N; i++) x[i] = tanh(x[i] * set1(l.scale / l.soft_cap)) * set1(l.soft_cap);
     scale = set1(kLog2e);
   }
-  if (lo > 0 || hi < columns)  // what is not seen: finite, and far enough down to become 0
-    for (int c = 0; c < columns; c += 16) store(s + c, select_range(load(s + c), int(std::max(lo - c, 0L)), int(std::min(hi - c, 16L)), set1(kUnseen)));
-  for (int c = 0; c < columns; c += 16) top = max(top, load(s + c));
+  if (lo > 0 || hi < N * 16)  // what is not seen: finite, and far enough down to become 0
+    for (int i = 0; i < N; i++) x[i] = select_range(x[i], int(std::max(lo - i * 16, 0L)), int(std::min(hi - i * 16, 16L)), set1(kUnseen));
+  vf top = x[0];
+  for (int i = 1; i < N; i++) top = max(top, x[i]);
   const float highest = reduce_max(top), before = *m;
   if (highest == kUnseen) {
-    for (int c = 0; c < columns; c += 16) store(p + c / 32 * 2 * kTileElems + c % 32, zero());
+    for (int i = 0; i < N; i += 2) _mm512_store_si512(p + i * kTileElems, _mm512_setzero_si512());
     return 1.f;
   }
   const float now = highest * (l.soft_cap > 0 ? 1.f : l.scale) * kLog2e;
@@ -110,13 +113,18 @@ inline float softmax_row(const Layer& l, float* s, int columns, long lo, long hi
     *m = now;
   }
   const vf minus_m = set1(-*m);
-  for (int c = 0; c < columns; c += 16) {
-    const vf x = exp2_coarse(fma(load(s + c), scale, minus_m));
-    total = total + x;
-    store(p + c / 32 * 2 * kTileElems + c % 32, x);
-  }
+  for (int i = 0; i < N; i++) x[i] = exp2_coarse(fma(x[i], scale, minus_m));
+  for (int i = 0; i < N; i++) total = total + x[i];
+  for (int i = 0; i < N; i += 2) _mm512_store_si512(p + i * kTileElems, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1].v, x[i].v));
   store(sum, total);
   return correction;
+}
+
+inline float softmax_row(const Layer& l, const float* s, int columns, long lo, long hi, float* m, float* sum, bf16* p) {
+  if (columns == 128) return softmax_row<8>(l, s, lo, hi, m, sum, p);
+  if (columns == 96) return softmax_row<6>(l, s, lo, hi, m, sum, p);
+  if (columns == 64) return softmax_row<4>(l, s, lo, hi, m, sum, p);
+  return softmax_row<2>(l, s, lo, hi, m, sum, p);
 }
 
 // Row r of the values so far, which lie as [rows / 32][d / 32][2 x 2 tiles][16][16]: its first 16 elements; elements c .. c + 15 follow at offset(c).
