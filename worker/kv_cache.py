@@ -11,8 +11,9 @@ from torch import nn
 
 from worker import huge_pages
 from worker.layers.attention import Attention
+from worker.messages import StepInput
 
-RESIDENT_BYTES = 2 << 30  # of the cache, from its first block on, that are made resident before they are needed
+RESIDENT_BYTES = 2 << 30  # of the cache, behind the highest block used so far, that are made resident before they are needed
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
@@ -42,29 +43,44 @@ def allocate(layers: list[Attention], num_blocks: int, block_size: int, dtype: t
 
 
 class Warmer:
-    """Makes the first blocks of a cache on CPU resident while the engine is idle: the first write of a page costs as much as computing the tokens in it.
+    """Makes blocks of a cache on CPU resident before they are needed: the first write of a page costs as much as computing the tokens in it.
 
-    Blocks are handed out in order, so the first ones are those that a server needs soon. A thread of the lowest priority, which ends by itself.
+    Blocks are handed out in order, so `num_bytes` from the first one on are those that a server needs soon; later as many behind the highest block that was used.
+    A thread of the lowest priority, which ends by itself where all is resident.
     """
 
     def __init__(self, layers: list[Attention], num_bytes: int = RESIDENT_BYTES):
         self._tensors = [tensor for layer in layers for tensor in (layer.k_cache, layer.v_cache)]
-        self._bytes_each = min(num_bytes // len(self._tensors), self._tensors[0].nbytes)
-        self._stopped = threading.Event()
+        self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes  # of each tensor, in bytes, as all below
+        self._ahead = num_bytes // len(self._tensors)
+        self._goal, self._resident = min(self._ahead, self._size), 0
+        self._wake, self._stopped = threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="kv-cache-warmer", daemon=True)
         self._thread.start()
 
+    def follow(self, step: StepInput) -> None:
+        """Stay ahead of the blocks that enter with `step`."""
+        highest = max((block for blocks in (*step.new_blocks, *(new.block_ids for new in step.new)) for block in blocks), default=0)
+        self._goal = max(self._goal, min((highest + 1) * self._block_size + self._ahead, self._size))
+        if self._goal > self._resident:
+            self._wake.set()
+
     def stop(self) -> None:
         """Returns when the memory is not looked at any more."""
-        self._stopped.set()
+        self._stopped = True
+        self._wake.set()
         self._thread.join()
         self._tensors = []
 
     def _work(self) -> None:
         if sys.platform == "linux":  # elsewhere it would be the whole process's priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        for start in range(0, self._bytes_each, huge_pages.PAGE):
+        while self._resident < self._size:
+            while self._resident >= self._goal and not self._stopped:
+                self._wake.wait()
+                self._wake.clear()  # and only then look at the goal again
+            size = min(huge_pages.PAGE, self._size - self._resident)
             for tensor in self._tensors:
-                size = min(huge_pages.PAGE, self._bytes_each - start)
-                if self._stopped.is_set() or not huge_pages.make_resident(tensor.data_ptr() + start, size):
+                if self._stopped or not huge_pages.make_resident(tensor.data_ptr() + self._resident, size):
                     return
+            self._resident += size

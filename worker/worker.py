@@ -100,6 +100,8 @@ class Worker:
         assert self.runner is not None, "initialize first"
         if KERNELS.building and KERNELS.poll():
             self._change_over()
+        if self.warmer is not None:
+            self.warmer.follow(step)
         return self.runner.execute(step)
 
     def shutdown(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 
 from worker import huge_pages
 from worker.kv_cache import Warmer
+from worker.messages import NewRequest, SamplingParams, StepInput
 
 MIB = 1 << 20
 
@@ -65,13 +69,50 @@ def test_memory_can_be_made_resident_without_writing_it():
     assert tensor[10 * MIB] == 7 and tensor.sum() == 7
 
 
-def test_the_first_blocks_of_a_cache_become_resident_unasked():
+def _resident_bytes(tensor: torch.Tensor) -> int:
+    """Of `tensor`, which starts with a page; by what the system says about each."""
+    pages = (ctypes.c_ubyte * (tensor.nbytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def _wait_for(tensors: list[torch.Tensor], size: int) -> None:
+    """Until `size` bytes of each are resident, and then for more, which would be too many."""
+    deadline = time.monotonic() + 60
+    while any(_resident_bytes(tensor) < size for tensor in tensors) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert [_resident_bytes(tensor) for tensor in tensors] == [size] * len(tensors)
+
+
+def _step(new: list[int], blocks: list[int]) -> StepInput:
+    """One request enters with the blocks `new`, another one gets `blocks`."""
+    return StepInput(1, [NewRequest(0, [1], 1, new, SamplingParams())], [0, 1], [0, 5], [1, 1], [[], blocks], [0, 1])
+
+
+def test_blocks_of_a_cache_become_resident_ahead_of_use():
     layers = [SimpleNamespace(k_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16), v_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16)) for _ in range(2)]
-    if not huge_pages.make_resident(layers[0].k_cache.data_ptr(), 1):
+    tensors = [tensor for layer in layers for tensor in (layer.k_cache, layer.v_cache)]  # of 32 MiB, 4 blocks in a page of 2 MiB
+    if not huge_pages.make_resident(tensors[0].data_ptr(), 1):
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
-    before = _resident()
-    warmer = Warmer(layers, 64 * MIB)
+    warmer = Warmer(layers, 32 * MIB)
+    _wait_for(tensors, 8 * MIB)
+    for _ in range(2):
+        warmer.follow(_step([1], [11, 10]))
+        _wait_for(tensors, 14 * MIB)  # what blocks 0 to 11 take, and 8 MiB
+    warmer.follow(_step([12, 1], []))
+    _wait_for(tensors, 16 * MIB)
+    warmer.follow(_step([], [60]))
     warmer._thread.join(60)
-    assert 48 * MIB < _resident() - before < 80 * MIB  # 16 MiB from the start of each tensor, less what is there already
+    _wait_for(tensors, 32 * MIB)
+    warmer.follow(_step([63], []))
     warmer.stop()
-    Warmer(layers, 1 << 40).stop()  # more than there is, and at once no more
+
+
+def test_a_warmer_stops_while_it_works_and_while_it_waits():
+    layers = [SimpleNamespace(k_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16), v_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16))]
+    Warmer(layers, 1 << 40).stop()  # more than there is
+    warmer = Warmer(layers, 4 * MIB)
+    time.sleep(0.1)
+    warmer.stop()
+    assert not warmer._thread.is_alive()
