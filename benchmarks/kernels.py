@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from worker import huge_pages
 from worker.attention.base import AttentionMetadata
 from worker.attention.cpu_paged import CpuPagedAttention
 from worker.kernels import cpu_ops
@@ -90,7 +91,7 @@ def quant(race: Race) -> None:
 
 
 def _cache(blocks: int, kv_heads: int) -> torch.Tensor:
-    return cpu_ops.huge_pages(torch.empty(blocks, 16, kv_heads, 128, dtype=torch.bfloat16)).normal_()
+    return huge_pages.zeros(blocks, 16, kv_heads, 128, dtype=torch.bfloat16).normal_()
 
 
 def attention(race: Race) -> None:
