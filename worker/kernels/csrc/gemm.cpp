@@ -154,15 +154,14 @@ void vector_rows(const Gemm& g, const bf16* x, long ldx, int row0, int rows, int
 #if QUIRE_AMX
 
 // Up to 32 rows of 32 columns; the left operand is a row-major matrix of whole k-steps. A compact weight is expanded two steps ahead of its use, so that the
-// tiles are not loaded from lines that are still on their way to L1. Every second step stores a tile that nobody wants: on Sapphire Rapids a tile store that comes
-// 600 ns and more after the one before takes 200 ns, in which nothing else goes on.
+// tiles are not loaded from lines that are still on their way to L1.
 template <bool COMPACT>
 void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
   constexpr int kAhead = 2;
   const bf16 *packed = COMPACT ? nullptr : g.block(nb), *lower = x + 16 * ldx;
   const int steps = g.k_steps();
   alignas(64) bf16 ring[COMPACT ? 2 * kAhead : 1][kStepElems];
-  alignas(64) float c[4][16][16], unwanted[16][16];
+  alignas(64) float c[4][16][16], spare[16][16];
   auto fetch = [&](int s) {
     if constexpr (COMPACT) {
       if (s >= steps) return;
@@ -184,7 +183,7 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
     TILE_DP(0, 4, 6);
     TILE_LOAD(7, w + kStepElems / 2, 64);
     TILE_DP(1, 4, 7);
-    if (s % 2) TILE_STORE(4, unwanted, 64);
+    if (s % kKeepAwakeFromMemory == 0) TILE_STORE(4, spare, 64);
     if (g.m <= 16) continue;
     TILE_LOAD(5, lower + s * kStep, ldx * 2);
     TILE_DP(2, 5, 6);
