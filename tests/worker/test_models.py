@@ -99,7 +99,7 @@ def test_native_kernels_may_come_later(checkpoint, kernels):
     native.KERNELS.lib = lib
     model.finalize()
     assert model.lm_head.weight is None and model.model.embed_tokens.weight is None
-    assert sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) == pytest.approx(memory, rel=0.1)  # the originals are gone
+    assert 0.7 * memory < sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) < 1.1 * memory  # the originals are gone
     after = model.logits(PagedRunner(model, 1, 64).step({0: text})[0])
     torch.testing.assert_close(after, before, atol=0.3, rtol=0)
     assert not torch.equal(after, before)  # it is other code
