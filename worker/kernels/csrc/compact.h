@@ -29,21 +29,20 @@ struct Compact {
 
 #if QUIRE_AMX
 
-// Vectors 4 i .. 4 i + 3 of a k-step.
-static inline void expand_group(const uint16_t* src, int i, bf16* dst) {
+// Three vectors of words to four of weights; dst is aligned to 64 bytes.
+static inline void expand_group(const uint16_t* src, bf16* dst) {
   const __m512i keep = _mm512_set1_epi16(short(0x87ff)), low = _mm512_set1_epi16(Compact::kLow << 7);
-  const __m512i a = _mm512_loadu_si512(src + i * 96), b = _mm512_loadu_si512(src + i * 96 + 32), c = _mm512_loadu_si512(src + i * 96 + 64);
+  const __m512i a = _mm512_loadu_si512(src), b = _mm512_loadu_si512(src + 32), c = _mm512_loadu_si512(src + 64);
   auto own = [&](__m512i word) { return _mm512_ternarylogic_epi32(word, keep, low, 0xea); };  // word & keep | low
   auto merge = [](__m512i x, __m512i y, int mask) { return _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi16(short(mask)), 0xe4); };  // x where the mask is set, else y
   __m512i d = _mm512_or_si512(_mm512_srli_epi16(b, 11), low);
   d = merge(_mm512_srli_epi16(a, 4), d, 0x0780);
   d = merge(_mm512_srli_epi16(c, 7), d, 0x0070);
   d = merge(_mm512_slli_epi16(c, 1), d, 0x8000);
-  bf16* out = dst + i * 128;
-  _mm512_store_si512(out, own(a));
-  _mm512_store_si512(out + 32, own(b));
-  _mm512_store_si512(out + 64, own(c));
-  _mm512_store_si512(out + 96, d);
+  _mm512_store_si512(dst, own(a));
+  _mm512_store_si512(dst + 32, own(b));
+  _mm512_store_si512(dst + 64, own(c));
+  _mm512_store_si512(dst + 96, d);
 }
 
 static inline void put_exceptions(const Compact& w, long step, bf16* dst) {
@@ -54,7 +53,7 @@ static inline void put_exceptions(const Compact& w, long step, bf16* dst) {
 static inline void expand_step(const Compact& w, int nb, int s, bf16* dst) {
   const uint16_t* src = w.step(nb, s);
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) expand_group(src, i, dst);
+  for (int i = 0; i < 8; i++) expand_group(src + i * 96, dst + i * 128);
   put_exceptions(w, long(nb) * w.k_steps + s, dst);
 }
 

@@ -287,6 +287,8 @@ void run_quant_rows(const Gemm& g, int threads, bool amx) {
 // and of that the first kHot steps (fewer where what is expanded meanwhile goes through L1, too) stay in L1 while all rows of the group use them. Sums that are not
 // complete at the end of a run wait in memory.
 constexpr int kMaxRows = 512, kRun = 32, kHot = 18, kHotBesideExpanding = 12;
+// With few pairs of tiles a weight that is expanded goes in runs whose two buffers stay in L1, and so do the sums of its one block.
+constexpr int kFewPairs = 4, kRunInL1 = 8;
 
 // The left operand: rows of x as they lie, but for what must be padded to whole k-steps or whole pairs of tiles, which is copied.
 class PairedRows {
@@ -360,26 +362,24 @@ class WeightStream {
   static constexpr long kFirst = 4096, kAhead = 3072;  // bytes that are fetched when a part begins, and from then on ahead
 
   const bf16* place(const Part& at) const { return g_.block(at.nb) + size_t(at.s0) * kStepElems; }
-  const char* source(int unit) const {
-    return g_.compact ? (const char*)(g_.compact->step(next_.nb, next_.s0) + unit * 96) : (const char*)g_.quant->step(next_.nb, next_.s0 / 2) + unit * unit_bytes();
-  }
-  long unit_bytes() const { return g_.compact ? 192 : g_.quant->step_bytes() / 2; }
 
   void start(const Part& next) {
     next_ = next;
     unit_ = 0, due_ = 0;
     units_ = g_.compact ? next.steps() * 8 : next.steps();  // a group of a k-step; half of two k-steps
-    for (long i = 0; i < kFirst; i += 64) _mm_prefetch(source(0) + i, _MM_HINT_T1);
+    source_ = g_.compact ? (const char*)g_.compact->step(next.nb, next.s0) : (const char*)g_.quant->step(next.nb, next.s0 / 2);
+    for (long i = 0; i < kFirst; i += 64) _mm_prefetch(source_ + i, _MM_HINT_T0);
   }
   void expand() {
-    for (long i = 0, n = unit_bytes(); i < n; i += 64) _mm_prefetch(source(unit_) + kAhead + i, _MM_HINT_T1);
+    const long bytes = g_.compact ? 192 : g_.quant->step_bytes() / 2;
+    for (long i = 0; i < bytes; i += 64) _mm_prefetch(source_ + kAhead + i, _MM_HINT_T0);
     if (g_.compact) {
-      bf16* step = filling_ + unit_ / 8 * kStepElems;
-      expand_group(g_.compact->step(next_.nb, next_.s0 + unit_ / 8), unit_ % 8, step);
-      if (unit_ % 8 == 7) put_exceptions(*g_.compact, long(next_.nb) * g_.compact->k_steps + next_.s0 + unit_ / 8, step);
+      expand_group((const uint16_t*)source_, filling_ + unit_ * 128);
+      if (unit_ % 8 == 7) put_exceptions(*g_.compact, long(next_.nb) * g_.compact->k_steps + next_.s0 + unit_ / 8, filling_ + unit_ / 8 * kStepElems);
     } else {
       dequantize_half(*g_.quant, next_.nb, next_.s0 / 2 + unit_ / 2, unit_ % 2, filling_ + unit_ / 2 * 2 * kStepElems);
     }
+    source_ += bytes;
     unit_++;
   }
 
@@ -389,7 +389,7 @@ class WeightStream {
   Part next_;  // that `filling_` is for
   int unit_ = 0, units_ = 0;
   long due_ = 0, calls_ = 1;
-  const char* at_ = nullptr;
+  const char *at_ = nullptr, *source_ = nullptr;
   long share_ = 0;
 };
 
@@ -464,9 +464,10 @@ struct ManyRows {
 
 void run_many_rows(const Gemm& g, int threads) {
   const int steps = g.k_steps(), blocks = g.n_blocks(), pairs = (g.m + 31) / 32;
-  const int runs = (steps + kRun - 1) / kRun, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
+  const bool in_l1 = (g.quant || g.compact) && pairs <= kFewPairs;
+  const int longest = in_l1 ? kRunInL1 : kRun, runs = (steps + longest - 1) / longest, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
   const int groups = (pairs * 32 + kMaxRows - 1) / kMaxRows, group = (pairs + groups - 1) / groups;
-  const long most = runs == 1 ? 4 : 16, pieces_per_thread = runs == 1 ? 4 : 2;  // with several runs each piece reads all of its rows' k again
+  const long most = in_l1 ? 1 : runs == 1 ? 4 : 16, pieces_per_thread = runs == 1 || in_l1 ? 4 : 2;  // with several runs each piece reads all of its rows' k again
   const long per = std::max(1L, std::min(most, long(blocks) * groups / (pieces_per_thread * threads))), pieces = (blocks + per - 1) / per;
   const PairedRows x(g);
   Stretches stretches(pieces * groups, threads);
