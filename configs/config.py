@@ -34,7 +34,7 @@ class ModelConfig:
     revision: str | None = opt(None, "branch, tag or commit on the Hub", everyday=True)
     download_dir: str | None = opt(None, "where Hub files are kept (default: the Hugging Face cache)")
     dtype: str = opt("auto", "weights and activations", everyday=True, choices=("auto", "float32", "bfloat16", "float16"))
-    quantization: str | None = opt(None, "round the weights to integers at load, in groups of 64 with a scale each (CPU only; the output head is int8 in either case)", everyday=True, choices=("int8", "int4"))
+    quantization: str | None = opt(None, "round the weights to integers at load, in groups of 128 or 64 with a scale each (CPU only; the output head is int8 in either case)", everyday=True, choices=("int8", "int4"))
     max_model_len: str = opt("auto", "context length in tokens (prompt and output), or auto: what the model allows and the memory holds", everyday=True, metavar="N|auto", unit="length")
     load_format: str = opt("auto", "safetensors, or dummy for random weights", choices=("auto", "safetensors", "dummy"))
     trust_remote_code: bool = opt(False, "let transformers run code that comes with the model (tokenizer only)")

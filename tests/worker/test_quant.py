@@ -65,11 +65,11 @@ def test_both_quantizers_choose_the_same_numbers(native_kernels, bits, n, k):
     weight = (torch.randn(n, k) * torch.rand(n, 1)).bfloat16()
     weight[n // 2] = 0
     values, scales = quant.quantize(weight, bits)
-    assert values.shape == (n, -(-k // quant.GROUP) * quant.GROUP) and not values[:, k:].any()
-    widened = (values.view(*scales.shape, quant.GROUP).float() * scales.float()[..., None]).flatten(1)[:, :k]
-    native = QuantizedLinear.quantize(weight, bits, quant.GROUP).rows(torch.arange(n))
+    assert values.shape == (n, -(-k // quant.GROUPS[bits]) * quant.GROUPS[bits]) and not values[:, k:].any()
+    widened = (values.view(*scales.shape, quant.GROUPS[bits]).float() * scales.float()[..., None]).flatten(1)[:, :k]
+    native = QuantizedLinear.quantize(weight, bits, quant.GROUPS[bits]).rows(torch.arange(n))
     assert torch.equal(widened.bfloat16(), native)
-    if k >= quant.GROUP:
+    if k >= quant.GROUPS[bits]:
         assert error(widened, weight.float()) < {8: 0.008, 4: 0.1}[bits]
     if bits == 4:
         packed = quant.pack_int4(values)

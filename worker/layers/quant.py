@@ -1,6 +1,6 @@
 """Weight-only quantization at load: the matrices of the layers become integers of 8 or 4 bits with a bfloat16 scale per row and group of columns.
 
-weight[row, column] = scale[row, column // GROUP] * value[row, column], as llama.cpp's Q8_0 and Q4_0 do in groups of 32. Layers are built and loaded in bfloat16 and
+weight[row, column] = scale[row, column // group] * value[row, column], as llama.cpp's Q8_0 and Q4_0 do in groups of 32. Layers are built and loaded in bfloat16 and
 turn their weights into integers one by one when they are finalized: a tensor-parallel rank quantizes the slice that it holds, so groups never straddle ranks.
 The output head is 8 bits in either mode (it costs most quality and, tied, is the embedding, whose rows are read from it); an embedding of its own stays bfloat16.
 
@@ -22,7 +22,7 @@ from worker.layers.linear import GateUpParallelLinear, Linear, PlainLinear
 
 BITS = {"int8": 8, "int4": 4}
 HEAD_BITS = 8
-GROUP = 64  # columns that share a scale: 32 costs a quarter of a bit more per weight, 128 loses more at 4 bits
+GROUPS = {8: 128, 4: 64}  # bits -> columns that share a scale: 32 cost a quarter of a bit more per weight, 128 lose more at 4 bits and next to nothing at 8
 _PIECE = 1 << 22  # weights to work on at once
 
 
@@ -35,7 +35,7 @@ class QuantizeAtLoad(PlainLinear):
     def finalize(self, layer: Linear) -> None:
         gated = isinstance(layer, GateUpParallelLinear)
         if KERNELS.lib is not None:
-            layer.method = NativeQuantMethod(layer, QuantizedLinear.quantize(layer.weight, self.bits, GROUP, layer.bias, gated))
+            layer.method = NativeQuantMethod(layer, QuantizedLinear.quantize(layer.weight, self.bits, GROUPS[self.bits], layer.bias, gated))
         else:
             layer.method = PlainQuantMethod(layer, layer.weight, self.bits)
         layer.weight = None
@@ -54,7 +54,7 @@ class PlainQuantMethod(PlainLinear):
         if KERNELS.lib is None:
             return
         gated, values = isinstance(layer, GateUpParallelLinear), self._values(layer.quantized)[:, : layer.in_features]
-        native = QuantizedLinear.from_values(values, layer.scales, None, self.bits, GROUP, layer.bias, gated)
+        native = QuantizedLinear.from_values(values, layer.scales, None, self.bits, GROUPS[self.bits], layer.bias, gated)
         layer.method = NativeQuantMethod(layer, native)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class PlainQuantMethod(PlainLinear):
 
     def _widen(self, stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         values = self._values(stored)
-        return (values.view(*scales.shape, GROUP).float() * scales.float().unsqueeze(-1)).to(torch.bfloat16).view(len(values), -1)[:, : self.layer.in_features]
+        return (values.view(*scales.shape, GROUPS[self.bits]).float() * scales.float().unsqueeze(-1)).to(torch.bfloat16).view(len(values), -1)[:, : self.layer.in_features]
 
 
 class NativeQuantMethod(PlainLinear):
@@ -98,7 +98,7 @@ class NativeQuantMethod(PlainLinear):
 
 def quantized_bytes(bits: int) -> float:
     """Bytes that a weight takes with its share of a scale."""
-    return bits / 8 + 2 / GROUP
+    return bits / 8 + 2 / GROUPS[bits]
 
 
 def quantize_at_load(model: nn.Module, quantization: str) -> None:
@@ -109,13 +109,13 @@ def quantize_at_load(model: nn.Module, quantization: str) -> None:
 
 
 def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight `[n, k]` bfloat16 -> (values int8 `[n, K]`, scales bfloat16 `[n, K / GROUP]`), K being k rounded up to whole groups with zeros.
+    """weight `[n, k]` bfloat16 -> (values int8 `[n, K]`, scales bfloat16 `[n, K / group]`), K being k rounded up to whole groups with zeros.
 
     Symmetric. With 8 bits a group's largest entry becomes +-127; with 4 the scale is the one of 15 candidates around "the largest entry becomes -8" that has the
     least squared error. The native `quantize` does the same.
     """
-    step = max(1, _PIECE // weight.shape[1])
-    parts = [_quantize(F.pad(part.float(), (0, -part.shape[1] % GROUP)).view(len(part), -1, GROUP), bits) for part in weight.split(step)]
+    step, group = max(1, _PIECE // weight.shape[1]), GROUPS[bits]
+    parts = [_quantize(F.pad(part.float(), (0, -part.shape[1] % group)).view(len(part), -1, group), bits) for part in weight.split(step)]
     values, scales = zip(*parts)
     return torch.cat(values).flatten(1), torch.cat(scales)
 

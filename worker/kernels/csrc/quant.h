@@ -42,27 +42,27 @@ static inline void expand_tile(const uint8_t* src, uint8_t* dst) {
 // --- activations ------------------------------------------------------------------------------------------------------------------------------------
 
 struct QuantRows {
-  long ld, runs;  // row length and runs per row
+  long width, ld, runs;  // row length; distance of rows, no multiple of 1 KiB, which would put a tile's rows into the same few lines of L1; runs per row
   int run;
   int16_t* values;  // each four as 0, 2, 1, 3; or, for AMX:
   int8_t *hi, *lo;
   float* scale;  // per row and run
   int32_t* sum;
   static constexpr float kTop = 32639;  // 127 * 256 + 127
-  QuantRows(char* memory, long rows, const Quant& q) : ld(long(q.k_steps) * 64), runs((ld + q.run() - 1) / q.run()), run(q.run()) {
+  QuantRows(char* memory, long rows, const Quant& q) : width(long(q.k_steps) * 64), ld(width + 64), runs((width + q.run() - 1) / q.run()), run(q.run()) {
     values = (int16_t*)memory;
     hi = (int8_t*)memory;
     lo = hi + rows * ld;
     scale = (float*)(memory + 2 * rows * ld);
     sum = (int32_t*)(scale + rows * runs);
   }
-  static size_t bytes(long rows, const Quant& q) { return rows * (long(q.k_steps) * 128 + (long(q.k_steps) * 64 / q.run() + 1) * 8); }
+  static size_t bytes(long rows, const Quant& q) { return rows * (long(q.k_steps + 1) * 128 + (long(q.k_steps) * 64 / q.run() + 1) * 8); }
 
   // x null: a row of zeros.
   void fill(long row, const bf16* x, long k, bool planes) {
     if (!x) k = 0;
     for (long i = 0; i < runs; i++) {
-      const long begin = i * run, end = begin + run < ld ? begin + run : ld, full = begin < k ? begin + ((end < k ? end : k) - begin) / 16 * 16 : begin;
+      const long begin = i * run, end = begin + run < width ? begin + run : width, full = begin < k ? begin + ((end < k ? end : k) - begin) / 16 * 16 : begin;
       vf tops = zero();
       long j = begin;
       for (; j < full; j += 16) tops = max(tops, max(load(x + j), zero() - load(x + j)));
@@ -138,10 +138,38 @@ static inline void dequantize_half(const Quant& q, int nb, int s, int t, bf16* d
   }
 }
 
-// y[rows][32] = rows row0 .. of x W for the 32 columns of block nb, by the planes of x.
+// The sums of one run for 16 rows or fewer: planes hi and lo of tile 0, then of tile 1.
+struct QuantSums {
+  alignas(64) int32_t c[4][16][16];
+  int k = -1, row = 0;  // where the run begins; -1: there is none
+};
+
+// y += scales * (what `sums` holds), for `rows` rows of x from row0 + sums.row on.
+static inline void add_quant_sums(const Quant& q, const QuantRows& x, const QuantSums& sums, int row0, int rows, int nb, float (*y)[32]) {
+  if (sums.k < 0) return;
+  const long at = q.group_at(nb, sums.k);
+  const vf s0 = load(q.scales + at), s1 = load(q.scales + at + 16);
+  const vf o0 = q.offsets ? load(q.offsets + at) : zero(), o1 = q.offsets ? load(q.offsets + at + 16) : zero();
+  for (int r = 0; r < 16 && sums.row + r < rows; r++) {
+    const long i = (row0 + sums.row + r) * x.runs + sums.k / x.run;
+    float* out = y[sums.row + r];
+    const vf sx = set1(x.scale[i]);
+    const __m512i zeros = _mm512_set1_epi32(q.zero_point() * x.sum[i]);
+    auto whole = [&](int t) -> vf {  // (256 hi + lo) (u - zero point)
+      return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums.c[t][r]), 8), _mm512_load_si512(sums.c[t + 1][r])), zeros))};
+    };
+    vf a = fma(whole(0) * sx, s0, load(out)), b = fma(whole(2) * sx, s1, load(out + 16));
+    if (q.offsets) a = fma(o0 * sx, set1(float(x.sum[i])), a), b = fma(o1 * sx, set1(float(x.sum[i])), b);
+    store(out, a), store(out + 16, b);
+  }
+}
+
+// y[rows][32] = rows row0 .. of x W for the 32 columns of block nb, by the planes of x. A run's sums are scaled while AMX computes those of the next, for what
+// a tile store wrote can be read only some time later.
 static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0, int rows, int nb, float (*y)[32]) {
   alignas(64) uint8_t bytes[4][2][1024];
-  alignas(64) int32_t c[4][16][16];
+  QuantSums sums[2];
+  int current = 0;
   for (int r = 0; r < rows; r++) store(y[r], zero()), store(y[r] + 16, zero());
   const int step = q.group < 64 ? q.group : 64, k_end = q.k_steps * 64;
   const uint8_t* base = q.step(nb, 0);
@@ -149,13 +177,10 @@ static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0,
     const int k1 = k0 + q.run() < k_end ? k0 + q.run() : k_end;
     if (k0 % 64 == 0) {
       const uint8_t* src = base + k0 / 64 * q.step_bytes();
-      for (long i = 0, n = long(k1 - k0 + 63) / 64 * q.step_bytes(); i < n; i += 64) _mm_prefetch((const char*)src + 8192 + i, _MM_HINT_T1);
+      for (long i = 0, n = long(k1 - k0 + 63) / 64 * q.step_bytes(); i < n; i += 64) _mm_prefetch((const char*)src + 4096 + i, _MM_HINT_T0);
       if (q.bits == 4)
         for (int s = 0; s < (k1 - k0 + 63) / 64; s++, src += 1024) expand_tile(src, bytes[s][0]), expand_tile(src + 512, bytes[s][1]);
     }
-    const long at = q.group_at(nb, k0);
-    const vf s0 = load(q.scales + at), s1 = load(q.scales + at + 16);
-    const vf o0 = q.offsets ? load(q.offsets + at) : zero(), o1 = q.offsets ? load(q.offsets + at + 16) : zero();
     for (int r0 = 0; r0 < rows; r0 += 16) {
       TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
       for (int k = k0; k < k1; k += step) {
@@ -170,20 +195,15 @@ static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0,
         TILE_DP_SU(2, 4, 7);
         TILE_DP_SU(3, 5, 7);
       }
-      TILE_STORE(0, c[0], 64); TILE_STORE(1, c[1], 64); TILE_STORE(2, c[2], 64); TILE_STORE(3, c[3], 64);
-      for (int r = 0; r < 16 && r0 + r < rows; r++) {
-        const long i = (row0 + r0 + r) * x.runs + k0 / x.run;
-        const vf sx = set1(x.scale[i]);
-        const __m512i zeros = _mm512_set1_epi32(q.zero_point() * x.sum[i]);
-        auto whole = [&](int t) -> vf {  // (256 hi + lo) (u - zero point)
-          return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(c[t][r]), 8), _mm512_load_si512(c[t + 1][r])), zeros))};
-        };
-        vf a = fma(whole(0) * sx, s0, load(y[r0 + r])), b = fma(whole(2) * sx, s1, load(y[r0 + r] + 16));
-        if (q.offsets) a = fma(o0 * sx, set1(float(x.sum[i])), a), b = fma(o1 * sx, set1(float(x.sum[i])), b);
-        store(y[r0 + r], a), store(y[r0 + r] + 16, b);
-      }
+      QuantSums& mine = sums[current];
+      add_quant_sums(q, x, sums[current ^ 1], row0, rows, nb, y);
+      TILE_STORE(0, mine.c[0], 64); TILE_STORE(1, mine.c[1], 64); TILE_STORE(2, mine.c[2], 64); TILE_STORE(3, mine.c[3], 64);
+      mine.k = k0, mine.row = r0;
+      sums[current ^ 1].k = -1;
+      current ^= 1;
     }
   }
+  add_quant_sums(q, x, sums[current ^ 1], row0, rows, nb, y);
 }
 #endif
 
