@@ -204,9 +204,21 @@ int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per
   return int(std::max(1L, std::min(by_size, blocks / (4L * threads))));
 }
 
-void run_few_rows(const Gemm& g, int threads, bool amx) {
-  long per = pieces_of(g, threads, g.block_bytes());
+// Calls work(each) in every thread; each(f) calls f with the numbers of the blocks that fall to the thread.
+template <typename W>
+void over_blocks(const Gemm& g, int threads, W&& work) {
+  const long per = pieces_of(g, threads, g.block_bytes());
   Stretches pieces((g.n_blocks() + per - 1) / per, threads);
+  Pool::get().run([&] {
+    const int own = pieces.join();
+    work([&](auto&& block) {
+      for (long i; pieces.take(own, i);)
+        for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
+    });
+  });
+}
+
+void run_few_rows(const Gemm& g, int threads, bool amx) {
   const bf16* x = g.x;
   long ldx = g.ldx;
   if (amx ? g.k % kStep : g.k % 2) {  // operands are read in whole k-steps (or pairs): copy to pad
@@ -218,20 +230,15 @@ void run_few_rows(const Gemm& g, int threads, bool amx) {
     }
     x = copy;
   }
-  Pool::get().run([&] {
-    const int own = pieces.join();
-    auto work = [&](auto&& block) {
-      for (long i; pieces.take(own, i);)
-        for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
-    };
+  over_blocks(g, threads, [&](auto&& each) {
 #if QUIRE_AMX
     if (amx) {
       TileScope tiles(std::min(g.m, 16), 64, g.m - 16 > 0 ? g.m - 16 : 0);
-      if (g.compact) work([&](int nb) { amx_few_rows_block<true>(g, x, ldx, nb); });
-      else work([&](int nb) { amx_few_rows_block<false>(g, x, ldx, nb); });
+      if (g.compact) each([&](int nb) { amx_few_rows_block<true>(g, x, ldx, nb); });
+      else each([&](int nb) { amx_few_rows_block<false>(g, x, ldx, nb); });
     } else
 #endif
-      work([&](int nb) { vector_rows(g, x, ldx, 0, g.m, nb); });
+      each([&](int nb) { vector_rows(g, x, ldx, 0, g.m, nb); });
   });
 }
 
@@ -249,19 +256,12 @@ void run_quant_rows(const Gemm& g, int threads, bool amx) {
   const Quant& q = *g.quant;
   const int rows = amx ? (g.m + 15) / 16 * 16 : g.m;
   QuantRows x((char*)shared_scratch.get(QuantRows::bytes(rows, q)), rows, q);
-  const long per = pieces_of(g, threads, g.block_bytes());
-  Stretches pieces((g.n_blocks() + per - 1) / per, threads);
   parallel_for(rows, g.m <= 4 ? rows : 4, [&](long r) { x.fill(r, r < g.m ? g.x + r * g.ldx : nullptr, g.k, amx); });
-  Pool::get().run([&] {
-    const int own = pieces.join();
-    auto work = [&](auto&& block) {
-      for (long i; pieces.take(own, i);)
-        for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
-    };
+  over_blocks(g, threads, [&](auto&& each) {
 #if QUIRE_AMX
     if (amx) {
       TileScope tiles(std::min(g.m, 16), std::min(q.group, 64));
-      work([&](int nb) {
+      each([&](int nb) {
         alignas(64) float y[kMaxQuantRows][32];
         for (int r0 = 0; r0 < g.m; r0 += kMaxQuantRows) {
           const int n = std::min(kMaxQuantRows, g.m - r0);
@@ -271,7 +271,7 @@ void run_quant_rows(const Gemm& g, int threads, bool amx) {
       });
     } else
 #endif
-      work([&](int nb) {
+      each([&](int nb) {
         int r = 0;
         for (; r + 4 <= g.m; r += 4) vector_quant_rows<4>(g, x, r, nb);
         if (g.m - r == 3) vector_quant_rows<3>(g, x, r, nb);
