@@ -46,7 +46,7 @@ class Warmer:
     """Makes blocks of a cache on CPU resident before they are needed: the first write of a page costs as much as computing the tokens in it.
 
     Blocks are handed out in order, so `num_bytes` from the first one on are those that a server needs soon; later as many behind the highest block that was used.
-    A thread of the lowest priority, which ends by itself where all is resident.
+    A thread that runs when nothing else wants the core, and ends by itself where all is resident.
     """
 
     def __init__(self, layers: list[Attention], num_bytes: int = RESIDENT_BYTES):
@@ -73,8 +73,8 @@ class Warmer:
         self._tensors = []
 
     def _work(self) -> None:
-        if sys.platform == "linux":  # elsewhere it would be the whole process's priority
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        if sys.platform == "linux":  # not by `nice`: whatever wakes up would still wait for the rest of this thread's slice of milliseconds
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
         while self._resident < self._size:
             while self._resident >= self._goal and not self._stopped:
                 self._wake.wait()
