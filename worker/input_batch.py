@@ -89,7 +89,7 @@ def prepare_inputs(step: StepInput, table: RequestTable, buffers: InputBuffers, 
     if updates.block_indices or updates.token_rows:
         table.write(updates, *sent.split(sizes)[5:])
     tensors = buffers.of_step(num_reqs, num_tokens, -(-max(lengths) // table.block_size))
-    if platform.device.type == "cpu" and KERNELS.lib is not None:
+    if KERNELS.serve(platform.device):
         sampling = cpu_ops.fill_inputs(sent, num_reqs, len(step.samples), table.token_table, table.block_table, table.block_size, tensors)
     else:
         sampling = _fill(*sent.split(sizes)[:5], table.token_table, table.block_table, table.block_size, tensors, buffers.arange)

@@ -38,7 +38,7 @@ def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: 
 
     Values are log-probabilities, or the logits themselves without `normalize`.
     """
-    if logits.device.type == "cpu" and KERNELS.lib is not None:
+    if KERNELS.serve(logits.device):
         return Entries(*cpu_ops.logprobs(logits, token_ids.long(), num, normalize))
     chosen = token_ids.long()[:, None]
     value = logits.gather(1, chosen)

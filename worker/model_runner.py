@@ -121,8 +121,8 @@ class ModelRunner:
         """Hidden states `[S, H]` of the tokens behind which a token is sampled."""
         if len(batch.step.samples) == len(hidden) and batch.step.samples == list(range(len(hidden))):  # each token is a request that samples
             return hidden
-        native = hidden.device.type == "cpu" and KERNELS.lib is not None
-        return cpu_ops.take_rows(hidden, batch.sampling.logits_indices) if native else hidden[batch.sampling.logits_indices]
+        indices = batch.sampling.logits_indices
+        return cpu_ops.take_rows(hidden, indices) if KERNELS.serve(hidden.device) else hidden[indices]
 
     def use_graphs(self, max_model_len: int, record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
         """From now on replay recorded forward passes where every request has one token. `record` is for tests without a GPU."""

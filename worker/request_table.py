@@ -83,7 +83,7 @@ class RequestTable:
 
         A negative token, of a request that has failed, becomes 0. A position of max_model_len has no place: that request has ended, and its token goes nowhere.
         """
-        if self.token_table.device.type == "cpu" and KERNELS.lib is not None:
+        if KERNELS.serve(self.token_table.device):
             return cpu_ops.append_tokens(self.token_table, rows, positions, token_ids)
         token_ids = token_ids.clamp(min=0)
         indices = rows * self.max_model_len + positions

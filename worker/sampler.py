@@ -135,7 +135,7 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         params, rows = self.params, batch.rows
-        if logits.device.type == "cpu" and KERNELS.lib is not None:
+        if KERNELS.serve(logits.device):
             return cpu_ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
         if self.fused:  # all rows at once; those with filters are then done over
             values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *params.tables())

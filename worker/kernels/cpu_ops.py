@@ -7,9 +7,10 @@ Each has a twin in plain torch that computes the same: `worker/layers` for the n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import CDLL, addressof, byref
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -171,7 +172,43 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize:
     return ids, values, ranks
 
 
-class PackedLinear:
+class _NativeLinear:
+    """What the linear layers of the library have in common. `run` and `pointer`: its function for such a weight, and what that takes as the weight."""
+
+    paths = (0, 1, 2, 3)  # that a call may force
+
+    def __init__(self, shape: tuple[int, int], silu_and_mul: bool) -> None:
+        self._n, self.in_features = shape
+        if silu_and_mul and self._n % 2:
+            raise ValueError(f"a weight of {self._n} rows is no stack of gate and up")
+        self.lib, self.flags = KERNELS.lib, int(silu_and_mul) << 1
+        self.out_features = self._n // 2 if silu_and_mul else self._n
+        self.columns = self.lib.quire_gemm_packed_columns(self._n, int(silu_and_mul))
+
+    def _bind(self, run: Callable[..., None], pointer: Any, bias: torch.Tensor | None) -> None:
+        self.bias = None if bias is None else _packed_bias(bias, self.columns, self.flags > 0)
+        self._run, self._pointers = run, (pointer, None if self.bias is None else self.bias.data_ptr())
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0, workspace: huge_pages.Workspace | None = None) -> torch.Tensor:
+        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32, in a `workspace` of that type if there is one. `path` forces one way of computing, for tests:
+        for bfloat16 weights vectors (1), for quantized ones integers without AMX (1), with it (2), or bfloat16 (3)."""
+        assert path in self.paths
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty(rows.shape[0], self.out_features, dtype=dtype) if workspace is None else workspace.take(rows.shape[0], self.out_features)
+        self._run(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
+                  self.flags | (dtype is torch.float32), path)  # fmt: skip
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+
+    def _rows(self, take: Callable[..., None], ids: torch.Tensor) -> torch.Tensor:
+        assert not self.flags, "rows of gate and up are interleaved"
+        ids, out = ids.long(), torch.empty(ids.shape[0], self.in_features, dtype=torch.bfloat16)
+        take(self._pointers[0], ids.data_ptr(), ids.shape[0], out.data_ptr(), self.in_features, self.in_features)
+        return out
+
+
+class PackedLinear(_NativeLinear):
     """x -> x W^T + bias with a bfloat16 weight `[n, k]` rearranged once, so that any number of rows streams it front to back. The original may be freed.
 
     The sum over k is float32 in one fixed order: a row's result depends neither on the other rows nor on the threads (with AMX; else on 1, 2, 4 or 8 rows).
@@ -186,37 +223,16 @@ class PackedLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, silu_and_mul: bool = False, compact: bool = True) -> None:
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"PackedLinear takes a bfloat16 weight, not {weight.dtype}")
-        n, k = weight.shape
-        if silu_and_mul and n % 2:
-            raise ValueError(f"a weight of {n} rows is no stack of gate and up")
+        super().__init__(tuple(weight.shape), silu_and_mul)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.lib, self.flags = KERNELS.lib, int(silu_and_mul) << 1
-        self.in_features, self.out_features = k, n // 2 if silu_and_mul else n
-        self._n = n
-        columns = self.lib.quire_gemm_packed_columns(n, int(silu_and_mul))
-        self.bias = None if bias is None else _packed_bias(bias, columns, silu_and_mul)
-        self.compact = _Compact.of(weight, columns, silu_and_mul) if compact and has_amx() else None
-        if self.compact is None:
-            self.packed = huge_pages.zeros(columns * (-(-k // 32) * 32), dtype=torch.bfloat16)
-            self.lib.quire_gemm_pack(weight.data_ptr(), weight.stride(0), self.packed.data_ptr(), n, k, int(silu_and_mul))
-            self._run, pointer = self.lib.quire_gemm_run, self.packed.data_ptr()
-        else:
-            self.packed, self._run, pointer = self.compact.data, self.lib.quire_gemm_run_compact, byref(self.compact.args)
-        self._pointers = pointer, None if self.bias is None else self.bias.data_ptr()
-
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0, workspace: huge_pages.Workspace | None = None) -> torch.Tensor:
-        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32, in a `workspace` of that type if there is one.
-
-        `path` forces the vector (1) code, for tests; it does not read compact weights.
-        """
-        assert path == 0 or self.compact is None
-        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        out = torch.empty(rows.shape[0], self.out_features, dtype=dtype) if workspace is None else workspace.take(rows.shape[0], self.out_features)
-        self._run(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
-                  self.flags | (dtype is torch.float32), path)  # fmt: skip
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+        self.compact = _Compact.of(weight, self.columns, silu_and_mul) if compact and has_amx() else None
+        if self.compact is not None:
+            self.packed, self.paths = self.compact.data, (0,)
+            return self._bind(self.lib.quire_gemm_run_compact, byref(self.compact.args), bias)
+        n, k = weight.shape
+        self.packed = huge_pages.zeros(self.columns * (-(-k // 32) * 32), dtype=torch.bfloat16)
+        self.lib.quire_gemm_pack(weight.data_ptr(), weight.stride(0), self.packed.data_ptr(), n, k, int(silu_and_mul))
+        self._bind(self.lib.quire_gemm_run, self.packed.data_ptr(), bias)
 
     def args(self, path: int = 0) -> LinearArgs:
         """The layer as native code takes it; it must outlive what is returned."""
@@ -225,11 +241,7 @@ class PackedLinear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight as it was: `[T, k]`. So an embedding can share the packed output head."""
-        assert not self.flags, "rows of gate and up are interleaved"
-        ids, out = ids.long(), torch.empty(ids.shape[0], self.in_features, dtype=torch.bfloat16)
-        unpack = self.lib.quire_gemm_unpack_rows if self.compact is None else self.lib.quire_compact_rows
-        unpack(self._pointers[0], ids.data_ptr(), ids.shape[0], out.data_ptr(), self.in_features, self.in_features)
-        return out
+        return self._rows(self.lib.quire_gemm_unpack_rows if self.compact is None else self.lib.quire_compact_rows, ids)
 
 
 class _Compact:
@@ -238,12 +250,12 @@ class _Compact:
     _EXCEPTIONS_PER_WEIGHT = 1 / 64  # at most; their list then takes 1/24 of the memory, and putting them in place a tenth of the time
 
     def __init__(self, columns: int, k: int) -> None:
-        self.blocks, self.steps = columns // 32, -(-k // 32)
-        self.num_weights = self.blocks * self.steps * 1024
+        blocks, self.steps = columns // 32, -(-k // 32)
+        self.num_weights = blocks * self.steps * 1024
         self.data = huge_pages.zeros(self.num_weights // 4 * 3, dtype=torch.uint16)
         self.exceptions = torch.empty(self.num_weights, dtype=torch.uint32)  # room for any; next to nothing of it is written
-        self.first = torch.empty(self.blocks * self.steps + 1, dtype=torch.uint32)
-        self.scales = torch.empty(self.blocks, dtype=torch.float32)
+        self.first = torch.empty(blocks * self.steps + 1, dtype=torch.uint32)
+        self.scales = torch.empty(blocks, dtype=torch.float32)
 
     @classmethod
     def of(cls, weight: torch.Tensor, columns: int, silu_and_mul: bool) -> _Compact | None:
@@ -258,34 +270,27 @@ class _Compact:
         return self
 
 
-class QuantizedLinear:
+class QuantizedLinear(_NativeLinear):
     """x -> x W^T + bias for a weight of 8 or 4 bits with a scale per row and group of columns: weight = scale * q + offset. Activations are bfloat16.
 
     Up to 32 rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16), more rows in bfloat16. Build one with
-    `quantize` from a bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows`, `silu_and_mul` and the call are PackedLinear's.
+    `quantize` from a bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows` and `silu_and_mul` are as with PackedLinear.
     """
 
     def __init__(self, shape: tuple[int, int], bits: int, group: int, bias: torch.Tensor | None, silu_and_mul: bool, has_offsets: bool) -> None:
-        n, k = shape
         if bits not in (4, 8):
             raise ValueError(f"weights of {bits} bits are not supported, only of 4 and 8")
-        if silu_and_mul and n % 2:
-            raise ValueError(f"a weight of {n} rows is no stack of gate and up")
-        self.lib, self.flags = KERNELS.lib, int(silu_and_mul) << 1
-        self.in_features, self.out_features = k, n // 2 if silu_and_mul else n
-        self._n, self.bits = n, bits
-        steps = -(-k // 64)
+        super().__init__(shape, silu_and_mul)
+        self.bits, steps = bits, -(-self.in_features // 64)
         self.group = group if group > 0 else -(-steps // 4) * 256
         if self.group not in (32, 64, 128) and self.group % 256:
             raise ValueError(f"group size {group} is not supported: 32, 64, 128, a multiple of 256, or -1 for one scale per row")
         groups = -(-steps * 64 // self.group)
-        columns = self.lib.quire_gemm_packed_columns(n, int(silu_and_mul))
-        self.packed = huge_pages.zeros(columns * steps * 64 * bits // 8, dtype=torch.uint8)
-        self.scales = torch.empty(columns * groups, dtype=torch.bfloat16)
+        self.packed = huge_pages.zeros(self.columns * steps * 64 * bits // 8, dtype=torch.uint8)
+        self.scales = torch.empty(self.columns * groups, dtype=torch.bfloat16)
         self.offsets = torch.empty_like(self.scales) if has_offsets else None
-        self.bias = None if bias is None else _packed_bias(bias, columns, silu_and_mul)
         self._args = QuantArgs(self.packed.data_ptr(), self.scales.data_ptr(), None if self.offsets is None else self.offsets.data_ptr(), bits, self.group, groups, steps)
-        self._pointers = byref(self._args), None if self.bias is None else self.bias.data_ptr()
+        self._bind(self.lib.quire_gemm_run_quant, byref(self._args), bias)
 
     @classmethod
     def quantize(cls, weight: torch.Tensor, bits: int, group: int = 64, bias: torch.Tensor | None = None, silu_and_mul: bool = False) -> QuantizedLinear:
@@ -314,26 +319,13 @@ class QuantizedLinear:
                                         linear.scales.data_ptr(), None if offsets is None else linear.offsets.data_ptr(), *values.shape, bits, linear.group, int(silu_and_mul))  # fmt: skip
         return linear
 
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0, workspace: huge_pages.Workspace | None = None) -> torch.Tensor:
-        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32, in a `workspace` of that type if there is one. `path` forces integers without AMX (1), with it (2), or bfloat16 (3), for tests."""
-        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        out = torch.empty(rows.shape[0], self.out_features, dtype=dtype) if workspace is None else workspace.take(rows.shape[0], self.out_features)
-        self.lib.quire_gemm_run_quant(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
-                                      self.flags | (dtype is torch.float32), path)  # fmt: skip
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
-
     def args(self, path: int = 0) -> LinearArgs:
         """The layer as native code takes it; it must outlive what is returned."""
         return LinearArgs(None, addressof(self._args), None, self._pointers[1], self._n, self.in_features, self.flags >> 1, path)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight as the product sees it: `[T, k]` bfloat16."""
-        assert not self.flags, "rows of gate and up are interleaved"
-        ids, out = ids.long(), torch.empty(ids.shape[0], self.in_features, dtype=torch.bfloat16)
-        self.lib.quire_quant_rows(self._pointers[0], ids.data_ptr(), ids.shape[0], out.data_ptr(), self.in_features, self.in_features)
-        return out
+        return self._rows(self.lib.quire_quant_rows, ids)
 
 
 def _packed_bias(bias: torch.Tensor, columns: int, silu_and_mul: bool) -> torch.Tensor:

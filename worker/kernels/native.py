@@ -120,6 +120,10 @@ class Kernels:
         self.status = f"building native kernels ({self.level}) in the background"
         return False
 
+    def serve(self, device: torch.device) -> bool:
+        """Whether the library is there, and computes on `device`."""
+        return self.lib is not None and device.type == "cpu"
+
     @property
     def building(self) -> bool:
         """Whether a background build has not been seen to end yet."""

@@ -41,7 +41,7 @@ def fastest_ops(device: torch.device) -> ModuleType:
         from worker.kernels import triton_ops
 
         return triton_ops
-    if device.type == "cpu" and KERNELS.lib is not None:
+    if KERNELS.serve(device):
         from worker.kernels import cpu_ops
 
         return cpu_ops

@@ -31,4 +31,4 @@ class PackedMethod(LinearMethod):
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether the kernel is loaded and takes such weights."""
-    return KERNELS.lib is not None and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return KERNELS.serve(weight.device) and weight.dtype == torch.bfloat16

@@ -198,7 +198,7 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
 
 thread_local Scratch shared_scratch, own_scratch;
 
-int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per piece: 64 KiB or more, but at least four pieces a thread
+int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per piece: up to 128 KiB, but at least four pieces a thread
   long blocks = g.n_blocks();
   long by_size = std::max(1L, (128L << 10) / bytes_per_block);
   return int(std::max(1L, std::min(by_size, blocks / (4L * threads))));
