@@ -46,17 +46,24 @@ class Pool {
     if (sleepers_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
     body();
     state_.fetch_and(~uint64_t(kOpen), std::memory_order_acq_rel);
-    for (int spins = 0; (state_.load(std::memory_order_acquire) & kInside) != 0; spins++) spins < kPatience ? _mm_pause() : std::this_thread::yield();
+    for (const uint64_t start = __rdtsc(); (state_.load(std::memory_order_acquire) & kInside) != 0;) __rdtsc() - start < kPatience ? _mm_pause() : std::this_thread::yield();
   }
 
  private:
   static constexpr uint64_t kOpen = 1u << 31, kInside = kOpen - 1;
-  static constexpr int kPatience = 2000;  // pauses, about 100 us: longer than the gap between two kernels, shorter than that between two steps
+  // Ticks of the clock, 2 to 3 a nanosecond. Without a region about 100 us: longer than the gap between two kernels, shorter than that between two steps. In one whose
+  // pieces are all taken about 1 ms: another one follows, and to be woken for it costs him who calls, too.
+  static constexpr uint64_t kPatience = 250'000, kPatienceInside = 2'500'000;
 
   void work() {
     uint32_t seen = 0;
     for (;;) {
-      for (int spins = 0; number_.load(std::memory_order_acquire) == seen && spins < kPatience; spins++) _mm_pause();
+      for (uint64_t start = __rdtsc(), since = start; number_.load(std::memory_order_acquire) == seen;) {
+        _mm_pause();
+        const uint64_t now = __rdtsc();
+        if (now - start < kPatienceInside && (state_.load(std::memory_order_relaxed) & kOpen)) since = now;
+        if (now - since > kPatience) break;
+      }
       if (number_.load(std::memory_order_acquire) == seen) {
         sleepers_.fetch_add(1, std::memory_order_seq_cst);
         while (number_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, int(seen));
