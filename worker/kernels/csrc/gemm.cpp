@@ -283,10 +283,10 @@ void run_quant_rows(const Gemm& g, int threads, bool amx) {
 
 #if QUIRE_AMX
 
-// Many rows. They go in groups of at most kMaxRows, k in runs of at most kRun steps: such a piece of the rows, 1 MiB, stays in L2, a block of the weight streams by,
-// and of that the first kHot steps (fewer where what is expanded meanwhile goes through L1, too) stay in L1 while all rows of the group use them. Sums that are not
-// complete at the end of a run wait in memory.
-constexpr int kMaxRows = 512, kRun = 32, kHot = 18, kHotBesideExpanding = 12;
+// Many rows. They go in groups of at most kMaxRows; k whole if it is at most kWhole steps, else in runs of at most kRun. Such a piece of the rows, up to 1 MiB, stays in
+// L2, a block of the weight streams by, and of that the first kHot steps (fewer where what is expanded meanwhile goes through L1, too) stay in L1 while all rows of
+// the group use them. Sums that are not complete at the end of a run wait in memory, beside the rows in L2: those of kBlocksAtOnce blocks.
+constexpr int kMaxRows = 512, kWhole = 32, kRun = 20, kBlocksAtOnce = 16, kHot = 18, kHotBesideExpanding = 12;
 // With few pairs of tiles a weight that is expanded goes in runs whose two buffers stay in L1, and so do the sums of its one block.
 constexpr int kFewPairs = 4, kRunInL1 = 8;
 
@@ -424,13 +424,31 @@ class Finisher {
   int row0_ = 0, nb_ = 0, next_ = 0, end_ = 0;
 };
 
+// Sums that wait for the next run, 32 rows and 32 columns each: [pair][4][16][16] block after block. The next ones are fetched into L1 while these are added to: tile
+// loads, and still more tile stores, that miss it hold up the products.
+class WaitingSums {
+ public:
+  WaitingSums(float* memory, int pairs) : memory_(memory), pairs_(pairs) {}
+  float* of(int pair, int block) { return memory_ + (size_t(block) * pairs_ + pair) * kElems; }
+  void announce(const float* next) { next_ = (const char*)next, end_ = next_ + kElems * sizeof(float); }
+  void bring() {
+    for (int i = 0; i < 3 && next_ < end_; i++, next_ += 64) __builtin_prefetch(next_, 1);
+  }
+
+ private:
+  static constexpr int kElems = 1024;
+  float* memory_;
+  int pairs_;
+  const char *next_ = nullptr, *end_ = nullptr;
+};
+
 // Blocks [nb0, nb1) of the weight for the pairs of tiles [pair0, pair1) of rows.
 struct ManyRows {
   const Gemm& g;
   const PairedRows& x;
   WeightStream weights;
   Finisher finisher;
-  float* waiting;  // [pair1 - pair0][nb1 - nb0][4][16][16], where there are several runs
+  WaitingSums waiting;  // where there are several runs
   alignas(64) char spare[1024];
 
   void run(int pair0, int pair1, int nb0, int nb1, int max_run) {
@@ -441,7 +459,10 @@ struct ManyRows {
         const Part at{nb, s0, s1};
         const bf16* w = weights.tiles(at);
         weights.announce(after(at, nb0, nb1, max_run), long(pair1 - pair0) * at.steps());
-        for (int p = pair0; p < pair1; p++) multiply(p, at, w, waiting + ((p - pair0) * size_t(nb1 - nb0) + nb - nb0) * 1024);
+        for (int p = pair0; p < pair1; p++) {
+          if (max_run < steps) waiting.announce(p + 1 < pair1 ? waiting.of(p + 1 - pair0, nb - nb0) : waiting.of(0, nb + 1 < nb1 ? nb + 1 - nb0 : 0));
+          multiply(p, at, w, waiting.of(p - pair0, nb - nb0));
+        }
       }
     }
   }
@@ -456,19 +477,26 @@ struct ManyRows {
   void multiply(int p, const Part& at, const bf16* w, float* sums) {
     if (at.s0 == 0) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
     else { TILE_LOAD(0, sums, 64); TILE_LOAD(1, sums + 256, 64); TILE_LOAD(2, sums + 512, 64); TILE_LOAD(3, sums + 768, 64); }
-    amx_tiles_2x2_streaming(x.pair(p) + at.s0 * kStep, x.ld(p), w, at.steps(), weights.expanded() ? kHotBesideExpanding : kHot, spare, [&] { weights.bring(); finisher.row(); });
+    amx_tiles_2x2_streaming(x.pair(p) + at.s0 * kStep, x.ld(p), w, at.steps(), weights.expanded() ? kHotBesideExpanding : kHot, spare, [&] { weights.bring(); waiting.bring(); finisher.row(); });
     if (at.s1 == g.k_steps()) return finisher.take(p, at.nb);
     TILE_STORE(0, sums, 64); TILE_STORE(1, sums + 256, 64); TILE_STORE(2, sums + 512, 64); TILE_STORE(3, sums + 768, 64);
   }
 };
 
+// Each piece reads its rows anew, with several runs once per run: then pieces are few and large.
+long blocks_per_piece(long blocks, long groups, long threads, bool in_l1, bool several_runs) {
+  if (in_l1) return 1;
+  if (!several_runs) return std::max(1L, std::min(4L, blocks * groups / (4 * threads)));
+  const long least = (blocks + kBlocksAtOnce - 1) / kBlocksAtOnce * groups, pieces = (least + threads - 1) / threads * threads;  // as many for each thread
+  return std::max(1L, (blocks * groups + pieces - 1) / pieces);
+}
+
 void run_many_rows(const Gemm& g, int threads) {
   const int steps = g.k_steps(), blocks = g.n_blocks(), pairs = (g.m + 31) / 32;
   const bool in_l1 = (g.quant || g.compact) && pairs <= kFewPairs;
-  const int longest = in_l1 ? kRunInL1 : kRun, runs = (steps + longest - 1) / longest, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
+  const int longest = in_l1 ? kRunInL1 : steps <= kWhole ? kWhole : kRun, runs = (steps + longest - 1) / longest, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
   const int groups = (pairs * 32 + kMaxRows - 1) / kMaxRows, group = (pairs + groups - 1) / groups;
-  const long most = in_l1 ? 1 : runs == 1 ? 4 : 16, pieces_per_thread = runs == 1 || in_l1 ? 4 : 2;  // with several runs each piece reads all of its rows' k again
-  const long per = std::max(1L, std::min(most, long(blocks) * groups / (pieces_per_thread * threads))), pieces = (blocks + per - 1) / per;
+  const long per = blocks_per_piece(blocks, groups, threads, in_l1, runs > 1), pieces = (blocks + per - 1) / per;
   const PairedRows x(g);
   Stretches stretches(pieces * groups, threads);
   Pool::get().run([&] {
@@ -476,7 +504,7 @@ void run_many_rows(const Gemm& g, int threads) {
     const int own = stretches.join();
     const long buffer = WeightStream::buffer_bytes(g, max_run);
     char* memory = (char*)own_scratch.get(buffer + (runs > 1 ? size_t(group) * per * 4096 : 0));
-    ManyRows work{g, x, WeightStream(g, (bf16*)memory, max_run), Finisher(g), (float*)(memory + buffer)};
+    ManyRows work{g, x, WeightStream(g, (bf16*)memory, max_run), Finisher(g), WaitingSums((float*)(memory + buffer), group)};
     for (long i; stretches.take(own, i);) {
       const int pair0 = int(i / pieces) * group, nb0 = int(i % pieces * per);
       work.run(pair0, std::min(pair0 + group, pairs), nb0, std::min(int(nb0 + per), blocks), max_run);
