@@ -21,8 +21,9 @@ void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, long h, 
   for (; i + 16 <= h; i += 16) {
     vf v = load(x + i);
     if (residual) {
-      store(residual + i, v + load(residual + i));
-      v = load(residual + i);  // as rounded: what the next layer will see
+      v = v + load(residual + i);
+      store(residual + i, v);
+      v = rounded<T>(v);  // what the next layer will see
     }
     sum = fma(v, v, sum);
   }
@@ -55,32 +56,46 @@ void silu_and_mul_row(const T* x, T* out, long width) {
 
 constexpr long kMaxHeadDim = 512;
 
-// A head of 16 N entries that is rotated whole: it stays in registers.
+// Heads of 16 N entries, one after the other, that are rotated whole: a head stays in registers, and so do the weight, cosines and sines. The norms of 16 heads come
+// first, so that nobody waits for a root. `stride`: between heads of dst.
 template <int N, typename T>
-void norm_rope_in_registers(const T* src, T* dst, const T* weight, const float* cos_sin, float eps) {
-  constexpr int HALF = N / 2;
-  vf v[N];
-  for (int i = 0; i < N; i++) v[i] = load(src + 16 * i);
-  if (weight) {
-    vf sum = zero();
-    for (int i = 0; i < N; i++) sum = fma(v[i], v[i], sum);
-    const vf scale = set1(1.f / std::sqrt(reduce_add(sum) / float(16 * N) + eps));
-    for (int i = 0; i < N; i++) v[i] = rounded<T>(rounded<T>(v[i] * scale) * load(weight + 16 * i));
+void norm_rope_in_registers(const T* src, T* dst, long stride, long heads, const T* weight, const float* cos_sin, float eps) {
+  constexpr int HALF = N / 2, DIM = 16 * N, AT_ONCE = 16;
+  vf w[N], angle[N];
+  for (int i = 0; i < N; i++) {
+    if (weight) w[i] = load(weight + 16 * i);
+    angle[i] = load(cos_sin + 16 * i);
   }
-  for (int i = 0; i < HALF; i++) {
-    const vf c = load(cos_sin + 16 * i), s = load(cos_sin + 16 * (i + HALF));
-    store(dst + 16 * i, v[i] * c - v[i + HALF] * s);
-    store(dst + 16 * (i + HALF), fma(v[i + HALF], c, v[i] * s));
+  alignas(64) float scale[AT_ONCE] = {};
+  for (long first = 0; first < heads; first += AT_ONCE, src += AT_ONCE * DIM, dst += AT_ONCE * stride) {
+    const int n = int(std::min(long(AT_ONCE), heads - first));
+    if (weight) {
+      for (int h = 0; h < n; h++) {
+        vf sum = zero();
+        for (int i = 0; i < N; i++) {
+          const vf x = load(src + h * DIM + 16 * i);
+          sum = fma(x, x, sum);
+        }
+        scale[h] = reduce_add(sum);
+      }
+      store(scale, set1(1.f) / root(load(scale) / set1(float(DIM)) + set1(eps)));
+    }
+    for (int h = 0; h < n; h++) {
+      vf v[N];
+      for (int i = 0; i < N; i++) v[i] = load(src + h * DIM + 16 * i);
+      if (weight)
+        for (int i = 0; i < N; i++) v[i] = rounded<T>(rounded<T>(v[i] * set1(scale[h])) * w[i]);
+      for (int i = 0; i < HALF; i++) {
+        store(dst + h * stride + 16 * i, v[i] * angle[i] - v[i + HALF] * angle[i + HALF]);
+        store(dst + h * stride + 16 * (i + HALF), fma(v[i + HALF], angle[i], v[i] * angle[i + HALF]));
+      }
+    }
   }
 }
 
 template <typename T>
 void norm_rope(const T* src, T* dst, const T* weight, const float* cos_sin, const QkvArgs& a) {
   const long d = a.head_dim, half = a.rotary_dim / 2;
-  if (cos_sin && a.rotary_dim == d) {
-    if (d == 128) return norm_rope_in_registers<8>(src, dst, weight, cos_sin, a.eps);
-    if (d == 64) return norm_rope_in_registers<4>(src, dst, weight, cos_sin, a.eps);
-  }
   alignas(64) float v[kMaxHeadDim + 16];
   long i = 0;
   vf sum = zero();
@@ -117,16 +132,23 @@ void norm_rope(const T* src, T* dst, const T* weight, const float* cos_sin, cons
 }
 
 template <typename T>
+void norm_rope_heads(const T* src, T* dst, long stride, long heads, const T* weight, const float* cos_sin, const QkvArgs& a) {
+  const bool whole = cos_sin && a.rotary_dim == a.head_dim;
+  if (whole && a.head_dim == 128) return norm_rope_in_registers<8>(src, dst, stride, heads, weight, cos_sin, a.eps);
+  if (whole && a.head_dim == 64) return norm_rope_in_registers<4>(src, dst, stride, heads, weight, cos_sin, a.eps);
+  for (long h = 0; h < heads; h++) norm_rope(src + h * a.head_dim, dst + h * stride, weight, cos_sin, a);
+}
+
+template <typename T>
 void qkv_token(const QkvArgs& a, long t, long position, long slot) {
   const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
   T* row = (T*)a.qkv + t * a.ld_qkv;
   const float* cs = a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr;
-  if (a.q_weight || cs)
-    for (long h = 0; h < hq; h++) norm_rope(row + h * d, row + h * d, (const T*)a.q_weight, cs, a);
+  if (a.q_weight || cs) norm_rope_heads(row, row, d, hq, (const T*)a.q_weight, cs, a);
   const long block = slot / a.block_size, offset = slot % a.block_size;
   T* k = (T*)a.k_cache + block * a.k_block + offset * a.k_slot;
   T* v = (T*)a.v_cache + block * a.v_block + offset * a.v_slot;
-  for (long h = 0; h < hk; h++) norm_rope(row + (hq + h) * d, k + h * a.k_head, (const T*)a.k_weight, cs, a);
+  norm_rope_heads(row + hq * d, k, a.k_head, hk, (const T*)a.k_weight, cs, a);
   for (long h = 0; h < hk; h++) memcpy(v + h * a.v_head, row + (hq + hk + h) * d, d * sizeof(T));
 }
 

@@ -76,6 +76,7 @@ static inline vf operator/(vf a, vf b) { return {_mm512_div_ps(a.v, b.v)}; }
 static inline vf fma(vf a, vf b, vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 static inline vf max(vf a, vf b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline vf min(vf a, vf b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline vf root(vf a) { return {_mm512_sqrt_ps(a.v)}; }
 static inline float reduce_add(vf a) { return _mm512_reduce_add_ps(a.v); }
 static inline float reduce_max(vf a) { return _mm512_reduce_max_ps(a.v); }
 // Lanes lo <= lane < hi of a, `other` elsewhere.
@@ -182,6 +183,7 @@ static inline vf operator/(vf x, vf y) { return {_mm256_div_ps(x.a, y.a), _mm256
 static inline vf fma(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 static inline vf max(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 static inline vf min(vf x, vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+static inline vf root(vf x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 static inline float reduce_add(vf x) {
   __m256 s = _mm256_add_ps(x.a, x.b);
   __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
