@@ -44,9 +44,9 @@ class CudaGraphs:
         self._graphs: dict[int, tuple[Replay, torch.Tensor] | None] = {}  # padded size -> (replay, hidden states [size, H] that it overwrites); None: runs eagerly
 
     def __call__(self, batch: InputBatch) -> torch.Tensor:
-        """Hidden states `[T, H]`; valid until the next call."""
+        """As `eager`; valid until the next call."""
         num_reqs = len(batch.step.rows)
-        if batch.attn.max_query_len > 1 or num_reqs > self.sizes[-1]:
+        if batch.attn.max_query_len > 1 or num_reqs > self.sizes[-1] or batch.wanted is not None:
             return self.eager(batch)
         size = self.sizes[bisect_left(self.sizes, num_reqs)]
         if size not in self._seen:

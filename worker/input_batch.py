@@ -75,6 +75,7 @@ class InputBatch:
     query_start_loc: list[int]  # [R + 1], on the host
     attn: AttentionMetadata
     sampling: SamplingBatch
+    wanted: torch.Tensor | None = None  # ascending indices of the tokens whose hidden states are read; None: of all
 
 
 def prepare_inputs(step: StepInput, table: RequestTable, buffers: InputBuffers, platform: Platform, backend: AttentionBackend) -> InputBatch:

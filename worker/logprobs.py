@@ -10,7 +10,7 @@ import torch
 from worker.input_batch import InputBatch
 from worker.kernels import cpu_ops
 from worker.kernels.native import KERNELS
-from worker.messages import NewRequest, TokenLogprobs
+from worker.messages import NewRequest, StepInput, TokenLogprobs
 from worker.platform import Platform
 from worker.request_table import RequestTable
 from worker.sampling_math import largest
@@ -88,11 +88,13 @@ class PromptLogprobs:
     def remove(self, row: int) -> None:
         self.rows.pop(row, None)
 
+    def concern(self, step: StepInput) -> bool:
+        """Whether a request of `step` wants them, perhaps for tokens of other steps."""
+        return bool(self.rows) and not self.rows.keys().isdisjoint(step.rows)
+
     def compute(self, batch: InputBatch, hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, tuple[int, list[Entries]]]:
-        """Batch position -> (how many best tokens, the entries in order), from the step's hidden states `[T, H]`."""
+        """Batch position -> (how many best tokens, the entries in order), from the hidden states `[T, H]` of a step that they concern."""
         step = batch.step
-        if not self.rows or self.rows.keys().isdisjoint(step.rows):
-            return {}
         results = {}
         for i, row in enumerate(step.rows):
             count = min(step.num_scheduled[i], self.table.num_prompt_tokens[row] - 1 - step.num_computed[i])

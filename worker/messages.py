@@ -63,7 +63,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     num_computed: list[int]
     num_scheduled: list[int]
     new_blocks: list[list[int]]  # appended to the row's block table; [] for rows in `new`, whose block_ids already hold them
-    samples: list[int]  # batch positions whose chunk reaches their last known token, and so are sampled
+    samples: list[int]  # ascending batch positions whose chunk reaches their last known token, and so are sampled
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

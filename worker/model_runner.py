@@ -12,8 +12,6 @@ from worker.attention.base import AttentionBackend
 from worker.cuda_graph import CudaGraphs, Replay
 from worker.huge_pages import Workspace
 from worker.input_batch import InputBatch, InputBuffers, prepare_inputs
-from worker.kernels import cpu_ops
-from worker.kernels.native import KERNELS
 from worker.logprobs import Entries, PromptLogprobs, prompt_messages
 from worker.messages import StepInput, StepOutput, TokenLogprobs
 from worker.parallel import tp
@@ -103,32 +101,33 @@ class ModelRunner:
     def _run(self, batch: InputBatch) -> AsyncOutput:
         step = batch.step
         errors = {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors} if self.table.errors else {}
+        scored = self.prompt_logprobs.concern(step)
+        batch.wanted = None if scored or not self.stage.last else self._read(batch)
         hidden = self.forward(batch)
         if not self.stage.last:
             self.stage.send_hidden(batch, hidden)
             return AsyncOutput(step, None, [], {}, {}, self.platform.event())
-        prompt_logprobs = self.prompt_logprobs.compute(batch, hidden, self.model.logits)
+        prompt_logprobs = self.prompt_logprobs.compute(batch, hidden, self.model.logits) if scored else {}
         token_ids, logprobs = None, []
         if step.samples:
-            sampled = self.sampler.sample(self.model.logits(self._sampled(hidden, batch), self.logits), batch.sampling)
+            sampled = self.sampler.sample(self.model.logits(hidden[batch.sampling.logits_indices] if scored else hidden, self.logits), batch.sampling)
             # The copy starts before the table is written, so that nothing of the next step delays it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
             self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, sampled.token_ids, batch.attn.max_seq_len)
             self.stage.send_token_ids(sampled.token_ids)
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event())
 
-    def _sampled(self, hidden: torch.Tensor, batch: InputBatch) -> torch.Tensor:
-        """Hidden states `[S, H]` of the tokens behind which a token is sampled."""
-        if len(batch.step.samples) == len(hidden) and batch.step.samples == list(range(len(hidden))):  # each token is a request that samples
-            return hidden
-        indices = batch.sampling.logits_indices
-        return cpu_ops.take_rows(hidden, indices) if KERNELS.serve(hidden.device) else hidden[indices]
+    def _read(self, batch: InputBatch) -> torch.Tensor | None:
+        """`InputBatch.wanted` where nothing but sampling reads hidden states. One at least: kernels take no empty batch."""
+        if len(batch.step.samples) == len(batch.input_ids):  # each token is a request that samples
+            return None
+        return batch.sampling.logits_indices if batch.step.samples else self.buffers.arange[:1]
 
     def use_graphs(self, max_model_len: int, record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
         """From now on replay recorded forward passes where every request has one token. `record` is for tests without a GPU."""
         self.forward = CudaGraphs(self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record)
 
     def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
-        """Hidden states `[T, H]` of the step's tokens, behind this stage's layers."""
+        """Hidden states `[T, H]` of the step's tokens, or those that are wanted, behind this stage's layers."""
         self.backend.build(batch.attn)
-        return self.model(batch.input_ids, batch.positions, batch.attn, self.stage.receive_hidden(len(batch.input_ids)))
+        return self.model(batch.input_ids, batch.positions, batch.attn, self.stage.receive_hidden(len(batch.input_ids)), batch.wanted)

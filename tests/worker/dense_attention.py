@@ -41,7 +41,7 @@ class DenseAttention(AttentionBackend):
 
 
 class PagedRunner:
-    """Runs a model over a paged cache, chunk by chunk, with scattered blocks: `step({request: tokens})` -> hidden states per request."""
+    """Runs a model over a paged cache, chunk by chunk, with scattered blocks: `step({request: tokens})` -> hidden states per request; or of each the last `wanted`."""
 
     def __init__(self, model, num_requests: int, max_len: int, backend: AttentionBackend | None = None):
         self.model, self.backend, self.lengths = model, backend or DenseAttention(), [0] * num_requests
@@ -55,7 +55,7 @@ class PagedRunner:
                 layer.k_cache, layer.v_cache = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
     @torch.inference_mode()
-    def step(self, tokens: dict[int, list[int]]) -> dict[int, torch.Tensor]:
+    def step(self, tokens: dict[int, list[int]], wanted: dict[int, int] | None = None) -> dict[int, torch.Tensor]:
         rows, ids, positions, slots, starts = list(tokens), [], [], [], [0]
         for row, new in tokens.items():
             at = torch.arange(self.lengths[row], self.lengths[row] + len(new))
@@ -68,5 +68,9 @@ class PagedRunner:
         meta = AttentionMetadata(self.backend, torch.cat(slots), torch.tensor(starts, dtype=torch.int32), lengths, self.block_table[rows].int(),
                                  max(len(new) for new in tokens.values()), int(lengths.max()))
         meta.backend.build(meta)
-        hidden = self.model(torch.tensor(ids), torch.cat(positions), meta)
-        return {row: hidden[starts[i]:starts[i + 1]] for i, row in enumerate(rows)}
+        if wanted is None:
+            hidden = self.model(torch.tensor(ids), torch.cat(positions), meta)
+            return {row: hidden[starts[i]:starts[i + 1]] for i, row in enumerate(rows)}
+        ends = [range(starts[i + 1] - wanted[row], starts[i + 1]) for i, row in enumerate(rows)]
+        hidden = self.model(torch.tensor(ids), torch.cat(positions), meta, wanted=torch.tensor([j for end in ends for j in end]))
+        return dict(zip(rows, hidden.split([len(end) for end in ends]), strict=True))

@@ -316,13 +316,6 @@ def test_write_kv(kernels, rng, dtype):
     assert torch.equal(v_cache[slots // block_size, slots % block_size], both[:, kv_heads:])
 
 
-def test_take_rows(kernels):
-    for dtype in (torch.float32, torch.bfloat16):
-        x, indices = torch.randn(9, 33).to(dtype), torch.tensor([4, 0, 8, 4])
-        assert torch.equal(cpu_ops.take_rows(x, indices), x[indices])
-        assert cpu_ops.take_rows(x, indices[:0]).shape == (0, 33)
-
-
 # --- sampling -----------------------------------------------------------------------------------------------------------------------------------------
 
 FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (40, 0.8, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (700, 0.7, 0.02), (0, 1e-9, 0.0), (3000, 1.0, 0.0), (0, 0.999, 1e-4), (1, 0.5, 0.5)]  # top_k, top_p, min_p

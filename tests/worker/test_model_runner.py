@@ -89,6 +89,30 @@ def test_chunked_prefill_mixed_with_decode_equals_transformers(real):
         assert outputs == greedy(reference, tokens, len(outputs))[0] and len(outputs) >= 9, row
 
 
+def test_the_last_layer_computes_what_is_read(real):
+    """One token of each request that samples; all where a prompt's log-probabilities are wanted; one where nobody samples."""
+    make, reference = real
+    runner, script, seen = make(), Script(BLOCK_SIZE), []
+    layers = list(runner.model.model.layers.values())
+    hooks = [layer.mlp.register_forward_pre_hook(lambda module, args: seen.append(len(args[0]))) for layer in (layers[0], layers[-1])]
+    try:
+        script.add(0, prompt(20, 6))
+        script.add(1, prompt(9, 7))
+        run(runner, script, {0: 12})
+        run(runner, script, {0: 8, 1: 5})
+        run(runner, script, {0: 1, 1: 4})
+        run(runner, script, {0: 1, 1: 1})
+        script.add(2, prompt(7, 8), SamplingParams(temperature=0.0, prompt_logprobs=0))
+        output = run(runner, script, {0: 1, 1: 1, 2: 7})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert seen == [12, 1, 13, 1, 5, 2, 2, 2, 9, 9] and len(output.prompt_logprobs[2]) == 6
+    for row in range(3):
+        outputs = script.rows[row].outputs
+        assert outputs == greedy(reference, script.rows[row].prompt, len(outputs))[0], row
+
+
 def test_two_steps_in_flight_before_the_first_is_read(real):
     """What step n + 1 computes are tokens that the host has not seen."""
     make, reference = real
@@ -173,8 +197,9 @@ def test_a_refused_request_fails_alone(real):
 class FakeModel(torch.nn.Module):
     """The next token is the sum of the last token and its position; token 7 has logits that are not numbers."""
 
-    def forward(self, input_ids, positions, attn, hidden=None):
-        return torch.stack([input_ids.long(), positions], 1)
+    def forward(self, input_ids, positions, attn, hidden=None, wanted=None):
+        hidden = torch.stack([input_ids.long(), positions], 1)
+        return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden, workspace=None):
         logits = torch.zeros(len(hidden), 64)

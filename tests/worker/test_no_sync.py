@@ -70,8 +70,9 @@ class Model(torch.nn.Module):
         super().__init__()
         self.table = torch.randn(VOCAB_SIZE, 16, generator=torch.Generator().manual_seed(0)).to(device)
 
-    def forward(self, input_ids, positions, attn, hidden=None):
-        return torch.nn.functional.embedding(input_ids, self.table) + positions[:, None] * 0.01
+    def forward(self, input_ids, positions, attn, hidden=None, wanted=None):
+        hidden = torch.nn.functional.embedding(input_ids, self.table) + positions[:, None] * 0.01
+        return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden, workspace=None):
         return (hidden @ self.table.T).float()

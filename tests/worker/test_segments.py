@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ def _model(folder: str, dtype: torch.dtype = torch.bfloat16, quantization: str |
     return model
 
 
-def _play(model, backend: AttentionBackend | None = None) -> list[torch.Tensor]:
+def _play(model, backend: AttentionBackend | None = None, wanted: Callable[[int], int] | None = None) -> list[torch.Tensor]:
+    """Hidden states of each step: of all tokens, or of the last `wanted(count)` of each request."""
     rng, runner = random.Random(0), PagedRunner(model, 3, 1024, backend)
-    return [torch.cat(list(runner.step({row: rng.choices(range(4, 500), k=count) for row, count in step.items()}).values())) for step in STEPS]
+    return [torch.cat(list(runner.step({row: rng.choices(range(4, 500), k=count) for row, count in step.items()},
+                                       wanted and {row: wanted(count) for row, count in step.items()}).values())) for step in STEPS]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", [DenseAttention, CpuNativeAttention, CpuFixedAttention])
@@ -45,6 +48,19 @@ def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, na
     monkeypatch.setattr(model.model, "segments", lambda: None)
     for ours, theirs in zip(got, _play(model, backend())):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", [DenseAttention, CpuNativeAttention])
+@pytest.mark.parametrize("wanted", [lambda count: 1, lambda count: max(1, count - 2), lambda count: int(count == 1)], ids=["last", "most", "some"])
+def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypatch, wanted, backend):
+    model = _model(checkpoint("qwen3", dtype="bfloat16"))
+    steps = [step for step in STEPS if any(wanted(count) for count in step.values())]
+    monkeypatch.setitem(globals(), "STEPS", steps)
+    everything, got = _play(model, backend()), _play(model, backend(), wanted)
+    monkeypatch.setattr(model.model, "segments", lambda: None)
+    for step, all_rows, ours, theirs in zip(steps, everything, got, _play(model, backend(), wanted), strict=True):
+        parts = zip(step.values(), all_rows.split(list(step.values())), strict=True)
+        assert torch.equal(ours, torch.cat([part[count - wanted(count):] for count, part in parts])) and torch.equal(ours, theirs)
 
 
 def test_made_anew_for_another_cache(checkpoint, native_kernels):

@@ -142,14 +142,6 @@ def append_tokens(tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Ten
     KERNELS.lib.quire_append_tokens(tokens.data_ptr(), tokens.stride(0), rows.data_ptr(), positions.data_ptr(), token_ids.data_ptr(), len(token_ids))
 
 
-def take_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """`x[indices]` for a contiguous x `[T, H]` and indices int64. Torch's own opens an OpenMP region even for a few rows."""
-    assert x.is_contiguous() and indices.dtype == torch.int64
-    out = x.new_empty(len(indices), x.shape[1])
-    KERNELS.lib.quire_take_rows(x.data_ptr(), x.stride(0) * x.element_size(), indices.data_ptr(), len(indices), out.data_ptr())
-    return out
-
-
 def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor) -> torch.Tensor:
     """One token `[S]` int64 for each row of logits `[S, V]` float32; -1 where a logit is NaN or the largest is infinite.
 

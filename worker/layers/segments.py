@@ -50,26 +50,30 @@ class Segments:
         """Whether `layer`, the first, still has the cache that it had."""
         return layer.self_attn.attn.k_cache is self.k_cache
 
-    def run(self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
-        """Embedded tokens `[T, H]` bfloat16, which are overwritten, -> the normed result of the last layer."""
+    def run(self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Embedded tokens `[T, H]` bfloat16, which are overwritten, -> the normed result of the last layer, of all tokens or of those in `wanted`."""
         assert positions.dtype == attn.slot_mapping.dtype == torch.int64 and x.is_contiguous()
-        qkv, attended, result = *self._between(len(x)), torch.empty_like(x)
+        qkv, attended = self._between(len(x))
+        result = torch.empty_like(x if wanted is None else x[: len(wanted)])
         tokens = positions.data_ptr(), attn.slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()
         if requests := attn.backend.native_requests(attn, self.head_dim, x.dtype):
             table, lengths, starts, path = requests
             KERNELS.lib.quire_run_layers(self.segments, len(self.attentions), x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), attended.stride(0), result.data_ptr(), *tokens,
-                                         table.data_ptr(), table.stride(0), lengths.data_ptr(), starts.data_ptr(), len(lengths), path)  # fmt: skip
+                                         table.data_ptr(), table.stride(0), lengths.data_ptr(), starts.data_ptr(), len(lengths), path,
+                                         None if wanted is None else wanted.data_ptr(), len(result))  # fmt: skip
         else:
-            self._run_in_turn(x, qkv, result, tokens, attn)
+            self._run_in_turn(x, qkv, result, tokens, attn, wanted)
         return result
 
-    def _run_in_turn(self, x: torch.Tensor, qkv: torch.Tensor, result: torch.Tensor, tokens: tuple[int, ...], attn: AttentionMetadata) -> None:
+    def _run_in_turn(self, x: torch.Tensor, qkv: torch.Tensor, result: torch.Tensor, tokens: tuple[int, ...], attn: AttentionMetadata, wanted: torch.Tensor | None) -> None:
         """With a backend that is called from here, between the native calls."""
         run, q = KERNELS.lib.quire_run_segment, qkv[:, : self.num_heads * self.head_dim].view(-1, self.num_heads, self.head_dim)
         run(byref(self.segments[0]), None, 0, x.data_ptr(), qkv.data_ptr(), *tokens)
         for i, attention in enumerate(self.attentions, 1):
-            attended = attention.attend(q, attn).contiguous()
-            run(byref(self.segments[i]), attended.data_ptr(), attended[0].numel(), x.data_ptr(), (qkv if i < len(self.attentions) else result).data_ptr(), *tokens)
+            attended, end = attention.attend(q, attn).contiguous(), i == len(self.attentions)
+            if end and wanted is not None:
+                attended, x, tokens = attended[wanted], x[wanted], (*tokens[:2], len(wanted), tokens[3])
+            run(byref(self.segments[i]), attended.data_ptr(), attended[0].numel(), x.data_ptr(), (result if end else qkv).data_ptr(), *tokens)
 
     def _between(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for q, k and v of that many tokens, and for what was attended to."""

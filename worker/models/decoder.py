@@ -27,7 +27,7 @@ from worker.parallel import Group, pp
 
 
 class SelfAttention(nn.Module):
-    """x `[T, H]` -> `[T, H]`."""
+    """x `[T, H]` -> `[T, H]`, or the rows of that in `wanted`. All tokens leave their keys and values in the cache."""
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str):
         super().__init__()
@@ -46,10 +46,11 @@ class SelfAttention(nn.Module):
         """Weights `[D]` of the norms over each head of q and k, None where there are none."""
         return None, None
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, attn: AttentionMetadata, wanted: torch.Tensor | None = None) -> torch.Tensor:
         q = self.qk_norm_rope_write(self.qkv_proj(x), *self.head_norms(), self.eps, cos_sin, positions, self.attn.k_cache, self.attn.v_cache,
                                     attn.slot_mapping, self.attn.num_heads)
-        return self.o_proj(self.attn.attend(q, attn))
+        attended = self.attn.attend(q, attn)
+        return self.o_proj(attended if wanted is None else attended[wanted])
 
 
 class MLP(nn.Module):
@@ -74,14 +75,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = mlp_cls(spec, f"{prefix}.mlp")
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor,
-                attn: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor, attn: AttentionMetadata,
+                wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, positions, cos_sin, attn)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x = self.self_attn(x, positions, cos_sin, attn, wanted)
+        x, residual = self.post_attention_layernorm.add(x, residual if wanted is None else residual[wanted])
         return self.mlp(x), residual
 
 
@@ -111,13 +112,16 @@ class Decoder(nn.Module):
             self._native = self._segments is not None
         return self._segments
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, hidden: torch.Tensor | None = None,
+                wanted: torch.Tensor | None = None) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids) if self.first else hidden, None
         if segments := self.segments():
-            return segments.run(x, positions, attn)
+            return segments.run(x, positions, attn, wanted)
         cos_sin = self.rotary_emb.cos_sin_cache
-        for layer in self.layers.values():
+        *layers, last = self.layers.values()
+        for layer in layers:
             x, residual = layer(x, residual, positions, cos_sin, attn)
+        x, residual = last(x, residual, positions, cos_sin, attn, wanted)
         return self.norm.add(x, residual)[0] if self.last else x + residual
 
 
@@ -136,9 +140,14 @@ class CausalLM(nn.Module):
             tied_to = self.model.embed_tokens if spec.tie_word_embeddings and self.model.first else None
             self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """input_ids and positions `[T]` -> `[T, H]`. A pipeline stage but the first takes the previous one's result as `hidden`, and may overwrite it."""
-        return self.model(input_ids, positions, attn, hidden)
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, hidden: torch.Tensor | None = None,
+                wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """input_ids and positions `[T]` -> `[T, H]`. A pipeline stage but the first takes the previous one's result as `hidden`, and may overwrite it.
+
+        `wanted`, on the last stage: ascending indices `[S]` of the tokens of which the result is wanted, one at least; it is `[S, H]` then. The last layer computes nothing
+        of the others but their keys and values.
+        """
+        return self.model(input_ids, positions, attn, hidden, wanted)
 
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         """hidden `[S, H]`, of the positions to sample -> `[S, vocab_size]` float32, which may lie in `workspace`. On the last pipeline stage."""

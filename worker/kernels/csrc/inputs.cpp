@@ -32,11 +32,6 @@ void quire_fill_inputs(const long* step, long num_requests, long num_samples, co
   }
 }
 
-// out[i] = row indices[i] of x, whose rows of `bytes` follow each other.
-void quire_take_rows(const char* x, long bytes, const long* indices, long num_indices, char* out) {
-  for (long i = 0; i < num_indices; i++) memcpy(out + i * bytes, x + indices[i] * bytes, bytes);
-}
-
 // tokens[rows[i], positions[i]] = token_ids[i], or 0 where that is negative; a position of max_model_len has no place.
 void quire_append_tokens(int* tokens, long max_model_len, const long* rows, const long* positions, const long* token_ids, long num_tokens) {
   for (long i = 0; i < num_tokens; i++)

@@ -60,6 +60,11 @@ void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual
   quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
 }
 
+// Moves the rows in `wanted`, which ascends, to the front.
+void keep_rows(bf16* x, long ldx, long width, const long* wanted, long num_wanted) {
+  for (long i = 0; i < num_wanted; i++) memmove(x + i * ldx, x + wanted[i] * ldx, width * sizeof(bf16));
+}
+
 }  // namespace
 
 extern "C" {
@@ -77,14 +82,20 @@ void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* r
                workspace + kTokens * (s->hidden + kPad));
 }
 
-// All layers, for a step whose attention is quire_paged_attention with the arguments from block_table on. segments: one more than there are layers. residual
+// All layers, for a step whose attention is quire_paged_attention with the arguments from block_table to path. segments: one more than there are layers. residual
 // [tokens, hidden] is added to; qkv [tokens, qkv.n], in rows of cache.ld_qkv, and attended [tokens, o_proj.k], in rows of lda, are room for what is in between;
-// out [tokens, hidden].
+// out [num_wanted, hidden]: of the tokens whose indices `wanted` lists, ascending, or of all if it is null.
 void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, bf16* qkv, bf16* attended, long lda, bf16* out, const long* positions, const long* slots,
-                      long tokens, bf16* workspace, const int* block_table, long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path) {
+                      long tokens, bf16* workspace, const int* block_table, long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
+                      const long* wanted, long num_wanted) {
   quire_run_segment(segments, nullptr, 0, residual, qkv, positions, slots, tokens, workspace);
   for (const Segment *s = segments + 1, *last = segments + num_layers; s <= last; s++) {
     quire_paged_attention(s->attention, qkv, segments->cache.ld_qkv, attended, lda, block_table, ld_table, seq_lens, query_start_loc, num_requests, path);
+    if (s == last && wanted) {
+      keep_rows(attended, lda, s->o_proj.k, wanted, num_wanted);
+      keep_rows(residual, s->hidden, s->hidden, wanted, num_wanted);
+      tokens = num_wanted;
+    }
     quire_run_segment(s, attended, lda, residual, s < last ? qkv : out, positions, slots, tokens, workspace);
   }
 }
