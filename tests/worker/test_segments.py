@@ -50,6 +50,17 @@ def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, na
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("shape", [{"head_dim": 64}, {"head_dim": 128}, {"head_dim": 128, "hidden_size": 1120}, {"head_dim": 96, "num_key_value_heads": 4}], ids=str)
+@pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("mistral", "int8")])
+def test_same_bits_head_by_head(checkpoint, native_kernels, monkeypatch, name, quantization, shape):
+    """Projections of many rows leave the product a head at a time; also where k takes several runs."""
+    model = _model(checkpoint(name, dtype="bfloat16", **shape), quantization=quantization)
+    got = _play(model, CpuNativeAttention())
+    monkeypatch.setattr(model.model, "segments", lambda: None)
+    for ours, theirs in zip(got, _play(model, CpuNativeAttention())):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("backend", [DenseAttention, CpuNativeAttention])
 @pytest.mark.parametrize("wanted", [lambda count: 1, lambda count: max(1, count - 2), lambda count: int(count == 1)], ids=["last", "most", "some"])
 def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypatch, wanted, backend):

@@ -56,38 +56,44 @@ void silu_and_mul_row(const T* x, T* out, long width) {
 
 constexpr long kMaxHeadDim = 512;
 
-// Heads of 16 N entries, one after the other, that are rotated whole: a head stays in registers, and so do the weight, cosines and sines. The norms of 16 heads come
-// first, so that nobody waits for a root. `stride`: between heads of dst.
-template <int N, typename T>
-void norm_rope_in_registers(const T* src, T* dst, long stride, long heads, const T* weight, const float* cos_sin, float eps) {
-  constexpr int HALF = N / 2, DIM = 16 * N, AT_ONCE = 16;
-  vf w[N], angle[N];
-  for (int i = 0; i < N; i++) {
-    if (weight) w[i] = load(weight + 16 * i);
-    angle[i] = load(cos_sin + 16 * i);
-  }
+template <typename T>
+struct Head {  // of a token, on its way from src to dst
+  const T* src;
+  T* dst;
+  const float* cos_sin;  // of the token's position; null: no rotation
+};
+
+// `count` heads of 16 N entries, at(i) the i-th, that are rotated whole: a head stays in registers. The norms of 16 heads come first, so that nobody waits for a root.
+template <int N, typename T, typename At>
+void norm_rope_in_registers(long count, const T* weight, float eps, At&& at) {
+  constexpr int HALF = N / 2, AT_ONCE = 16;
+  vf w[N];
+  for (int i = 0; i < N; i++) w[i] = weight ? load(weight + 16 * i) : zero();
   alignas(64) float scale[AT_ONCE] = {};
-  for (long first = 0; first < heads; first += AT_ONCE, src += AT_ONCE * DIM, dst += AT_ONCE * stride) {
-    const int n = int(std::min(long(AT_ONCE), heads - first));
+  for (long first = 0; first < count; first += AT_ONCE) {
+    const int n = int(std::min(long(AT_ONCE), count - first));
     if (weight) {
       for (int h = 0; h < n; h++) {
+        const T* src = at(first + h).src;
         vf sum = zero();
         for (int i = 0; i < N; i++) {
-          const vf x = load(src + h * DIM + 16 * i);
+          const vf x = load(src + 16 * i);
           sum = fma(x, x, sum);
         }
         scale[h] = reduce_add(sum);
       }
-      store(scale, set1(1.f) / root(load(scale) / set1(float(DIM)) + set1(eps)));
+      store(scale, set1(1.f) / root(load(scale) / set1(float(16 * N)) + set1(eps)));
     }
     for (int h = 0; h < n; h++) {
+      const Head<T> head = at(first + h);
       vf v[N];
-      for (int i = 0; i < N; i++) v[i] = load(src + h * DIM + 16 * i);
+      for (int i = 0; i < N; i++) v[i] = load(head.src + 16 * i);
       if (weight)
         for (int i = 0; i < N; i++) v[i] = rounded<T>(rounded<T>(v[i] * set1(scale[h])) * w[i]);
       for (int i = 0; i < HALF; i++) {
-        store(dst + h * stride + 16 * i, v[i] * angle[i] - v[i + HALF] * angle[i + HALF]);
-        store(dst + h * stride + 16 * (i + HALF), fma(v[i + HALF], angle[i], v[i] * angle[i + HALF]));
+        const vf c = load(head.cos_sin + 16 * i), s = load(head.cos_sin + 16 * (i + HALF));
+        store(head.dst + 16 * i, v[i] * c - v[i + HALF] * s);
+        store(head.dst + 16 * (i + HALF), fma(v[i + HALF], c, v[i] * s));
       }
     }
   }
@@ -131,25 +137,42 @@ void norm_rope(const T* src, T* dst, const T* weight, const float* cos_sin, cons
   for (; i < d; i++) store_scalar(dst + i, v[i]);
 }
 
-template <typename T>
-void norm_rope_heads(const T* src, T* dst, long stride, long heads, const T* weight, const float* cos_sin, const QkvArgs& a) {
-  const bool whole = cos_sin && a.rotary_dim == a.head_dim;
-  if (whole && a.head_dim == 128) return norm_rope_in_registers<8>(src, dst, stride, heads, weight, cos_sin, a.eps);
-  if (whole && a.head_dim == 64) return norm_rope_in_registers<4>(src, dst, stride, heads, weight, cos_sin, a.eps);
-  for (long h = 0; h < heads; h++) norm_rope(src + h * a.head_dim, dst + h * stride, weight, cos_sin, a);
+template <typename T, typename At>
+void norm_rope_heads(long count, const T* weight, const QkvArgs& a, At&& at) {
+  const bool whole = a.cos_sin && a.rotary_dim == a.head_dim;
+  if (whole && a.head_dim == 128) return norm_rope_in_registers<8>(count, weight, a.eps, at);
+  if (whole && a.head_dim == 64) return norm_rope_in_registers<4>(count, weight, a.eps, at);
+  for (long i = 0; i < count; i++) {
+    const Head<T> head = at(i);
+    norm_rope(head.src, head.dst, weight, head.cos_sin, a);
+  }
 }
+
+const float* angles(const QkvArgs& a, long position) { return a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr; }
+template <typename T> T* key_place(const QkvArgs& a, long slot) { return (T*)a.k_cache + slot / a.block_size * a.k_block + slot % a.block_size * a.k_slot; }
+template <typename T> T* value_place(const QkvArgs& a, long slot) { return (T*)a.v_cache + slot / a.block_size * a.v_block + slot % a.block_size * a.v_slot; }
 
 template <typename T>
 void qkv_token(const QkvArgs& a, long t, long position, long slot) {
   const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
-  T* row = (T*)a.qkv + t * a.ld_qkv;
-  const float* cs = a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr;
-  if (a.q_weight || cs) norm_rope_heads(row, row, d, hq, (const T*)a.q_weight, cs, a);
-  const long block = slot / a.block_size, offset = slot % a.block_size;
-  T* k = (T*)a.k_cache + block * a.k_block + offset * a.k_slot;
-  T* v = (T*)a.v_cache + block * a.v_block + offset * a.v_slot;
-  norm_rope_heads(row + hq * d, k, a.k_head, hk, (const T*)a.k_weight, cs, a);
+  T *row = (T*)a.qkv + t * a.ld_qkv, *k = key_place<T>(a, slot), *v = value_place<T>(a, slot);
+  const float* cs = angles(a, position);
+  if (a.q_weight || cs) norm_rope_heads(hq, (const T*)a.q_weight, a, [&](long h) { return Head<T>{row + h * d, row + h * d, cs}; });
+  norm_rope_heads(hk, (const T*)a.k_weight, a, [&](long h) { return Head<T>{row + (hq + h) * d, k + h * a.k_head, cs}; });
   for (long h = 0; h < hk; h++) memcpy(v + h * a.v_head, row + (hq + hk + h) * d, d * sizeof(T));
+}
+
+// One head of q, k or v of `count` tokens, x in rows of ldx: q to its place in a.qkv, k and v to the cache.
+template <typename T>
+void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* positions, const long* slots, long token, long count) {
+  const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
+  if (head < hq)
+    norm_rope_heads(count, (const T*)a.q_weight, a, [&](long t) { return Head<T>{x + t * ldx, (T*)a.qkv + (token + t) * a.ld_qkv + head * d, angles(a, positions[token + t])}; });
+  else if (head < hq + hk)
+    norm_rope_heads(count, (const T*)a.k_weight, a,
+                    [&](long t) { return Head<T>{x + t * ldx, key_place<T>(a, slots[token + t]) + (head - hq) * a.k_head, angles(a, positions[token + t])}; });
+  else
+    for (long t = 0; t < count; t++) memcpy(value_place<T>(a, slots[token + t]) + (head - hq - hk) * a.v_head, x + t * ldx, d * sizeof(T));
 }
 
 }  // namespace
@@ -182,6 +205,11 @@ void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, cons
   args.qkv = qkv;
   const long elements = num_tokens * (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
   DISPATCH(a->dtype, parallel_rows(num_tokens, elements, [&](long t) { qkv_token<T>(args, t, positions[t], slots[t]); }));
+}
+
+// The same for one head of q, k or v of `count` bf16 tokens from `token` on, which lies in rows of ldx elsewhere. In this thread alone.
+void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count) {
+  qkv_head(*a, head, x, ldx, positions, slots, token, count);
 }
 
 // k, v [T, num_kv_heads, head_dim] (row strides ldk, ldv) to their slots; strides and sizes from `a`.

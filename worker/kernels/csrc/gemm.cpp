@@ -37,6 +37,7 @@ struct Gemm {
   int out_f32, silu_mul;
   const Quant* quant = nullptr;  // instead of `packed`, as is:
   const Compact* compact = nullptr;
+  const Sink* sink = nullptr;  // instead of `out`; of many rows only
 
   int k_steps() const { return quant ? 2 * quant->k_steps : (k + kStep - 1) / kStep; }
   int n_blocks() const { return (n + kCols - 1) / kCols; }
@@ -444,8 +445,9 @@ class WaitingSums {
 
 // Blocks [nb0, nb1) of the weight for the pairs of tiles [pair0, pair1) of rows.
 struct ManyRows {
-  const Gemm& g;
+  Gemm g;  // a copy: with a sink, `out` is this thread's
   const PairedRows& x;
+  bf16* room;  // for what the sink takes at a time
   WeightStream weights;
   Finisher finisher;
   WaitingSums waiting;  // where there are several runs
@@ -457,17 +459,24 @@ struct ManyRows {
       const int s1 = std::min(s0 + max_run, steps);
       for (int nb = nb0; nb < nb1; nb++) {
         const Part at{nb, s0, s1};
+        if (g.sink && nb % sink_blocks() == 0) g.out = room - pair0 * 32 * g.ldo - nb * kCols;
         const bf16* w = weights.tiles(at);
         weights.announce(after(at, nb0, nb1, max_run), long(pair1 - pair0) * at.steps());
         for (int p = pair0; p < pair1; p++) {
           if (max_run < steps) waiting.announce(p + 1 < pair1 ? waiting.of(p + 1 - pair0, nb - nb0) : waiting.of(0, nb + 1 < nb1 ? nb + 1 - nb0 : 0));
           multiply(p, at, w, waiting.of(p - pair0, nb - nb0));
         }
+        if (g.sink && s1 == steps && (nb + 1) % sink_blocks() == 0) {
+          finisher.flush();
+          g.sink->take(g.sink->context, room, g.ldo, pair0 * 32, std::min(pair1 * 32, g.m) - pair0 * 32, (nb + 1) * kCols - g.sink->columns);
+        }
       }
     }
   }
 
  private:
+  int sink_blocks() const { return int(g.sink->columns / kCols); }
+
   Part after(const Part& at, int nb0, int nb1, int max_run) const {  // beyond the last it guesses that the thread goes on with the piece that follows
     if (at.nb + 1 < nb1) return {at.nb + 1, at.s0, at.s1};
     if (at.s1 < g.k_steps()) return {nb0, at.s1, std::min(at.s1 + max_run, g.k_steps())};
@@ -496,15 +505,16 @@ void run_many_rows(const Gemm& g, int threads) {
   const bool in_l1 = (g.quant || g.compact) && pairs <= kFewPairs;
   const int longest = in_l1 ? kRunInL1 : steps <= kWhole ? kWhole : kRun, runs = (steps + longest - 1) / longest, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
   const int groups = (pairs * 32 + kMaxRows - 1) / kMaxRows, group = (pairs + groups - 1) / groups;
-  const long per = blocks_per_piece(blocks, groups, threads, in_l1, runs > 1), pieces = (blocks + per - 1) / per;
+  const long at_once = g.sink ? g.sink->columns / kCols : 1;  // blocks that must not part
+  const long per = (blocks_per_piece(blocks, groups, threads, in_l1, runs > 1) + at_once - 1) / at_once * at_once, pieces = (blocks + per - 1) / per;
   const PairedRows x(g);
   Stretches stretches(pieces * groups, threads);
   Pool::get().run([&] {
     TileScope tiles;
     const int own = stretches.join();
-    const long buffer = WeightStream::buffer_bytes(g, max_run);
-    char* memory = (char*)own_scratch.get(buffer + (runs > 1 ? size_t(group) * per * 4096 : 0));
-    ManyRows work{g, x, WeightStream(g, (bf16*)memory, max_run), Finisher(g), WaitingSums((float*)(memory + buffer), group)};
+    const long buffer = WeightStream::buffer_bytes(g, max_run), sums = runs > 1 ? group * per * 4096 : 0;
+    char* memory = (char*)own_scratch.get(buffer + sums + (g.sink ? group * 32 * g.ldo * 2 : 0));
+    ManyRows work{g, x, (bf16*)(memory + buffer + sums), WeightStream(g, (bf16*)memory, max_run), Finisher(work.g), WaitingSums((float*)(memory + buffer), group)};
     for (long i; stretches.take(own, i);) {
       const int pair0 = int(i / pieces) * group, nb0 = int(i % pieces * per);
       work.run(pair0, std::min(pair0 + group, pairs), nb0, std::min(int(nb0 + per), blocks), max_run);
@@ -514,13 +524,22 @@ void run_many_rows(const Gemm& g, int threads) {
 }
 #endif
 
+// path: as in quire_gemm_run and quire_gemm_run_quant.
+bool by_many_rows(const Gemm& g, int path) {
+#if QUIRE_AMX
+  if (!amx_permitted()) return false;
+  if (!g.quant) return path != 1 && g.m > 32;
+  return path == 3 || (path == 0 && g.m > (g.quant->group < 64 ? kMaxQuantRows / 2 : kMaxQuantRows));
+#else
+  return false;
+#endif
+}
+
 void run_bf16(const Gemm& g, int path) {
   const int threads = Pool::get().threads();
 #if QUIRE_AMX
-  if (path != 1 && amx_permitted()) {
-    if (g.m <= 32) return run_few_rows(g, threads, true);
-    return run_many_rows(g, threads);
-  }
+  if (by_many_rows(g, path)) return run_many_rows(g, threads);
+  if (path != 1 && amx_permitted()) return run_few_rows(g, threads, true);
 #endif
   assert(!g.compact);
   run_few_rows(g, threads, false);
@@ -651,12 +670,22 @@ void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const fl
   Gemm g{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, weight};
   const int threads = Pool::get().threads();
 #if QUIRE_AMX
-  if (path != 1 && amx_permitted()) {
-    if (path == 2 || (path == 0 && m > 4 && m <= (weight->group < 64 ? kMaxQuantRows / 2 : kMaxQuantRows))) return run_quant_rows(g, threads, true);
-    if (path == 3 || m > 4) return run_many_rows(g, threads);
-  }
+  if (by_many_rows(g, path)) return run_many_rows(g, threads);
+  if (amx_permitted() && (path == 2 || (path == 0 && m > 4))) return run_quant_rows(g, threads, true);
 #endif
   run_quant_rows(g, threads, false);
+}
+
+// As those, whichever weight is not null, but the result goes to `sink`. False, and nothing is done, where the rows are few, there is no AMX, or the sink takes so much at
+// a time that threads would be idle.
+bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact, const float* bias, const Sink* sink, long m, long n, long k, int path) {
+  Gemm g{x, ldx, packed, bias, nullptr, sink->columns + kCols, int(m), int(n), int(k), 0, 0, quant, compact, sink};
+  const int threads = Pool::get().threads();
+  if (!by_many_rows(g, path) || n / sink->columns < 2 * threads) return false;
+#if QUIRE_AMX
+  run_many_rows(g, threads);
+#endif
+  return true;
 }
 
 // Quantizes weight [n, k] (bf16) into `data` and `scales`; no offsets. group: a multiple of 32.

@@ -17,12 +17,21 @@ struct QkvArgs {
   float eps;
 };
 
+// Where the columns of a product go instead of to `out`, some at a time for some of the rows, in the thread that has computed them: what follows finds them in its cache.
+struct Sink {
+  long columns;  // at a time; a multiple of 32 that divides all
+  void* context;
+  void (*take)(void* context, const bf16* x, long ldx, long row, long rows, long column);
+};
+
 extern "C" {
 void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
 void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
+bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact, const float* bias, const Sink* sink, long m, long n, long k, int path);
 void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype);
 void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
+void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count);
 void quire_paged_attention(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
                            const int* query_start_loc, long num_requests, int path);  // what a layer is matters to attention alone
 }

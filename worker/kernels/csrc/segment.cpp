@@ -41,6 +41,18 @@ void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const b
   quire_add_rms_norm(x, ldx, residual, s.hidden, weight, out, ldo, rows, s.hidden, s.eps, kBf16);
 }
 
+// The projections, each head normalised, rotated and put where it belongs as soon as there are enough of its rows. False where the products do not come head by head.
+bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const long* positions, const long* slots, long rows) {
+  if (s.cache.head_dim % 32 != 0 || s.cache.dtype != kBf16) return false;
+  struct Heads { QkvArgs args; const long *positions, *slots; } heads{s.cache, positions, slots};
+  heads.args.qkv = out;
+  const Sink sink{s.cache.head_dim, &heads, [](void* context, const bf16* x, long ldx, long row, long rows, long column) {
+                    const Heads& h = *(const Heads*)context;
+                    quire_qkv_head_to_cache(&h.args, column / h.args.head_dim, x, ldx, h.positions, h.slots, row, rows);
+                  }};
+  return quire_gemm_run_to_sink(x, ldx, s.qkv.packed, s.qkv.quant, s.qkv.compact, s.qkv.bias, &sink, rows, s.qkv.n, s.qkv.k, int(s.qkv.path));
+}
+
 // x, inner: workspace, rows of hidden + kPad and of the MLP's width + kPad.
 void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long rows, bf16* x, bf16* inner) {
   const long ldx = s.hidden + kPad, ldi = s.gate_up.width() + kPad;
@@ -55,7 +67,7 @@ void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual
   } else {
     add_norm(s, residual, s.hidden, nullptr, s.norm, normed, ldn, rows);
   }
-  if (!s.qkv.k) return;
+  if (!s.qkv.k || qkv_to_cache(s, x, ldx, out, positions, slots, rows)) return;
   s.qkv.run(x, ldx, out, s.cache.ld_qkv, rows);
   quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
 }
