@@ -61,8 +61,9 @@ class Pool {
       for (uint64_t start = __rdtsc(), since = start; number_.load(std::memory_order_acquire) == seen;) {
         _mm_pause();
         const uint64_t now = __rdtsc();
-        if (now - start < kPatienceInside && (state_.load(std::memory_order_relaxed) & kOpen)) since = now;
-        if (now - since > kPatience) break;
+        if (now - since <= kPatience) continue;
+        if (!(state_.load(std::memory_order_relaxed) & kOpen) || now - start > kPatienceInside) break;
+        since = now;
       }
       if (number_.load(std::memory_order_acquire) == seen) {
         sleepers_.fetch_add(1, std::memory_order_seq_cst);

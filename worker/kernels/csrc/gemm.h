@@ -1,0 +1,75 @@
+// What the ways through the matrix product have in common (gemm_few.h, gemm_many.h): the product to compute, and what becomes of a row of sums.
+#pragma once
+
+#include <algorithm>
+
+#include "amx.h"
+#include "compact.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "quant.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int kCols = 32;                   // columns of a block
+constexpr int kStep = 32;                   // k of a step
+constexpr int kStepElems = kCols * kStep;   // 2 KiB of weight
+
+struct Gemm {
+  const bf16* x;
+  long ldx;
+  const bf16* packed;
+  const float* bias;  // may be null
+  void* out;
+  long ldo;
+  int m, n, k;
+  int out_f32, silu_mul;
+  const Quant* quant = nullptr;  // instead of `packed`, as is:
+  const Compact* compact = nullptr;
+  const Sink* sink = nullptr;  // instead of `out`; of many rows only
+
+  int k_steps() const { return quant ? 2 * quant->k_steps : (k + kStep - 1) / kStep; }
+  int n_blocks() const { return (n + kCols - 1) / kCols; }
+  const bf16* block(int nb) const { return packed + size_t(nb) * k_steps() * kStepElems; }
+  long block_bytes() const { return quant ? quant->k_steps * quant->step_bytes() : long(k_steps()) * 2 * (compact ? Compact::kStepWords : kStepElems); }
+};
+
+// Columns n0..n0+31 of one row: acc holds them as two vectors.
+inline void finish_row(const Gemm& g, int row, int n0, vf a, vf b) {
+  if (g.compact) a = a * set1(g.compact->scales[n0 / kCols]), b = b * set1(g.compact->scales[n0 / kCols]);
+  if (g.silu_mul) {  // tile 0 is the gate, tile 1 the matching columns of up
+    int n1 = n0 / 2, width = std::min(16, g.n / 2 - n1);
+    bf16* p = (bf16*)g.out + row * g.ldo + n1;
+    if (g.bias) a = a + load(g.bias + n0), b = b + load(g.bias + n0 + 16);
+    vf r = silu(a) * b;
+    if (width == 16) return store(p, r);
+    bf16 t[16];
+    store(t, r);
+    memcpy(p, t, width * sizeof(bf16));
+    return;
+  }
+  int width = g.n - n0;
+  if (g.bias) a = a + load(g.bias + n0), b = b + load(g.bias + n0 + 16);  // the bias is padded to whole blocks
+  if (g.out_f32) {
+    float* p = (float*)g.out + row * g.ldo + n0;
+    if (width >= kCols) { store(p, a); store(p + 16, b); return; }
+    float t[kCols];
+    store(t, a); store(t + 16, b);
+    memcpy(p, t, width * sizeof(float));
+  } else {
+    bf16* p = (bf16*)g.out + row * g.ldo + n0;
+    if (width >= kCols) { store(p, a); store(p + 16, b); return; }
+    bf16 t[kCols];
+    store(t, a); store(t + 16, b);
+    memcpy(p, t, width * sizeof(bf16));
+  }
+}
+
+inline void prefetch_step(const char* p) {
+  for (int i = 0; i < 2 * kStepElems; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
+}
+
+thread_local Scratch shared_scratch, own_scratch;
+
+}  // namespace

@@ -1,0 +1,250 @@
+// Products of many rows, by AMX.
+#pragma once
+
+#include "gemm.h"
+
+#if QUIRE_AMX
+
+namespace {
+
+// Many rows. They go in groups of at most kMaxRows; k whole if it is at most kWhole steps, else in runs of at most kRun. Such a piece of the rows, up to 1 MiB, stays in
+// L2, a block of the weight streams by, and of that the first kHot steps (fewer where what is expanded meanwhile goes through L1, too) stay in L1 while all rows of
+// the group use them. Sums that are not complete at the end of a run wait in memory, beside the rows in L2: those of kBlocksAtOnce blocks.
+constexpr int kMaxRows = 512, kWhole = 32, kRun = 20, kBlocksAtOnce = 16, kHot = 18, kHotBesideExpanding = 12;
+// With few pairs of tiles a weight that is expanded goes in runs whose two buffers stay in L1, and so do the sums of its one block.
+constexpr int kFewPairs = 4, kRunInL1 = 8;
+
+// The left operand: rows of x as they lie, but for what must be padded to whole k-steps or whole pairs of tiles, which is copied.
+class PairedRows {
+ public:
+  explicit PairedRows(const Gemm& g) : g_(g), ld_(g.ldx), rows_(g.x), whole_(g.m / 32) {
+    const long width = long(g.k_steps()) * kStep;
+    if (g.k != width || g.ldx * 2 % 4096 == 0) whole_ = 0;
+    if (whole_ * 32 == g.m) return;
+    tail_ld_ = width + kStep;  // not a multiple of 4 KiB, which would put a tile's rows into the same few lines of a cache
+    const long first = whole_ * 32, rows = (g.m + 31) / 32 * 32 - first;
+    tail_ = (bf16*)shared_scratch.get(rows * tail_ld_ * 2);
+    parallel_for(rows, 4, [&](long r) {
+      bf16* to = tail_ + r * tail_ld_;
+      const long given = first + r < g.m ? g.k : 0;
+      if (given) memcpy(to, g.x + (first + r) * g.ldx, given * 2);
+      memset(to + given, 0, (width - given) * 2);
+    });
+  }
+  const bf16* pair(int p) const { return p < whole_ ? rows_ + p * 32 * ld_ : tail_ + (p - whole_) * 32 * tail_ld_; }
+  long ld(int p) const { return p < whole_ ? ld_ : tail_ld_; }
+
+ private:
+  const Gemm& g_;
+  long ld_, tail_ld_ = 0;
+  const bf16* rows_;
+  bf16* tail_ = nullptr;
+  long whole_;  // pairs of tiles that are used where they are
+};
+
+// What of the weight is used at a time: k-steps [s0, s1) of block nb. s0 and s1 are even.
+struct Part {
+  int nb = -1, s0 = 0, s1 = 0;
+  int steps() const { return s1 - s0; }
+  bool operator==(const Part& o) const { return nb == o.nb && s0 == o.s0 && s1 == o.s1; }
+};
+
+// Hands out a part as tiles, and gets the next one ready in the meantime: in L2, or, if the weight is not stored as tiles, expanded into one of two buffers.
+class WeightStream {
+ public:
+  WeightStream(const Gemm& g, bf16* buffer, int max_steps) : g_(g), expanded_(g.quant || g.compact), ready_(buffer), filling_(buffer + max_steps * kStepElems) {}
+  static long buffer_bytes(const Gemm& g, int max_steps) { return g.quant || g.compact ? 4L * max_steps * kStepElems : 0; }
+
+  const bf16* tiles(const Part& at) {
+    if (!expanded_) return place(at);
+    if (!(next_ == at)) start(at);
+    while (unit_ < units_) expand();
+    next_ = Part();
+    std::swap(ready_, filling_);
+    return ready_;
+  }
+
+  bool expanded() const { return expanded_; }
+
+  // `next` will be wanted after `calls` calls of bring(), each of which brings a share of it.
+  void announce(const Part& next, long calls) {
+    if (expanded_) return start(next), void(calls_ = calls);
+    at_ = (const char*)place(next);
+    share_ = (next.steps() * 2L * kStepElems / calls + 63) / 64 * 64;
+  }
+  void bring() {
+    if (expanded_) {
+      for (due_ += units_; due_ >= calls_; due_ -= calls_)
+        if (unit_ < units_) expand();
+      return;
+    }
+    for (long i = 0; i < share_; i += 64) _mm_prefetch(at_ + i, _MM_HINT_T1);
+    at_ += share_;
+  }
+
+ private:
+  static constexpr long kFirst = 4096, kAhead = 3072;  // bytes that are fetched when a part begins, and from then on ahead
+
+  const bf16* place(const Part& at) const { return g_.block(at.nb) + size_t(at.s0) * kStepElems; }
+
+  void start(const Part& next) {
+    next_ = next;
+    unit_ = 0, due_ = 0;
+    units_ = g_.compact ? next.steps() * 8 : next.steps();  // a group of a k-step; half of two k-steps
+    source_ = g_.compact ? (const char*)g_.compact->step(next.nb, next.s0) : (const char*)g_.quant->step(next.nb, next.s0 / 2);
+    for (long i = 0; i < kFirst; i += 64) _mm_prefetch(source_ + i, _MM_HINT_T0);
+  }
+  void expand() {
+    const long bytes = g_.compact ? 192 : g_.quant->step_bytes() / 2;
+    for (long i = 0; i < bytes; i += 64) _mm_prefetch(source_ + kAhead + i, _MM_HINT_T0);
+    if (g_.compact) {
+      expand_group((const uint16_t*)source_, filling_ + unit_ * 128);
+      if (unit_ % 8 == 7) put_exceptions(*g_.compact, long(next_.nb) * g_.compact->k_steps + next_.s0 + unit_ / 8, filling_ + unit_ / 8 * kStepElems);
+    } else {
+      dequantize_half(*g_.quant, next_.nb, next_.s0 / 2 + unit_ / 2, unit_ % 2, filling_ + unit_ / 2 * 2 * kStepElems);
+    }
+    source_ += bytes;
+    unit_++;
+  }
+
+  const Gemm& g_;
+  const bool expanded_;
+  bf16 *ready_, *filling_;
+  Part next_;  // that `filling_` is for
+  int unit_ = 0, units_ = 0;
+  long due_ = 0, calls_ = 1;
+  const char *at_ = nullptr, *source_ = nullptr;
+  long share_ = 0;
+};
+
+// Sums of 32 rows and 32 columns on their way out: they are finished row by row while AMX computes the next ones.
+class Finisher {
+ public:
+  explicit Finisher(const Gemm& g) : g_(g) {}
+  void take(int pair, int nb) {  // tiles 0 .. 3
+    flush();
+    TILE_STORE(0, sums_[0], 64); TILE_STORE(1, sums_[1], 64); TILE_STORE(2, sums_[2], 64); TILE_STORE(3, sums_[3], 64);
+    row0_ = pair * 32, nb_ = nb, next_ = 0, end_ = std::min(32, g_.m - row0_);
+  }
+  void row() {
+    if (next_ == end_) return;
+    if (next_ + kAhead < end_) __builtin_prefetch(place(next_ + kAhead), 1);
+    const int tile = next_ / 16 * 2, r = next_ % 16;
+    finish_row(g_, row0_ + next_, nb_ * kCols, load(sums_[tile][r]), load(sums_[tile + 1][r]));
+    next_++;
+  }
+  void flush() {
+    while (next_ < end_) row();
+  }
+
+ private:
+  static constexpr int kAhead = 3;  // rows; a store that waits for its line holds up all that come after it
+  const char* place(int r) const {
+    const long column = g_.silu_mul ? nb_ * 16 : nb_ * kCols;
+    return (const char*)g_.out + ((row0_ + r) * g_.ldo + column) * (g_.out_f32 ? 4 : 2);
+  }
+  const Gemm& g_;
+  alignas(64) float sums_[4][16][16];
+  int row0_ = 0, nb_ = 0, next_ = 0, end_ = 0;
+};
+
+// Sums that wait for the next run, 32 rows and 32 columns each: [pair][4][16][16] block after block. The next ones are fetched into L1 while these are added to: tile
+// loads, and still more tile stores, that miss it hold up the products.
+class WaitingSums {
+ public:
+  WaitingSums(float* memory, int pairs) : memory_(memory), pairs_(pairs) {}
+  float* of(int pair, int block) { return memory_ + (size_t(block) * pairs_ + pair) * kElems; }
+  void announce(const float* next) { next_ = (const char*)next, end_ = next_ + kElems * sizeof(float); }
+  void bring() {
+    for (int i = 0; i < 3 && next_ < end_; i++, next_ += 64) __builtin_prefetch(next_, 1);
+  }
+
+ private:
+  static constexpr int kElems = 1024;
+  float* memory_;
+  int pairs_;
+  const char *next_ = nullptr, *end_ = nullptr;
+};
+
+// Blocks [nb0, nb1) of the weight for the pairs of tiles [pair0, pair1) of rows.
+struct ManyRows {
+  Gemm g;  // a copy: with a sink, `out` is this thread's
+  const PairedRows& x;
+  bf16* room;  // for what the sink takes at a time
+  WeightStream weights;
+  Finisher finisher;
+  WaitingSums waiting;  // where there are several runs
+  alignas(64) char spare[1024];
+
+  void run(int pair0, int pair1, int nb0, int nb1, int max_run) {
+    const int steps = g.k_steps();
+    for (int s0 = 0; s0 < steps; s0 += max_run) {
+      const int s1 = std::min(s0 + max_run, steps);
+      for (int nb = nb0; nb < nb1; nb++) {
+        const Part at{nb, s0, s1};
+        if (g.sink && nb % sink_blocks() == 0) g.out = room - pair0 * 32 * g.ldo - nb * kCols;
+        const bf16* w = weights.tiles(at);
+        weights.announce(after(at, nb0, nb1, max_run), long(pair1 - pair0) * at.steps());
+        for (int p = pair0; p < pair1; p++) {
+          if (max_run < steps) waiting.announce(p + 1 < pair1 ? waiting.of(p + 1 - pair0, nb - nb0) : waiting.of(0, nb + 1 < nb1 ? nb + 1 - nb0 : 0));
+          multiply(p, at, w, waiting.of(p - pair0, nb - nb0));
+        }
+        if (g.sink && s1 == steps && (nb + 1) % sink_blocks() == 0) {
+          finisher.flush();
+          g.sink->take(g.sink->context, room, g.ldo, pair0 * 32, std::min(pair1 * 32, g.m) - pair0 * 32, (nb + 1) * kCols - g.sink->columns);
+        }
+      }
+    }
+  }
+
+ private:
+  int sink_blocks() const { return int(g.sink->columns / kCols); }
+
+  Part after(const Part& at, int nb0, int nb1, int max_run) const {  // beyond the last it guesses that the thread goes on with the piece that follows
+    if (at.nb + 1 < nb1) return {at.nb + 1, at.s0, at.s1};
+    if (at.s1 < g.k_steps()) return {nb0, at.s1, std::min(at.s1 + max_run, g.k_steps())};
+    return {nb1 < g.n_blocks() ? nb1 : 0, 0, std::min(max_run, g.k_steps())};
+  }
+
+  void multiply(int p, const Part& at, const bf16* w, float* sums) {
+    if (at.s0 == 0) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
+    else { TILE_LOAD(0, sums, 64); TILE_LOAD(1, sums + 256, 64); TILE_LOAD(2, sums + 512, 64); TILE_LOAD(3, sums + 768, 64); }
+    amx_tiles_2x2_streaming(x.pair(p) + at.s0 * kStep, x.ld(p), w, at.steps(), weights.expanded() ? kHotBesideExpanding : kHot, spare, [&] { weights.bring(); waiting.bring(); finisher.row(); });
+    if (at.s1 == g.k_steps()) return finisher.take(p, at.nb);
+    TILE_STORE(0, sums, 64); TILE_STORE(1, sums + 256, 64); TILE_STORE(2, sums + 512, 64); TILE_STORE(3, sums + 768, 64);
+  }
+};
+
+// Each piece reads its rows anew, with several runs once per run: then pieces are few and large.
+long blocks_per_piece(long blocks, long groups, long threads, bool in_l1, bool several_runs) {
+  if (in_l1) return 1;
+  if (!several_runs) return std::max(1L, std::min(4L, blocks * groups / (4 * threads)));
+  const long least = (blocks + kBlocksAtOnce - 1) / kBlocksAtOnce * groups, pieces = (least + threads - 1) / threads * threads;  // as many for each thread
+  return std::max(1L, (blocks * groups + pieces - 1) / pieces);
+}
+
+void run_many_rows(const Gemm& g, int threads) {
+  const int steps = g.k_steps(), blocks = g.n_blocks(), pairs = (g.m + 31) / 32;
+  const bool in_l1 = (g.quant || g.compact) && pairs <= kFewPairs;
+  const int longest = in_l1 ? kRunInL1 : steps <= kWhole ? kWhole : kRun, runs = (steps + longest - 1) / longest, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
+  const int groups = (pairs * 32 + kMaxRows - 1) / kMaxRows, group = (pairs + groups - 1) / groups;
+  const long at_once = g.sink ? g.sink->columns / kCols : 1;  // blocks that must not part
+  const long per = (blocks_per_piece(blocks, groups, threads, in_l1, runs > 1) + at_once - 1) / at_once * at_once, pieces = (blocks + per - 1) / per;
+  const PairedRows x(g);
+  Stretches stretches(pieces * groups, threads);
+  Pool::get().run([&] {
+    TileScope tiles;
+    const int own = stretches.join();
+    const long buffer = WeightStream::buffer_bytes(g, max_run), sums = runs > 1 ? group * per * 4096 : 0;
+    char* memory = (char*)own_scratch.get(buffer + sums + (g.sink ? group * 32 * g.ldo * 2 : 0));
+    ManyRows work{g, x, (bf16*)(memory + buffer + sums), WeightStream(g, (bf16*)memory, max_run), Finisher(work.g), WaitingSums((float*)(memory + buffer), group)};
+    for (long i; stretches.take(own, i);) {
+      const int pair0 = int(i / pieces) * group, nb0 = int(i % pieces * per);
+      work.run(pair0, std::min(pair0 + group, pairs), nb0, std::min(int(nb0 + per), blocks), max_run);
+    }
+    work.finisher.flush();
+  });
+}
+
+}  // namespace
+#endif
