@@ -83,7 +83,7 @@ class WeightStream {
   }
 
  private:
-  static constexpr long kFirst = 4096, kAhead = 3072;  // bytes that are fetched when a part begins, and from then on ahead
+  static constexpr long kAhead = 4096;  // bytes
 
   const bf16* place(const Part& at) const { return g_.block(at.nb) + size_t(at.s0) * kStepElems; }
 
@@ -92,11 +92,11 @@ class WeightStream {
     unit_ = 0, due_ = 0;
     units_ = g_.compact ? next.steps() * 8 : next.steps();  // a group of a k-step; half of two k-steps
     source_ = g_.compact ? (const char*)g_.compact->step(next.nb, next.s0) : (const char*)g_.quant->step(next.nb, next.s0 / 2);
-    for (long i = 0; i < kFirst; i += 64) _mm_prefetch(source_ + i, _MM_HINT_T0);
+    for (long i = 0; i < kAhead; i += 64) _mm_prefetch(source_ + i, _MM_HINT_T1);
   }
   void expand() {
     const long bytes = g_.compact ? 192 : g_.quant->step_bytes() / 2;
-    for (long i = 0; i < bytes; i += 64) _mm_prefetch(source_ + kAhead + i, _MM_HINT_T0);
+    for (long i = 0; i < bytes; i += 64) _mm_prefetch(source_ + kAhead + i, _MM_HINT_T1);
     if (g_.compact) {
       expand_group((const uint16_t*)source_, filling_ + unit_ * 128);
       if (unit_ % 8 == 7) put_exceptions(*g_.compact, long(next_.nb) * g_.compact->k_steps + next_.s0 + unit_ / 8, filling_ + unit_ / 8 * kStepElems);
