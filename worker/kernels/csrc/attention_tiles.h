@@ -83,6 +83,32 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
   }
 }
 
+// Fetches the keys [key, end) of a head and their values into L2, a few lines at a time.
+class KeysAhead {
+ public:
+  KeysAhead(const Layer& l, const int* table, long head, long key, long end) : l_(l), table_(table), head_(head), key_(key), end_(end) { find(); }
+  void bring(long lines) {
+    for (; lines > 0 && key_ < end_; lines--) {
+      _mm_prefetch(k_ + at_, _MM_HINT_T1);
+      _mm_prefetch(v_ + at_, _MM_HINT_T1);
+      if ((at_ += 64) >= l_.head_dim * 2) key_++, find();
+    }
+  }
+
+ private:
+  void find() {
+    if (key_ >= end_) return;
+    const long block = table_[key_ / l_.block_size], offset = key_ % l_.block_size;
+    k_ = (const char*)((const bf16*)l_.k_cache + block * l_.k_block + offset * l_.k_slot + head_ * l_.k_head);
+    v_ = (const char*)((const bf16*)l_.v_cache + block * l_.v_block + offset * l_.v_slot + head_ * l_.v_head);
+    at_ = 0;
+  }
+  const Layer& l_;
+  const int* table_;
+  long head_, key_, end_, at_ = 0;  // at_: bytes of key_ that are on their way
+  const char *k_ = nullptr, *v_ = nullptr;
+};
+
 // How far (in powers of two) a row's maximum may rise before its earlier values are rescaled: probabilities up to 2^8 are as exact as those up to 1.
 constexpr float kHeadroom = 8;
 
@@ -136,6 +162,7 @@ void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, c
   const Layer& l = s.layer;
   const long d = l.head_dim, steps = d / 32;
   const int g = s.group(), used = t.count * g, rows = (used + 31) / 32 * 32;
+  const long lines_per_row = (kKeys * d / 32 + used - 1) / used;  // of the next keys: where rows are few, these take as long to come as the rows to compute
   FlashScratch f(memory, rows, d);
   auto token = [&](int r) { return t.tokens[std::min(r, used - 1) / g]; };
   std::fill(f.m, f.m + rows, kNegInf);
@@ -154,6 +181,7 @@ void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, c
   for (long key = t.begin / kKeys * kKeys; key < t.end; key += kKeys) {
     const int n = int(std::min(long(kKeys), (t.end - key + 31) / 32 * 32));
     pack_keys(l, t.table, t.head, key, n, t.begin, t.end, f.k, f.v);
+    KeysAhead ahead(l, t.table, t.head, key + n, std::min(key + n + kKeys, t.end));
     for (int r0 = 0; r0 < rows; r0 += 32) {
       const long low = s.position[token(r0)], high = s.position[token(r0 + 31)];  // of tokens of one request; those of several all see all of [begin, end)
       if (key > high || s.first_key(low) >= key + n) continue;
@@ -166,6 +194,7 @@ void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, c
       }
       float* o = f.o + r0 * d;
       for (int r = 0; r < std::min(32, used - r0); r++) {  // the rows of p beyond are anything: a row of a product depends on its own row only
+        ahead.bring(lines_per_row);
         const long position = s.position[token(r0 + r)];
         const float correction = softmax_row(l, f.s + r * kKeys, columns, s.first_key(position) - key, position + 1 - key, f.m + r0 + r, f.l + (r0 + r) * 16, f.p + r * 32);
         if (correction == 1.f || !started[r0 / 32]) continue;
