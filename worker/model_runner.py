@@ -102,7 +102,7 @@ class ModelRunner:
         step = batch.step
         errors = {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors} if self.table.errors else {}
         scored = self.prompt_logprobs.concern(step)
-        batch.wanted = None if scored or not self.stage.last else self._read(batch)
+        batch.wanted = None if scored or not self.stage.last else self._sampled(batch)
         hidden = self.forward(batch)
         if not self.stage.last:
             self.stage.send_hidden(batch, hidden)
@@ -117,8 +117,8 @@ class ModelRunner:
             self.stage.send_token_ids(sampled.token_ids)
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event())
 
-    def _read(self, batch: InputBatch) -> torch.Tensor | None:
-        """`InputBatch.wanted` where nothing but sampling reads hidden states. One at least: kernels take no empty batch."""
+    def _sampled(self, batch: InputBatch) -> torch.Tensor | None:
+        """`InputBatch.wanted` where only sampling reads hidden states: the tokens behind which one is sampled. One at least: kernels take no empty batch."""
         if len(batch.step.samples) == len(batch.input_ids):  # each token is a request that samples
             return None
         return batch.sampling.logits_indices if batch.step.samples else self.buffers.arange[:1]

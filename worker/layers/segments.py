@@ -52,7 +52,7 @@ class Segments:
 
     def run(self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Embedded tokens `[T, H]` bfloat16, which are overwritten, -> the normed result of the last layer, of all tokens or of those in `wanted`."""
-        assert positions.dtype == attn.slot_mapping.dtype == torch.int64 and x.is_contiguous()
+        assert positions.dtype == attn.slot_mapping.dtype == torch.int64 and x.is_contiguous() and (wanted is None or wanted.dtype == torch.int64)
         qkv, attended = self._between(len(x))
         result = torch.empty_like(x if wanted is None else x[: len(wanted)])
         tokens = positions.data_ptr(), attn.slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()

@@ -66,7 +66,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and around a residual. The sum with the residual is left to the next norm, which does both at once."""
+    """Attention and MLP, each behind a norm and around a residual. The sum with the residual is left to the next norm, which does both at once.
+
+    x and residual `[T, H]` -> both anew, `[T, H]` or the rows of that in `wanted`.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, attention_cls: type[SelfAttention], mlp_cls: type[MLP]):
         super().__init__()

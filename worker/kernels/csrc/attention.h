@@ -14,6 +14,10 @@ struct Layer {  // what stays the same from step to step; strides in elements
   long k_block, k_slot, k_head, v_block, v_slot, v_head;
   long num_heads, num_kv_heads, head_dim, block_size, dtype, window;
   float scale, soft_cap;
+
+  // Where the token at position `at` of a sequence lies in each cache, in elements from its start.
+  long k_place(const int* table, long at) const { return table[at / block_size] * k_block + at % block_size * k_slot; }
+  long v_place(const int* table, long at) const { return table[at / block_size] * v_block + at % block_size * v_slot; }
 };
 
 struct Step {  // i is a request, token a row of q and out

@@ -50,7 +50,7 @@ inline void decode_scores(const Layer& l, const DecodeTask& t, const bf16* q, lo
   TileScope scope(16, 64, 0, int(g));
   for (int tile = 0; tile < tiles; tile++) {
     const long at = key + tile * 16;
-    const bf16* k = (const bf16*)l.k_cache + t.table[at / l.block_size] * l.k_block + at % l.block_size * l.k_slot;
+    const bf16* k = (const bf16*)l.k_cache + l.k_place(t.table, at);
     const bf16* right = q;
     for (long h = t.h0; h < t.h1; h++) {
       TILE_ZERO(0);
@@ -98,7 +98,7 @@ inline void decode_values(const Layer& l, const DecodeTask& t, long h, long key,
   TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
   for (int tile = 0; tile < tiles; tile++) {
     const long at = key + tile * 16, rows = l.v_slot;
-    const bf16* v = (const bf16*)l.v_cache + t.table[at / l.block_size] * l.v_block + at % l.block_size * rows + h * l.v_head + c0;
+    const bf16* v = (const bf16*)l.v_cache + l.v_place(t.table, at) + h * l.v_head + c0;
     if (h + 1 < t.h1)
       for (long j = 0; j < 16; j++)
         for (long c = 0; c < 128; c += 32) _mm_prefetch((const char*)(v + l.v_head + j * rows + c), _MM_HINT_T1);

@@ -63,9 +63,8 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
       const long at = key + j0 + j;
       k[j] = v[j] = nullptr;
       if (at < begin || at >= end) continue;
-      const long block = table[at / l.block_size], offset = at % l.block_size;
-      k[j] = (const bf16*)l.k_cache + block * l.k_block + offset * l.k_slot + head * l.k_head;
-      v[j] = (const bf16*)l.v_cache + block * l.v_block + offset * l.v_slot + head * l.v_head;
+      k[j] = (const bf16*)l.k_cache + l.k_place(table, at) + head * l.k_head;
+      v[j] = (const bf16*)l.v_cache + l.v_place(table, at) + head * l.v_head;
     }
     for (long c = 0; c < steps; c++) {
       __m512i r[16];
@@ -98,9 +97,8 @@ class KeysAhead {
  private:
   void find() {
     if (key_ >= end_) return;
-    const long block = table_[key_ / l_.block_size], offset = key_ % l_.block_size;
-    k_ = (const char*)((const bf16*)l_.k_cache + block * l_.k_block + offset * l_.k_slot + head_ * l_.k_head);
-    v_ = (const char*)((const bf16*)l_.v_cache + block * l_.v_block + offset * l_.v_slot + head_ * l_.v_head);
+    k_ = (const char*)((const bf16*)l_.k_cache + l_.k_place(table_, key_) + head_ * l_.k_head);
+    v_ = (const char*)((const bf16*)l_.v_cache + l_.v_place(table_, key_) + head_ * l_.v_head);
     at_ = 0;
   }
   const Layer& l_;

@@ -102,9 +102,9 @@ struct Tile {
   long k[kTile], v[kTile];
   void locate(const Layer& l, const int* table, long key, long begin, long end) {
     for (int j = 0; j < kTile; j++) {
-      long at = std::min(std::max(key + j, begin), end - 1), block = table[at / l.block_size], offset = at % l.block_size;
-      k[j] = block * l.k_block + offset * l.k_slot;
-      v[j] = block * l.v_block + offset * l.v_slot;
+      const long at = std::min(std::max(key + j, begin), end - 1);
+      k[j] = l.k_place(table, at);
+      v[j] = l.v_place(table, at);
     }
   }
 };

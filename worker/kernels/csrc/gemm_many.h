@@ -1,4 +1,4 @@
-// Products of many rows, by AMX.
+// Products of many rows, by AMX. Results go to memory, or some columns at a time to a sink.
 #pragma once
 
 #include "gemm.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Many rows. They go in groups of at most kMaxRows; k whole if it is at most kWhole steps, else in runs of at most kRun. Such a piece of the rows, up to 1 MiB, stays in
+// The rows go in groups of at most kMaxRows; k whole if it is at most kWhole steps, else in runs of at most kRun. Such a piece of the rows, up to 1 MiB, stays in
 // L2, a block of the weight streams by, and of that the first kHot steps (fewer where what is expanded meanwhile goes through L1, too) stay in L1 while all rows of
 // the group use them. Sums that are not complete at the end of a run wait in memory, beside the rows in L2: those of kBlocksAtOnce blocks.
 constexpr int kMaxRows = 512, kWhole = 32, kRun = 20, kBlocksAtOnce = 16, kHot = 18, kHotBesideExpanding = 12;
@@ -182,23 +182,25 @@ struct ManyRows {
       const int s1 = std::min(s0 + max_run, steps);
       for (int nb = nb0; nb < nb1; nb++) {
         const Part at{nb, s0, s1};
-        if (g.sink && nb % sink_blocks() == 0) g.out = room - pair0 * 32 * g.ldo - nb * kCols;
+        if (g.sink && nb % sink_blocks() == 0) g.out = room - pair0 * 32 * g.ldo - nb * kCols;  // so that what follows lies at the start of the room
         const bf16* w = weights.tiles(at);
         weights.announce(after(at, nb0, nb1, max_run), long(pair1 - pair0) * at.steps());
         for (int p = pair0; p < pair1; p++) {
           if (max_run < steps) waiting.announce(p + 1 < pair1 ? waiting.of(p + 1 - pair0, nb - nb0) : waiting.of(0, nb + 1 < nb1 ? nb + 1 - nb0 : 0));
           multiply(p, at, w, waiting.of(p - pair0, nb - nb0));
         }
-        if (g.sink && s1 == steps && (nb + 1) % sink_blocks() == 0) {
-          finisher.flush();
-          g.sink->take(g.sink->context, room, g.ldo, pair0 * 32, std::min(pair1 * 32, g.m) - pair0 * 32, (nb + 1) * kCols - g.sink->columns);
-        }
+        if (g.sink && s1 == steps && (nb + 1) % sink_blocks() == 0) hand_over(pair0 * 32, std::min(pair1 * 32, g.m), (nb + 1) * kCols);
       }
     }
   }
 
  private:
   int sink_blocks() const { return int(g.sink->columns / kCols); }
+
+  void hand_over(int row0, int row1, long end) {  // the columns before `end` of these rows
+    finisher.flush();
+    g.sink->take(g.sink->context, room, g.ldo, row0, row1 - row0, end - g.sink->columns);
+  }
 
   Part after(const Part& at, int nb0, int nb1, int max_run) const {  // beyond the last it guesses that the thread goes on with the piece that follows
     if (at.nb + 1 < nb1) return {at.nb + 1, at.s0, at.s1};

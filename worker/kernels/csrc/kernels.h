@@ -6,7 +6,7 @@
 #include "simd.h"
 
 struct QkvArgs {
-  void* qkv;  // [T, (num_heads + 2 num_kv_heads) * head_dim]; q is overwritten in place
+  void* qkv;  // [T, (num_heads + 2 num_kv_heads) * head_dim]; where q goes, normalised and rotated
   void* k_cache;
   void* v_cache;
   const void* q_weight;  // [head_dim] of the q norm, or null

@@ -84,8 +84,8 @@ extern "C" {
 // Elements of bf16 that quire_run_segment wants as `workspace`.
 long quire_segment_workspace(long hidden, long inner) { return kTokens * (hidden + inner + 2 * kPad); }
 
-// attended [tokens, o_proj.k] in rows of lda, not read at the start. residual [tokens, hidden] is added to. out: [tokens, qkv.n] in rows of cache.ld_qkv, its q rotated,
-// k and v also in the cache; at the end [tokens, hidden], the normed sum. All others contiguous.
+// attended [tokens, o_proj.k] in rows of lda, not read at the start. residual [tokens, hidden] is added to. out: [tokens, qkv.n] in rows of cache.ld_qkv, its q rotated;
+// k and v are in the cache, and what is in their place here nobody may read; at the end [tokens, hidden], the normed sum. All others contiguous.
 void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long tokens, bf16* workspace) {
   const long ldo = s->qkv.k ? s->cache.ld_qkv : s->hidden, pieces = (tokens + kTokens - 1) / kTokens;
   const long each = pieces > 1 ? ((tokens + pieces - 1) / pieces + 31) / 32 * 32 : tokens;
