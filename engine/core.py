@@ -37,7 +37,15 @@ from engine.messages import (
     StepOutputs,
     ToEngine,
 )
-from engine.process import dump_stacks_on, kill_descendants, on_eof, set_name, start_logging, wake_on_signals
+from engine.process import (
+    dump_stacks_on,
+    kill_descendants,
+    on_eof,
+    remove_stacks,
+    set_name,
+    start_logging,
+    wake_on_signals,
+)
 from engine.scheduler import Outputs, Scheduler, Step
 
 logger = logging.getLogger(__name__)
@@ -218,8 +226,9 @@ class EngineCore:
 
     def kill(self) -> None:
         """End this process, and all that it started, at once, from any thread: the parent is gone, and cannot tidy up either."""
-        self.socket.unlink()
         kill_descendants()
+        remove_stacks()
+        self.socket.unlink()
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
@@ -247,7 +256,7 @@ def main() -> None:
     """Run the engine process. Does not return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides what it means
     signal.signal(signal.SIGTERM, _terminate)
-    dump_stacks_on(signal.SIGUSR2)
+    dump_stacks_on(signal.SIGUSR2, "engine")
     set_name("quire-engine")
     socket = ServerSocket(sys.argv[1])
     socket.watch(wake_on_signals())

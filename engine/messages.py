@@ -10,8 +10,12 @@ import msgspec
 
 from worker.messages import MemoryPlan, SamplingParams, TokenLogprobs, WorkerReady
 
-__all__ = ["AbortRequests", "AddRequest", "Call", "CallResult", "EngineDead", "EngineOutput", "EngineStats", "FromEngine", "Hello", "MemoryPlan",
+__all__ = ["STACKS_FOLDER", "STACKS_SUFFIX", "AbortRequests", "AddRequest", "Call", "CallResult", "EngineDead", "EngineOutput", "EngineStats", "FromEngine", "Hello", "MemoryPlan",
            "Progress", "Ready", "RequestTiming", "SamplingParams", "StepOutputs", "ToEngine", "TokenLogprobs", "WorkerReady"]
+
+
+STACKS_FOLDER = "QUIRE_STACKS_FOLDER"  # the environment variable that tells an engine's processes where to write their stacks down, each to a file
+STACKS_SUFFIX = ".stacks"
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):

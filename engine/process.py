@@ -11,6 +11,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+
+from engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -44,9 +47,22 @@ def kill_descendants() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def dump_stacks_on(number: signal.Signals) -> None:
-    """Have that signal write the stacks of all threads to stderr: also of a thread that hangs in compiled code and never returns to Python."""
-    faulthandler.register(number, all_threads=True, chain=False)
+def dump_stacks_on(number: signal.Signals, name: str) -> None:
+    """Have that signal write the stacks of all threads: also of a thread that hangs in compiled code and never returns to Python.
+
+    They go to a file, `name` with STACKS_SUFFIX, in the folder that the environment's STACKS_FOLDER names, without one to stderr, where those of several
+    processes would mix: they are written a few bytes at a time.
+    """
+    folder = os.environ.get(STACKS_FOLDER)
+    file = Path(folder, name + STACKS_SUFFIX).open("w") if folder else sys.stderr  # noqa: SIM115  it stays open for the handler
+    faulthandler.register(number, file, all_threads=True, chain=False)
+
+
+def remove_stacks() -> None:
+    """Remove the files of all processes that write their stacks to the same folder."""
+    if folder := os.environ.get(STACKS_FOLDER):
+        for path in Path(folder).glob("*" + STACKS_SUFFIX):
+            path.unlink(missing_ok=True)
 
 
 def wake_on_signals() -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from configs.config import Config
+from engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
 ROOT = Path(__file__).resolve().parent.parent  # where `engine` can be imported from, installed or not
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
@@ -31,7 +32,7 @@ class EngineProcess:
 
     def start(self) -> None:
         """Returns at once; the engine binds `address` before it loads anything. It gets a process group of its own, so that Ctrl-C reaches only us."""
-        environment = python_environment()
+        environment = python_environment() | {STACKS_FOLDER: self._folder}
         if self.config.parallel.data_parallel_size > 1:
             environment["CUDA_VISIBLE_DEVICES"] = _devices(self.config, self.index, environment.get("CUDA_VISIBLE_DEVICES"))
         # -P: no module of the current folder may stand in for one of ours
@@ -62,9 +63,13 @@ class EngineProcess:
         return self._process.wait()
 
     def dump_stacks(self) -> None:
-        """Have it and its workers write their stacks to the log, even those that hang in compiled code. For one that is about to be killed."""
+        """Have it and its workers write down their stacks, even those that hang in compiled code. For one that is about to be killed."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGUSR2)
+
+    def stacks(self) -> dict[str, str]:
+        """What was written down, by process. Nothing comes from one that is stopped, or waits in the kernel for a device or a disk."""
+        return {path.stem: path.read_text(errors="replace") for path in sorted(Path(self._folder).glob("*" + STACKS_SUFFIX))}
 
     def kill(self) -> None:
         """End it and whatever is left of its workers at once."""

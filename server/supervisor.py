@@ -88,9 +88,11 @@ class Supervisor:
             silent = self.client.num_messages == num_messages and self._is_busy()
             num_messages, silence = self.client.num_messages, silence + tick if silent else 0.0
         self.hung = f"it hung: no step ended for --step-timeout {timeout:g} seconds"
-        logger.error("the engine is to be killed, %s; the stacks of its threads:", self.hung)
+        logger.error("the engine is to be killed, %s", self.hung)
         self.engine.dump_stacks()
         await asyncio.sleep(STACKS_TIMEOUT)
+        for process, stacks in self.engine.stacks().items():
+            logger.error("the stacks of the threads of %s:\n%s", process, stacks or "none: it is stopped, or waits in the kernel")
         self.engine.kill()
 
     def _is_busy(self) -> bool:

@@ -287,7 +287,8 @@ def test_a_rank_that_hangs(checkpoint, tmp_path):
         answers, _ = crowd(server, bodies, victim.suspend, after=0.1)
         check(answers, expected)
         stacks = server.log.partition("it hung: no step ended for --step-timeout 5 seconds")[2]
-        assert 'worker/parallel.py", line' in stacks and 'engine/core.py", line' in stacks
+        of = {process: stacks.partition(f"the stacks of the threads of {process}:\n")[2].partition(" server: ")[0] for process in ("engine", "worker 0", "worker 1")}
+        assert 'worker/parallel.py", line' in of["worker 0"] and 'engine/core.py", line' in of["engine"] and of["worker 1"].startswith("none: it is stopped")
         assert all(gone(rank) for rank in ranks)
 
 

@@ -170,7 +170,7 @@ def worker_main(worker_class: str, config: Config, rank: int, world_size: int, i
     """The process of one rank; one of them `answers`. Ends when its pipe does, or with an error that it reports first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when we end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    dump_stacks_on(signal.SIGUSR2)
+    dump_stacks_on(signal.SIGUSR2, f"worker {rank}")
     die_with_parent()
     set_name(f"quire-worker-{rank}")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")  # all ranks are on this machine: others need not reach them
