@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 
 import torch
 from torch import nn
@@ -13,7 +14,9 @@ from worker import huge_pages
 from worker.layers.attention import Attention
 from worker.messages import StepInput
 
-RESIDENT_BYTES = 2 << 30  # of the cache, behind the highest block used so far, that are made resident before they are needed
+IDLE_BYTES = 4 << 30  # of the cache, behind the highest block used so far, that are made resident while no step runs
+BUSY_BYTES = 512 << 20  # the same beside steps: more than one of them can fill
+IDLE_SECONDS = 0.25  # without a step, after which none is expected at once
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
@@ -45,25 +48,31 @@ def allocate(layers: list[Attention], num_blocks: int, block_size: int, dtype: t
 class Warmer:
     """Makes blocks of a cache on CPU resident before they are needed: the first write of a page costs as much as computing the tokens in it.
 
-    Blocks are handed out in order, so `num_bytes` from the first one on are those that a server needs soon; later as many behind the highest block that was used.
-    A thread that runs when nothing else wants the core, and ends by itself where all is resident.
+    Blocks are handed out in order, so those behind the highest one used are needed next. While no step runs, `idle_bytes` of them are made resident; beside steps,
+    which that slows down by a tenth, only the next `busy_bytes`. A thread that runs when nothing else wants the core, and ends by itself where all is resident.
     """
 
-    def __init__(self, layers: list[Attention], num_bytes: int = RESIDENT_BYTES):
+    def __init__(self, layers: list[Attention], idle_bytes: int = IDLE_BYTES, busy_bytes: int = BUSY_BYTES):
         self._tensors = [tensor for layer in layers for tensor in (layer.k_cache, layer.v_cache)]
         self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes  # of each tensor, in bytes, as all below
-        self._ahead = num_bytes // len(self._tensors)
-        self._goal, self._resident = min(self._ahead, self._size), 0
-        self._wake, self._stopped = threading.Event(), False
+        self._idle_bytes, self._busy_bytes = idle_bytes // len(self._tensors), busy_bytes // len(self._tensors)
+        self._used = self._resident = 0
+        self._idle_since: float | None = 0.0  # time.monotonic(); None during a step
+        self._wake, self._stopped, self._complete = threading.Event(), False, False
         self._thread = threading.Thread(target=self._work, name="kv-cache-warmer", daemon=True)
         self._thread.start()
 
     def follow(self, step: StepInput) -> None:
-        """Stay ahead of the blocks that enter with `step`."""
+        """A step begins: stay ahead of the blocks that enter with it."""
+        self._idle_since = None
         highest = max((block for blocks in (*step.new_blocks, *(new.block_ids for new in step.new)) for block in blocks), default=0)
-        self._goal = max(self._goal, min((highest + 1) * self._block_size + self._ahead, self._size))
-        if self._goal > self._resident:
+        self._used = max(self._used, (highest + 1) * self._block_size)
+        if self._complete or self._resident < self._used + self._busy_bytes:  # otherwise the thread looks by itself, in a while
             self._wake.set()
+
+    def rest(self) -> None:
+        """The step is over."""
+        self._idle_since = time.monotonic()
 
     def stop(self) -> None:
         """Returns when the memory is not looked at any more."""
@@ -76,11 +85,18 @@ class Warmer:
         if sys.platform == "linux":  # not by `nice`: whatever wakes up would still wait for the rest of this thread's slice of milliseconds
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
         while self._resident < self._size:
-            while self._resident >= self._goal and not self._stopped:
-                self._wake.wait()
-                self._wake.clear()  # and only then look at the goal again
             size = min(huge_pages.PAGE, self._size - self._resident)
             for tensor in self._tensors:
+                self._wait()
                 if self._stopped or not huge_pages.make_resident(tensor.data_ptr() + self._resident, size):
                     return
             self._resident += size
+
+    def _wait(self) -> None:
+        """Until the next pages are wanted."""
+        while not self._stopped and self._resident >= self._used + self._busy_bytes:
+            idle_since, self._complete = self._idle_since, self._resident >= self._used + self._idle_bytes
+            if not self._complete and idle_since is not None and time.monotonic() - idle_since >= IDLE_SECONDS:
+                return
+            self._wake.wait(None if self._complete else IDLE_SECONDS)
+            self._wake.clear()  # and only then look again

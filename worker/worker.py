@@ -100,9 +100,13 @@ class Worker:
         assert self.runner is not None, "initialize first"
         if KERNELS.building and KERNELS.poll():
             self._change_over()
-        if self.warmer is not None:
-            self.warmer.follow(step)
-        return self.runner.execute(step)
+        if self.warmer is None:
+            return self.runner.execute(step)
+        self.warmer.follow(step)
+        try:
+            return self.runner.execute(step)
+        finally:
+            self.warmer.rest()
 
     def shutdown(self) -> None:
         """Give the memory back and leave the process groups. Idempotent."""

@@ -95,12 +95,14 @@ def test_blocks_of_a_cache_become_resident_ahead_of_use():
     tensors = [tensor for layer in layers for tensor in (layer.k_cache, layer.v_cache)]  # of 32 MiB, 4 blocks in a page of 2 MiB
     if not huge_pages.make_resident(tensors[0].data_ptr(), 1):
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
-    warmer = Warmer(layers, 32 * MIB)
+    warmer = Warmer(layers, idle_bytes=32 * MIB, busy_bytes=8 * MIB)
     _wait_for(tensors, 8 * MIB)
     for _ in range(2):
         warmer.follow(_step([1], [11, 10]))
-        _wait_for(tensors, 14 * MIB)  # what blocks 0 to 11 take, and 8 MiB
+        _wait_for(tensors, 8 * MIB)  # blocks 0 to 11 take 6 MiB, and 2 MiB
     warmer.follow(_step([12, 1], []))
+    _wait_for(tensors, 10 * MIB)
+    warmer.rest()
     _wait_for(tensors, 16 * MIB)
     warmer.follow(_step([], [60]))
     warmer._thread.join(60)
@@ -111,8 +113,8 @@ def test_blocks_of_a_cache_become_resident_ahead_of_use():
 
 def test_a_warmer_stops_while_it_works_and_while_it_waits():
     layers = [SimpleNamespace(k_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16), v_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16))]
-    Warmer(layers, 1 << 40).stop()  # more than there is
-    warmer = Warmer(layers, 4 * MIB)
+    Warmer(layers, 1 << 40, 0).stop()  # more than there is
+    warmer = Warmer(layers, 4 * MIB, 0)
     time.sleep(0.1)
     warmer.stop()
     assert not warmer._thread.is_alive()
