@@ -79,7 +79,7 @@ static inline void amx_tiles_2x2_streaming(const bf16* a, long lda, const bf16* 
     TILE_DP(2, 5, 6);
     TILE_DP(3, 5, 7);
     if (s % kKeepAwake == 0) TILE_STORE(5, spare, 64);
-    aside();
+    aside(s);
   }
 }
 #endif

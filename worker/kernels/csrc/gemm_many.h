@@ -7,11 +7,11 @@
 
 namespace {
 
-// The rows go in groups of at most kMaxRows; k whole if it is at most kWhole steps, else in runs of at most kRun. Such a piece of the rows, up to 1 MiB, stays in
-// L2, a block of the weight streams by, and of that the first kHot steps (fewer where what is expanded meanwhile goes through L1, too) stay in L1 while all rows of
-// the group use them. Sums that are not complete at the end of a run wait in memory, beside the rows in L2: those of kBlocksAtOnce blocks.
-constexpr int kMaxRows = 512, kWhole = 32, kRun = 20, kBlocksAtOnce = 16, kHot = 18, kHotBesideExpanding = 12;
-// With few pairs of tiles a weight that is expanded goes in runs whose two buffers stay in L1, and so do the sums of its one block.
+// The rows go in groups of at most kMaxRows; k whole if a group takes no more than kPiece bytes, else in runs of at most kRun steps. Such a piece of the rows stays in
+// L2, a block of the weight streams by, and of that the first kHot steps stay in L1 while all rows of the group use them. Sums that are not complete at the end of a
+// run wait in memory, beside the rows in L2: those of kBlocksAtOnce blocks.
+constexpr int kMaxRows = 512, kPiece = 1 << 20, kRun = 20, kBlocksAtOnce = 16, kHot = 18;
+// With few pairs of tiles a weight that is expanded goes block by block, in runs that stay in L1 with their sums.
 constexpr int kFewPairs = 4, kRunInL1 = 8;
 
 // The left operand: rows of x as they lie, but for what must be padded to whole k-steps or whole pairs of tiles, which is copied.
@@ -42,79 +42,70 @@ class PairedRows {
   long whole_;  // pairs of tiles that are used where they are
 };
 
-// What of the weight is used at a time: k-steps [s0, s1) of block nb. s0 and s1 are even.
+// What of the weight is used at a time: k-steps [s0, s1) of block nb. s0 is even.
 struct Part {
   int nb = -1, s0 = 0, s1 = 0;
   int steps() const { return s1 - s0; }
   bool operator==(const Part& o) const { return nb == o.nb && s0 == o.s0 && s1 == o.s1; }
 };
 
-// Hands out a part as tiles, and gets the next one ready in the meantime: in L2, or, if the weight is not stored as tiles, expanded into one of two buffers.
+// Hands out a part as tiles, and has the next one fetched into L2 in the meantime. A weight that is not stored as tiles is expanded while the first rows meet it,
+// just ahead of them: with two parts in turn, one of them expanded beside all products with the other, both would have to stay near.
 class WeightStream {
  public:
-  WeightStream(const Gemm& g, bf16* buffer, int max_steps) : g_(g), expanded_(g.quant || g.compact), ready_(buffer), filling_(buffer + max_steps * kStepElems) {}
-  static long buffer_bytes(const Gemm& g, int max_steps) { return g.quant || g.compact ? 4L * max_steps * kStepElems : 0; }
+  WeightStream(const Gemm& g, bf16* buffer) : g_(g), buffer_(buffer) {}
+  static long buffer_bytes(const Gemm& g, int max_steps) { return g.quant || g.compact ? 2L * max_steps * kStepElems : 0; }
 
   const bf16* tiles(const Part& at) {
-    if (!expanded_) return place(at);
-    if (!(next_ == at)) start(at);
-    while (unit_ < units_) expand();
-    next_ = Part();
-    std::swap(ready_, filling_);
-    return ready_;
+    if (!expanded()) return g_.block(at.nb) + size_t(at.s0) * kStepElems;
+    part_ = at, step_ = 0, announced_ = next_ == at;
+    expand();
+    return buffer_;
   }
 
-  bool expanded() const { return expanded_; }
+  bool expanded() const { return g_.quant || g_.compact; }
+
+  // Two k-steps more of the part, if there are: called every two k-steps by those who multiply with it first.
+  void expand() {
+    const int left = part_.steps() - step_, s = part_.s0 + step_;
+    if (left <= 0) return;
+    bf16* to = buffer_ + step_ * kStepElems;
+    if (!announced_) fetch({part_.nb, s + kAhead, s + kAhead + 2});
+    for (int i = 0; i < std::min(left, 2); i++) {
+      if (g_.quant) dequantize_half(*g_.quant, part_.nb, s / 2, i, to);
+      else expand_step(*g_.compact, part_.nb, s + i, to + i * kStepElems);
+    }
+    step_ += 2;
+  }
 
   // `next` will be wanted after `calls` calls of bring(), each of which brings a share of it.
   void announce(const Part& next, long calls) {
-    if (expanded_) return start(next), void(calls_ = calls);
-    at_ = (const char*)place(next);
-    share_ = (next.steps() * 2L * kStepElems / calls + 63) / 64 * 64;
+    next_ = next, at_ = source(next), lines_ = bytes(next) / 64, calls_ = calls, due_ = 0;
   }
   void bring() {
-    if (expanded_) {
-      for (due_ += units_; due_ >= calls_; due_ -= calls_)
-        if (unit_ < units_) expand();
-      return;
-    }
-    for (long i = 0; i < share_; i += 64) _mm_prefetch(at_ + i, _MM_HINT_T1);
-    at_ += share_;
+    for (due_ += lines_; due_ >= calls_; due_ -= calls_, at_ += 64) _mm_prefetch(at_, _MM_HINT_T1);
   }
 
  private:
-  static constexpr long kAhead = 4096;  // bytes
+  static constexpr int kAhead = 4;  // k-steps
 
-  const bf16* place(const Part& at) const { return g_.block(at.nb) + size_t(at.s0) * kStepElems; }
-
-  void start(const Part& next) {
-    next_ = next;
-    unit_ = 0, due_ = 0;
-    units_ = g_.compact ? next.steps() * 8 : next.steps();  // a group of a k-step; half of two k-steps
-    source_ = g_.compact ? (const char*)g_.compact->step(next.nb, next.s0) : (const char*)g_.quant->step(next.nb, next.s0 / 2);
-    for (long i = 0; i < kAhead; i += 64) _mm_prefetch(source_ + i, _MM_HINT_T1);
+  const char* source(const Part& at) const {
+    if (g_.compact) return (const char*)g_.compact->step(at.nb, at.s0);
+    return g_.quant ? (const char*)g_.quant->step(at.nb, at.s0 / 2) : (const char*)(g_.block(at.nb) + size_t(at.s0) * kStepElems);
   }
-  void expand() {
-    const long bytes = g_.compact ? 192 : g_.quant->step_bytes() / 2;
-    for (long i = 0; i < bytes; i += 64) _mm_prefetch(source_ + kAhead + i, _MM_HINT_T1);
-    if (g_.compact) {
-      expand_group((const uint16_t*)source_, filling_ + unit_ * 128);
-      if (unit_ % 8 == 7) put_exceptions(*g_.compact, long(next_.nb) * g_.compact->k_steps + next_.s0 + unit_ / 8, filling_ + unit_ / 8 * kStepElems);
-    } else {
-      dequantize_half(*g_.quant, next_.nb, next_.s0 / 2 + unit_ / 2, unit_ % 2, filling_ + unit_ / 2 * 2 * kStepElems);
-    }
-    source_ += bytes;
-    unit_++;
+  long bytes(const Part& at) const { return g_.quant ? at.steps() / 2 * g_.quant->step_bytes() : at.steps() * 2L * (g_.compact ? Compact::kStepWords : kStepElems); }
+  void fetch(const Part& at) {
+    const char* from = source(at);
+    for (long i = 0; i < bytes(at); i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
   }
 
   const Gemm& g_;
-  const bool expanded_;
-  bf16 *ready_, *filling_;
-  Part next_;  // that `filling_` is for
-  int unit_ = 0, units_ = 0;
-  long due_ = 0, calls_ = 1;
-  const char *at_ = nullptr, *source_ = nullptr;
-  long share_ = 0;
+  bf16* buffer_;
+  Part part_, next_;  // handed out, announced
+  int step_ = 0;  // of part_, up to which it is expanded
+  bool announced_ = false;  // part_
+  const char* at_ = nullptr;
+  long lines_ = 0, calls_ = 1, due_ = 0;
 };
 
 // Sums of 32 rows and 32 columns on their way out: they are finished row by row while AMX computes the next ones.
@@ -166,7 +157,7 @@ class WaitingSums {
   const char *next_ = nullptr, *end_ = nullptr;
 };
 
-// Blocks [nb0, nb1) of the weight for the pairs of tiles [pair0, pair1) of rows.
+// The product of some blocks of the weight with some pairs of tiles of rows.
 struct ManyRows {
   Gemm g;  // a copy: with a sink, `out` is this thread's
   const PairedRows& x;
@@ -176,18 +167,24 @@ struct ManyRows {
   WaitingSums waiting;  // where there are several runs
   alignas(64) char spare[1024];
 
-  void run(int pair0, int pair1, int nb0, int nb1, int max_run) {
+  // Blocks [nb0, nb1) for the pairs [pair0, pair1). After them block `following` is wanted; -1: who knows.
+  void run(int pair0, int pair1, int nb0, int nb1, int max_run, int following) {
     const int steps = g.k_steps();
-    for (int s0 = 0; s0 < steps; s0 += max_run) {
-      const int s1 = std::min(s0 + max_run, steps);
+    const bool one_block = nb1 - nb0 == 1;  // then the sums at the end of a run stay in the tiles: the next one begins with them, and goes the other way
+    for (int s0 = 0, turn = 0; s0 < steps; s0 += max_run, turn++) {
+      const int s1 = std::min(s0 + max_run, steps), first = one_block && turn % 2 ? pair1 - 1 : pair0, by = first == pair0 ? 1 : -1;
       for (int nb = nb0; nb < nb1; nb++) {
         const Part at{nb, s0, s1};
-        if (g.sink && nb % sink_blocks() == 0) g.out = room - pair0 * 32 * g.ldo - nb * kCols;  // so that what follows lies at the start of the room
+        if (g.sink && nb % sink_blocks() == 0 && s0 == 0) g.out = room - pair0 * 32 * g.ldo - nb * kCols;  // so that what follows lies at the start of the room
         const bf16* w = weights.tiles(at);
-        weights.announce(after(at, nb0, nb1, max_run), long(pair1 - pair0) * at.steps());
-        for (int p = pair0; p < pair1; p++) {
-          if (max_run < steps) waiting.announce(p + 1 < pair1 ? waiting.of(p + 1 - pair0, nb - nb0) : waiting.of(0, nb + 1 < nb1 ? nb + 1 - nb0 : 0));
-          multiply(p, at, w, waiting.of(p - pair0, nb - nb0));
+        weights.announce(after(at, nb0, nb1, max_run, following), long(pair1 - pair0) * at.steps());
+        for (int p = first, left = pair1 - pair0; left > 0; left--, p += by) {
+          if (max_run < steps && !one_block) waiting.announce(p + 1 < pair1 ? waiting.of(p + 1 - pair0, nb - nb0) : waiting.of(0, nb + 1 < nb1 ? nb + 1 - nb0 : 0));
+          float* sums = waiting.of(p - pair0, nb - nb0);
+          begin(s0 == 0, one_block && p == first, sums);
+          multiply(p, p == first, at, w);
+          if (s1 == steps) finisher.take(p, nb);
+          else if (!one_block || left > 1) store(sums);
         }
         if (g.sink && s1 == steps && (nb + 1) % sink_blocks() == 0) hand_over(pair0 * 32, std::min(pair1 * 32, g.m), (nb + 1) * kCols);
       }
@@ -202,18 +199,24 @@ struct ManyRows {
     g.sink->take(g.sink->context, room, g.ldo, row0, row1 - row0, end - g.sink->columns);
   }
 
-  Part after(const Part& at, int nb0, int nb1, int max_run) const {  // beyond the last it guesses that the thread goes on with the piece that follows
+  Part after(const Part& at, int nb0, int nb1, int max_run, int following) const {
     if (at.nb + 1 < nb1) return {at.nb + 1, at.s0, at.s1};
     if (at.s1 < g.k_steps()) return {nb0, at.s1, std::min(at.s1 + max_run, g.k_steps())};
-    return {nb1 < g.n_blocks() ? nb1 : 0, 0, std::min(max_run, g.k_steps())};
+    return {following, 0, following < 0 ? 0 : std::min(max_run, g.k_steps())};
   }
 
-  void multiply(int p, const Part& at, const bf16* w, float* sums) {
-    if (at.s0 == 0) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
-    else { TILE_LOAD(0, sums, 64); TILE_LOAD(1, sums + 256, 64); TILE_LOAD(2, sums + 512, 64); TILE_LOAD(3, sums + 768, 64); }
-    amx_tiles_2x2_streaming(x.pair(p) + at.s0 * kStep, x.ld(p), w, at.steps(), weights.expanded() ? kHotBesideExpanding : kHot, spare, [&] { weights.bring(); waiting.bring(); finisher.row(); });
-    if (at.s1 == g.k_steps()) return finisher.take(p, at.nb);
-    TILE_STORE(0, sums, 64); TILE_STORE(1, sums + 256, 64); TILE_STORE(2, sums + 512, 64); TILE_STORE(3, sums + 768, 64);
+  static void begin(bool from_zero, bool in_tiles, const float* sums) {
+    if (from_zero) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
+    else if (!in_tiles) { TILE_LOAD(0, sums, 64); TILE_LOAD(1, sums + 256, 64); TILE_LOAD(2, sums + 512, 64); TILE_LOAD(3, sums + 768, 64); }
+  }
+  static void store(float* sums) { TILE_STORE(0, sums, 64); TILE_STORE(1, sums + 256, 64); TILE_STORE(2, sums + 512, 64); TILE_STORE(3, sums + 768, 64); }
+
+  void multiply(int p, bool first, const Part& at, const bf16* w) {
+    const bf16* a = x.pair(p) + at.s0 * kStep;
+    auto aside = [&](int) { weights.bring(); waiting.bring(); finisher.row(); };
+    auto expanding = [&](int s) { if (s % 2 == 0) weights.expand(); aside(s); };  // two k-steps ahead of themselves
+    if (first && weights.expanded()) amx_tiles_2x2_streaming(a, x.ld(p), w, at.steps(), kHot, spare, expanding);
+    else amx_tiles_2x2_streaming(a, x.ld(p), w, at.steps(), kHot, spare, aside);
   }
 };
 
@@ -228,8 +231,9 @@ long blocks_per_piece(long blocks, long groups, long threads, bool in_l1, bool s
 void run_many_rows(const Gemm& g, int threads) {
   const int steps = g.k_steps(), blocks = g.n_blocks(), pairs = (g.m + 31) / 32;
   const bool in_l1 = (g.quant || g.compact) && pairs <= kFewPairs;
-  const int longest = in_l1 ? kRunInL1 : steps <= kWhole ? kWhole : kRun, runs = (steps + longest - 1) / longest, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
   const int groups = (pairs * 32 + kMaxRows - 1) / kMaxRows, group = (pairs + groups - 1) / groups;
+  const int longest = in_l1 ? kRunInL1 : long(group) * 32 * steps * kStep * 2 <= kPiece ? steps : kRun;
+  const int runs = (steps + longest - 1) / longest, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
   const long at_once = g.sink ? g.sink->columns / kCols : 1;  // blocks that must not part
   const long per = (blocks_per_piece(blocks, groups, threads, in_l1, runs > 1) + at_once - 1) / at_once * at_once, pieces = (blocks + per - 1) / per;
   const PairedRows x(g);
@@ -237,12 +241,13 @@ void run_many_rows(const Gemm& g, int threads) {
   Pool::get().run([&] {
     TileScope tiles;
     const int own = stretches.join();
-    const long buffer = WeightStream::buffer_bytes(g, max_run), sums = runs > 1 ? group * per * 4096 : 0;
+    const long buffer = WeightStream::buffer_bytes(g, max_run), sums = runs > 1 ? group * (in_l1 ? 1 : per) * 4096 : 0;
     char* memory = (char*)own_scratch.get(buffer + sums + (g.sink ? group * 32 * g.ldo * 2 : 0));
-    ManyRows work{g, x, (bf16*)(memory + buffer + sums), WeightStream(g, (bf16*)memory, max_run), Finisher(work.g), WaitingSums((float*)(memory + buffer), group)};
+    ManyRows work{g, x, (bf16*)(memory + buffer + sums), WeightStream(g, (bf16*)memory), Finisher(work.g), WaitingSums((float*)(memory + buffer), group)};
     for (long i; stretches.take(own, i);) {
-      const int pair0 = int(i / pieces) * group, nb0 = int(i % pieces * per);
-      work.run(pair0, std::min(pair0 + group, pairs), nb0, std::min(int(nb0 + per), blocks), max_run);
+      const int pair0 = int(i / pieces) * group, nb0 = int(i % pieces * per), nb1 = std::min(int(nb0 + per), blocks), step = in_l1 ? 1 : nb1 - nb0;
+      const int following = i + 1 < stretches.end(own) ? int((i + 1) % pieces * per) : -1;
+      for (int nb = nb0; nb < nb1; nb += step) work.run(pair0, std::min(pair0 + group, pairs), nb, nb + step, max_run, nb + step < nb1 ? nb + step : following);
     }
     work.finisher.flush();
   });

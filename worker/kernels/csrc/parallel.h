@@ -109,6 +109,7 @@ class Stretches {
     for (int t = 0; t < count_; t++) stretch_[t].next = n * t / count_, stretch_[t].end = n * (t + 1) / count_;
   }
   int join() { return joined_.fetch_add(1, std::memory_order_relaxed) % count_; }
+  long end(int own) const { return stretch_[own].end; }
   bool take(int own, long& i) {
     for (int t = 0; t < count_; t++) {
       Stretch& s = stretch_[(own + t) % count_];
