@@ -58,10 +58,10 @@ def two_threads(native_kernels):
     native_kernels.lib.quire_set_threads(torch.get_num_threads())
 
 
-@pytest.mark.parametrize("shape", [{"head_dim": 64}, {"head_dim": 128}, {"head_dim": 128, "hidden_size": 1120}, {"head_dim": 96, "num_key_value_heads": 4}], ids=str)
+@pytest.mark.parametrize("shape", [{"head_dim": 64}, {"head_dim": 128}, {"head_dim": 128, "hidden_size": 2080}, {"head_dim": 96, "num_key_value_heads": 4}], ids=str)
 @pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("mistral", "int8")])
 def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quantization, shape):
-    """Projections of many rows leave the product a head at a time; also where k takes several runs."""
+    """Projections of many rows leave the product a head at a time; also where k takes several runs, with several heads in each."""
     model = _model(checkpoint(name, dtype="bfloat16", **shape), quantization=quantization)
     got = _play(model, CpuNativeAttention())
     monkeypatch.setattr(model.model, "segments", lambda: None)

@@ -175,7 +175,7 @@ struct ManyRows {
       const int s1 = std::min(s0 + max_run, steps), first = one_block && turn % 2 ? pair1 - 1 : pair0, by = first == pair0 ? 1 : -1;
       for (int nb = nb0; nb < nb1; nb++) {
         const Part at{nb, s0, s1};
-        if (g.sink && nb % sink_blocks() == 0 && s0 == 0) g.out = room - pair0 * 32 * g.ldo - nb * kCols;  // so that what follows lies at the start of the room
+        if (g.sink && nb % sink_blocks() == 0) g.out = room - pair0 * 32 * g.ldo - nb * kCols;  // so that what follows lies at the start of the room
         const bf16* w = weights.tiles(at);
         weights.announce(after(at, nb0, nb1, max_run, following), long(pair1 - pair0) * at.steps());
         for (int p = first, left = pair1 - pair0; left > 0; left--, p += by) {
