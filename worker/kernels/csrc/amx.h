@@ -62,8 +62,8 @@ static inline void amx_tiles_2x2(const bf16* a, const bf16* b, int steps) {
   }
 }
 
-// The same where one B meets many A: A are rows `lda` apart, the first `hot` k-steps of B are to stay in L1, all else comes from L2 and leaves L1 alone. aside()
-// is called in each step, for work of the vector units while AMX multiplies. `spare`: 1 KiB.
+// The same where one B meets many A: A are rows `lda` apart, the first `hot` k-steps of B are to stay in L1, all else comes from L2 and leaves L1 alone. aside(step)
+// is called in each, for work of the vector units while AMX multiplies. `spare`: 1 KiB.
 template <typename F>
 static inline void amx_tiles_2x2_streaming(const bf16* a, long lda, const bf16* b, int steps, int hot, void* spare, F&& aside) {
   const bf16* lower = a + 16 * lda;

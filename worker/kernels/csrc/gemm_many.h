@@ -78,9 +78,10 @@ class WeightStream {
     step_ += 2;
   }
 
-  // `next` will be wanted after `calls` calls of bring(), each of which brings a share of it.
+  // `next`, if it has steps, will be wanted after `calls` calls of bring(), each of which brings a share of it.
   void announce(const Part& next, long calls) {
-    next_ = next, at_ = source(next), lines_ = bytes(next) / 64, calls_ = calls, due_ = 0;
+    next_ = next, lines_ = bytes(next) / 64, calls_ = calls, due_ = 0;
+    if (lines_ > 0) at_ = source(next);
   }
   void bring() {
     for (due_ += lines_; due_ >= calls_; due_ -= calls_, at_ += 64) _mm_prefetch(at_, _MM_HINT_T1);
@@ -199,7 +200,7 @@ struct ManyRows {
     g.sink->take(g.sink->context, room, g.ldo, row0, row1 - row0, end - g.sink->columns);
   }
 
-  Part after(const Part& at, int nb0, int nb1, int max_run, int following) const {
+  Part after(const Part& at, int nb0, int nb1, int max_run, int following) const {  // without steps where nobody knows
     if (at.nb + 1 < nb1) return {at.nb + 1, at.s0, at.s1};
     if (at.s1 < g.k_steps()) return {nb0, at.s1, std::min(at.s1 + max_run, g.k_steps())};
     return {following, 0, following < 0 ? 0 : std::min(max_run, g.k_steps())};
