@@ -266,6 +266,17 @@ def test_a_second_signal_ends_at_once(model_folder, tmp_path):
         poll(lambda: all(gone(child) for child in children), 2)
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
+
+
 def test_a_killed_parent_leaves_nothing(model_folder, tmp_path):
     with fleet(model_folder, tmp_path, fake="step_delay=0.05", data_parallel_size=2) as server:
         wait_open(server)
@@ -275,10 +286,7 @@ def test_a_killed_parent_leaves_nothing(model_folder, tmp_path):
         server.process.kill()
         poll(lambda: all(gone(child) for child in children), 2)
         assert not list(tmp_path.glob("quire-*"))
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", server.port))
-            probe.listen()  # free again
+        poll(lambda: is_free(server.port), 2)  # a process may be seen as ended while its last threads still close its sockets
 
 
 def test_probes_answer_while_it_loads(model_folder, tmp_path):
