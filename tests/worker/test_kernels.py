@@ -473,6 +473,30 @@ def test_attention_prefill_and_mixed(kernels, rng, dtype, head_dim):
     _check_attention(rng, dtype, query_lens, [rng.choice([0, 0, 1, 40, 200, 513]) for _ in range(4)], head_dim)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_to_scores_of_any_size(kernels, rng, dtype):
+    """The largest score grows again and again, by far more than a float's exponent holds; in the end hardly any key but the last ones counts."""
+    query_len, length, heads, head_dim = rng.choice([1, 8, 40]), 700, 2, 64
+    k, v = (torch.randn(length, heads, head_dim).to(dtype) for _ in range(2))
+    k = k * torch.logspace(-3, 2, length)[:, None, None].to(dtype)
+    q = torch.randn(query_len, 2 * heads, head_dim).to(dtype)
+    table, starts = torch.randperm(length // 4 + 1)[None].int(), torch.tensor([0, query_len]).int()
+    k_cache, v_cache = (torch.zeros(length // 4 + 1, 4, heads, head_dim, dtype=dtype) for _ in range(2))
+    k_cache[table[0, : length // 4].long()], v_cache[table[0, : length // 4].long()] = k.view(-1, 4, heads, head_dim), v.view(-1, 4, heads, head_dim)
+    for path in (0, 1, 2):
+        got = cpu_ops.paged_attention(q, k_cache, v_cache, table, torch.tensor([length]).int(), starts, 0.125, path=path)
+        assert_near(got, _dense(q, k, v, 0.125, None, None), max(3 * ROUNDING[dtype], 1e-4))
+
+
+def test_attention_to_scores_that_overflow(kernels):
+    """It shows in the rows it belongs to and in no others."""
+    q, k_cache, v_cache = torch.randn(40, 4, 64).bfloat16(), torch.randn(4, 16, 2, 64).bfloat16(), torch.randn(4, 16, 2, 64).bfloat16()
+    q[7, 2, 5] = float("inf")
+    for path in (0, 1, 2):
+        got = cpu_ops.paged_attention(q, k_cache, v_cache, torch.arange(4)[None].int(), torch.tensor([50]).int(), torch.tensor([0, 40]).int(), 0.125, path=path)
+        assert got[7, 2].isnan().all() and int(got.isnan().sum()) == 64
+
+
 def _sharing_requests(rng: random.Random) -> list[tuple[list[tuple[object, int]], int]]:
     """For each request the (name, length) of the pieces of its context, of which those before the last may be another's too, and its number of query tokens."""
     systems = {("system", i): rng.choice([5, 128, 129, 300, 513]) for i in range(rng.choice([1, 2, 3]))}

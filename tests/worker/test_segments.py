@@ -17,8 +17,8 @@ from worker.layers.fixed_order import fix_order
 from worker.loader import load_weights
 from worker.models import build_model
 
-# Prompts in pieces of more than 256 tokens, odd sizes, and single tokens.
-STEPS = [{0: 3, 1: 290}, {0: 1, 1: 1}, {0: 40, 2: 1}, {0: 1, 1: 7, 2: 530}, {2: 1}]
+# Prompts, more than 1024 tokens in a step, odd sizes, and single tokens.
+STEPS = [{0: 3, 1: 290}, {0: 1, 1: 1}, {0: 40, 2: 1}, {0: 560, 1: 7, 2: 530}, {2: 1}]
 
 
 def _model(folder: str, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None):

@@ -22,7 +22,7 @@ FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", 
 _AVX2 = ["avx2", "fma", "f16c", "bmi2"]
 _AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"]
 _BF16 = [*_AVX512, "avx512bf16", "avx512vnni"]
-LEVELS = {"amx": [*_BF16, "amx-tile", "amx-bf16", "amx-int8"], "avx512bf16": _BF16, "avx512": _AVX512, "avx2": _AVX2}  # best first: compiler options -m...
+LEVELS = {"amx": [*_BF16, "avx512vbmi", "amx-tile", "amx-bf16", "amx-int8"], "avx512bf16": _BF16, "avx512": _AVX512, "avx2": _AVX2}  # best first: compiler options -m...
 _CPU_FLAGS = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16", "amx-int8": "amx_int8"}  # where /proc/cpuinfo spells it differently
 
 

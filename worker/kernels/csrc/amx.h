@@ -47,23 +47,24 @@ struct TileScope {
 // nobody wants every so many k-steps of 32, more often where these wait for memory.
 constexpr int kKeepAwake = 8, kKeepAwakeFromMemory = 2;
 
-// Tiles 0, 1 (rows 0..15) and 2, 3 (rows 16..31) += A B over `steps` k-steps of 32, for 32 rows and 32 columns. Both operands are sequences of k-steps
-// of two 1 KiB tiles: of A rows 0..15, then 16..31; of B columns 0..15, then 16..31, each as 16 rows of 16 columns x 2 consecutive k.
-static inline void amx_tiles_2x2(const bf16* a, const bf16* b, int steps) {
-  for (int s = 0; s < steps; s++, a += 1024, b += 1024) {
-    TILE_LOAD(4, a, 64);
+// Tiles 0, 1 (rows 0..15) and 2, 3 (rows 16..31) += A B over `steps` k-steps of 32, for 32 rows and 32 columns. A are rows `lda` apart, B is a sequence of k-steps
+// of two 1 KiB tiles: columns 0..15, then 16..31, each as 16 rows of 16 columns x 2 consecutive k.
+static inline void amx_tiles_2x2(const bf16* a, long lda, const bf16* b, int steps) {
+  const bf16* lower = a + 16 * lda;
+  for (int s = 0; s < steps; s++, a += 32, lower += 32, b += 1024) {
+    TILE_LOAD(4, a, lda * 2);
     TILE_LOAD(6, b, 64);
     TILE_DP(0, 4, 6);
     TILE_LOAD(7, b + 512, 64);
     TILE_DP(1, 4, 7);
-    TILE_LOAD(5, a + 512, 64);
+    TILE_LOAD(5, lower, lda * 2);
     TILE_DP(2, 5, 6);
     TILE_DP(3, 5, 7);
   }
 }
 
-// The same where one B meets many A: A are rows `lda` apart, the first `hot` k-steps of B are to stay in L1, all else comes from L2 and leaves L1 alone. aside(step)
-// is called in each, for work of the vector units while AMX multiplies. `spare`: 1 KiB.
+// The same where one B meets many A: the first `hot` k-steps of B are to stay in L1, all else comes from L2 and leaves L1 alone. aside(step) is called in each, for
+// work of the vector units while AMX multiplies. `spare`: 1 KiB.
 template <typename F>
 static inline void amx_tiles_2x2_streaming(const bf16* a, long lda, const bf16* b, int steps, int hot, void* spare, F&& aside) {
   const bf16* lower = a + 16 * lda;

@@ -15,20 +15,19 @@ constexpr float kUnseen = -1e30f;  // a score that softmax turns into 0
 
 // Memory of one task: `rows` rows (a multiple of 32) of head_dim d.
 struct FlashScratch {
-  bf16 *q, *k, *v, *p;
+  bf16 *q, *k, *v;
   float *s, *o, *m, *l;
   FlashScratch(char* base, long rows, long d) {
     auto take = [&](size_t bytes) { char* r = base; base += (bytes + 63) / 64 * 64; return r; };
     q = (bf16*)take(rows * d * 2);
     k = (bf16*)take(kKeys * d * 2);
     v = (bf16*)take(kKeys * d * 2);
-    p = (bf16*)take(32 * kKeys * 2);
     s = (float*)take(32 * kKeys * 4);
     o = (float*)take(rows * d * 4);
     m = (float*)take(rows * 4);
     l = (float*)take(rows * 64);
   }
-  static size_t bytes(long rows, long d) { return rows * d * 6 + kKeys * d * 4 + 32 * kKeys * 6 + rows * 68 + 1024; }
+  static size_t bytes(long rows, long d) { return rows * d * 6 + kKeys * d * 4 + 32 * kKeys * 4 + rows * 68 + 1024; }
 };
 
 struct FlashTask {
@@ -40,19 +39,19 @@ struct FlashTask {
   bool keep;    // as partial results; else this is the end
 };
 
-// Rows of q of one KV head as left operand: [rows / 32][d / 32][2][16][32].
-void pack_queries(const Step& s, const FlashTask& t, int rows, bf16* dst) {
-  const long d = s.layer.head_dim, steps = d / 32;
-  const int g = s.group(), used = t.count * g;
-  for (int r = 0; r < rows; r++) {
-    const bf16* q = r < used ? (const bf16*)s.q + t.tokens[r / g] * s.ldq + (t.head * g + r % g) * d : nullptr;
-    for (long k = 0; k < steps; k++)
-      _mm512_store_si512(dst + (r / 32 * steps + k) * 2 * kTileElems + r % 32 * 32, q ? _mm512_loadu_si512(q + k * 32) : _mm512_setzero_si512());
+// Rows of q of one KV head, [rows][d]: a token's query heads of that follow each other.
+void gather_queries(const Step& s, const FlashTask& t, int rows, bf16* dst) {
+  const long d = s.layer.head_dim, of_token = s.group() * d;
+  for (int i = 0; i < t.count; i++, dst += of_token) {
+    const bf16* q = (const bf16*)s.q + t.tokens[i] * s.ldq + t.head * of_token;
+    for (long c = 0; c < of_token; c += 32) _mm512_store_si512(dst + c, _mm512_loadu_si512(q + c));
   }
+  memset(dst, 0, (rows - t.count * s.group()) * d * sizeof(bf16));
 }
 
 // Keys key .. key + n - 1 (n a multiple of 32) as right operands: K^T as [n / 32][d / 32][2][16 pairs of d][16 keys][2], V as [d / 32][n / 32][2][16 pairs of
-// keys][16 d][2]. Keys outside [begin, end) become zeros: what lies there may be anything, and 0 * NaN is NaN.
+// keys][16 d][2], the pairs in the order in which softmax_row leaves probabilities: of 32 keys 0 .. 3, 16 .. 19, 4 .. 7, 20 .. 23 and so on. Keys outside [begin, end)
+// become zeros: what lies there may be anything, and 0 * NaN is NaN.
 void pack_keys(const Layer& l, const int* table, long head, long key, int n, long begin, long end, bf16* kd, bf16* vd) {
   const long steps = l.head_dim / 32;
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -72,11 +71,12 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
       transpose_16x16(r);
       bf16* dst = kd + ((j0 / 32 * steps + c) * 2 + j0 / 16 % 2) * kTileElems;
       for (int j = 0; j < 16; j++) _mm512_store_si512(dst + j * 32, r[j]);
-      dst = vd + (c * (kKeys / 32) + j0 / 32) * 2 * kTileElems + j0 / 16 % 2 * 256;
+      dst = vd + (c * (kKeys / 32) + j0 / 32) * 2 * kTileElems + j0 / 16 % 2 * 64;
       for (int j = 0; j < 16; j += 2) {
         __m512i x = v[j] ? _mm512_loadu_si512(v[j] + c * 32) : _mm512_setzero_si512(), y = v[j + 1] ? _mm512_loadu_si512(v[j + 1] + c * 32) : _mm512_setzero_si512();
-        _mm512_store_si512(dst + j / 2 * 32, _mm512_permutex2var_epi16(x, low, y));
-        _mm512_store_si512(dst + kTileElems + j / 2 * 32, _mm512_permutex2var_epi16(x, high, y));
+        const int pair = j / 4 * 4 + j / 2 % 2;
+        _mm512_store_si512(dst + pair * 32, _mm512_permutex2var_epi16(x, low, y));
+        _mm512_store_si512(dst + kTileElems + pair * 32, _mm512_permutex2var_epi16(x, high, y));
       }
     }
   }
@@ -110,45 +110,57 @@ class KeysAhead {
 // How far (in powers of two) a row's maximum may rise before its earlier values are rescaled: probabilities up to 2^8 are as exact as those up to 1.
 constexpr float kHeadroom = 8;
 
-// One row of scores, N vectors, to probabilities: sees columns [lo, hi). Returns what the row's earlier values must be multiplied by.
+// 2^(x / 256 - 127) of 32 whole numbers x as bf16, with an rms error of 0.20 % (rounding alone has 0.17). An exponent and 8 bits of fraction f are a bf16 with a bit
+// too many already, but for 2^f - 1 in f's place: up to 0.086 less, which a table knows for every 64th.
+inline __m512i exp2_fixed(__m512i x) {
+  alignas(64) static const uint8_t kLess[64] = {1,  2,  3,  5,  5,  7,  8,  9,  10, 11, 11, 13, 13, 14, 15, 16, 16, 17, 18, 18, 19, 19, 20, 20, 21, 21, 21, 22, 22, 22, 22, 22,
+                                                22, 23, 23, 22, 22, 22, 22, 22, 22, 21, 21, 20, 20, 20, 19, 18, 18, 17, 16, 16, 14, 14, 13, 12, 10, 10, 8,  7,  6,  4,  3,  2};
+  const __m512i less = _mm512_maskz_permutexvar_epi8(0x5555555555555555, _mm512_srli_epi16(x, 2), _mm512_load_si512(kLess));
+  return _mm512_avg_epu16(_mm512_subs_epu16(x, less), _mm512_setzero_si512());  // half of it, rounded
+}
+
+// One row of scores, N vectors, to probabilities, which take its place: bf16, of 32 keys each 0 .. 3, 16 .. 19, 4 .. 7, 20 .. 23 and so on. The row sees columns
+// [lo, hi). Returns what the row's earlier values must be multiplied by.
 template <int N>
-inline float softmax_row(const Layer& l, const float* s, long lo, long hi, float* m, float* sum, bf16* p) {
-  vf x[N], scale = set1(l.scale * kLog2e);
-  for (int i = 0; i < N; i++) x[i] = load(s + i * 16);
+inline float softmax_row(const Layer& l, float* row, long lo, long hi, float* m, float* sum) {
+  bf16* p = (bf16*)row;
+  vf x[N];
+  float scale = l.scale * kLog2e, correction = 1.f;
+  for (int i = 0; i < N; i++) x[i] = load(row + i * 16);
   if (l.soft_cap > 0) {
     for (int i = 0; i < N; i++) x[i] = tanh(x[i] * set1(l.scale / l.soft_cap)) * set1(l.soft_cap);
-    scale = set1(kLog2e);
+    scale = kLog2e;
   }
   if (lo > 0 || hi < N * 16)  // what is not seen: finite, and far enough down to become 0
     for (int i = 0; i < N; i++) x[i] = select_range(x[i], int(std::max(lo - i * 16, 0L)), int(std::min(hi - i * 16, 16L)), set1(kUnseen));
-  vf top = x[0];
+  vf top = x[0], total = load(sum);
   for (int i = 1; i < N; i++) top = max(top, x[i]);
-  const float highest = reduce_max(top), before = *m;
-  if (highest == kUnseen) {
-    for (int i = 0; i < N; i += 2) _mm512_store_si512(p + i * kTileElems, _mm512_setzero_si512());
-    return 1.f;
-  }
-  const float now = highest * (l.soft_cap > 0 ? 1.f : l.scale) * kLog2e;
-  float correction = 1.f;
-  vf total = load(sum);
-  if (now > before + kHeadroom) {  // true for the first block: before is -inf
-    correction = before == kNegInf ? 0.f : std::exp2(before - now);
+  if (_mm512_cmp_ps_mask(top.v, set1((*m + kHeadroom) / scale).v, _CMP_NLE_UQ)) {  // true for the first block: m is -inf
+    const float highest = reduce_max(top), now = highest * scale;
+    if (highest == kUnseen || !std::isfinite(highest)) {
+      const __m512i all = _mm512_set1_epi16(highest == kUnseen ? 0 : 0x7fc0);  // NaN
+      for (int i = 0; i < N; i += 2) _mm512_store_si512(p + i * 16, all);
+      return 1.f;
+    }
+    correction = *m == kNegInf ? 0.f : std::exp2(*m - now);
     total = total * set1(correction);
     *m = now;
   }
-  const vf minus_m = set1(-*m);
-  for (int i = 0; i < N; i++) x[i] = exp2_coarse(fma(x[i], scale, minus_m));
-  for (int i = 0; i < N; i++) total = total + x[i];
-  for (int i = 0; i < N; i += 2) _mm512_store_si512(p + i * kTileElems, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1].v, x[i].v));
+  const vf by = set1(scale * 256), plus = set1((127 - *m) * 256), ones = {(__m512)_mm512_set1_epi16(0x3f80)};
+  for (int i = 0; i < N; i += 2) {  // saturated, what is too small becomes 0
+    const __m512i e = exp2_fixed(_mm512_packus_epi32(_mm512_cvtps_epi32(fma(x[i], by, plus).v), _mm512_cvtps_epi32(fma(x[i + 1], by, plus).v)));
+    total = {_mm512_dpbf16_ps(total.v, (__m512bh)e, (__m512bh)ones.v)};
+    _mm512_store_si512(p + i * 16, e);
+  }
   store(sum, total);
   return correction;
 }
 
-inline float softmax_row(const Layer& l, const float* s, int columns, long lo, long hi, float* m, float* sum, bf16* p) {
-  if (columns == 128) return softmax_row<8>(l, s, lo, hi, m, sum, p);
-  if (columns == 96) return softmax_row<6>(l, s, lo, hi, m, sum, p);
-  if (columns == 64) return softmax_row<4>(l, s, lo, hi, m, sum, p);
-  return softmax_row<2>(l, s, lo, hi, m, sum, p);
+inline float softmax_row(const Layer& l, float* row, int columns, long lo, long hi, float* m, float* sum) {
+  if (columns == 128) return softmax_row<8>(l, row, lo, hi, m, sum);
+  if (columns == 96) return softmax_row<6>(l, row, lo, hi, m, sum);
+  if (columns == 64) return softmax_row<4>(l, row, lo, hi, m, sum);
+  return softmax_row<2>(l, row, lo, hi, m, sum);
 }
 
 // Row r of the values so far, which lie as [rows / 32][d / 32][2 x 2 tiles][16][16]: its first 16 elements; elements c .. c + 15 follow at offset(c).
@@ -174,7 +186,7 @@ void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, c
       f.m[r] = *from.m;
     }
   }
-  pack_queries(s, t, rows, f.q);
+  gather_queries(s, t, rows, f.q);
   std::vector<bool> started(rows / 32, t.resume);
   for (long key = t.begin / kKeys * kKeys; key < t.end; key += kKeys) {
     const int n = int(std::min(long(kKeys), (t.end - key + 31) / 32 * 32));
@@ -186,15 +198,15 @@ void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, c
       const int columns = int(std::min(long(n), (high + 1 - key + 31) / 32 * 32));
       for (int c = 0; c < columns; c += 32) {
         TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
-        amx_tiles_2x2(f.q + r0 * d, f.k + c * d, int(steps));
+        amx_tiles_2x2(f.q + r0 * d, d, f.k + c * d, int(steps));
         TILE_STORE(0, f.s + c, kKeys * 4); TILE_STORE(1, f.s + c + 16, kKeys * 4);
         TILE_STORE(2, f.s + 16 * kKeys + c, kKeys * 4); TILE_STORE(3, f.s + 16 * kKeys + c + 16, kKeys * 4);
       }
       float* o = f.o + r0 * d;
-      for (int r = 0; r < std::min(32, used - r0); r++) {  // the rows of p beyond are anything: a row of a product depends on its own row only
+      for (int r = 0; r < std::min(32, used - r0); r++) {  // the rows beyond are anything: a row of a product depends on its own row only
         ahead.bring(lines_per_row);
         const long position = s.position[token(r0 + r)];
-        const float correction = softmax_row(l, f.s + r * kKeys, columns, s.first_key(position) - key, position + 1 - key, f.m + r0 + r, f.l + (r0 + r) * 16, f.p + r * 32);
+        const float correction = softmax_row(l, f.s + r * kKeys, columns, s.first_key(position) - key, position + 1 - key, f.m + r0 + r, f.l + (r0 + r) * 16);
         if (correction == 1.f || !started[r0 / 32]) continue;
         float* x = flash_row(o, r, d);
         for (long c = 0; c < d; c += 16) store(x + flash_offset(c), load(x + flash_offset(c)) * set1(correction));
@@ -203,7 +215,7 @@ void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, c
         float* x = o + c * 1024;
         if (started[r0 / 32]) { TILE_LOAD(0, x, 64); TILE_LOAD(1, x + 256, 64); TILE_LOAD(2, x + 512, 64); TILE_LOAD(3, x + 768, 64); }
         else { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
-        amx_tiles_2x2(f.p, f.v + c * (kKeys / 32) * 2 * kTileElems, columns / 32);
+        amx_tiles_2x2((const bf16*)f.s, kKeys * 2, f.v + c * (kKeys / 32) * 2 * kTileElems, columns / 32);
         TILE_STORE(0, x, 64); TILE_STORE(1, x + 256, 64); TILE_STORE(2, x + 512, 64); TILE_STORE(3, x + 768, 64);
       }
       started[r0 / 32] = true;

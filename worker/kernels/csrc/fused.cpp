@@ -63,6 +63,12 @@ struct Head {  // of a token, on its way from src to dst
   const float* cos_sin;  // of the token's position; null: no rotation
 };
 
+// Has memory fetched that will be written: it is of other tokens than what comes before and after, and stores wait for their lines in turn.
+template <typename T>
+void fetch_to_write(T* p, long count) {
+  for (long i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 1);
+}
+
 // `count` heads of 16 N entries, at(i) the i-th, that are rotated whole: a head stays in registers. The norms of 16 heads come first, so that nobody waits for a root.
 template <int N, typename T, typename At>
 void norm_rope_in_registers(long count, const T* weight, float eps, At&& at) {
@@ -72,6 +78,7 @@ void norm_rope_in_registers(long count, const T* weight, float eps, At&& at) {
   alignas(64) float scale[AT_ONCE] = {};
   for (long first = 0; first < count; first += AT_ONCE) {
     const int n = int(std::min(long(AT_ONCE), count - first));
+    for (int h = 0; h < n; h++) fetch_to_write(at(first + h).dst, 16 * N);
     if (weight) {
       for (int h = 0; h < n; h++) {
         const T* src = at(first + h).src;
@@ -171,8 +178,13 @@ void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* pos
   else if (head < hq + hk)
     norm_rope_heads(count, (const T*)a.k_weight, a,
                     [&](long t) { return Head<T>{x + t * ldx, key_place<T>(a, slots[token + t]) + (head - hq) * a.k_head, angles(a, positions[token + t])}; });
-  else
-    for (long t = 0; t < count; t++) memcpy(value_place<T>(a, slots[token + t]) + (head - hq - hk) * a.v_head, x + t * ldx, d * sizeof(T));
+  else {
+    const auto place = [&](long t) { return value_place<T>(a, slots[token + t]) + (head - hq - hk) * a.v_head; };
+    for (long t = 0; t < count; t++) {
+      if (t + 8 < count) fetch_to_write(place(t + 8), d);
+      memcpy(place(t), x + t * ldx, d * sizeof(T));
+    }
+  }
 }
 
 }  // namespace

@@ -134,7 +134,7 @@ void over_blocks(const Gemm& g, int threads, W&& work) {
   const long per = pieces_of(g, threads, g.block_bytes());
   Stretches pieces((g.n_blocks() + per - 1) / per, threads);
   Pool::get().run([&] {
-    const int own = pieces.join();
+    const int own = pieces.own();
     work([&](auto&& block) {
       for (long i; pieces.take(own, i);)
         for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);

@@ -241,7 +241,7 @@ void run_many_rows(const Gemm& g, int threads) {
   Stretches stretches(pieces * groups, threads);
   Pool::get().run([&] {
     TileScope tiles;
-    const int own = stretches.join();
+    const int own = stretches.own();
     const long buffer = WeightStream::buffer_bytes(g, max_run), sums = runs > 1 ? group * (in_l1 ? 1 : per) * 4096 : 0;
     char* memory = (char*)own_scratch.get(buffer + sums + (g.sink ? group * 32 * g.ldo * 2 : 0));
     ManyRows work{g, x, (bf16*)(memory + buffer + sums), WeightStream(g, (bf16*)memory), Finisher(work.g), WaitingSums((float*)(memory + buffer), group)};

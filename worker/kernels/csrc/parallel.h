@@ -25,11 +25,16 @@ class Pool {
   }
 
   int threads() const { return threads_; }
+  static int thread() { return thread_; }  // 0 but in the pool's own: 1, 2 ...
 
   void set_threads(int n) {
     std::lock_guard<std::mutex> lock(busy_);
     threads_ = std::max(1, n);
-    for (; started_ < threads_ - 1; started_++) std::thread([this] { work(); }).detach();
+    for (; started_ < threads_ - 1; started_++)
+      std::thread([this, thread = started_ + 1] {
+        thread_ = thread;
+        work();
+      }).detach();
   }
 
   // Calls body() here, and at the same time in as many of the other threads as come. It takes work from a queue until that is empty.
@@ -83,6 +88,7 @@ class Pool {
 
   void futex(int operation, int value) { syscall(SYS_futex, &number_, operation, value, nullptr, nullptr, 0); }
 
+  inline static thread_local int thread_ = 0;
   std::mutex busy_;
   int started_ = 0;
   std::atomic<int> threads_{1}, sleepers_{0};
@@ -101,16 +107,16 @@ struct Queue {
   bool take(long& i) { return (i = next.fetch_add(1, std::memory_order_relaxed)) < end; }
 };
 
-// Pieces 0 .. n - 1 of something that is read from memory, in one stretch per thread: what a thread reads ahead of itself is then its own next piece. When it is
-// through with its stretch it helps with the others.
+// Pieces 0 .. n - 1 in one stretch per thread: what a thread reads ahead of itself is then its own next piece, and where the pieces are rows it has those in its cache
+// that it had in the region before. When it is through with its stretch it helps with the others.
 class Stretches {
  public:
   Stretches(long n, int threads) : count_(int(std::max(1L, std::min({n, long(threads), long(kMost)})))) {
     for (int t = 0; t < count_; t++) stretch_[t].next = n * t / count_, stretch_[t].end = n * (t + 1) / count_;
   }
-  int join() { return joined_.fetch_add(1, std::memory_order_relaxed) % count_; }
-  long end(int own) const { return stretch_[own].end; }
-  bool take(int own, long& i) {
+  int own() const { return Pool::thread() % count_; }
+  long end(long own) const { return stretch_[own].end; }
+  bool take(long own, long& i) {
     for (int t = 0; t < count_; t++) {
       Stretch& s = stretch_[(own + t) % count_];
       if (s.next.load(std::memory_order_relaxed) < s.end && (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.end) return true;
@@ -122,7 +128,6 @@ class Stretches {
   static constexpr int kMost = 64;
   struct alignas(64) Stretch { std::atomic<long> next; long end; } stretch_[kMost];
   int count_;
-  std::atomic<int> joined_{0};
 };
 
 // f(0) .. f(n - 1), `grain` of them at a time.
@@ -132,9 +137,9 @@ void parallel_for(long n, long grain, F&& f) {
     for (long i = 0; i < n; i++) f(i);
     return;
   }
-  Queue queue((n + grain - 1) / grain);
+  Stretches stretches((n + grain - 1) / grain, Pool::get().threads());
   Pool::get().run([&] {
-    for (long piece; queue.take(piece);)
+    for (long piece, own = stretches.own(); stretches.take(own, piece);)
       for (long i = piece * grain, end = std::min(n, i + grain); i < end; i++) f(i);
   });
 }
