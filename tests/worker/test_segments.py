@@ -71,8 +71,9 @@ def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quan
 
 @pytest.mark.parametrize("backend", [DenseAttention, CpuNativeAttention])
 @pytest.mark.parametrize("wanted", [lambda count: 1, lambda count: max(1, count - 2), lambda count: int(count == 1)], ids=["last", "most", "some"])
-def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypatch, wanted, backend):
-    model = _model(checkpoint("qwen3", dtype="bfloat16"))
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-window"])
+def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypatch, name, wanted, backend):
+    model = _model(checkpoint(name, dtype="bfloat16"))
     steps = [step for step in STEPS if any(wanted(count) for count in step.values())]
     everything, got = _play(model, backend(), None, steps), _play(model, backend(), wanted, steps)
     monkeypatch.setattr(model.model, "segments", lambda: None)

@@ -115,7 +115,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         out = torch.empty(q.shape, dtype=q.dtype)
     args = layer_args(k_cache, v_cache, q.shape[1], scale, window, soft_cap)
     KERNELS.lib.quire_paged_attention(byref(args), q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0), block_table.data_ptr(), block_table.stride(0),
-                                      seq_lens.data_ptr(), query_start_loc.data_ptr(), seq_lens.shape[0], path)  # fmt: skip
+                                      seq_lens.data_ptr(), query_start_loc.data_ptr(), seq_lens.shape[0], path, None, 0)  # fmt: skip
     return out
 
 

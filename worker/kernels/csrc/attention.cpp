@@ -203,12 +203,13 @@ class Planner {
 
   void own_by_tiles(const SharedPrefixes& shared) {
     std::vector<int> counts;
-    for (long i = 0; i < s_.num_requests; i++) if (s_.query_len(i) > 0 && by_tiles(i, shared.own_begin(i))) counts.push_back(s_.query_len(i));
+    const auto count = [&](long i) { return s_.query_len(i) > 0 && by_tiles(i, shared.own_begin(i)) ? s_.query_start_loc[i + 1] - s_.first_wanted(i) : 0; };
+    for (long i = 0; i < s_.num_requests; i++) if (count(i) > 0) counts.push_back(count(i));
     const int at_once = flash_tokens(counts);
     for (long i = 0; i < s_.num_requests; i++) {
       const long own_begin = shared.own_begin(i);
-      if (s_.query_len(i) <= 0 || !by_tiles(i, own_begin)) continue;
-      add_flash(plan_.flash, &plan_.tokens[s_.query_start_loc[i]], s_.query_len(i), at_once, [&](const int* tokens, int n) {
+      if (count(i) <= 0) continue;
+      add_flash(plan_.flash, &plan_.tokens[s_.first_wanted(i)], count(i), at_once, [&](const int* tokens, int n) {
         return FlashTask{tokens, n, s_.table(i), 0, std::max(own_begin, s_.first_key(s_.position[tokens[0]])), s_.position[tokens[n - 1]] + 1, own_begin > 0, false};
       });
     }
@@ -309,10 +310,10 @@ void run(const Step& s, int path) {
 extern "C" {
 
 // q, out: [tokens, num_heads, head_dim], the last two dimensions contiguous. head_dim is a multiple of 16, at most 512 (AMX: of 32).
-// path: 0 automatic, 1 vector, 2 AMX for every request.
+// path: 0 automatic, 1 vector, 2 AMX for every request. wanted, if not null: the tokens whose results are read, ascending; those of others may be left out.
 void quire_paged_attention(const Layer* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
-                           const int* query_start_loc, long num_requests, int path) {
-  Step s{*layer, q, out, ldq, ldo, block_table, ld_table, seq_lens, query_start_loc, num_requests};
+                           const int* query_start_loc, long num_requests, int path, const long* wanted, long num_wanted) {
+  Step s{*layer, q, out, ldq, ldo, block_table, ld_table, seq_lens, query_start_loc, num_requests, wanted, num_wanted};
   for (long i = 0; i < num_requests; i++)
     for (int t = 0; t < s.query_len(i); t++) s.position.push_back(s.context_len(i) + t);
   if (layer->dtype == 0) run<float>(s, path);

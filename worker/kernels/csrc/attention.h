@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <vector>
 
 #include "simd.h"
@@ -30,12 +31,20 @@ struct Step {  // i is a request, token a row of q and out
   const int* seq_lens;
   const int* query_start_loc;
   long num_requests;
+  const long* wanted;  // ascending: the tokens whose results are read, or null for all
+  long num_wanted;
   std::vector<long> position = {};  // of each token in its request
 
   int group() const { return int(layer.num_heads / layer.num_kv_heads); }
   int query_len(long i) const { return query_start_loc[i + 1] - query_start_loc[i]; }
   long context_len(long i) const { return seq_lens[i] - query_len(i); }
   long first_key(long position) const { return layer.window > 0 ? std::max(0L, position - layer.window + 1) : 0; }
+  // The first of request i's tokens that is wanted; the one behind its last if none is.
+  int first_wanted(long i) const {
+    if (!wanted) return query_start_loc[i];
+    const long* at = std::lower_bound(wanted, wanted + num_wanted, long(query_start_loc[i]));
+    return int(std::min(at < wanted + num_wanted ? *at : LONG_MAX, long(query_start_loc[i + 1])));
+  }
   const int* table(long i) const { return block_table + i * ld_table; }
 };
 

@@ -33,5 +33,5 @@ void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const
 void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
 void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count);
 void quire_paged_attention(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
-                           const int* query_start_loc, long num_requests, int path);  // what a layer is matters to attention alone
+                           const int* query_start_loc, long num_requests, int path, const long* wanted, long num_wanted);  // what a layer is matters to attention alone
 }

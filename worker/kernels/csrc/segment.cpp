@@ -102,7 +102,8 @@ void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, 
                       const long* wanted, long num_wanted) {
   quire_run_segment(segments, nullptr, 0, residual, qkv, positions, slots, tokens, workspace);
   for (const Segment *s = segments + 1, *last = segments + num_layers; s <= last; s++) {
-    quire_paged_attention(s->attention, qkv, segments->cache.ld_qkv, attended, lda, block_table, ld_table, seq_lens, query_start_loc, num_requests, path);
+    quire_paged_attention(s->attention, qkv, segments->cache.ld_qkv, attended, lda, block_table, ld_table, seq_lens, query_start_loc, num_requests, path, s == last ? wanted : nullptr,
+                          num_wanted);
     if (s == last && wanted) {
       keep_rows(attended, lda, s->o_proj.k, wanted, num_wanted);
       keep_rows(residual, s->hidden, s->hidden, wanted, num_wanted);
