@@ -203,13 +203,12 @@ class Planner {
 
   void own_by_tiles(const SharedPrefixes& shared) {
     std::vector<int> counts;
-    const auto count = [&](long i) { return s_.query_len(i) > 0 && by_tiles(i, shared.own_begin(i)) ? s_.query_start_loc[i + 1] - s_.first_wanted(i) : 0; };
-    for (long i = 0; i < s_.num_requests; i++) if (count(i) > 0) counts.push_back(count(i));
+    for (long i = 0; i < s_.num_requests; i++) counts.push_back(s_.query_len(i) > 0 && by_tiles(i, shared.own_begin(i)) ? s_.query_start_loc[i + 1] - s_.first_wanted(i) : 0);
     const int at_once = flash_tokens(counts);
     for (long i = 0; i < s_.num_requests; i++) {
       const long own_begin = shared.own_begin(i);
-      if (count(i) <= 0) continue;
-      add_flash(plan_.flash, &plan_.tokens[s_.first_wanted(i)], count(i), at_once, [&](const int* tokens, int n) {
+      if (counts[i] == 0) continue;
+      add_flash(plan_.flash, &plan_.tokens[s_.query_start_loc[i + 1] - counts[i]], counts[i], at_once, [&](const int* tokens, int n) {
         return FlashTask{tokens, n, s_.table(i), 0, std::max(own_begin, s_.first_key(s_.position[tokens[0]])), s_.position[tokens[n - 1]] + 1, own_begin > 0, false};
       });
     }
