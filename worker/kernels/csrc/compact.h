@@ -49,11 +49,15 @@ static inline void put_exceptions(const Compact& w, long step, bf16* dst) {
   for (uint32_t i = w.first[step], end = w.first[step + 1]; i < end; i++) dst[w.exceptions[i] >> 16].bits = uint16_t(w.exceptions[i]);
 }
 
-// K-step s of block nb as in the packed layout, but for the power of two; dst is aligned to 64 bytes.
+// K-step s of block nb as in the packed layout, but for the power of two; dst is aligned to 64 bytes. STREAM: the steps are read one after the other, from memory.
+template <bool STREAM>
 static inline void expand_step(const Compact& w, int nb, int s, bf16* dst) {
   const uint16_t* src = w.step(nb, s);
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) expand_group(src + i * 96, dst + i * 128);
+  for (int i = 0; i < 8; i++, src += 96) {
+    if (STREAM) read_ahead(src), read_ahead(src + 32), read_ahead(src + 64);
+    expand_group(src, dst + i * 128);
+  }
   put_exceptions(w, long(nb) * w.k_steps + s, dst);
 }
 

@@ -66,10 +66,6 @@ inline void finish_row(const Gemm& g, int row, int n0, vf a, vf b) {
   }
 }
 
-inline void prefetch_step(const char* p) {
-  for (int i = 0; i < 2 * kStepElems; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
-}
-
 thread_local Scratch shared_scratch, own_scratch;
 
 }  // namespace

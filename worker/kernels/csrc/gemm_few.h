@@ -44,11 +44,11 @@ void vector_block(const Gemm& g, const bf16* x, long ldx, int row0, int nb) {
     return v;
   };
   for (int s = 0; s < steps; s++, w += kStepElems) {
-    prefetch_step((const char*)(w + 4 * kStepElems));
 #pragma GCC unroll 16
     for (int p = 0; p < 16; p++)
       for (int r = 0; r < ROWS; r++) {
         uint32_t v = pair_at(r, s * 16 + p);
+        if (r == 0) read_ahead(w + p * 32), read_ahead(w + kStepElems / 2 + p * 32);
         auto& c = acc[p % CHAINS][r];
         c[0] = dot_pairs(c[0], w + p * 32, v);
         c[1] = dot_pairs(c[1], w + kStepElems / 2 + p * 32, v);
@@ -91,11 +91,9 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
   auto fetch = [&](int s) {
     if constexpr (COMPACT) {
       if (s >= steps) return;
-      const char* ahead = (const char*)g.compact->step(nb, s) + 8192;
-      for (int i = 0; i < 2 * Compact::kStepWords; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
-      expand_step(*g.compact, nb, s, ring[s % (2 * kAhead)]);
+      expand_step<true>(*g.compact, nb, s, ring[s % (2 * kAhead)]);
     } else {
-      prefetch_step((const char*)(packed + (s - kAhead + 4) * kStepElems));
+      for (int i = 0; i < kStepElems; i += 32) read_ahead(packed + (s - kAhead) * kStepElems + i);
     }
   };
   auto tiles = [&](int s) -> const bf16* { return COMPACT ? ring[s % (2 * kAhead)] : packed + s * kStepElems; };

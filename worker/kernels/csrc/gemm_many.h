@@ -73,7 +73,7 @@ class WeightStream {
     if (!announced_) fetch({part_.nb, s + kAhead, s + kAhead + 2});
     for (int i = 0; i < std::min(left, 2); i++) {
       if (g_.quant) dequantize_half(*g_.quant, part_.nb, s / 2, i, to);
-      else expand_step(*g_.compact, part_.nb, s + i, to + i * kStepElems);
+      else expand_step<false>(*g_.compact, part_.nb, s + i, to + i * kStepElems);
     }
     step_ += 2;
   }

@@ -177,7 +177,7 @@ static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0,
     const int k1 = k0 + q.run() < k_end ? k0 + q.run() : k_end;
     if (k0 % 64 == 0) {
       const uint8_t* src = base + k0 / 64 * q.step_bytes();
-      for (long i = 0, n = long(k1 - k0 + 63) / 64 * q.step_bytes(); i < n; i += 64) _mm_prefetch((const char*)src + 4096 + i, _MM_HINT_T0);
+      for (long i = 0, n = long(k1 - k0 + 63) / 64 * q.step_bytes(); i < n; i += 64) read_ahead(src + i);
       if (q.bits == 4)
         for (int s = 0; s < (k1 - k0 + 63) / 64; s++, src += 1024) expand_tile(src, bytes[s][0]), expand_tile(src + 512, bytes[s][1]);
     }
@@ -264,7 +264,6 @@ static inline void vector_quant_block(const Quant& q, const QuantRows& x, long r
     for (int k = k0; k < k1; k += stretch)
       for (int t = 0; t < 2; t++) {
         const uint8_t* src = q.step(nb, k / 64) + t * BITS * 128 + k % 64 * BITS * 2;
-        for (int i = 0; i < stretch * BITS * 2; i += 64) _mm_prefetch((const char*)src + 8192 + i, _MM_HINT_T1);
         auto row_of_tile = [&](int i, vi bytes) {  // i-th four of k of this stretch
           const vi even = even_bytes(bytes), odd = odd_bytes(bytes);
           for (int r = 0; r < ROWS; r++) {
@@ -276,8 +275,10 @@ static inline void vector_quant_block(const Quant& q, const QuantRows& x, long r
         };
 #pragma GCC unroll 4
         for (int i = 0; i < stretch / 4; i += 2, src += BITS * 16) {
+          read_ahead(src);
           if (BITS == 8) {
             row_of_tile(i, load_bytes(src));
+            read_ahead(src + 64);
             row_of_tile(i + 1, load_bytes(src + 64));
           } else {
             const vi packed = load_bytes(src);
