@@ -1,7 +1,8 @@
 """Fills a model's parameters from safetensors files or with random numbers.
 
 Every parameter says which slices of which checkpoint tensors it is made of (`layers.linear.Part`; a parameter that says nothing is the tensor of its own
-name). Files are memory-mapped and each slice is copied once, from the mapping straight into its place, so a rank reads only its share.
+name). Files are memory-mapped and each slice is copied once, from the mapping straight into its place, so a rank reads only its share. What a layer repacks it
+may read from the mapping.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from configs.config import Config
 from configs.hf_config import ModelSpec, read_model_spec
-from worker.layers.linear import Part
+from worker import huge_pages
+from worker.layers.linear import Linear, Part
 from worker.models import build_model
 from worker.models.decoder import CausalLM
 from worker.parallel import Group, use_groups
@@ -31,14 +34,19 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One slice to be copied: `target` is a view into a parameter."""
+    """One slice to be copied, and the parameter that it belongs to."""
 
     part: Part
-    target: torch.Tensor
+    parameter: torch.nn.Parameter
+
+    @property
+    def target(self) -> torch.Tensor:
+        """Where in the parameter."""
+        return self.parameter.data.narrow(*self.part.target) if self.part.target else self.parameter.data
 
 
 def load_weights(model: CausalLM, spec: ModelSpec, folder: str, load_format: str = "auto", seed: int = 0, progress: Callable[[float], None] | None = None) -> None:
-    """Fill all parameters of `model`, then `model.finalize()`.
+    """Fill all parameters of `model`, and finalize each linear layer as soon as it has its own: what repacking one frees, the next one takes. Then `model.finalize()`.
 
     `auto` is safetensors; `dummy` needs no files and fills in random numbers that depend on `seed` and the tensor's name only, so that ranks agree.
     `progress` is called with the fraction of bytes done, at most about a hundred times.
@@ -48,17 +56,16 @@ def load_weights(model: CausalLM, spec: ModelSpec, folder: str, load_format: str
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is unknown; known: {', '.join(LOAD_FORMATS)}")
-    placements = list(_placements(model))
+    placements = deque(_placements(model))
     with torch.inference_mode(), ExitStack() as stack:
         if load_format == "dummy":
             fill = DummyWeights(seed).fill
         else:
             checkpoint = stack.enter_context(Checkpoint(folder))
             checkpoint.check(placements, model, spec)
-            placements.sort(key=lambda p: checkpoint.position[p.part.name])
+            placements = deque(sorted(placements, key=lambda p: checkpoint.position[p.part.name]))
             fill = checkpoint.fill
-        _fill_all(placements, fill, progress)
-    with torch.inference_mode():  # the files are closed: repacking need not share the memory with their pages
+        _fill_all(model, placements, fill, progress)
         model.finalize()
 
 
@@ -70,24 +77,61 @@ def check_model(config: Config, *, files: bool = True) -> None:
         model = build_model(spec, torch.float32, torch.device("meta"))
     if files and config.model.load_format != "dummy":
         with Checkpoint(config.model.model) as checkpoint:
-            checkpoint.check(list(_placements(model)), model, spec)
+            checkpoint.check(_placements(model), model, spec)
 
 
 def _placements(model: torch.nn.Module) -> Iterable[Placement]:
     for name, parameter in model.named_parameters():  # a shared parameter comes once
         for part in getattr(parameter, "parts", None) or [Part(name, tuple(parameter.shape))]:
-            yield Placement(part, parameter.data.narrow(*part.target) if part.target else parameter.data)
+            yield Placement(part, parameter)
 
 
-def _fill_all(placements: list[Placement], fill: Callable[[Placement], None], progress: Callable[[float], None] | None) -> None:
+def _fill_all(model: torch.nn.Module, placements: deque[Placement], fill: Callable[[Placement, bool], bool], progress: Callable[[float], None] | None) -> None:
+    """Empties `placements`: they would keep the memory of parameters that have been repacked.
+
+    `fill` copies a slice, or, where it may, lends the file's memory as the parameter's; whether it did is its result.
+    """
     total = sum(p.target.nbytes for p in placements)
     done, reported = 0, 0.0
-    for placement in placements:
-        fill(placement)
+    layers = _IncompleteLayers(model, placements)
+    while placements:
+        placement = placements.popleft()
+        layers.filled(placement, fill(placement, bool(layers.of(placement))))
         done += placement.target.nbytes
         if progress and (done - reported * total >= total / 100 or done == total):
             reported = done / total
             progress(reported)
+
+
+class _IncompleteLayers:
+    """Finalizes each linear layer of `model` when all slices of its parameters are there, and copies what has been lent to it and it still holds then."""
+
+    def __init__(self, model: torch.nn.Module, placements: Iterable[Placement]):
+        self._layers: dict[int, list[Linear]] = defaultdict(list)  # by the id of a parameter, which two may share
+        for layer in model.modules():
+            if isinstance(layer, Linear):
+                for parameter in layer.parameters(recurse=False):
+                    self._layers[id(parameter)].append(layer)
+        self._missing = Counter(layer for placement in placements for layer in self.of(placement))
+        self._lent: set[int] = set()
+
+    def of(self, placement: Placement) -> list[Linear]:
+        """The layers that want this slice."""
+        return self._layers.get(id(placement.parameter), [])
+
+    def filled(self, placement: Placement, lent: bool) -> None:
+        if lent:
+            self._lent.add(id(placement.parameter))
+        for layer in self.of(placement):
+            self._missing[layer] -= 1
+            if not self._missing[layer]:
+                self._finalize(layer)
+
+    def _finalize(self, layer: Linear) -> None:
+        layer.finalize()
+        for parameter in layer.parameters(recurse=False):
+            if id(parameter) in self._lent:
+                parameter.data = huge_pages.zeros(*parameter.shape, dtype=parameter.dtype).copy_(parameter.data)
 
 
 class Checkpoint:
@@ -115,7 +159,7 @@ class Checkpoint:
         self._file_of.clear()
         self._stack.close()
 
-    def check(self, placements: list[Placement], model: CausalLM, spec: ModelSpec) -> None:
+    def check(self, placements: Iterable[Placement], model: CausalLM, spec: ModelSpec) -> None:
         """Raise ValueError naming every tensor that is missing, superfluous, or of an unexpected shape or type."""
         parts = {p.part.name: p.part for p in placements}
         missing = [name for name in parts if name not in self._file_of]
@@ -133,10 +177,16 @@ class Checkpoint:
         if problems:
             raise ValueError(f"the weights in {self.folder} do not fit {spec.architecture}; {'; '.join(problems)}")
 
-    def fill(self, placement: Placement) -> None:
-        """Copy one slice."""
-        tensor = self._file_of[placement.part.name].get_tensor(placement.part.name)  # a view of the mapping: nothing is read yet
-        placement.target.copy_(tensor.narrow(*placement.part.source) if placement.part.source else tensor)
+    def fill(self, placement: Placement, may_lend: bool) -> bool:
+        """Copy one slice, or, where a parameter is a whole tensor, let it use the mapping itself and return True."""
+        part, parameter = placement.part, placement.parameter
+        tensor = self._file_of[part.name].get_tensor(part.name)  # a view of the mapping: nothing is read yet
+        tensor = tensor.narrow(*part.source) if part.source else tensor
+        if lend := may_lend and (tensor.shape, tensor.dtype, tensor.device) == (parameter.shape, parameter.dtype, parameter.device) and tensor.is_contiguous():
+            parameter.data = tensor
+        else:
+            placement.target.copy_(tensor)
+        return lend
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -172,8 +222,8 @@ class DummyWeights:
         self._noise = torch.randn(self.BLOCK, generator=torch.Generator().manual_seed(seed))
         self._blocks: dict[tuple[bool, torch.dtype, torch.device], torch.Tensor] = {}
 
-    def fill(self, placement: Placement) -> None:
-        """Matrices and biases are Gaussian around 0, norm weights around 1."""
+    def fill(self, placement: Placement, may_lend: bool) -> bool:
+        """Matrices and biases are Gaussian around 0, norm weights around 1. Nothing is lent."""
         part, target = placement.part, placement.target
         dim, start, length = part.source or (0, 0, part.shape[0])
         is_norm = len(part.shape) == 1 and not part.name.endswith("bias")
@@ -185,6 +235,7 @@ class DummyWeights:
             whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
             _repeat(block, offset, whole.view(-1))
             target.copy_(whole.narrow(dim, start, length))
+        return False
 
     def _block(self, is_norm: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         key = is_norm, dtype, device

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,27 +189,49 @@ def test_each_rank_reads_its_slices(checkpoint, size):
     assert torch.equal(torch.cat([model.lm_head.weight for model in ranks]), whole.lm_head.weight)
 
 
-class Recording(LinearMethod):
-    def __init__(self):
-        self.finalized = []
+class Repacking(LinearMethod):
+    """Takes each layer's weight away, and records how many of the others were loaded by then."""
+
+    rows = None  # that a tied embedding would look up
+
+    def __init__(self, linears):
+        self.linears, self.finalized = linears, {}
 
     def finalize(self, layer):
-        assert not layer.weight.isnan().any()  # only once everything is loaded
-        self.finalized.append(layer)
+        if layer in self.finalized:
+            return
+        assert not layer.weight.isnan().any()  # it is all there
+        layer.weight = None
+        self.finalized[layer] = sum(other.weight is None or not other.weight.isnan().any() for other in self.linears)
 
 
-def test_methods_are_finalized_after_loading(checkpoint):
-    folder = checkpoint("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "llama-bias", "llama-tied"])
+def test_layers_are_finalized_as_soon_as_they_are_loaded(checkpoint, name):
+    folder = checkpoint(name)
     spec = read_model_spec(folder)
-    model, method = build_model(spec, torch.float32, CPU), Recording()
+    model = build_model(spec, torch.float32, CPU)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    assert len(linears) == 3 * 4 + 1
+    assert len(linears) == 4 * spec.num_hidden_layers + 1
+    method = Repacking(linears)
     for layer in linears:
         assert layer.method is PLAIN
         layer.method = method
         layer.weight.data.fill_(torch.nan)
     load_weights(model, spec, folder)
-    assert method.finalized == linears
+    assert set(method.finalized) == set(linears)
+    assert list(method.finalized.values()) == sorted(method.finalized.values()) and min(method.finalized.values()) < 4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_weight_stays_in_the_file(edited, name, dtype):
+    folder = edited(name, lambda tensors: tensors.update({key: tensor.to(dtype) for key, tensor in tensors.items()}))
+    model = load(folder, dtype)
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    (folder / "model.safetensors").write_bytes(b"")
+    assert torch.equal(model.model.layers["0"].mlp.down_proj.weight, tensors["model.layers.0.mlp.down_proj.weight"])
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"])
 
 
 def test_dummy_weights_are_random_seeded_and_never_zero(checkpoint, tmp_path):

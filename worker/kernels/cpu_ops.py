@@ -245,7 +245,7 @@ class _Compact:
         blocks, self.steps = columns // 32, -(-k // 32)
         self.num_weights = blocks * self.steps * 1024
         self.data = huge_pages.zeros(self.num_weights // 4 * 3, dtype=torch.uint16)
-        self.exceptions = torch.empty(self.num_weights, dtype=torch.uint32)  # room for any; next to nothing of it is written
+        self.exceptions = torch.empty(int(self.num_weights * self._EXCEPTIONS_PER_WEIGHT), dtype=torch.uint32)
         self.first = torch.empty(blocks * self.steps + 1, dtype=torch.uint32)
         self.scales = torch.empty(blocks, dtype=torch.float32)
 
@@ -254,7 +254,7 @@ class _Compact:
         """None where the weight has too many different exponents."""
         (n, k), self = weight.shape, cls(columns, weight.shape[1])
         count = KERNELS.lib.quire_gemm_compact(weight.data_ptr(), weight.stride(0), self.data.data_ptr(), self.exceptions.data_ptr(), self.first.data_ptr(),
-                                               self.scales.data_ptr(), n, k, int(silu_and_mul), int(self.num_weights * self._EXCEPTIONS_PER_WEIGHT))  # fmt: skip
+                                               self.scales.data_ptr(), n, k, int(silu_and_mul), len(self.exceptions))  # fmt: skip
         if count < 0:
             return None
         self.exceptions = self.exceptions[:count].clone()

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from worker import huge_pages
 from worker.huge_pages import Workspace
 from worker.layers.activation import silu_and_mul
 from worker.parallel import Group, split_size, tp
@@ -43,8 +44,9 @@ class Shard:
 
 
 def empty_parameter(*shape: int, parts: list[Part]) -> nn.Parameter:
-    """An uninitialised parameter that the loader will fill from `parts`."""
-    parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
+    """An uninitialised parameter that the loader will fill from `parts`. In the host's memory on huge pages: they are faster to get, and to read."""
+    on_host = torch.get_default_device().type == "cpu"
+    parameter = nn.Parameter(huge_pages.zeros(*shape, dtype=torch.get_default_dtype()) if on_host else torch.empty(shape), requires_grad=False)
     parameter.parts = parts
     return parameter
 

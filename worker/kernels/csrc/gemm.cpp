@@ -89,24 +89,26 @@ void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k,
   parallel_for(blocks, 4, [&](long nb) { pack_block(weight, ldw, packed + nb * steps * kStepElems, nb, n, k, silu_mul, false); });
 }
 
-// The same to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [columns / 32][ceil(k / 32) * 1024], first [columns / 32 * ceil(k / 32) + 1],
-// scales [columns / 32]. Returns the number of exceptions, which then lie at the start of theirs; -1: there are more than `most`, or a weight is not of that kind.
+// The same to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [most], first [columns / 32 * ceil(k / 32) + 1], scales [columns / 32]. Returns the number
+// of exceptions; -1: there are more than `most`, or a weight is not of that kind.
 long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint32_t* exceptions, uint32_t* first, float* scales, long n, long k, int silu_mul, long most) {
 #if QUIRE_AMX
   const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols, room = steps * kStepElems;
-  std::vector<long> counts(blocks);
+  std::vector<std::vector<uint32_t>> found(blocks);
   std::atomic<long> left{most};
   parallel_for(blocks, 4, [&](long nb) {
     if (left < 0) return;
-    bf16* packed = (bf16*)own_scratch.get(room * 2);
+    bf16* packed = (bf16*)own_scratch.get(room * (sizeof(bf16) + sizeof(uint32_t)));
+    uint32_t* own = (uint32_t*)(packed + room);
     pack_block(weight, ldw, packed, nb, n, k, silu_mul, true);
-    counts[nb] = compact_block(packed, int(steps), data + nb * steps * Compact::kStepWords, exceptions + nb * room, first + nb * steps, scales + nb);
-    left -= counts[nb] < 0 ? most + 1 : counts[nb];
+    const long count = compact_block(packed, int(steps), data + nb * steps * Compact::kStepWords, own, first + nb * steps, scales + nb);
+    if (count > 0) found[nb].assign(own, own + count);
+    left -= count < 0 ? most + 1 : count;
   });
   if (left < 0) return -1;
   long total = 0;
-  for (long nb = 0; nb < blocks; total += counts[nb++]) {
-    memmove(exceptions + total, exceptions + nb * room, counts[nb] * sizeof(uint32_t));
+  for (long nb = 0; nb < blocks; total += long(found[nb++].size())) {
+    std::copy(found[nb].begin(), found[nb].end(), exceptions + total);
     for (long s = 0; s < steps; s++) first[nb * steps + s] += uint32_t(total);
   }
   first[blocks * steps] = uint32_t(total);
