@@ -96,6 +96,7 @@ def _fill_all(model: torch.nn.Module, placements: deque[Placement], fill: Callab
     layers = _IncompleteLayers(model, placements)
     while placements:
         placement = placements.popleft()
+        layers.prepare(placement)
         layers.filled(placement, fill(placement, bool(layers.of(placement))))
         done += placement.target.nbytes
         if progress and (done - reported * total >= total / 100 or done == total):
@@ -104,7 +105,11 @@ def _fill_all(model: torch.nn.Module, placements: deque[Placement], fill: Callab
 
 
 class _IncompleteLayers:
-    """Finalizes each linear layer of `model` when all slices of its parameters are there, and copies what has been lent to it and it still holds then."""
+    """Finalizes each linear layer of `model` when all slices of its parameters are there.
+
+    The system takes longer to hand out memory than copying into it takes. So of the parameters that a layer gives up then, the memory goes to those of the same
+    kind; and what has been lent is copied only if the layer keeps it.
+    """
 
     def __init__(self, model: torch.nn.Module, placements: Iterable[Placement]):
         self._layers: dict[int, list[Linear]] = defaultdict(list)  # by the id of a parameter, which two may share
@@ -113,11 +118,21 @@ class _IncompleteLayers:
                 for parameter in layer.parameters(recurse=False):
                     self._layers[id(parameter)].append(layer)
         self._missing = Counter(layer for placement in placements for layer in self.of(placement))
+        self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()
+        self._begun: set[int] = set()
 
     def of(self, placement: Placement) -> list[Linear]:
         """The layers that want this slice."""
         return self._layers.get(id(placement.parameter), [])
+
+    def prepare(self, placement: Placement) -> None:
+        """To be called before the slice is filled."""
+        parameter = placement.parameter
+        fused, key = placement.target.shape != parameter.shape, id(parameter)
+        if fused and key not in self._begun and (spare := self._spare[parameter.shape, parameter.dtype]):
+            parameter.data = spare.pop()
+        self._begun.add(key)
 
     def filled(self, placement: Placement, lent: bool) -> None:
         if lent:
@@ -128,9 +143,14 @@ class _IncompleteLayers:
                 self._finalize(layer)
 
     def _finalize(self, layer: Linear) -> None:
+        before = list(layer.parameters(recurse=False))
         layer.finalize()
-        for parameter in layer.parameters(recurse=False):
-            if id(parameter) in self._lent:
+        kept = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        for parameter in before:
+            lent = id(parameter) in self._lent
+            if id(parameter) not in kept and not lent:
+                self._spare[parameter.shape, parameter.dtype].append(parameter.data)
+            elif id(parameter) in kept and lent:
                 parameter.data = huge_pages.zeros(*parameter.shape, dtype=parameter.dtype).copy_(parameter.data)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,12 +196,13 @@ class Repacking(LinearMethod):
     rows = None  # that a tied embedding would look up
 
     def __init__(self, linears):
-        self.linears, self.finalized = linears, {}
+        self.linears, self.finalized, self.places = linears, {}, defaultdict(set)
 
     def finalize(self, layer):
         if layer in self.finalized:
             return
         assert not layer.weight.isnan().any()  # it is all there
+        self.places[layer.weight.shape].add(layer.weight.data_ptr())
         layer.weight = None
         self.finalized[layer] = sum(other.weight is None or not other.weight.isnan().any() for other in self.linears)
 
@@ -220,6 +222,7 @@ def test_layers_are_finalized_as_soon_as_they_are_loaded(checkpoint, name):
     load_weights(model, spec, folder)
     assert set(method.finalized) == set(linears)
     assert list(method.finalized.values()) == sorted(method.finalized.values()) and min(method.finalized.values()) < 4
+    assert len(method.places[torch.Size([2 * spec.intermediate_size, spec.hidden_size])]) == 1  # all gate-and-up weights were put together in the same memory
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-tied"])
