@@ -239,14 +239,14 @@ class PackedLinear(_NativeLinear):
 class _Compact:
     """Storage of a packed weight in 12 bits: what `args` points to."""
 
-    _EXCEPTIONS_PER_WEIGHT = 1 / 64  # at most; their list then takes 1/24 of the memory, and putting them in place a tenth of the time
+    _EXCEPTIONS_PER_WEIGHT = 1 / 64  # at most; their list then takes 1/12 of the memory, and putting them in place a tenth of the time
 
     def __init__(self, columns: int, k: int) -> None:
         blocks, self.steps = columns // 32, -(-k // 32)
         self.num_weights = blocks * self.steps * 1024
         self.data = huge_pages.zeros(self.num_weights // 4 * 3, dtype=torch.uint16)
-        self.exceptions = torch.empty(int(self.num_weights * self._EXCEPTIONS_PER_WEIGHT), dtype=torch.uint32)
-        self.first = torch.empty(blocks * self.steps + 1, dtype=torch.uint32)
+        self.exceptions = torch.empty(int(self.num_weights * self._EXCEPTIONS_PER_WEIGHT) + 1, dtype=torch.uint64)
+        self.first = torch.empty(blocks, dtype=torch.uint32)
         self.scales = torch.empty(blocks, dtype=torch.float32)
 
     @classmethod
@@ -254,10 +254,10 @@ class _Compact:
         """None where the weight has too many different exponents."""
         (n, k), self = weight.shape, cls(columns, weight.shape[1])
         count = KERNELS.lib.quire_gemm_compact(weight.data_ptr(), weight.stride(0), self.data.data_ptr(), self.exceptions.data_ptr(), self.first.data_ptr(),
-                                               self.scales.data_ptr(), n, k, int(silu_and_mul), len(self.exceptions))  # fmt: skip
+                                               self.scales.data_ptr(), n, k, int(silu_and_mul), len(self.exceptions) - 1)  # fmt: skip
         if count < 0:
             return None
-        self.exceptions = self.exceptions[:count].clone()
+        self.exceptions = self.exceptions[: count + 1].clone()
         self.args = CompactArgs(self.data.data_ptr(), self.exceptions.data_ptr(), self.first.data_ptr(), self.scales.data_ptr(), self.steps)
         return self
 

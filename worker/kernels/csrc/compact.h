@@ -17,14 +17,19 @@
 
 struct Compact {
   const uint16_t* data;         // [columns / 32][k_steps][8][3][32]
-  const uint32_t* exceptions;   // of each k-step: place in the packed k-step << 16 | bits
-  const uint32_t* first;        // [columns / 32 * k_steps + 1]: where the exceptions of each k-step begin
+  const uint64_t* exceptions;   // in order: number of the k-step among all << 32 | place in the packed k-step << 16 | bits; then one beyond all
+  const uint32_t* first;        // [columns / 32]: where the exceptions of each block begin
   const float* scales;          // [columns / 32]: the power of two
   int k_steps;
 
   static constexpr int kStepWords = 8 * 3 * 32;
   static constexpr int kLow = 112;
   const uint16_t* step(int nb, int s) const { return data + (long(nb) * k_steps + s) * kStepWords; }
+  const uint64_t* exceptions_from(int nb, int s) const {
+    const uint64_t* e = exceptions + first[nb];
+    while (e[0] >> 32 < uint64_t(nb) * k_steps + s) e++;
+    return e;
+  }
 };
 
 #if QUIRE_AMX
@@ -45,20 +50,17 @@ static inline void expand_group(const uint16_t* src, bf16* dst) {
   _mm512_store_si512(dst + 96, d);
 }
 
-static inline void put_exceptions(const Compact& w, long step, bf16* dst) {
-  for (uint32_t i = w.first[step], end = w.first[step + 1]; i < end; i++) dst[w.exceptions[i] >> 16].bits = uint16_t(w.exceptions[i]);
-}
-
-// K-step s of block nb as in the packed layout, but for the power of two; dst is aligned to 64 bytes. STREAM: the steps are read one after the other, from memory.
+// K-step s of block nb as in the packed layout, but for the power of two; dst is aligned to 64 bytes. `next`: its exceptions and those that follow; leaves those of the
+// next step. So nothing but this list, of which a line serves dozens of steps, is read beside the weights. STREAM: the steps are read one after the other, from memory.
 template <bool STREAM>
-static inline void expand_step(const Compact& w, int nb, int s, bf16* dst) {
+static inline void expand_step(const Compact& w, int nb, int s, const uint64_t*& next, bf16* dst) {
   const uint16_t* src = w.step(nb, s);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++, src += 96) {
     if (STREAM) read_ahead(src), read_ahead(src + 32), read_ahead(src + 64);
     expand_group(src, dst + i * 128);
   }
-  put_exceptions(w, long(nb) * w.k_steps + s, dst);
+  for (const uint64_t step = uint64_t(nb) * w.k_steps + s; *next >> 32 == step; next++) dst[*next >> 16 & 1023].bits = uint16_t(*next);
 }
 
 // The lowest of the 16 exponents that most weights have, by a sample.
@@ -87,12 +89,11 @@ static inline bool all_zero(const bf16* packed, long count) {
   return !_mm512_test_epi64_mask(seen, seen);
 }
 
-// Compacts one block of `steps` packed k-steps. Lists the exceptions, and where those of each k-step begin. Returns their number, or -1 if the list cannot hold one.
-static inline long compact_block(const bf16* packed, int steps, uint16_t* data, uint32_t* exceptions, uint32_t* first, float* scale) {
+// Compacts one block of `steps` packed k-steps, the first of which has number `step0`. Returns the number of exceptions, or -1 if the list cannot hold one.
+static inline long compact_block(const bf16* packed, int steps, long step0, uint16_t* data, uint64_t* exceptions, float* scale) {
   if (all_zero(packed, long(steps) * 1024)) {  // as when a vocabulary has spare rows
     *scale = 0.f;
     memset(data, 0, long(steps) * Compact::kStepWords * 2);
-    memset(first, 0, steps * sizeof(uint32_t));
     return 0;
   }
   const int low = likely_exponents(packed, long(steps) * 1024), shift = low - Compact::kLow;
@@ -100,7 +101,6 @@ static inline long compact_block(const bf16* packed, int steps, uint16_t* data, 
   auto spare = [](__m512i nibble) { return _mm512_slli_epi16(_mm512_and_si512(nibble, _mm512_set1_epi16(15)), 11); };
   long count = 0;
   for (int s = 0; s < steps; s++) {
-    first[s] = uint32_t(count);
     for (int i = 0; i < 8; i++, data += 96) {
       __m512i field[4];
       for (int j = 0; j < 4; j++) {
@@ -111,7 +111,7 @@ static inline long compact_block(const bf16* packed, int steps, uint16_t* data, 
         for (uint32_t rest = outside; rest; rest &= rest - 1) {
           const int lane = __builtin_ctz(rest), bits = exception_bits(at[lane].bits, shift);
           if (bits < 0) return -1;
-          exceptions[count++] = uint32_t(i * 128 + j * 32 + lane) << 16 | uint32_t(bits);
+          exceptions[count++] = uint64_t(step0 + s) << 32 | uint64_t(i * 128 + j * 32 + lane) << 16 | uint64_t(bits);
         }
       }
       const __m512i last = field[3];

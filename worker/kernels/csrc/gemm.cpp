@@ -89,29 +89,29 @@ void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k,
   parallel_for(blocks, 4, [&](long nb) { pack_block(weight, ldw, packed + nb * steps * kStepElems, nb, n, k, silu_mul, false); });
 }
 
-// The same to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [most], first [columns / 32 * ceil(k / 32) + 1], scales [columns / 32]. Returns the number
-// of exceptions; -1: there are more than `most`, or a weight is not of that kind.
-long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint32_t* exceptions, uint32_t* first, float* scales, long n, long k, int silu_mul, long most) {
+// The same to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [most + 1], first and scales [columns / 32]. Returns the number of exceptions, the one at their
+// end not counted; -1: there are more than `most`, or a weight is not of that kind.
+long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* exceptions, uint32_t* first, float* scales, long n, long k, int silu_mul, long most) {
 #if QUIRE_AMX
   const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols, room = steps * kStepElems;
-  std::vector<std::vector<uint32_t>> found(blocks);
+  std::vector<std::vector<uint64_t>> found(blocks);
   std::atomic<long> left{most};
   parallel_for(blocks, 4, [&](long nb) {
     if (left < 0) return;
-    bf16* packed = (bf16*)own_scratch.get(room * (sizeof(bf16) + sizeof(uint32_t)));
-    uint32_t* own = (uint32_t*)(packed + room);
+    bf16* packed = (bf16*)own_scratch.get(room * (sizeof(bf16) + sizeof(uint64_t)));
+    uint64_t* own = (uint64_t*)(packed + room);
     pack_block(weight, ldw, packed, nb, n, k, silu_mul, true);
-    const long count = compact_block(packed, int(steps), data + nb * steps * Compact::kStepWords, own, first + nb * steps, scales + nb);
+    const long count = compact_block(packed, int(steps), nb * steps, data + nb * steps * Compact::kStepWords, own, scales + nb);
     if (count > 0) found[nb].assign(own, own + count);
     left -= count < 0 ? most + 1 : count;
   });
   if (left < 0) return -1;
   long total = 0;
   for (long nb = 0; nb < blocks; total += long(found[nb++].size())) {
+    first[nb] = uint32_t(total);
     std::copy(found[nb].begin(), found[nb].end(), exceptions + total);
-    for (long s = 0; s < steps; s++) first[nb * steps + s] += uint32_t(total);
   }
-  first[blocks * steps] = uint32_t(total);
+  exceptions[total] = ~uint64_t(0);
   return total;
 #else
   return -1;  // only that code reads it
@@ -133,13 +133,13 @@ void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* o
   parallel_for(num_ids, 4, [&](long i) {
     const int nb = int(ids[i] / 32), v0 = int(ids[i] / 16 % 2) * 16, pair = int(ids[i] % 16);
     bf16* row = out + i * ldo;
+    const uint64_t* e = w->exceptions_from(nb, 0);
     for (int s = 0; s < w->k_steps; s++) {
-      const long step = long(nb) * w->k_steps + s;
       uint32_t values[16];
       for (int r = 0; r < 16; r++) values[r] = expand_pair(w->step(nb, s), v0 + r, pair);
-      for (uint32_t e = w->first[step]; e < w->first[step + 1]; e++) {
-        const int place = int(w->exceptions[e] >> 16) - v0 * 32;
-        if (place >= 0 && place < 512 && place / 2 % 16 == pair) memcpy((uint16_t*)(values + place / 32) + place % 2, w->exceptions + e, 2);
+      for (const uint64_t step = uint64_t(nb) * w->k_steps + s; *e >> 32 == step; e++) {
+        const int place = int(*e >> 16 & 1023) - v0 * 32;
+        if (place >= 0 && place < 512 && place / 2 % 16 == pair) memcpy((uint16_t*)(values + place / 32) + place % 2, e, 2);
       }
       const vf scale = set1(w->scales[nb]);  // exact: a power of two
       bf16 step_values[32];

@@ -88,10 +88,11 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
   const int steps = g.k_steps();
   alignas(64) bf16 ring[COMPACT ? 2 * kAhead : 1][kStepElems];
   alignas(64) float c[4][16][16], spare[16][16];
+  const uint64_t* exceptions = COMPACT ? g.compact->exceptions_from(nb, 0) : nullptr;
   auto fetch = [&](int s) {
     if constexpr (COMPACT) {
       if (s >= steps) return;
-      expand_step<true>(*g.compact, nb, s, ring[s % (2 * kAhead)]);
+      expand_step<true>(*g.compact, nb, s, exceptions, ring[s % (2 * kAhead)]);
     } else {
       for (int i = 0; i < kStepElems; i += 32) read_ahead(packed + (s - kAhead) * kStepElems + i);
     }

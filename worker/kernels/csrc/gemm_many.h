@@ -59,6 +59,7 @@ class WeightStream {
   const bf16* tiles(const Part& at) {
     if (!expanded()) return g_.block(at.nb) + size_t(at.s0) * kStepElems;
     part_ = at, step_ = 0, announced_ = next_ == at;
+    if (g_.compact) exceptions_ = g_.compact->exceptions_from(at.nb, at.s0);
     expand();
     return buffer_;
   }
@@ -73,7 +74,7 @@ class WeightStream {
     if (!announced_) fetch({part_.nb, s + kAhead, s + kAhead + 2});
     for (int i = 0; i < std::min(left, 2); i++) {
       if (g_.quant) dequantize_half(*g_.quant, part_.nb, s / 2, i, to);
-      else expand_step<false>(*g_.compact, part_.nb, s + i, to + i * kStepElems);
+      else expand_step<false>(*g_.compact, part_.nb, s + i, exceptions_, to + i * kStepElems);
     }
     step_ += 2;
   }
@@ -104,6 +105,7 @@ class WeightStream {
   bf16* buffer_;
   Part part_, next_;  // handed out, announced
   int step_ = 0;  // of part_, up to which it is expanded
+  const uint64_t* exceptions_ = nullptr;  // of a compact weight, from step_ on
   bool announced_ = false;  // part_
   const char* at_ = nullptr;
   long lines_ = 0, calls_ = 1, due_ = 0;
