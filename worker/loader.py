@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,13 +111,14 @@ class _IncompleteLayers:
     kind; and what has been lent is copied only if the layer keeps it.
     """
 
-    def __init__(self, model: torch.nn.Module, placements: Iterable[Placement]):
+    def __init__(self, model: torch.nn.Module, placements: Collection[Placement]):
         self._layers: dict[int, list[Linear]] = defaultdict(list)  # by the id of a parameter, which two may share
         for layer in model.modules():
             if isinstance(layer, Linear):
                 for parameter in layer.parameters(recurse=False):
                     self._layers[id(parameter)].append(layer)
         self._missing = Counter(layer for placement in placements for layer in self.of(placement))
+        self._slices = Counter(id(placement.parameter) for placement in placements)
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()
         self._begun: set[int] = set()
@@ -127,12 +128,11 @@ class _IncompleteLayers:
         return self._layers.get(id(placement.parameter), [])
 
     def prepare(self, placement: Placement) -> None:
-        """To be called before the slice is filled."""
+        """To be called before the slice is filled: a fused parameter, which is never lent, may get other memory before its first."""
         parameter = placement.parameter
-        fused, key = placement.target.shape != parameter.shape, id(parameter)
-        if fused and key not in self._begun and (spare := self._spare[parameter.shape, parameter.dtype]):
+        if self._slices[id(parameter)] > 1 and id(parameter) not in self._begun and (spare := self._spare[parameter.shape, parameter.dtype]):
             parameter.data = spare.pop()
-        self._begun.add(key)
+        self._begun.add(id(parameter))
 
     def filled(self, placement: Placement, lent: bool) -> None:
         if lent:
