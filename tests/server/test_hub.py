@@ -33,7 +33,7 @@ def test_local_folder(tmp_path, monkeypatch):
     assert hub.resolve(f"./{tmp_path.name}") == str(tmp_path)
 
 
-@pytest.mark.parametrize("model", ["./none", "/no/such/folder", "~/none-such", "a/b/c", "with space", "../x"])
+@pytest.mark.parametrize("model", ["./none", "/no/such/folder", "~/none-such", "a/b/c", "with space", "../none-such"])
 def test_what_can_only_be_a_path_is_refused_at_once(model):
     with pytest.raises(ValueError, match="there is no folder"):
         hub.resolve(model)
