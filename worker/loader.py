@@ -118,10 +118,9 @@ class _IncompleteLayers:
                 for parameter in layer.parameters(recurse=False):
                     self._layers[id(parameter)].append(layer)
         self._missing = Counter(layer for placement in placements for layer in self.of(placement))
-        self._slices = Counter(id(placement.parameter) for placement in placements)
+        self._slices = Counter(id(placement.parameter) for placement in placements)  # of the parameters of which none has been filled
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()
-        self._begun: set[int] = set()
 
     def of(self, placement: Placement) -> list[Linear]:
         """The layers that want this slice."""
@@ -130,9 +129,8 @@ class _IncompleteLayers:
     def prepare(self, placement: Placement) -> None:
         """To be called before the slice is filled: a fused parameter, which is never lent, may get other memory before its first."""
         parameter = placement.parameter
-        if self._slices[id(parameter)] > 1 and id(parameter) not in self._begun and (spare := self._spare[parameter.shape, parameter.dtype]):
+        if self._slices.pop(id(parameter), 0) > 1 and (spare := self._spare[parameter.shape, parameter.dtype]):
             parameter.data = spare.pop()
-        self._begun.add(id(parameter))
 
     def filled(self, placement: Placement, lent: bool) -> None:
         if lent:

@@ -25,9 +25,9 @@ struct Compact {
   static constexpr int kStepWords = 8 * 3 * 32;
   static constexpr int kLow = 112;
   const uint16_t* step(int nb, int s) const { return data + (long(nb) * k_steps + s) * kStepWords; }
-  const uint64_t* exceptions_from(int nb, int s) const {
+  const uint64_t* exceptions_from(int nb, int s) const {  // those of k-step s of block nb and all that follow
     const uint64_t* e = exceptions + first[nb];
-    while (e[0] >> 32 < uint64_t(nb) * k_steps + s) e++;
+    while (*e >> 32 < uint64_t(nb) * k_steps + s) e++;
     return e;
   }
 };

@@ -7,9 +7,9 @@
 
 namespace {
 
-constexpr long kBf16 = 1;      // the `dtype` of other kernels
+constexpr long kBf16 = 1;       // the `dtype` of other kernels
 constexpr long kTokens = 1024;  // at a time: a product takes 512 rows per pass over its weight, so that each of two threads has rows of its own from start to end
-constexpr long kPad = 32;      // between rows of the workspace: rows whose distance is a multiple of 4 KiB would share a few lines of the caches
+constexpr long kPad = 32;       // between rows of the workspace: rows whose distance is a multiple of 4 KiB would share a few lines of the caches
 
 struct Linear {  // k = 0: there is none
   const bf16* packed;
