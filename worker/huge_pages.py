@@ -31,6 +31,18 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor[start : start + size].view(dtype).view(shape)
 
 
+def well_placed(*shape: int, dtype: torch.dtype, conflicts: Callable[[int], float], enough: float, tries: int = 5) -> torch.Tensor:
+    """The same for memory that is to stay in a core's cache, which some pages make impossible: of several tries the one with the least `conflicts(address)`, or the
+    first with less than `enough`."""
+    tensors = []  # those that lose are kept until the end, for the system would hand them out again
+    for _ in range(tries):
+        tensor = zeros(*shape, dtype=dtype)
+        tensors.append((conflicts(tensor.data_ptr()), tensor))
+        if tensors[-1][0] < enough:
+            break
+    return min(tensors, key=lambda candidate: candidate[0])[1]
+
+
 class Workspace:
     """Memory that stays, on huge pages, for results that are dead when the next one is wanted: new memory would cost a fault for each of its pages, every time."""
 

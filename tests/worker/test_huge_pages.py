@@ -44,6 +44,20 @@ def test_zeros(shape, dtype):
     assert tensor.float().mean() == 1
 
 
+@pytest.mark.parametrize(("conflicts", "taken"), [([1.2, 1.0], 0), ([3.0, 1.3, 1.0], 1), ([3.0, 2.5, 2.0, 2.9, 2.1, 1.0], 2)], ids=["the first will do", "the second does", "none does"])
+def test_of_several_places_the_best_is_taken(conflicts, taken):
+    places = []
+
+    def measure(address: int) -> float:
+        assert address % (2 * MIB) == 0
+        places.append(address)
+        return conflicts[len(places) - 1]
+
+    tensor = huge_pages.well_placed(3 * MIB, dtype=torch.uint8, conflicts=measure, enough=1.4)
+    assert tensor.data_ptr() == places[taken] and tensor.shape == (3 * MIB,) and not tensor.any()
+    assert len(places) == len(set(places)) == (5 if taken == 2 else taken + 1)
+
+
 def test_memory_is_taken_when_it_is_written_and_given_back():
     gc.collect()  # what other tests left must not be given back in between
     before = _resident()

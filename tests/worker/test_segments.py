@@ -93,3 +93,12 @@ def test_only_for_packed_weights(checkpoint, native_kernels):
     model = _model(checkpoint("qwen3"), torch.float32)
     _play(model)
     assert model.model.segments() is None
+
+
+@pytest.mark.parametrize("hidden", [32, 1024, 3000])
+def test_conflicts_of_a_workspace(native_kernels, hidden):
+    """How large they are is up to the machine. Everything is looked at, nothing else is, and zeros are left behind."""
+    size = 1024 * (hidden + 32)
+    memory = torch.full((size + 2048,), 3.0, dtype=torch.bfloat16)
+    assert 1 <= native_kernels.lib.quire_segment_conflicts(memory[1024:].data_ptr(), hidden) < 1000
+    assert not memory[1024 : 1024 + size].any() and (memory[:1024] == 3).all() and (memory[1024 + size :] == 3).all()

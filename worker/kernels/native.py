@@ -83,6 +83,7 @@ _SIGNATURES = {
     "quire_sample": ([_P, _L, _L, _L, _P, _P, _P, _P, _L, _P], None),
     "quire_logprobs": ([_P, _L, _L, _L, _P, _L, _I, _P, _P, _P], None),
     "quire_segment_workspace": ([_L, _L], _L),
+    "quire_segment_conflicts": ([_P, _L], ctypes.c_double),
     "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _L, _P, _P, _P, _P, _L, _P], None),
     "quire_run_layers": ([ctypes.POINTER(SegmentArgs), _L, _P, _P, _P, _L, _P, _P, _P, _L, _P, _P, _L, _P, _P, _L, _I, _P, _L], None),
     "quire_paged_attention": ([ctypes.POINTER(LayerArgs), _P, _L, _P, _L, _P, _L, _P, _P, _L, _I, _P, _L], None),

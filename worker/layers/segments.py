@@ -35,7 +35,8 @@ class Segments:
         self.layer_args = [layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap) for a in self.attentions]
         ends = zip([None, *zip(layers, linears, self.layer_args)], [*zip(layers, linears), None])
         self.segments = (SegmentArgs * (len(layers) + 1))(*(_segment(before, after, final_norm, cos_sin) for before, after in ends))
-        self.workspace = huge_pages.zeros(KERNELS.lib.quire_segment_workspace(self.hidden, linears[0][3].k), dtype=torch.bfloat16)
+        size, conflicts = KERNELS.lib.quire_segment_workspace(self.hidden, linears[0][3].k), KERNELS.lib.quire_segment_conflicts
+        self.workspace = huge_pages.well_placed(size, dtype=torch.bfloat16, conflicts=lambda address: conflicts(address, self.hidden), enough=1.4)
         self.between = huge_pages.Workspace(torch.bfloat16)  # for activations on their way to attention and back
 
     @classmethod

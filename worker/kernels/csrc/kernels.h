@@ -24,6 +24,8 @@ struct Sink {
   void (*take)(void* context, const bf16* x, long ldx, long row, long rows, long column);
 };
 
+double cache_conflicts(char* memory, long bytes);
+
 extern "C" {
 void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
 void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);

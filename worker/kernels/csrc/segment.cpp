@@ -84,6 +84,9 @@ extern "C" {
 // Elements of bf16 that quire_run_segment wants as `workspace`.
 long quire_segment_workspace(long hidden, long inner) { return kTokens * (hidden + inner + 2 * kPad); }
 
+// How badly such a workspace is placed for the rows in it that are to stay in L2: x. Overwrites it (see placement.cpp).
+double quire_segment_conflicts(bf16* workspace, long hidden) { return cache_conflicts((char*)workspace, kTokens * (hidden + kPad) * sizeof(bf16)); }
+
 // attended [tokens, o_proj.k] in rows of lda, not read at the start. residual [tokens, hidden] is added to. out: [tokens, qkv.n] in rows of cache.ld_qkv, its q rotated;
 // k and v are in the cache, and what is in their place here nobody may read; at the end [tokens, hidden], the normed sum. All others contiguous.
 void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long tokens, bf16* workspace) {
