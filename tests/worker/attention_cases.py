@@ -24,12 +24,15 @@ class Case:
 
 
 def make_case(backend: AttentionBackend | None, query_lens: list[int], context_lens: list[int], *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16,
-              block_size: int = 16, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Case:
+              block_size: int = 16, dtype: torch.dtype = torch.float32, device: str = "cpu", heads_first: bool = True, seed: int = 0) -> Case:
     generator = torch.Generator().manual_seed(seed)
     seq_lens = [q + c for q, c in zip(query_lens, context_lens)]
     counts = [-(-length // block_size) for length in seq_lens]
     order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
-    cache = torch.full((2, sum(counts) + 1, block_size, num_kv_heads, head_dim), float("nan"))
+    if heads_first:
+        cache = torch.full((2, sum(counts) + 1, num_kv_heads, block_size, head_dim), float("nan")).transpose(2, 3)
+    else:
+        cache = torch.full((2, sum(counts) + 1, block_size, num_kv_heads, head_dim), float("nan"))
     cache[:, 0] = 0
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     keys, values = [], []

@@ -20,10 +20,6 @@ class DenseAttention(AttentionBackend):
     def build(self, meta: AttentionMetadata) -> None:
         pass
 
-    def write_kv(self, k, v, k_cache, v_cache, slot_mapping) -> None:
-        k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = k
-        v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = v
-
     def forward(self, q, k_cache, v_cache, meta, scale, sliding_window=None, soft_cap=None):
         out = torch.empty_like(q)
         groups = q.shape[1] // k_cache.shape[2]
@@ -51,8 +47,8 @@ class PagedRunner:
         dtype = model.model.norm.weight.dtype
         for layer in model.modules():
             if isinstance(layer, Attention):
-                shape = (num_requests * blocks + 1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
-                layer.k_cache, layer.v_cache = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+                shape = (num_requests * blocks + 1, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
+                layer.k_cache, layer.v_cache = (torch.zeros(shape, dtype=dtype).transpose(1, 2) for _ in range(2))
 
     @torch.inference_mode()
     def step(self, tokens: dict[int, list[int]], wanted: dict[int, int] | None = None) -> dict[int, torch.Tensor]:

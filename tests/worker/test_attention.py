@@ -82,7 +82,7 @@ def test_backends_on_a_gpu_equal_dense_attention_and_one_another(batch, block_si
             reasons[name] = reason
             continue
         backend = _backend_cls(name)()
-        case = make_case(backend, query_lens, context_lens, block_size=block_size, device="cuda", **size)
+        case = make_case(backend, query_lens, context_lens, block_size=block_size, device="cuda", heads_first=False, **size)
         backend.build(case.meta)
         outputs[name] = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.125, window, soft_cap).float().cpu()
     print(f"compared {', '.join(outputs)}; {reasons}")
@@ -106,11 +106,11 @@ def test_library_is_usable_here(name):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=8), st.sampled_from([None, 7, 64]), st.sampled_from([64, 300, 8192]), st.sampled_from([64, 1 << 23]))
-def test_cpu_paged_cuts_ragged_batches_anywhere(requests, window, decode_tokens, prefill_scores):
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=8), st.sampled_from([None, 7, 64]), st.sampled_from([64, 300, 8192]), st.sampled_from([64, 1 << 23]), st.booleans())
+def test_cpu_paged_cuts_ragged_batches_anywhere(requests, window, decode_tokens, prefill_scores, heads_first):
     backend = cpu_paged.CpuPagedAttention()
     queries, contexts = [q if q > 20 else 1 for q, _ in requests], [c for _, c in requests]
-    case = make_case(backend, queries, contexts, block_size=3)
+    case = make_case(backend, queries, contexts, block_size=3, heads_first=heads_first)
     with pytest.MonkeyPatch.context() as patch:  # small bounds, so that every way of cutting a batch occurs
         patch.setattr(cpu_paged, "_DECODE_TOKENS", decode_tokens)
         patch.setattr(cpu_paged, "_PREFILL_SCORES", prefill_scores)

@@ -1,7 +1,8 @@
 """What every attention backend has in common: one call, one KV layout, one way to say why it does not apply.
 
-KV layout, for all backends: `k_cache` and `v_cache` of shape `[num_blocks, block_size, num_kv_heads, head_dim]`, `head_dim` contiguous. Block 0 is the
-null block: padding rows write to slot 0 and read from it, so no kernel needs a `-1` branch. A slot is `block_id * block_size + offset`.
+KV layout, for all backends: `k_cache` and `v_cache` of shape `[num_blocks, block_size, num_kv_heads, head_dim]`, `head_dim` contiguous; within a block the heads
+follow each other slot by slot, on CPU the slots head by head. Block 0 is the null block: padding rows write to slot 0 and read from it, so no kernel needs a `-1`
+branch. A slot is `block_id * block_size + offset`.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class AttentionBackend(ABC):
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store k and v `[T, num_kv_heads, head_dim]` into their slots."""
-        k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, k)
-        v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, v)
+        block, offset = slot_mapping // k_cache.shape[1], slot_mapping % k_cache.shape[1]
+        k_cache[block, offset], v_cache[block, offset] = k, v
 
     @abstractmethod
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,

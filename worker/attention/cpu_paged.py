@@ -155,17 +155,19 @@ def _prefill_pieces(slots: _Slots, i: int, first_token: int, num_queries: int, l
 
 def _gather(plan: _Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[n, num_kv_heads, keys, head_dim]`, in the buffers of the plan: fresh ones would cost a page fault per page in every layer."""
-    heads, dim = k_cache.shape[2:]
+    _, block_size, heads, dim = k_cache.shape
     if plan.workspace is None:
-        rows = max(len(p.slots) for pieces in plan.pieces.values() for p in pieces)
-        plan.workspace = [k_cache.new_empty(rows, heads * dim) for _ in range(2)]
+        most = max(len(p.slots) for pieces in plan.pieces.values() for p in pieces)
+        plan.workspace = [k_cache.new_empty(most * heads, dim) for _ in range(2)]
+    block_rows, slot_rows, head_rows = (stride // dim for stride in k_cache.stride()[:3])  # either layout is a sequence of rows of head_dim
+    first = (piece.slots // block_size * block_rows + piece.slots % block_size * slot_rows).view(piece.num_seqs, 1, piece.num_keys)
+    rows = (first + torch.arange(heads, device=first.device)[:, None] * head_rows).flatten()
     gathered = []
     for buffer, cache in zip(plan.workspace, (k_cache, v_cache)):
-        if len(buffer) < len(piece.slots):  # a layer with a wider window than those before it
-            buffer = cache.new_empty(len(piece.slots), heads * dim)
-        rows = buffer[: len(piece.slots)]
-        torch.index_select(cache.view(-1, heads * dim), 0, piece.slots, out=rows)
-        gathered.append(rows.view(piece.num_seqs, piece.num_keys, heads, dim).transpose(1, 2))
+        if len(buffer) < len(rows):  # a layer with a wider window than those before it
+            buffer = cache.new_empty(len(rows), dim)
+        torch.index_select(cache.as_strided((cache.numel() // dim, dim), (dim, 1)), 0, rows, out=buffer[: len(rows)])
+        gathered.append(buffer[: len(rows)].view(piece.num_seqs, heads, piece.num_keys, dim))
     return gathered[0], gathered[1]
 
 

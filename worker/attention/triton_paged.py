@@ -217,10 +217,6 @@ class TritonPagedBackend(AttentionBackend):
     def build(self, meta: AttentionMetadata) -> None:
         pass
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = k
-        v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = v
-
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
                 sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
         return paged_attention(q, k_cache, v_cache, meta.block_table, meta.query_start_loc, meta.seq_lens, meta.max_query_len, scale, sliding_window, soft_cap)
