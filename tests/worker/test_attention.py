@@ -129,13 +129,15 @@ def test_cpu_paged_takes_views_of_a_fused_projection():
     torch.testing.assert_close(backend.forward(q, case.k_cache, case.v_cache, case.meta, 0.25), dense(case, 0.25), rtol=1e-4, atol=1e-4)
 
 
-def test_write_kv_stores_by_slot():
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_write_kv_stores_by_slot(heads_first):
     backend = cpu_paged.CpuPagedAttention()
-    k_cache, v_cache = torch.zeros(4, 2, 1, 3), torch.zeros(4, 2, 1, 3)
-    k, v = torch.randn(3, 1, 3), torch.randn(3, 1, 3)
+    k_cache, v_cache = (torch.zeros(4, 5, 2, 3).transpose(1, 2) if heads_first else torch.zeros(4, 2, 5, 3) for _ in range(2))
+    k, v = torch.randn(3, 5, 3), torch.randn(3, 5, 3)
     backend.write_kv(k, v, k_cache, v_cache, torch.tensor([2, 7, 5]))
-    assert torch.equal(k_cache.view(8, 1, 3)[[2, 7, 5]], k) and torch.equal(v_cache.view(8, 1, 3)[[2, 7, 5]], v)
-    assert k_cache.view(8, 3)[[0, 1, 3, 4, 6]].count_nonzero() == 0
+    for stored, written in ((k_cache, k), (v_cache, v)):
+        by_slot = stored.flatten(0, 1)
+        assert torch.equal(by_slot[[2, 7, 5]], written) and by_slot[[0, 1, 3, 4, 6]].count_nonzero() == 0
 
 
 # ---- what the CUDA libraries are called with

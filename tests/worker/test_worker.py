@@ -36,6 +36,7 @@ def test_initialize_reports_phases_and_what_it_found(checkpoint):
     layers = kv_cache.attention_layers(worker.runner.model)
     assert [layer.layer_index for layer in layers] == [0, 1, 2]
     assert all(layer.k_cache.shape == layer.v_cache.shape == (ready.num_blocks, ready.block_size, 2, 32) for layer in layers)
+    assert all(cache.transpose(1, 2).is_contiguous() for layer in layers for cache in (layer.k_cache, layer.v_cache))  # head by head
     assert all(layer.k_cache[0].count_nonzero() == 0 and layer.v_cache[0].count_nonzero() == 0 for layer in layers)
     assert sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in layers) == ready.plan.kv_cache
     worker.shutdown()

@@ -26,7 +26,7 @@ class _Piece:
     """One call: n sequences with `queries` tokens each over `keys` keys each."""
 
     tokens: torch.Tensor | slice  # [n * queries], which tokens of the batch
-    slots: torch.Tensor  # [n * keys] int64
+    rows: torch.Tensor  # [n * num_kv_heads * keys] int64, where they lie: see `_Rows`
     num_seqs: int
     num_queries: int
     num_keys: int
@@ -62,7 +62,7 @@ class CpuPagedAttention(AttentionBackend):
         plan: _Plan = meta.extra
         pieces = plan.pieces.get(sliding_window)
         if pieces is None:
-            pieces = plan.pieces[sliding_window] = _pieces(plan, meta.block_table, k_cache.shape[1], sliding_window)
+            pieces = plan.pieces[sliding_window] = _pieces(plan, _Rows(meta.block_table, k_cache), sliding_window)
         out = torch.empty_like(q)
         for piece in pieces:
             k, v = _gather(plan, piece, k_cache, v_cache)
@@ -70,18 +70,17 @@ class CpuPagedAttention(AttentionBackend):
         return out
 
 
-def _pieces(plan: _Plan, block_table: torch.Tensor, block_size: int, window: int | None) -> list[_Piece]:
-    slots = _Slots(block_table, block_size)
+def _pieces(plan: _Plan, rows: _Rows, window: int | None) -> list[_Piece]:
     decodes, pieces = [], []
     for i, length in enumerate(plan.lengths):
         num_queries = plan.starts[i + 1] - plan.starts[i]
         if num_queries == 1:
             decodes.append(i)
         else:
-            pieces += _prefill_pieces(slots, i, plan.starts[i], num_queries, length, window)
+            pieces += _prefill_pieces(rows, i, plan.starts[i], num_queries, length, window)
     seen = [min(length, window or length) for length in plan.lengths]
     for group in _groups(decodes, seen):
-        pieces.append(_decode_piece(slots, group, [plan.starts[i] for i in group], [plan.lengths[i] for i in group], [seen[i] for i in group]))
+        pieces.append(_decode_piece(rows, group, [plan.starts[i] for i in group], [plan.lengths[i] for i in group], [seen[i] for i in group]))
     return pieces
 
 
@@ -99,39 +98,43 @@ def _groups(decodes: list[int], seen: list[int]) -> list[list[int]]:
     return groups
 
 
-class _Slots:
-    """Slots of positions, through the block table."""
+class _Rows:
+    """Where the keys of positions lie, through the block table: a cache, whichever way its blocks are laid out, is a sequence of rows of head_dim. All layers' are alike."""
 
-    def __init__(self, block_table: torch.Tensor, block_size: int) -> None:
-        self.block_table, self.block_size = block_table, block_size
-        self.device = block_table.device
+    def __init__(self, block_table: torch.Tensor, cache: torch.Tensor) -> None:
+        _, self.block_size, num_heads, dim = cache.shape
+        self.block_table, self.device = block_table, block_table.device
+        self.block_rows, self.slot_rows, head_rows = (stride // dim for stride in cache.stride()[:3])
+        self.heads = torch.arange(num_heads, device=self.device)[:, None] * head_rows
 
     def of_sequence(self, i: int, start: int, stop: int) -> torch.Tensor:
-        """Positions start .. stop - 1 of request i."""
+        """Positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
         positions = torch.arange(start, stop, device=self.device)
-        return self.block_table[i][positions // self.block_size] * self.block_size + positions % self.block_size
+        return self._rows(self.block_table[i][positions // self.block_size], positions % self.block_size)
 
     def of_group(self, group: list[int], starts: torch.Tensor, counts: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each request of `group` its positions starts .. starts + counts - 1, padded with slot 0 to `width`: (slots [n, width], which are real)."""
+        """For each request of `group` its positions starts .. starts + counts - 1, padded with slot 0 to `width`: (rows `[n * num_kv_heads * width]`, which keys `[n, width]` are real)."""
         offsets = torch.arange(width, device=self.device)
         real = offsets < counts[:, None]
         positions = torch.where(real, starts[:, None] + offsets, 0)
-        rows = self.block_table[torch.tensor(group, device=self.device)]
-        slots = rows.gather(1, positions // self.block_size) * self.block_size + positions % self.block_size
-        return torch.where(real, slots, 0), real
+        blocks = self.block_table[torch.tensor(group, device=self.device)].gather(1, positions // self.block_size)
+        return self._rows(torch.where(real, blocks, 0), positions % self.block_size), real
+
+    def _rows(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return ((blocks.long() * self.block_rows + offsets * self.slot_rows)[..., None, :] + self.heads).flatten()
 
 
-def _decode_piece(slots: _Slots, group: list[int], tokens: list[int], lengths: list[int], seen: list[int]) -> _Piece:
-    device, width = slots.device, max(seen)
+def _decode_piece(rows: _Rows, group: list[int], tokens: list[int], lengths: list[int], seen: list[int]) -> _Piece:
+    device, width = rows.device, max(seen)
     counts = torch.tensor(seen, device=device)
-    indices, real = slots.of_group(group, torch.tensor(lengths, device=device) - counts, counts, width)
+    indices, real = rows.of_group(group, torch.tensor(lengths, device=device) - counts, counts, width)
     mask = None if min(seen) == width else real[:, None, None, :]
     in_order = tokens == list(range(tokens[0], tokens[0] + len(tokens)))
     where = slice(tokens[0], tokens[0] + len(tokens)) if in_order else torch.tensor(tokens, device=device)
-    return _Piece(where, indices.flatten().long(), len(group), 1, width, mask)
+    return _Piece(where, indices, len(group), 1, width, mask)
 
 
-def _prefill_pieces(slots: _Slots, i: int, first_token: int, num_queries: int, length: int, window: int | None) -> list[_Piece]:
+def _prefill_pieces(rows: _Rows, i: int, first_token: int, num_queries: int, length: int, window: int | None) -> list[_Piece]:
     """Cut the queries so that a piece has at most _PREFILL_SCORES scores; each sees the keys up to its last query, from its first query's window on."""
     pieces = []
     step = max(1, min(num_queries, _PREFILL_SCORES // length))
@@ -143,31 +146,29 @@ def _prefill_pieces(slots: _Slots, i: int, first_token: int, num_queries: int, l
         mask = None
         plain = first_key == start_position and (not window or num_keys <= window)  # then the mask is the square triangle the kernel knows
         if not plain:
-            queries = torch.arange(start_position, stop_position, device=slots.device)[:, None]
-            keys = torch.arange(first_key, stop_position, device=slots.device)
+            queries = torch.arange(start_position, stop_position, device=rows.device)[:, None]
+            keys = torch.arange(first_key, stop_position, device=rows.device)
             mask = keys <= queries
             if window:
                 mask &= keys > queries - window
         where = slice(first_token + first, first_token + last)
-        pieces.append(_Piece(where, slots.of_sequence(i, first_key, stop_position).long(), 1, last - first, num_keys, mask, plain))
+        pieces.append(_Piece(where, rows.of_sequence(i, first_key, stop_position), 1, last - first, num_keys, mask, plain))
     return pieces
 
 
 def _gather(plan: _Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[n, num_kv_heads, keys, head_dim]`, in the buffers of the plan: fresh ones would cost a page fault per page in every layer."""
-    _, block_size, heads, dim = k_cache.shape
+    heads, dim = k_cache.shape[2:]
     if plan.workspace is None:
-        most = max(len(p.slots) for pieces in plan.pieces.values() for p in pieces)
-        plan.workspace = [k_cache.new_empty(most * heads, dim) for _ in range(2)]
-    block_rows, slot_rows, head_rows = (stride // dim for stride in k_cache.stride()[:3])  # either layout is a sequence of rows of head_dim
-    first = (piece.slots // block_size * block_rows + piece.slots % block_size * slot_rows).view(piece.num_seqs, 1, piece.num_keys)
-    rows = (first + torch.arange(heads, device=first.device)[:, None] * head_rows).flatten()
+        most = max(len(p.rows) for pieces in plan.pieces.values() for p in pieces)
+        plan.workspace = [k_cache.new_empty(most, dim) for _ in range(2)]
     gathered = []
     for buffer, cache in zip(plan.workspace, (k_cache, v_cache)):
-        if len(buffer) < len(rows):  # a layer with a wider window than those before it
-            buffer = cache.new_empty(len(rows), dim)
-        torch.index_select(cache.as_strided((cache.numel() // dim, dim), (dim, 1)), 0, rows, out=buffer[: len(rows)])
-        gathered.append(buffer[: len(rows)].view(piece.num_seqs, heads, piece.num_keys, dim))
+        if len(buffer) < len(piece.rows):  # a layer with a wider window than those before it
+            buffer = cache.new_empty(len(piece.rows), dim)
+        found = buffer[: len(piece.rows)]
+        torch.index_select(cache.as_strided((cache.numel() // dim, dim), (dim, 1)), 0, piece.rows, out=found)
+        gathered.append(found.view(piece.num_seqs, heads, piece.num_keys, dim))
     return gathered[0], gathered[1]
 
 
