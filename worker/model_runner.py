@@ -11,14 +11,14 @@ import torch
 from worker.attention.base import AttentionBackend
 from worker.cuda_graph import CudaGraphs, Replay
 from worker.huge_pages import Workspace
-from worker.input_batch import InputBatch, InputBuffers, prepare_inputs
+from worker.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
 from worker.logprobs import Entries, PromptLogprobs, prompt_messages
 from worker.messages import StepInput, StepOutput, TokenLogprobs
 from worker.parallel import tp
 from worker.pipeline import SingleStage
 from worker.platform import Event, Platform
 from worker.request_table import RequestTable
-from worker.sampler import RowLogprobs, Sampler
+from worker.sampler import RowLogprobs, Sampled, Sampler
 from worker.split_step import Failed, Output, SplitOutput, halves
 
 logger = logging.getLogger(__name__)
@@ -110,12 +110,16 @@ class ModelRunner:
         prompt_logprobs = self.prompt_logprobs.compute(batch, hidden, self.model.logits) if scored else {}
         token_ids, logprobs = None, []
         if step.samples:
-            sampled = self.sampler.sample(self.model.logits(hidden[batch.sampling.logits_indices] if scored else hidden, self.logits), batch.sampling)
+            sampled = self._sample(hidden[batch.sampling.logits_indices] if scored else hidden, batch.sampling)
             # The copy starts before the table is written, so that nothing of the next step delays it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
             self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, sampled.token_ids, batch.attn.max_seq_len)
             self.stage.send_token_ids(sampled.token_ids)
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event())
+
+    def _sample(self, hidden: torch.Tensor, sampling: SamplingBatch) -> Sampled:
+        token_ids = self.model.largest(hidden) if self.sampler.only_largest(sampling) else None
+        return self.sampler.sample(self.model.logits(hidden, self.logits), sampling) if token_ids is None else Sampled(token_ids, [])
 
     def _sampled(self, batch: InputBatch) -> torch.Tensor | None:
         """`InputBatch.wanted` where only sampling reads hidden states: the tokens behind which one is sampled. One at least: kernels take no empty batch."""

@@ -133,6 +133,10 @@ class Sampler:
         token_ids = self._choose(logits, batch)
         return Sampled(token_ids, [self._row_logprobs(key, which, raw.get(key), logits, token_ids, batch) for key, which in wanted.items()])
 
+    def only_largest(self, batch: SamplingBatch) -> bool:
+        """Whether all that is wanted of a step's logits is the largest of each row."""
+        return self.params.random.isdisjoint(batch.rows) and not self.logprobs.wanted(batch) and not any(processor.needed(batch) for processor in self.processors)
+
     def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         params, rows = self.params, batch.rows
         if KERNELS.serve(logits.device):

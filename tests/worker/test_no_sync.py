@@ -77,6 +77,9 @@ class Model(torch.nn.Module):
     def logits(self, hidden, workspace=None):
         return (hidden @ self.table.T).float()
 
+    def largest(self, hidden):
+        return None
+
 
 SAMPLING = [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(top_p=0.9, seed=2), SamplingParams(top_k=5, seed=3, min_p=0.01), SamplingParams(top_k=3, top_p=0.8, logprobs=2),
             SamplingParams(logprobs=-1, logprobs_mode="processed_logprobs", temperature=0.7), SamplingParams(prompt_logprobs=1, logprobs=0), SamplingParams(presence_penalty=0.5, repetition_penalty=1.1),

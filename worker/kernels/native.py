@@ -48,6 +48,12 @@ class CompactArgs(ctypes.Structure):
     _fields_ = [("data", _P), ("exceptions", _P), ("first", _P), ("scales", _P), ("k_steps", _I)]
 
 
+class ScreenArgs(ctypes.Structure):
+    """A copy of a weight `[n, k]` in 8 bits, and what is to be known of each of its rows. Mirrors `Screen` in greedy.cpp, where both shapes are."""
+
+    _fields_ = [("data", _P), ("columns", _P), ("k_steps", _L)]
+
+
 class LinearArgs(ctypes.Structure):
     """A packed linear layer. Mirrors `Linear` in segment.cpp; all zero where there is none."""
 
@@ -74,6 +80,8 @@ _SIGNATURES = {
     "quire_quantize": ([_P, _L, _P, _P, _L, _L, _I, _L, _I], None),
     "quire_pack_quantized": ([_P, _P, _P, _P, _P, _P, _L, _L, _I, _L, _I], None),
     "quire_quant_rows": ([ctypes.POINTER(QuantArgs), _P, _L, _P, _L, _L], None),
+    "quire_screen_make": ([_P, _P, ctypes.POINTER(ScreenArgs), _L, _L], ctypes.c_bool),
+    "quire_greedy": ([_P, _L, _P, _P, ctypes.POINTER(ScreenArgs), _P, _L, _L, _L], _L),
     "quire_add_rms_norm": ([_P, _L, _P, _L, _P, _P, _L, _L, _L, _F, _I], None),
     "quire_silu_and_mul": ([_P, _L, _P, _L, _L, _L, _I], None),
     "quire_qkv_to_cache": ([ctypes.POINTER(QkvArgs), _P, _P, _P, _L], None),

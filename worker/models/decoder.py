@@ -156,6 +156,10 @@ class CausalLM(nn.Module):
         """hidden `[S, H]`, of the positions to sample -> `[S, vocab_size]` float32, which may lie in `workspace`. On the last pipeline stage."""
         return self.lm_head(hidden, workspace)
 
+    def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Of each row of `logits` the first of the largest, int64 `[S]`, where there is a faster way than by `logits`; else None."""
+        return self.lm_head.largest(hidden)
+
     def finalize(self) -> None:
         """Settle on the fastest kernels there are now. Called when the weights are loaded, and to be called again when more kernels have become ready."""
         fastest = ops.fastest_ops(next(self.buffers()).device)

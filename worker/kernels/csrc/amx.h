@@ -25,6 +25,7 @@ static inline bool amx_permitted() {
 #define TILE_STORE(t, p, stride) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((long)(stride)) : "memory")
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
 #define TILE_DP_SU(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define TILE_DP_SS(c, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #define TILE_DP(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 // Configures this thread's tiles while it lives. Tiles 0, 1 are accumulators of `rows` x `columns` dwords and 2, 3 of `lower` rows (default: as many); 4 and 5 the

@@ -121,7 +121,7 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
 
 #endif
 
-int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per piece: up to 128 KiB, but at least four pieces a thread
+inline int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per piece: up to 128 KiB, but at least four pieces a thread
   long blocks = g.n_blocks();
   long by_size = std::max(1L, (128L << 10) / bytes_per_block);
   return int(std::max(1L, std::min(by_size, blocks / (4L * threads))));
@@ -141,7 +141,7 @@ void over_blocks(const Gemm& g, int threads, W&& work) {
   });
 }
 
-void run_few_rows(const Gemm& g, int threads, bool amx) {
+inline void run_few_rows(const Gemm& g, int threads, bool amx) {
   const bf16* x = g.x;
   long ldx = g.ldx;
   if (amx ? g.k % kStep : g.k % 2) {  // operands are read in whole k-steps (or pairs): copy to pad
@@ -175,7 +175,7 @@ void vector_quant_rows(const Gemm& g, const QuantRows& x, int row0, int nb) {
 
 constexpr int kMaxQuantRows = 32;  // of AMX's integer products; from there on expanding the weight costs less than scaling the sums
 
-void run_quant_rows(const Gemm& g, int threads, bool amx) {
+inline void run_quant_rows(const Gemm& g, int threads, bool amx) {
   const Quant& q = *g.quant;
   const int rows = amx ? (g.m + 15) / 16 * 16 : g.m;
   QuantRows x((char*)shared_scratch.get(QuantRows::bytes(rows, q)), rows, q);

@@ -1,0 +1,158 @@
+"""The largest logits by way of a rounded copy of the head, against all logits: the same tokens always, and few blocks of them computed where weights are like a model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.hf_config import read_model_spec
+from tests.worker.steps import GREEDY, Script
+from tests.worker.test_model_runner import BLOCK_SIZE, PLATFORM, make_runner, prompt, run
+from worker.kernels import cpu_ops
+from worker.kernels.screen import Screen
+from worker.loader import load_weights
+from worker.messages import SamplingParams
+from worker.models import build_model
+
+TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"
+
+
+@pytest.fixture
+def amx(native_kernels, monkeypatch):
+    if not cpu_ops.has_amx():
+        pytest.skip("only AMX has such a copy")
+    monkeypatch.setattr(Screen, "MIN_WEIGHTS", 0)
+
+
+def _twin(linear: cpu_ops.PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, torch.float32).argmax(1)  # the first of the largest
+
+
+def _largest(screen: Screen, x: torch.Tensor) -> torch.Tensor | None:
+    screen._pause = 0
+    return screen.largest(x)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 15, 16, 17, 31, 32])
+@pytest.mark.parametrize("n,k", [(1, 64), (31, 128), (32, 64), (1003, 192), (20000, 256), (9000, 2048)])
+@pytest.mark.parametrize("compact", [True, False])
+def test_same_tokens_as_of_all_logits(amx, m, n, k, compact):
+    torch.manual_seed(n + m)
+    linear = cpu_ops.PackedLinear((torch.randn(n, k) * 0.02).bfloat16(), compact=compact)
+    screen = Screen.of(linear)
+    for _ in range(3):
+        x = torch.randn(m, k + 32).bfloat16()[:, :k]
+        assert torch.equal(_largest(screen, x), _twin(linear, x))
+        assert n < 20000 or screen.computed <= 0.01 * m * n / 32 + 1
+
+
+@pytest.mark.parametrize("case", ["outliers in x", "outliers in the weight", "sizes of x", "sizes of rows", "zeros", "one sign", "near ties", "small beside large"])
+def test_what_is_hard_to_tell_apart(amx, case):
+    torch.manual_seed(0)
+    n, k, m = 5000, 256, 20
+    weight, x = torch.randn(n, k), torch.randn(m, k)
+    if case == "outliers in x":
+        x[:, 7] *= 300
+    elif case == "outliers in the weight":
+        weight[torch.randint(n, (300,)), torch.randint(k, (300,))] *= 1e4
+    elif case == "sizes of x":
+        x *= 10.0 ** torch.linspace(-20, 20, m)[:, None]
+    elif case == "sizes of rows":
+        weight *= 10.0 ** torch.linspace(-6, 2, n)[torch.randperm(n), None]
+    elif case == "zeros":
+        weight[: n // 2], x[::3], x[1, : k // 2] = 0, 0, 0
+    elif case == "one sign":
+        weight, x = -weight.abs(), x.abs()
+    elif case == "small beside large":  # what only the lower bytes of x tell
+        weight, x = weight * 0, torch.full((m, k), 0.003)
+        weight[:, 0], x[:, 0] = torch.randint(1, 128, (n,)), 1
+        weight[1234, 1:], weight[1234, 0] = 127, 100
+    else:
+        weight = weight[torch.arange(n) % 40] * (1 + 2**-7 * torch.randint(-1, 2, (n, k)))
+    linear = cpu_ops.PackedLinear(weight.bfloat16())
+    screen = Screen(linear)
+    for rows in (x[:1], x[:9], x):
+        assert torch.equal(_largest(screen, rows.bfloat16()), _twin(linear, rows.bfloat16()))
+
+
+@pytest.mark.parametrize("factor", [1, 30])
+def test_of_equal_logits_the_first(amx, factor):
+    """Whether those that come later have the same limits, or, because of weights that meet zeros, higher ones."""
+    torch.manual_seed(1)
+    weight, x = torch.randn(3000, 128).bfloat16(), torch.randn(8, 128).bfloat16()
+    x[:, 100:] = 0
+    best = _twin(cpu_ops.PackedLinear(weight), x)
+    for row, token in enumerate(best.tolist()):
+        weight[(token + 701 * (row + 1)) % 3000] = weight[token]
+    weight[1::2, 100:] *= factor
+    linear = cpu_ops.PackedLinear(weight)
+    assert torch.equal(_largest(Screen(linear), x), _twin(linear, x)) and not torch.equal(_twin(linear, x), best)
+
+
+def test_rows_of_a_trained_model(amx):
+    """The embedded model's own embeddings in the place of hidden states: mostly the limits leave the right block alone."""
+    weight = load_file(TINY_MODEL / "model.safetensors")["model.embed_tokens.weight"]
+    linear = cpu_ops.PackedLinear(weight)
+    screen, computed = Screen(linear), 0
+    for x in weight.split(1):
+        assert torch.equal(_largest(screen, x), _twin(linear, x))
+        computed += screen.computed
+    assert computed <= 3 * len(weight)  # of 32 each
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_left_to_the_sampler(amx, value):
+    weight, x = torch.randn(200, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    linear = cpu_ops.PackedLinear(weight)
+    x[1, 5] = value
+    assert Screen(linear).largest(x) is None
+    huge = cpu_ops.PackedLinear(torch.full((64, 64), 1e30).bfloat16())
+    assert Screen(huge).largest(torch.full((2, 64), 1e30).bfloat16()) is None
+    weight[7, 9] = value
+    assert Screen.of(cpu_ops.PackedLinear(weight)) is None
+
+
+def test_who_has_none(amx, monkeypatch):
+    weight = torch.randn(64, 64).bfloat16()
+    assert Screen.of(cpu_ops.PackedLinear(weight)) and not Screen.of(cpu_ops.PackedLinear(weight, torch.zeros(64)))
+    assert not Screen.of(cpu_ops.PackedLinear(torch.randn(64, 96).bfloat16())) and not Screen.of(cpu_ops.PackedLinear(weight, silu_and_mul=True))
+    assert Screen(cpu_ops.PackedLinear(weight)).largest(torch.randn(33, 64).bfloat16()) is None
+    monkeypatch.setattr(Screen, "MIN_WEIGHTS", 64 * 64 + 1)
+    assert not Screen.of(cpu_ops.PackedLinear(weight))
+
+
+def test_it_rests_where_it_does_not_help(amx):
+    torch.manual_seed(0)
+    linear = cpu_ops.PackedLinear(torch.randn(16, 64).bfloat16()[torch.arange(4000) % 16])  # every block holds the largest
+    screen, x = Screen(linear), torch.randn(2, 64).bfloat16()
+    assert torch.equal(screen.largest(x), _twin(linear, x)) and screen.computed == 125
+    assert all(screen.largest(x) is None for _ in range(Screen._PAUSE)) and screen.largest(x) is not None
+
+
+def test_steps_that_want_only_the_largest_take_it(amx, checkpoint, monkeypatch):
+    """Greedy requests get the tokens that they get of all logits; the others, and those beside them, get all."""
+    folder = checkpoint("qwen3", dtype="bfloat16")
+    spec = read_model_spec(folder)
+    model = build_model(spec, torch.bfloat16, PLATFORM.device, 128)
+    load_weights(model, spec, folder)
+    screen, calls = model.lm_head.screen, []
+    assert model.lm_head.screen_data is screen.data
+    monkeypatch.setattr(model.lm_head, "largest", lambda x: calls.append(ids := screen.largest(x)) or ids)
+
+    def play(*extra: SamplingParams) -> tuple[list[list[int]], int]:
+        calls.clear()
+        runner, script = make_runner(model, spec.vocab_size, dtype=torch.bfloat16), Script(BLOCK_SIZE)
+        for row, sampling in enumerate((GREEDY, GREEDY, GREEDY, *extra)):
+            script.add(row, prompt(20 + row, row), sampling)
+        run(runner, script, {row: len(script.rows[row].prompt) for row in script.rows})
+        for _ in range(8):
+            run(runner, script, dict.fromkeys(script.rows, 1))
+        return [script.rows[row].outputs for row in range(3)], len(calls)
+
+    tokens, number = play()
+    assert number == 9
+    for other in (SamplingParams(seed=1), SamplingParams(temperature=0.0, logprobs=1), SamplingParams(temperature=0.0, logit_bias={5: 1.0})):
+        assert play(other) == (tokens, 0)
