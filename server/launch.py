@@ -187,9 +187,8 @@ class Launcher:
         self.front.progress(phase, fraction)
         self.shown.update(phase, fraction)
 
-    def _on_ready(self) -> None:
+    def _on_ready(self, again: bool) -> None:
         """An engine is up, for the first time or again."""
-        again = self.announced
         self.front.open()
         if again:
             logger.info("the engine is ready again")

@@ -43,7 +43,7 @@ class Runtime:
             engine.start()  # it loads while the tokenizer does
             self.state.client = EngineClient(on_stats=self._on_stats, on_progress=lambda progress: shown.update(progress.phase, progress.fraction))
             ready = asyncio.Event()
-            self.supervisor = Supervisor(engine.config, engine, self.state.client, ready.set, lambda: None)
+            self.supervisor = Supervisor(engine.config, engine, self.state.client, lambda again: ready.set(), lambda: None)
             self.watch = asyncio.create_task(self._watch())
             defaults = read_sampling_defaults(self.config, folder)
             self.state.tokenizer = await self._load_tokenizer(folder)
@@ -62,11 +62,13 @@ class Runtime:
         return await in_thread(lambda: Tokenizer.load(folder, chat_template=self.config.server.chat_template, trust_remote_code=options.trust_remote_code))
 
     async def _watch(self) -> None:
-        """Over the engine's life. When it cannot be kept alive, every open request ends with an error, and later ones are refused."""
+        """Over the engine's life. When it cannot be kept alive, or watching fails, every open request ends with an error, and later ones are refused."""
         try:
             await self.supervisor.run()
-        except EngineFailed as error:
-            self.state.failure = str(error)
+        except Exception as error:
+            if not isinstance(error, EngineFailed):
+                logger.exception("watching over the engine failed")
+            self.state.failure = str(error) or type(error).__name__
             await self.state.client.close()
 
     async def _wait(self, ready: asyncio.Event) -> None:

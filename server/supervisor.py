@@ -26,10 +26,10 @@ class EngineFailed(Exception):
 
 
 class Supervisor:
-    """`engine` is the first one, started already. `client` is told the address of each and sends it the open requests again; `on_ready` and `on_death` are
-    called after each start and death."""
+    """`engine` is the first one, started already. `client` is told the address of each and sends it the open requests again; `on_ready`, with whether
+    there was one before, and `on_death` are called after each start and death."""
 
-    def __init__(self, config: Config, engine: EngineProcess, client: Any, on_ready: Callable[[], None], on_death: Callable[[], None]):
+    def __init__(self, config: Config, engine: EngineProcess, client: Any, on_ready: Callable[[bool], None], on_death: Callable[[], None]):
         self.config, self.engine, self.client = config, engine, client
         self.on_ready, self.on_death = on_ready, on_death
         self.deaths: list[float] = []
@@ -71,8 +71,8 @@ class Supervisor:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
         if not ready.cancelled() and ready.exception() is None:
-            self.was_ready, self.num_failed_starts = True, 0
-            self.on_ready()
+            again, self.was_ready, self.num_failed_starts = self.was_ready, True, 0
+            self.on_ready(again)
 
     async def _watch(self) -> None:
         """Kill an engine that has something to do and says nothing for `step_timeout` seconds: it speaks after every step, or 4 times a second.

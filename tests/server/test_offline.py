@@ -19,6 +19,7 @@ from configs import sources
 from engine.executor.fake import expected_tokens
 from engine.messages import SamplingParams as EngineParams
 from server.offline import LLM, SamplingParams, offline_config
+from server.supervisor import Supervisor
 from tests.checkpoints import greedy, load_reference
 from tests.server.light_model import VOCAB_SIZE, write_light_model
 
@@ -198,6 +199,24 @@ def test_a_new_engine_takes_over_when_one_dies(slow_llm):
     (output,) = slow_llm.generate([[7, 8]], SamplingParams(seed=4, max_tokens=40, ignore_eos=True), use_tqdm=False)
     assert output.outputs[0].token_ids == fake_outputs([7, 8], seed=4, max_tokens=40)
     assert slow_llm._runtime.supervisor.deaths
+
+
+def test_a_mistake_of_who_watches_over_the_engine_is_told(folder, monkeypatch):
+    """At start, and to requests that would wait for ever for the next engine."""
+    def mistake(*_):
+        raise TypeError("a mistake")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="the engine failed: a mistake"):
+        patch.setattr(Supervisor, "_until_ready", mistake)
+        LLM(folder, distributed_executor_backend="fake")
+    monkeypatch.setenv("QUIRE_FAKE", "step_delay=0.02")
+    with LLM(folder, distributed_executor_backend="fake", max_model_len=MAX_LEN) as llm:
+        monkeypatch.setattr(llm._runtime.supervisor, "_judge", mistake)
+        threading.Timer(0.3, lambda: os.kill(llm._runtime.supervisor.engine.pid, signal.SIGKILL)).start()
+        with pytest.raises(RuntimeError):
+            llm.generate([[7, 8]], SamplingParams(seed=4, max_tokens=40, ignore_eos=True), use_tqdm=False)
+        with pytest.raises(RuntimeError, match="a mistake"):
+            llm.generate([[7, 8]], use_tqdm=False)
 
 
 def test_close_ends_the_engine(folder):

@@ -73,22 +73,23 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, index: int = 0):
         monkeypatch.setattr(module, "EngineProcess", ScriptedEngine)
-        self.num_ready = self.num_deaths = 0
+        self.ready: list[bool] = []  # of each start, whether it was a later one
+        self.num_deaths = 0
         self.client = Client()
         self.supervisor = Supervisor(Config(), ScriptedEngine(Config(), index), self.client, self._on_ready, self._on_death)
         self.task = asyncio.create_task(self.supervisor.run())
 
-    def _on_ready(self) -> None:
-        self.num_ready += 1
+    def _on_ready(self, again: bool) -> None:
+        self.ready.append(again)
 
     def _on_death(self) -> None:
         self.num_deaths += 1
 
     async def up(self) -> None:
         await self.client.connected.wait()
-        count = self.num_ready
+        count = len(self.ready)
         self.client.come_up()
-        while self.num_ready == count:
+        while len(self.ready) == count:
             await asyncio.sleep(0.001)
 
     async def die(self) -> None:
@@ -156,6 +157,7 @@ async def test_each_engine_has_its_own_three(monkeypatch):
             await watched.die()
             await watched.up()
     assert not any(watched.task.done() for watched in several) and [engine.index for engine in made].count(1) == 3
+    assert all(watched.ready == [False, True, True] for watched in several)
     for watched in several:
         await watched.end()
 
