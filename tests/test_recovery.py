@@ -126,10 +126,6 @@ def check(answers: list[list[Choice]], expected: list[list[Choice]]) -> None:
             choice.check(expected_choice)
 
 
-def engines(server: ServerProcess) -> list[psutil.Process]:
-    return [child for child in psutil.Process(server.process.pid).children() if not gone(child) and "engine.core" in child.cmdline()]
-
-
 def wait_for_death(server: ServerProcess, engine: psutil.Process, serving: bool) -> None:
     """The engine ends, and health says within a second whether there is another."""
     poll(lambda: gone(engine), 10)
@@ -143,9 +139,9 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
     rng = random.Random(seed)
     bodies = [request_body(number, num_tokens) for number in range(streams)]
     expected, duration = crowd(server, bodies)
-    num_engines = len(engines(server))
+    num_engines = len(server.engines())
     for number in range(rounds):
-        alive = engines(server)
+        alive = server.engines()
         engine = rng.choice(alive)
         workers = [child for child in engine.children() if child.name().startswith("quire-worker")]
         victim = rng.choice(workers) if workers and number % 2 == 0 else engine
@@ -156,7 +152,7 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
             victim.send_signal(how)
             wait_for_death(server, engine, serving=len(alive) > 1)
             if twice:
-                second = poll(lambda: [other for other in engines(server) if other not in alive], 5)[0]
+                second = poll(lambda: [other for other in server.engines() if other not in alive], 5)[0]
                 time.sleep(rng.uniform(0, 0.3))
                 second.kill()
 
@@ -164,7 +160,7 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
         check(answers, expected)
         server.wait_ready()
         poll(lambda count=number + 1: server.log.count("the engine is ready again") == count, 60)  # also where another engine serves meanwhile
-        assert len(engines(server)) == num_engines
+        assert len(server.engines()) == num_engines
 
 
 @pytest.mark.parametrize("several", [{}, {"data_parallel_size": 2}, {"data_parallel_size": 2, "api_server_count": 2}], ids=["one", "dp2", "dp2-api2"])
@@ -199,7 +195,7 @@ def test_an_engine_killed_again_while_it_starts(model_folder, tmp_path):
 
         def disturb() -> None:
             first.kill()
-            second = poll(lambda: [engine for engine in engines(server) if engine.pid != first.pid])[0]
+            second = poll(lambda: [engine for engine in server.engines() if engine.pid != first.pid])[0]
             poll(lambda: server.http.get("/health").json().get("phase") == "loading weights")
             second.kill()
 

@@ -106,7 +106,7 @@ def test_two_engines_serve_and_one_may_die(model_folder, tmp_path):
 
     with server_process(model_folder, tmp_path, fake="step_delay=0.01", data_parallel_size=2) as server:
         server.wait_ready()
-        engines = [child for child in psutil.Process(server.process.pid).children() if "engine.core" in child.cmdline()]
+        engines = server.engines()
         assert len(engines) == 2
         expected = asyncio.run(crowd(server.port))
         page = {family.name: family for family in text_string_to_metric_families(server.http.get("/metrics").text)}

@@ -25,12 +25,13 @@ from tests.server.test_launch import CHAT, ServerProcess, gone, server_process
 
 def frontends(server: ServerProcess) -> list[psutil.Process]:
     """In the order of their numbers, once they have them."""
-    found = [child for child in psutil.Process(server.process.pid).children() if not gone(child) and child.name().startswith("quire-api-")]
-    return sorted(found, key=lambda process: process.name())
+    names = {}
 
+    def is_frontend(child: psutil.Process) -> bool:
+        names[child] = child.name()
+        return names[child].startswith("quire-api-")
 
-def engines(server: ServerProcess) -> list[psutil.Process]:
-    return [child for child in psutil.Process(server.process.pid).children() if not gone(child) and "engine.core" in child.cmdline()]
+    return sorted(server.children(is_frontend), key=names.get)
 
 
 def connections(server: ServerProcess, count: int = 2) -> list[httpx.Client]:
@@ -106,9 +107,9 @@ def test_all_frontends_answer_and_an_engine_may_die(model_folder, tmp_path, num_
     """The requests of every frontend go on, also those that share an id."""
     with fleet(model_folder, tmp_path, fake="step_delay=0.01", data_parallel_size=num_engines) as server:
         wait_open(server)
-        assert [process.name() for process in frontends(server)] == ["quire-api-0", "quire-api-1"] and len(engines(server)) == num_engines
+        assert [process.name() for process in frontends(server)] == ["quire-api-0", "quire-api-1"] and len(server.engines()) == num_engines
         expected = crowd(server, 12)
-        assert crowd(server, 12, engines(server)[0].kill) == expected
+        assert crowd(server, 12, server.engines()[0].kill) == expected
         assert server.log.count("starting a new one, which takes over the open requests") == 1
         for number in range(2):  # both had some
             assert f' server {number}: 127.0.0.1' in server.log
@@ -120,7 +121,7 @@ def test_probes_tell_the_truth_on_every_frontend(model_folder, tmp_path):
         wait_open(server)
         https = connections(server)
         assert all(http.get(path).status_code == 200 for http in https for path in ("/health", "/ready", "/live"))
-        engines(server)[0].kill()
+        server.engines()[0].kill()
         killed = time.monotonic()
         for http in https:
             poll(lambda http=http: http.get("/health").status_code == 503, 1)
@@ -180,7 +181,7 @@ def test_a_frontend_that_is_killed(model_folder, tmp_path):
         for http in connections(server):
             poll(lambda http=http: http.get("/ready").status_code == 200)
             assert http.post(CHAT, json=body(0, 150)).json()["choices"][0]["message"]["content"] == whole
-        assert "a server has gone away; its requests are aborted" in server.log and len(engines(server)) == 1
+        assert "a server has gone away; its requests are aborted" in server.log and len(server.engines()) == 1
 
 
 def test_a_frontend_that_keeps_dying_ends_the_server(model_folder, tmp_path):
@@ -304,7 +305,7 @@ def test_an_engine_that_keeps_dying_ends_the_server(model_folder, tmp_path):
         stream = http.send(http.build_request("POST", CHAT, json=body(0, 400) | {"stream": True}), stream=True)
         for number in range(3):
             poll(lambda number=number: server.log.count("the engine is ready again") == number)
-            engines(server)[0].kill()
+            server.engines()[0].kill()
         assert '"error"' in stream.read().decode()
         assert server.wait() == 1 and "3 times within 60 seconds" in server.log
 

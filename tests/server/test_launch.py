@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,8 +58,22 @@ class ServerProcess:
         assert self.process.poll() is None, self.log
         return self
 
+    def children(self, is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+        """Those alive. Any may end while it is looked at."""
+
+        def there(child: psutil.Process) -> bool:
+            try:
+                return child.status() != psutil.STATUS_ZOMBIE and is_wanted(child)
+            except psutil.NoSuchProcess:
+                return False
+
+        return [child for child in psutil.Process(self.process.pid).children() if there(child)]
+
+    def engines(self) -> list[psutil.Process]:
+        return self.children(lambda child: "engine.core" in child.cmdline())
+
     def engine(self) -> psutil.Process:
-        return next(child for child in psutil.Process(self.process.pid).children() if "engine.core" in child.cmdline())
+        return self.engines()[0]
 
     def stream(self, num_tokens: int = 400, **fields) -> httpx.Response:
         body = {"messages": HELLO, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "seed": 1} | fields

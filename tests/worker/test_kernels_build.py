@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -13,14 +14,17 @@ from pathlib import Path
 import pytest
 
 from configs import cli
+from tests.server.conftest import poll
 from worker.kernels import build
 from worker.kernels.native import Kernels
 
 pytestmark = pytest.mark.skipif(build.cpu_level() is None or build.compiler() is None, reason="no native kernels here")
 
-# Takes a moment, and "links" by copying a library that exists. Counts its links.
+# Takes a moment, with a temporary file meanwhile, and "links" by copying a library that exists. Counts its links.
 COMPILER = """#!/bin/sh
-sleep {delay}
+temporary=$(mktemp)
+sleep ${{DELAY:-{delay}}}
+rm "$temporary"
 while [ $# -gt 0 ]; do
   [ "$1" = -shared ] && shared=1
   [ "$1" = -o ] && out="$2"
@@ -81,6 +85,20 @@ def test_two_builders_build_once(fake_compiler):
     assert [builder.returncode for builder in builders] == [0, 0] and len(outputs) == 1
     assert links() == 1
     assert sorted(path.suffix for path in build.cache_folder().iterdir()) == [".lock", ".so"]  # nothing half done stays
+
+
+def test_a_builder_that_is_killed_leaves_nothing_for_long(fake_compiler, tmp_path):
+    fake_compiler()
+    temporary, cache = tmp_path / "temporary", build.cache_folder()
+    temporary.mkdir()
+    command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(cache)]
+    builder = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(temporary), "DELAY": "60"}, process_group=0)
+    poll(lambda: len(list(cache.glob(".build-*/tmp.*"))) == len(list(build.SOURCES.glob("*.cpp"))))
+    os.killpg(builder.pid, signal.SIGKILL)  # as an engine's group is, with the server
+    builder.wait()
+    assert not list(temporary.iterdir())
+    build.build(build.cpu_level(), cache)
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".so"]
 
 
 def test_a_failing_compiler_is_reported_and_torch_goes_on_serving(fake_compiler, caplog):

@@ -95,8 +95,11 @@ def build(level: str, folder: Path) -> Path:
     target = folder / library_name(level, cxx)
     with open(folder / f"{target.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        prefix = f".build-{target.name}-"
+        for left in folder.glob(f"{prefix}*"):  # by a builder that was killed: the lock is ours
+            shutil.rmtree(left, ignore_errors=True)
         if not target.exists():
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
+            with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as work:
                 _compile(cxx, level, Path(work), target)
     return target
 
@@ -104,16 +107,17 @@ def build(level: str, folder: Path) -> Path:
 def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
     options = FLAGS + [f"-m{name}" for name in LEVELS[level]]
     sources = sorted(SOURCES.glob("*.cpp"))
+    environment = os.environ | {"TMPDIR": str(work)}  # a compiler that is killed leaves its temporary files
     jobs = []
     for source in sources:
         command = [cxx, *options, "-c", str(source), "-o", str(work / f"{source.stem}.o")]
-        jobs.append((command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)))
+        jobs.append((command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)))
     outputs = [(command, process.communicate()[0], process.returncode) for command, process in jobs]
     for command, output, code in outputs:
         if code:
             raise BuildError(f"{' '.join(command)} failed:\n{output}")
     link = [cxx, "-shared", "-pthread", *(str(work / f"{source.stem}.o") for source in sources), "-o", str(work / "out.so")]
-    result = subprocess.run(link, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    result = subprocess.run(link, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if result.returncode:
         raise BuildError(f"{' '.join(link)} failed:\n{result.stdout}")
     os.replace(work / "out.so", target)
