@@ -87,7 +87,7 @@ def test_compact_weights_change_no_bit(kernels, m, n, k, silu):
     weight[torch.randint(n, (5,)), torch.randint(k, (5,))] = torch.tensor([0.0, -0.0, 1e-30, 3e4, -1e9]).bfloat16()
     bias = torch.randn(n).bfloat16()
     plain, compact = (cpu_ops.PackedLinear(weight, bias, silu, compact) for compact in (False, True))
-    assert plain.compact is None and (compact.compact is None) == (kernels != "amx")
+    assert plain.compact is None and (compact.compact is None) == (not cpu_ops.has_compact())
     for dtype in (torch.bfloat16,) if silu else (torch.bfloat16, torch.float32):
         assert torch.equal(plain(x, dtype), compact(x, dtype))
     if not silu:
@@ -95,8 +95,8 @@ def test_compact_weights_change_no_bit(kernels, m, n, k, silu):
 
 
 def test_compact_storage(kernels):
-    if kernels != "amx":
-        pytest.skip("only the AMX code reads it")
+    if not cpu_ops.has_compact():
+        pytest.skip("AVX-512 alone does not read it")
     weight = torch.randn(96, 640).bfloat16()
     weight[32:64] = 0  # a block of its own
     linear = cpu_ops.PackedLinear(weight)
@@ -106,8 +106,8 @@ def test_compact_storage(kernels):
 
 
 def test_a_trained_model_is_compact(kernels):
-    if kernels != "amx":
-        pytest.skip("only the AMX code reads it")
+    if not cpu_ops.has_compact():
+        pytest.skip("AVX-512 alone does not read it")
     for name, weight in load_file(TINY_MODEL / "model.safetensors").items():
         if weight.dim() == 2:
             linear = cpu_ops.PackedLinear(weight)
@@ -135,8 +135,8 @@ def test_packed_linear_with_a_long_sum_and_leading_dimensions(kernels):
 
 @pytest.mark.parametrize("k", [2100, 2112, 2048])  # rows that are padded; that are multiplied where they lie; whose distance of 4 KiB makes them copied
 def test_packed_linear_rows_do_not_depend_on_each_other(kernels, k):
-    if kernels != "amx":
-        pytest.skip("only the AMX code promises it")
+    if not cpu_ops.rows_are_independent():
+        pytest.skip("AVX-512 alone does not promise it")
     weight, x = torch.randn(96, k).bfloat16(), torch.randn(1100, k).bfloat16()  # k in several runs, rows in several groups
     linear = cpu_ops.PackedLinear(weight)
     together = linear(x, torch.float32)

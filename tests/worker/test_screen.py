@@ -21,10 +21,11 @@ TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"
 
 
 @pytest.fixture
-def amx(native_kernels, monkeypatch):
-    if not cpu_ops.has_amx():
-        pytest.skip("only AMX has such a copy")
+def screened(native_kernels, monkeypatch):
+    if not cpu_ops.has_compact():
+        pytest.skip("AVX-512 alone has no such copy")
     monkeypatch.setattr(Screen, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(Screen, "MAX_ROWS_BY_AVX2", Screen.MAX_ROWS)  # it could
 
 
 def _twin(linear: cpu_ops.PackedLinear, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +40,7 @@ def _largest(screen: Screen, x: torch.Tensor) -> torch.Tensor | None:
 @pytest.mark.parametrize("m", [1, 2, 7, 15, 16, 17, 31, 32])
 @pytest.mark.parametrize("n,k", [(1, 64), (31, 128), (32, 64), (1003, 192), (20000, 256), (9000, 2048)])
 @pytest.mark.parametrize("compact", [True, False])
-def test_same_tokens_as_of_all_logits(amx, m, n, k, compact):
+def test_same_tokens_as_of_all_logits(screened, m, n, k, compact):
     torch.manual_seed(n + m)
     linear = cpu_ops.PackedLinear((torch.randn(n, k) * 0.02).bfloat16(), compact=compact)
     screen = Screen.of(linear)
@@ -50,7 +51,7 @@ def test_same_tokens_as_of_all_logits(amx, m, n, k, compact):
 
 
 @pytest.mark.parametrize("case", ["outliers in x", "outliers in the weight", "sizes of x", "sizes of rows", "zeros", "one sign", "near ties", "small beside large"])
-def test_what_is_hard_to_tell_apart(amx, case):
+def test_what_is_hard_to_tell_apart(screened, case):
     torch.manual_seed(0)
     n, k, m = 5000, 256, 20
     weight, x = torch.randn(n, k), torch.randn(m, k)
@@ -79,7 +80,7 @@ def test_what_is_hard_to_tell_apart(amx, case):
 
 
 @pytest.mark.parametrize("factor", [1, 30])
-def test_of_equal_logits_the_first(amx, factor):
+def test_of_equal_logits_the_first(screened, factor):
     """Whether those that come later have the same limits, or, because of weights that meet zeros, higher ones."""
     torch.manual_seed(1)
     weight, x = torch.randn(3000, 128).bfloat16(), torch.randn(8, 128).bfloat16()
@@ -92,7 +93,7 @@ def test_of_equal_logits_the_first(amx, factor):
     assert torch.equal(_largest(Screen(linear), x), _twin(linear, x)) and not torch.equal(_twin(linear, x), best)
 
 
-def test_rows_of_a_trained_model(amx):
+def test_rows_of_a_trained_model(screened):
     """The embedded model's own embeddings in the place of hidden states: mostly the limits leave the right block alone."""
     weight = load_file(TINY_MODEL / "model.safetensors")["model.embed_tokens.weight"]
     linear = cpu_ops.PackedLinear(weight)
@@ -104,7 +105,7 @@ def test_rows_of_a_trained_model(amx):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_left_to_the_sampler(amx, value):
+def test_what_is_not_finite_is_left_to_the_sampler(screened, value):
     weight, x = torch.randn(200, 64).bfloat16(), torch.randn(3, 64).bfloat16()
     linear = cpu_ops.PackedLinear(weight)
     x[1, 5] = value
@@ -115,7 +116,7 @@ def test_what_is_not_finite_is_left_to_the_sampler(amx, value):
     assert Screen.of(cpu_ops.PackedLinear(weight)) is None
 
 
-def test_who_has_none(amx, monkeypatch):
+def test_who_has_none(screened, monkeypatch):
     weight = torch.randn(64, 64).bfloat16()
     assert Screen.of(cpu_ops.PackedLinear(weight)) and not Screen.of(cpu_ops.PackedLinear(weight, torch.zeros(64)))
     assert not Screen.of(cpu_ops.PackedLinear(torch.randn(64, 96).bfloat16())) and not Screen.of(cpu_ops.PackedLinear(weight, silu_and_mul=True))
@@ -124,7 +125,7 @@ def test_who_has_none(amx, monkeypatch):
     assert not Screen.of(cpu_ops.PackedLinear(weight))
 
 
-def test_it_rests_where_it_does_not_help(amx):
+def test_it_rests_where_it_does_not_help(screened):
     torch.manual_seed(0)
     linear = cpu_ops.PackedLinear(torch.randn(16, 64).bfloat16()[torch.arange(4000) % 16])  # every block holds the largest
     screen, x = Screen(linear), torch.randn(2, 64).bfloat16()
@@ -132,7 +133,7 @@ def test_it_rests_where_it_does_not_help(amx):
     assert all(screen.largest(x) is None for _ in range(Screen._PAUSE)) and screen.largest(x) is not None
 
 
-def test_steps_that_want_only_the_largest_take_it(amx, checkpoint, monkeypatch):
+def test_steps_that_want_only_the_largest_take_it(screened, checkpoint, monkeypatch):
     """Greedy requests get the tokens that they get of all logits; the others, and those beside them, get all."""
     folder = checkpoint("qwen3", dtype="bfloat16")
     spec = read_model_spec(folder)

@@ -97,6 +97,16 @@ def has_amx() -> bool:
     return KERNELS.level == "amx" and _amx_permitted()
 
 
+def has_compact() -> bool:
+    """Whether the loaded library multiplies with compact weights: by AMX and AVX2, not by AVX-512 alone."""
+    return has_amx() or KERNELS.level == "avx2"
+
+
+def rows_are_independent() -> bool:
+    """Whether a row of a product by `PackedLinear` has the same bits whatever the number of rows: by AMX and AVX2, not by AVX-512."""
+    return has_amx() or KERNELS.level == "avx2"
+
+
 @cache
 def _amx_permitted() -> bool:
     """Whether Linux lets this process use the tile registers, as `amx_permitted` in csrc/amx.h asks."""
@@ -203,10 +213,10 @@ class _NativeLinear:
 class PackedLinear(_NativeLinear):
     """x -> x W^T + bias with a bfloat16 weight `[n, k]` rearranged once, so that any number of rows streams it front to back. The original may be freed.
 
-    The sum over k is float32 in one fixed order: a row's result depends neither on the other rows nor on the threads (with AMX; else on 1, 2, 4 or 8 rows).
+    The sum over k is float32 in one fixed order: a row's result depends neither on the other rows nor on the threads (see `rows_are_independent`; else on 1, 2, 4 or 8 rows).
     With `silu_and_mul` the weight is [gate, up] stacked and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 before it is rounded.
 
-    With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it and there is AMX; results are the same, bit for bit.
+    With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it and the library can (`has_compact`); results are the same, bit for bit.
 
     Raises:
         ValueError: the weight is not bfloat16, or cannot be split in two.
@@ -217,7 +227,7 @@ class PackedLinear(_NativeLinear):
             raise ValueError(f"PackedLinear takes a bfloat16 weight, not {weight.dtype}")
         super().__init__(tuple(weight.shape), silu_and_mul)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.compact = _Compact.of(weight, self.columns, silu_and_mul) if compact and has_amx() else None
+        self.compact = _Compact.of(weight, self.columns, silu_and_mul) if compact and has_compact() else None
         if self.compact is not None:
             self.packed, self.paths = self.compact.data, (0,)
             return self._bind(self.lib.quire_gemm_run_compact, byref(self.compact.args), bias)

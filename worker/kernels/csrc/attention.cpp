@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "attention.h"
+#include "attention_avx2.h"
 #include "attention_decode.h"
 #include "attention_share.h"
 #include "attention_tiles.h"
@@ -35,6 +36,7 @@ struct Plan {
   long num_slots = 0;
   std::vector<VectorTask> vector;
   int vector_tokens = 1;  // of the largest task
+  bool by_rows = false;   // tasks of several rows are products of tiles
   long head_groups = 1;   // a vector task is cut in so many
   std::vector<Merge> merges;
 #if QUIRE_AMX
@@ -48,6 +50,7 @@ struct Plan {
 
 constexpr int kTokensAtOnce = 4;    // of a prefill on the vector path
 constexpr int kTokensSharing = 16;  // of a task of shared keys there
+constexpr int kRowsAtOnce = 96;     // of both, where they are products of tiles
 
 class Planner {
  public:
@@ -57,6 +60,9 @@ class Planner {
     plan_.flash_slots.assign(num_tokens_, 0);
 #endif
     plan_.slots.assign(num_tokens_, 0);
+#if !defined(__AVX512F__)
+    plan_.by_rows = path == 0 && l_.dtype == 1 && l_.head_dim % 32 == 0;
+#endif
   }
 
   Plan make() {
@@ -112,9 +118,9 @@ class Planner {
   }
 
   void own_by_vectors(long i, long own_begin) {
-    const int n = s_.query_len(i), start = s_.query_start_loc[i];
-    for (int t = (n - 1) / kTokensAtOnce * kTokensAtOnce; t >= 0; t -= kTokensAtOnce) {
-      const int count = std::min(kTokensAtOnce, n - t);
+    const int n = s_.query_len(i), start = s_.query_start_loc[i], most = tokens_at_once(kTokensAtOnce);
+    for (int t = (n - 1) / most * most; t >= 0; t -= most) {
+      const int count = std::min(most, n - t);
       const int* tokens = &plan_.tokens[start + t];
       const long begin = std::max(own_begin, s_.first_key(s_.position[start + t])), end = s_.position[start + t + count - 1] + 1;
       const long first = begin / kSplit, last = (end - 1) / kSplit;
@@ -141,6 +147,8 @@ class Planner {
     add_vector({tokens, count, s_.table(i), begin, end, keep});
   }
 
+  int tokens_at_once(int else_) const { return plan_.by_rows ? std::max(1, kRowsAtOnce / s_.group()) : else_; }
+
   void add_vector(const VectorTask& task) {
     plan_.vector.push_back(task);
     plan_.vector_tokens = std::max(plan_.vector_tokens, task.count);
@@ -159,8 +167,9 @@ class Planner {
       return;
     }
 #endif
+    const int most = tokens_at_once(kTokensSharing);
     for (long key = keys.begin; key < keys.end; key += kSplit)
-      for (int t = 0; t < count; t += kTokensSharing) add_vector({tokens + t, std::min(kTokensSharing, count - t), table, key, key + kSplit, true});
+      for (int t = 0; t < count; t += most) add_vector({tokens + t, std::min(most, count - t), table, key, key + kSplit, true});
   }
 
 #if QUIRE_AMX
@@ -222,6 +231,28 @@ class Planner {
   Plan plan_;
 };
 
+// Room for a task's state and whatever the ways to compute it need besides.
+size_t vector_bytes(const Step& s, const Plan& plan) {
+  const long rows = s.layer.num_heads * plan.vector_tokens, d = s.layer.head_dim;
+#if defined(__AVX512F__)
+  return State::floats(rows, d) * sizeof(float);
+#else
+  return State::floats(rows, d) * sizeof(float) + std::max(FewRows::bytes(rows, d), RowsScratch::bytes(plan.vector_tokens * s.group(), d));
+#endif
+}
+
+template <typename T>
+void attend(const Step& s, const VectorTask& t, long h0, long h1, State state, char* memory, bool by_rows) {
+#if !defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (by_rows && t.count * s.group() >= kMostRows) attend_rows(s, t.table, t.tokens, t.count, h0, h1, t.begin, t.end, state, memory);
+    else attend_vector<T, FewRows>(s, t.table, t.tokens, t.count, h0, h1, t.begin, t.end, state, memory);
+    return;
+  }
+#endif
+  attend_vector<T, AnyRows<T>>(s, t.table, t.tokens, t.count, h0, h1, t.begin, t.end, state, memory);
+}
+
 template <typename T>
 void run_vector(const Step& s, const VectorTask& t, long h0, long h1, float* own, const Partials& partials, const Plan& plan) {
   const long d = s.layer.head_dim;
@@ -229,7 +260,7 @@ void run_vector(const Step& s, const VectorTask& t, long h0, long h1, float* own
   const long rows = (h1 - h0) * t.count * g;
   State state(own, rows);
   state.clear(rows, d);
-  attend_vector<T>(s, t.table, t.tokens, t.count, h0, h1, t.begin, t.end, state);
+  attend<T>(s, t, h0, h1, state, (char*)(own + State::floats(rows, d)), plan.by_rows);
   for (long r = 0; r < rows; r++) {
     const long head = (h0 + r / (t.count * g)) * g + r % g, token = t.tokens[r % (t.count * g) / g];
     const float* acc = state.acc + r * d;
@@ -295,7 +326,7 @@ void run(const Step& s, int path) {
     run_flash(plan.flash, flash_queue);
     run_decode(decode_queue);
 #endif
-    float* own = (float*)memory.get(State::floats(l.num_heads * plan.vector_tokens, l.head_dim) * sizeof(float));
+    float* own = (float*)memory.get(vector_bytes(s, plan));
     for (long i; vector_queue.take(i);) {
       const long h0 = i % plan.head_groups * heads, h1 = std::min(h0 + heads, l.num_kv_heads);
       if (h0 < h1) run_vector<T>(s, plan.vector[i / plan.head_groups], h0, h1, own, partials, plan);

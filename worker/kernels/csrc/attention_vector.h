@@ -121,15 +121,61 @@ struct State {
   }
 };
 
-// `count` tokens, KV heads h0 .. h1 - 1, keys [begin, end) of `table`: into state, whose rows are ordered (head, token, query head).
+// The softmax of a row goes on: x, the products of its query with 16 V keys, become weights beside the largest of all so far, m, and `sum` is theirs. Keys outside
+// [lo, hi) have none. Returns the factor of what was summed before.
+template <int V>
+inline float weigh(const Layer& l, float* x, long lo, long hi, float& m, float& sum) {
+  const int first = int(std::min(lo, 16L * V)), last = int(std::max(hi, 0L));
+  vf v[V], top = set1(kNegInf);
+  auto masked = [&](int i) { return first > 16 * i || last < 16 * i + 16; };
+  for (int i = 0; i < V; i++) {
+    v[i] = load(x + 16 * i);
+    v[i] = l.soft_cap > 0 ? tanh(v[i] * set1(l.scale / l.soft_cap)) * set1(l.soft_cap * kLog2e) : v[i] * set1(l.scale * kLog2e);
+    if (masked(i)) v[i] = select_range(v[i], first - 16 * i, last - 16 * i, set1(kNegInf));
+    top = max(top, v[i]);
+  }
+  const float before = m, now = std::max(before, reduce_max(top));
+  if (std::isinf(now)) {  // no key so far; or products that overflow, of which nothing finite may come
+    for (int i = 0; i < V; i++) store(x + 16 * i, zero());
+    if (now < 0) return 1.f;
+    m = now;
+    return sum = std::numeric_limits<float>::quiet_NaN();
+  }
+  vf total = zero();
+  for (int i = 0; i < V; i++) {
+    v[i] = exp2(v[i] - set1(now));
+    store(x + 16 * i, v[i]);
+    total = total + v[i];
+  }
+  const float correction = before == now ? 1.f : std::exp2(before - now);
+  m = now;
+  sum = sum * correction + reduce_add(total);
+  return correction;
+}
+
+// How attend_vector computes, for any type on any CPU.
 template <typename T>
-void attend_vector(const Step& s, const int* table, const int* tokens, int count, long h0, long h1, long begin, long end, State state) {
+struct AnyRows {
+  static constexpr int kRows = ::kRows;
+  const Step& s;
+  const int* tokens;
+  AnyRows(const Step& s, const int* tokens, int, long, long, char*) : s(s), tokens(tokens) {}
+  const T* query(long h, int row) const { return (const T*)s.q + tokens[row / s.group()] * s.ldq + (h * s.group() + row % s.group()) * s.layer.head_dim; }
+  static void dot(int n, const T* const* q, const T* const* k, long d, float (*x)[kTile]) {
+    for (int r = 0; r < n; r++) store(x[r], dot_keys<T>(q[r], k, d));
+  }
+  static void add(int n, const float (*p)[kTile], const float* correction, const T* const* v, int lo, int hi, float* acc, long d) { add_values(n, p, correction, v, lo, hi, acc, d); }
+  static void finish(float*, long) {}
+};
+
+// `count` tokens, KV heads h0 .. h1 - 1, keys [begin, end) of `table`: into state, whose rows are ordered (head, token, query head). `memory`: room for the Way.
+template <typename T, typename Way>
+void attend_vector(const Step& s, const int* table, const int* tokens, int count, long h0, long h1, long begin, long end, State state, char* memory) {
   const Layer& l = s.layer;
   const long d = l.head_dim;
-  const int g = s.group(), rows = count * g;
-  const float scale = l.scale * kLog2e;
+  const int rows = count * s.group();
   const T *kc = (const T*)l.k_cache, *vc = (const T*)l.v_cache;
-  const T* q = (const T*)s.q;
+  const Way way(s, tokens, rows, h0, h1, memory);
   Tile tile, next;
   next.locate(l, table, begin / kTile * kTile, begin, end);
   for (long key = begin / kTile * kTile; key < end; key += kTile) {
@@ -147,33 +193,23 @@ void attend_vector(const Step& s, const int* table, const int* tokens, int count
         const char *nk = (const char*)(kc + ahead.k[j] + ahead_head * l.k_head), *nv = (const char*)(vc + ahead.v[j] + ahead_head * l.v_head);
         for (long b = 0; b < d * long(sizeof(T)); b += 64) _mm_prefetch(nk + b, _MM_HINT_T0), _mm_prefetch(nv + b, _MM_HINT_T0);
       }
-      for (int r0 = 0; r0 < rows; r0 += kRows) {
-        const int n = std::min(kRows, rows - r0);
-        alignas(64) float p[kRows][kTile];
-        float correction[kRows];
+      for (int r0 = 0; r0 < rows; r0 += Way::kRows) {
+        const int n = std::min(Way::kRows, rows - r0);
+        const long state_row = (h - h0) * rows + r0;
+        alignas(64) float p[Way::kRows][kTile];
+        float correction[Way::kRows];
+        decltype(way.query(h, 0)) q[Way::kRows];
+        for (int r = 0; r < n; r++) q[r] = way.query(h, r0 + r);
+        way.dot(n, q, k, d, p);
         for (int r = 0; r < n; r++) {
-          const int token = tokens[(r0 + r) / g], head = (r0 + r) % g;
-          const long state_row = (h - h0) * rows + r0 + r, position = s.position[token];
-          const int row_lo = std::max(lo, int(std::min(long(kTile), s.first_key(position) - key))), row_hi = std::min(hi, int(std::max(-1L, position - key)) + 1);
-          vf x = dot_keys<T>(q + token * s.ldq + (h * g + head) * d, k, d);
-          x = l.soft_cap > 0 ? tanh(x * set1(l.scale / l.soft_cap)) * set1(l.soft_cap * kLog2e) : x * set1(scale);
-          if (row_lo > 0 || row_hi < kTile) x = select_range(x, row_lo, row_hi, set1(kNegInf));
-          const float before = state.m[state_row], now = std::max(before, reduce_max(x));
-          if (now == kNegInf) {
-            correction[r] = 1.f;
-            store(p[r], zero());
-            continue;
-          }
-          x = exp2(x - set1(now));
-          correction[r] = std::exp2(before - now);
-          state.m[state_row] = now;
-          state.l[state_row] = state.l[state_row] * correction[r] + reduce_add(x);
-          store(p[r], x);
+          const long position = s.position[tokens[(r0 + r) / s.group()]];
+          correction[r] = weigh<1>(l, p[r], std::max(long(lo), s.first_key(position) - key), std::min(long(hi), position + 1 - key), state.m[state_row + r], state.l[state_row + r]);
         }
-        add_values(n, p, correction, v, lo, hi, state.acc + ((h - h0) * rows + r0) * d, d);
+        way.add(n, p, correction, v, lo, hi, state.acc + state_row * d, d);
       }
     }
   }
+  for (long r = 0; r < (h1 - h0) * rows; r++) way.finish(state.acc + r * d, d);
 }
 
 }  // namespace

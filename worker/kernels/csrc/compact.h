@@ -1,7 +1,7 @@
 // bf16 weights in 12 bits each, without loss: the exponents of the weights of 32 outputs are nearly all among 16 neighbouring ones, so that 4 bits tell which, beside
 // sign and mantissa. The few others are listed. (That exponents of weights carry fewer than 3 bits: DFloat11, arXiv:2504.11651.)
 //
-// For AMX alone: its tiles are fast enough that fewer bytes are less time. The vector code would be slower for it (0.8 x).
+// For AMX and AVX2. AVX-512 alone would be slower for it (0.8 x).
 //
 // A k-step of the packed layout (gemm.cpp) is 32 vectors of 32 weights. Four vectors of weights become three of words, of 16 bits:
 //     word i, i < 3:   bit 15 sign, bits 7 - 10 exponent, bits 0 - 6 mantissa of weight i; in bits 11 - 14
@@ -14,6 +14,12 @@
 
 #include "amx.h"
 #include "simd.h"
+
+#if QUIRE_AMX || !defined(__AVX512F__)
+#define QUIRE_COMPACT 1
+#else
+#define QUIRE_COMPACT 0
+#endif
 
 struct Compact {
   const uint16_t* data;         // [columns / 32][k_steps][8][3][32]
@@ -32,9 +38,10 @@ struct Compact {
   }
 };
 
-#if QUIRE_AMX
+#if QUIRE_COMPACT
 
 // Three vectors of words to four of weights; dst is aligned to 64 bytes.
+#if QUIRE_AMX
 static inline void expand_group(const uint16_t* src, bf16* dst) {
   const __m512i keep = _mm512_set1_epi16(short(0x87ff)), low = _mm512_set1_epi16(Compact::kLow << 7);
   const __m512i a = _mm512_loadu_si512(src), b = _mm512_loadu_si512(src + 32), c = _mm512_loadu_si512(src + 64);
@@ -49,6 +56,21 @@ static inline void expand_group(const uint16_t* src, bf16* dst) {
   _mm512_store_si512(dst + 64, own(c));
   _mm512_store_si512(dst + 96, d);
 }
+#else
+static inline void expand_group(const uint16_t* src, bf16* dst) {
+  const __m256i keep = _mm256_set1_epi16(short(0x87ff)), low = _mm256_set1_epi16(Compact::kLow << 7);
+  auto bits = [](__m256i word, int mask) { return _mm256_and_si256(word, _mm256_set1_epi16(short(mask))); };
+  for (int half = 0; half < 32; half += 16) {
+    const __m256i a = _mm256_loadu_si256((const __m256i*)(src + half)), b = _mm256_loadu_si256((const __m256i*)(src + 32 + half)), c = _mm256_loadu_si256((const __m256i*)(src + 64 + half));
+    auto put = [&](int i, __m256i word) { _mm256_store_si256((__m256i*)(dst + i * 32 + half), _mm256_or_si256(word, low)); };
+    put(0, _mm256_and_si256(a, keep));
+    put(1, _mm256_and_si256(b, keep));
+    put(2, _mm256_and_si256(c, keep));
+    const __m256i upper = _mm256_or_si256(bits(_mm256_slli_epi16(c, 1), 0x8000), bits(_mm256_srli_epi16(c, 7), 0x0070));
+    put(3, _mm256_or_si256(upper, _mm256_or_si256(bits(_mm256_srli_epi16(a, 4), 0x0780), bits(_mm256_srli_epi16(b, 11), 0x000f))));
+  }
+}
+#endif
 
 // K-step s of block nb as in the packed layout, but for the power of two; dst is aligned to 64 bytes. `next`: its exceptions and those that follow; leaves those of the
 // next step. So nothing but this list, of which a line serves dozens of steps, is read beside the weights. STREAM: the steps are read one after the other, from memory.
@@ -84,9 +106,55 @@ static inline int exception_bits(int bits, int shift) {
 }
 
 static inline bool all_zero(const bf16* packed, long count) {
-  __m512i seen = _mm512_setzero_si512();
-  for (long i = 0; i < count; i += 32) seen = _mm512_or_si512(seen, _mm512_loadu_si512(packed + i));
-  return !_mm512_test_epi64_mask(seen, seen);
+  uint64_t seen = 0, four;
+  for (long i = 0; i < count; i += 4) memcpy(&four, packed + i, 8), seen |= four;
+  return seen == 0;
+}
+
+// Four vectors of weights to three of words. list(place, bits) is called for each weight that is to be listed; false if one cannot be.
+template <typename F>
+static inline bool compact_group(const bf16* packed, int low, uint16_t* data, F&& list) {
+#if QUIRE_AMX
+  const __m512i lowest = _mm512_set1_epi16(short(low)), all = _mm512_set1_epi16(255), sign_and_mantissa = _mm512_set1_epi16(short(0x807f));
+  auto spare = [](__m512i nibble) { return _mm512_slli_epi16(_mm512_and_si512(nibble, _mm512_set1_epi16(15)), 11); };
+  __m512i field[4];
+  for (int j = 0; j < 4; j++) {
+    const __m512i w = _mm512_loadu_si512(packed + j * 32), code = _mm512_sub_epi16(_mm512_and_si512(_mm512_srli_epi16(w, 7), all), lowest);
+    const __mmask32 outside = _mm512_cmpgt_epu16_mask(code, _mm512_set1_epi16(15));
+    field[j] = _mm512_or_si512(_mm512_and_si512(w, sign_and_mantissa), _mm512_maskz_slli_epi16(~outside, code, 7));
+    for (uint32_t rest = outside; rest; rest &= rest - 1) {
+      const int place = j * 32 + __builtin_ctz(rest), bits = exception_bits(packed[place].bits, low - Compact::kLow);
+      if (bits < 0) return false;
+      list(place, bits);
+    }
+  }
+  const __m512i last = field[3];
+  const __m512i upper = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(last, 12), _mm512_set1_epi16(8)), _mm512_and_si512(_mm512_srli_epi16(last, 4), _mm512_set1_epi16(7)));
+  _mm512_storeu_si512(data, _mm512_or_si512(field[0], spare(_mm512_srli_epi16(last, 7))));
+  _mm512_storeu_si512(data + 32, _mm512_or_si512(field[1], spare(last)));
+  _mm512_storeu_si512(data + 64, _mm512_or_si512(field[2], spare(upper)));
+#else
+  auto bits_of = [](__m256i word, int mask) { return _mm256_and_si256(word, _mm256_set1_epi16(short(mask))); };
+  for (int half = 0; half < 32; half += 16) {
+    __m256i field[4];
+    for (int j = 0; j < 4; j++) {
+      const __m256i w = _mm256_loadu_si256((const __m256i*)(packed + j * 32 + half)), code = _mm256_sub_epi16(bits_of(_mm256_srli_epi16(w, 7), 255), _mm256_set1_epi16(short(low)));
+      const __m256i inside = _mm256_cmpeq_epi16(_mm256_min_epu16(code, _mm256_set1_epi16(15)), code);
+      field[j] = _mm256_or_si256(bits_of(w, 0x807f), _mm256_and_si256(inside, _mm256_slli_epi16(code, 7)));
+      for (uint32_t rest = ~uint32_t(_mm256_movemask_epi8(inside)) & 0x55555555; rest; rest &= rest - 1) {
+        const int place = j * 32 + half + __builtin_ctz(rest) / 2, bits = exception_bits(packed[place].bits, low - Compact::kLow);
+        if (bits < 0) return false;
+        list(place, bits);
+      }
+    }
+    const __m256i last = field[3], upper = _mm256_or_si256(bits_of(_mm256_srli_epi16(last, 12), 8), bits_of(_mm256_srli_epi16(last, 4), 7));
+    auto put = [&](int i, __m256i nibble) { _mm256_storeu_si256((__m256i*)(data + i * 32 + half), _mm256_or_si256(field[i], _mm256_slli_epi16(bits_of(nibble, 15), 11))); };
+    put(0, _mm256_srli_epi16(last, 7));
+    put(1, last);
+    put(2, upper);
+  }
+#endif
+  return true;
 }
 
 // Compacts one block of `steps` packed k-steps, the first of which has number `step0`. Returns the number of exceptions, or -1 if the list cannot hold one.
@@ -97,30 +165,14 @@ static inline long compact_block(const bf16* packed, int steps, long step0, uint
     return 0;
   }
   const int low = likely_exponents(packed, long(steps) * 1024), shift = low - Compact::kLow;
-  const __m512i lowest = _mm512_set1_epi16(short(low)), all = _mm512_set1_epi16(255), sign_and_mantissa = _mm512_set1_epi16(short(0x807f));
-  auto spare = [](__m512i nibble) { return _mm512_slli_epi16(_mm512_and_si512(nibble, _mm512_set1_epi16(15)), 11); };
   long count = 0;
-  for (int s = 0; s < steps; s++) {
+  for (int s = 0; s < steps; s++)
     for (int i = 0; i < 8; i++, data += 96) {
-      __m512i field[4];
-      for (int j = 0; j < 4; j++) {
-        const bf16* at = packed + (long(s) * 8 + i) * 128 + j * 32;
-        const __m512i w = _mm512_loadu_si512(at), code = _mm512_sub_epi16(_mm512_and_si512(_mm512_srli_epi16(w, 7), all), lowest);
-        const __mmask32 outside = _mm512_cmpgt_epu16_mask(code, _mm512_set1_epi16(15));
-        field[j] = _mm512_or_si512(_mm512_and_si512(w, sign_and_mantissa), _mm512_maskz_slli_epi16(~outside, code, 7));
-        for (uint32_t rest = outside; rest; rest &= rest - 1) {
-          const int lane = __builtin_ctz(rest), bits = exception_bits(at[lane].bits, shift);
-          if (bits < 0) return -1;
-          exceptions[count++] = uint64_t(step0 + s) << 32 | uint64_t(i * 128 + j * 32 + lane) << 16 | uint64_t(bits);
-        }
-      }
-      const __m512i last = field[3];
-      const __m512i upper = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(last, 12), _mm512_set1_epi16(8)), _mm512_and_si512(_mm512_srli_epi16(last, 4), _mm512_set1_epi16(7)));
-      _mm512_storeu_si512(data, _mm512_or_si512(field[0], spare(_mm512_srli_epi16(last, 7))));
-      _mm512_storeu_si512(data + 32, _mm512_or_si512(field[1], spare(last)));
-      _mm512_storeu_si512(data + 64, _mm512_or_si512(field[2], spare(upper)));
+      const bool listed = compact_group(packed + (long(s) * 8 + i) * 128, low, data, [&](int place, int bits) {
+        exceptions[count++] = uint64_t(step0 + s) << 32 | uint64_t(i * 128 + place) << 16 | uint64_t(bits);
+      });
+      if (!listed) return -1;
     }
-  }
   *scale = std::ldexp(1.f, shift);
   return count;
 }

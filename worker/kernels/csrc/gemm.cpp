@@ -12,6 +12,8 @@
 #include <cassert>
 #include <vector>
 
+#include "gemm_avx2.h"
+#include "gemm_avx512.h"
 #include "gemm_few.h"
 #include "gemm_many.h"
 
@@ -32,10 +34,9 @@ void run_bf16(const Gemm& g, int path) {
   const int threads = Pool::get().threads();
 #if QUIRE_AMX
   if (by_many_rows(g, path)) return run_many_rows(g, threads);
-  if (path != 1 && amx_permitted()) return run_few_rows(g, threads, true);
+  if (path != 1 && amx_permitted()) return run_few_rows(g, threads);
 #endif
-  assert(!g.compact);
-  run_few_rows(g, threads, false);
+  run_vector(g, threads);
 }
 
 }  // namespace
@@ -92,7 +93,7 @@ void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k,
 // The same to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [most + 1], first and scales [columns / 32]. Returns the number of exceptions, the one at their
 // end not counted; -1: there are more than `most`, or a weight is not of that kind.
 long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* exceptions, uint32_t* first, float* scales, long n, long k, int silu_mul, long most) {
-#if QUIRE_AMX
+#if QUIRE_COMPACT
   const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols, room = steps * kStepElems;
   std::vector<std::vector<uint64_t>> found(blocks);
   std::atomic<long> left{most};
@@ -129,7 +130,7 @@ void quire_gemm_unpack_rows(const bf16* packed, const long* ids, long num_ids, b
 
 // The same of a compact weight.
 void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* out, long ldo, long k) {
-#if QUIRE_AMX
+#if QUIRE_COMPACT
   parallel_for(num_ids, 4, [&](long i) {
     const int nb = int(ids[i] / 32), v0 = int(ids[i] / 16 % 2) * 16, pair = int(ids[i] % 16);
     bf16* row = out + i * ldo;
@@ -166,9 +167,9 @@ void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const fl
   const int threads = Pool::get().threads();
 #if QUIRE_AMX
   if (by_many_rows(g, path)) return run_many_rows(g, threads);
-  if (amx_permitted() && (path == 2 || (path == 0 && m > 4))) return run_quant_rows(g, threads, true);
+  if (amx_permitted() && (path == 2 || (path == 0 && m > 4))) return run_quant_rows(g, threads);
 #endif
-  run_quant_rows(g, threads, false);
+  run_quant_vector(g, threads);
 }
 
 // As those, whichever weight is not null, but the result goes to `sink`. False, and nothing is done, where the rows are few, there is no AMX, or the sink takes so much at

@@ -68,4 +68,47 @@ inline void finish_row(const Gemm& g, int row, int n0, vf a, vf b) {
 
 thread_local Scratch shared_scratch, own_scratch;
 
+// The rows of x where k is a multiple of `step`, else a copy that is padded with zeros to whole k-steps of the weight.
+struct PaddedRows {
+  const bf16* rows;
+  long ld;
+  PaddedRows(const Gemm& g, int step) : rows(g.x), ld(g.ldx) {
+    if (g.k % step == 0) return;
+    ld = long(g.k_steps()) * kStep;
+    bf16* copy = (bf16*)shared_scratch.get(g.m * ld * 2);
+    for (int r = 0; r < g.m; r++) {
+      memcpy(copy + r * ld, g.x + r * g.ldx, g.k * 2);
+      memset(copy + r * ld + g.k, 0, (ld - g.k) * 2);
+    }
+    rows = copy;
+  }
+};
+
+// The rows as integers, `rows` of them; those from m on are zeros. In memory that all threads share.
+inline QuantRows quant_rows(const Gemm& g, int rows, bool planes) {
+  QuantRows x((char*)shared_scratch.get(QuantRows::bytes(rows, *g.quant)), rows, *g.quant);
+  parallel_for(rows, g.m <= 4 ? rows : 4, [&](long r) { x.fill(r, r < g.m ? g.x + r * g.ldx : nullptr, g.k, planes); });
+  return x;
+}
+
+inline int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per piece: up to 128 KiB, but at least four pieces a thread
+  long blocks = g.n_blocks();
+  long by_size = std::max(1L, (128L << 10) / bytes_per_block);
+  return int(std::max(1L, std::min(by_size, blocks / (4L * threads))));
+}
+
+// Calls work(each) in every thread; each(f) calls f with the numbers of the blocks that fall to the thread.
+template <typename W>
+void over_blocks(const Gemm& g, int threads, W&& work) {
+  const long per = pieces_of(g, threads, g.block_bytes());
+  Stretches pieces((g.n_blocks() + per - 1) / per, threads);
+  Pool::get().run([&] {
+    const int own = pieces.own();
+    work([&](auto&& block) {
+      for (long i; pieces.take(own, i);)
+        for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
+    });
+  });
+}
+
 }  // namespace

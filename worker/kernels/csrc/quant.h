@@ -58,6 +58,8 @@ struct QuantRows {
   }
   static size_t bytes(long rows, const Quant& q) { return rows * (long(q.k_steps + 1) * 128 + (long(q.k_steps) * 64 / q.run() + 1) * 8); }
 
+  int value(long row, long k) const { return values[row * ld + k / 4 * 4 + k % 4 / 2 + k % 2 * 2]; }
+
   // x null: a row of zeros.
   void fill(long row, const bf16* x, long k, bool planes) {
     if (!x) k = 0;
@@ -85,6 +87,15 @@ struct QuantRows {
         }
       }
       total = _mm512_reduce_add_epi32(totals);
+#else
+      __m256i totals = _mm256_setzero_si256();
+      for (; j < full; j += 16) {
+        const vf scaled = load(x + j) * set1(inverse);
+        const __m256i a = _mm256_cvtps_epi32(scaled.a), b = _mm256_cvtps_epi32(scaled.b), n = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+        totals = _mm256_add_epi32(totals, _mm256_add_epi32(a, b));
+        _mm256_storeu_si256((__m256i*)(values + row * ld + j), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(n, 0xd8), 0xd8));
+      }
+      for (int i = 0; i < 8; i++) total += ((const int32_t*)&totals)[i];
 #endif
       for (; j < end; j++) {
         const int n = j < k ? int(std::lrint(to_float(x[j]) * inverse)) : 0;
@@ -206,99 +217,6 @@ static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0,
   add_quant_sums(q, x, sums[current ^ 1], row0, rows, nb, y);
 }
 #endif
-
-// --- a few rows, or no AMX ------------------------------------------------------------------------------------------------------------------------------
-
-// Sixteen columns: acc += four products each, of the bytes of w and x in the order 0, 2, 1, 3.
-#if defined(__AVX512F__)
-struct vi { __m512i v; };
-static inline vi zero_int() { return {_mm512_setzero_si512()}; }
-static inline vi load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-static inline vi low_halves(vi x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
-static inline vi high_halves(vi x) { return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))}; }
-static inline vi even_bytes(vi w) { return {_mm512_and_si512(w.v, _mm512_set1_epi16(255))}; }
-static inline vi odd_bytes(vi w) { return {_mm512_srli_epi16(w.v, 8)}; }
-static inline vi add_products(vi acc, vi w, const int16_t* x) {
-  int pair;
-  memcpy(&pair, x, 4);
-#if defined(__AVX512VNNI__)
-  return {_mm512_dpwssd_epi32(acc.v, w.v, _mm512_set1_epi32(pair))};
-#else
-  return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(w.v, _mm512_set1_epi32(pair)))};
-#endif
-}
-static inline vi operator+(vi a, vi b) { return {_mm512_add_epi32(a.v, b.v)}; }
-static inline vf minus(vi a, int b) { return {_mm512_cvtepi32_ps(_mm512_sub_epi32(a.v, _mm512_set1_epi32(b)))}; }
-#else
-struct vi { __m256i a, b; };
-static inline vi zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-static inline vi load_bytes(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}; }
-static inline vi low_halves(vi x) { return {_mm256_and_si256(x.a, _mm256_set1_epi8(15)), _mm256_and_si256(x.b, _mm256_set1_epi8(15))}; }
-static inline vi high_halves(vi x) { return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
-static inline vi even_bytes(vi w) { return {_mm256_and_si256(w.a, _mm256_set1_epi16(255)), _mm256_and_si256(w.b, _mm256_set1_epi16(255))}; }
-static inline vi odd_bytes(vi w) { return {_mm256_srli_epi16(w.a, 8), _mm256_srli_epi16(w.b, 8)}; }
-static inline vi add_products(vi acc, vi w, const int16_t* x) {
-  int pair;
-  memcpy(&pair, x, 4);
-  const __m256i p = _mm256_set1_epi32(pair);
-  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(w.a, p)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(w.b, p))};
-}
-static inline vi operator+(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-static inline vf minus(vi x, int y) {
-  const __m256i b = _mm256_set1_epi32(y);
-  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(x.a, b)), _mm256_cvtepi32_ps(_mm256_sub_epi32(x.b, b))};
-}
-#endif
-
-// y[row][tile] = x W of ROWS rows for the 32 columns of block nb.
-template <int ROWS, int BITS>
-static inline void vector_quant_block(const Quant& q, const QuantRows& x, long row0, int nb, vf (*y)[2]) {
-  for (int r = 0; r < ROWS; r++) y[r][0] = y[r][1] = zero();
-  const int16_t* rows = x.values + row0 * x.ld;
-  const int k_end = q.k_steps * 64, stretch = q.group < 64 ? q.group : 64;
-  for (int k0 = 0; k0 < k_end; k0 += q.run()) {
-    const int k1 = k0 + q.run() < k_end ? k0 + q.run() : k_end;
-    vi acc[2][ROWS][4];  // chains of additions, so that one need not wait for another
-    constexpr int CHAINS = ROWS == 1 ? 4 : 2;
-    for (auto& tile : acc) for (auto& row : tile) for (auto& a : row) a = zero_int();
-    for (int k = k0; k < k1; k += stretch)
-      for (int t = 0; t < 2; t++) {
-        const uint8_t* src = q.step(nb, k / 64) + t * BITS * 128 + k % 64 * BITS * 2;
-        auto row_of_tile = [&](int i, vi bytes) {  // i-th four of k of this stretch
-          const vi even = even_bytes(bytes), odd = odd_bytes(bytes);
-          for (int r = 0; r < ROWS; r++) {
-            const int16_t* xs = rows + r * x.ld + k + i * 4;
-            vi* chain = acc[t][r] + (CHAINS == 4 ? i % 2 * 2 : 0);
-            chain[0] = add_products(chain[0], even, xs);
-            chain[1] = add_products(chain[1], odd, xs + 2);
-          }
-        };
-#pragma GCC unroll 4
-        for (int i = 0; i < stretch / 4; i += 2, src += BITS * 16) {
-          read_ahead(src);
-          if (BITS == 8) {
-            row_of_tile(i, load_bytes(src));
-            read_ahead(src + 64);
-            row_of_tile(i + 1, load_bytes(src + 64));
-          } else {
-            const vi packed = load_bytes(src);
-            row_of_tile(i, low_halves(packed));
-            row_of_tile(i + 1, high_halves(packed));
-          }
-        }
-      }
-    const long at = q.group_at(nb, k0);
-    for (int r = 0; r < ROWS; r++) {
-      const long i = (row0 + r) * x.runs + k0 / x.run;
-      for (int t = 0; t < 2; t++) {
-        vi total = acc[t][r][0] + acc[t][r][1];
-        if (CHAINS == 4) total = total + (acc[t][r][2] + acc[t][r][3]);
-        y[r][t] = fma(minus(total, q.zero_point() * x.sum[i]) * set1(x.scale[i]), load(q.scales + at + t * 16), y[r][t]);
-        if (q.offsets) y[r][t] = fma(load(q.offsets + at + t * 16), set1(float(x.sum[i]) * x.scale[i]), y[r][t]);
-      }
-    }
-  }
-}
 
 // --- packing --------------------------------------------------------------------------------------------------------------------------------------------
 

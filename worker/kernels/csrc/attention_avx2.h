@@ -1,0 +1,181 @@
+// bf16 attention by AVX2: many rows as products of tiles (vector_tiles.h), few rows, decode, key by key. bf16 becomes float two at a time, by a shift and a mask.
+#pragma once
+
+#include "attention_vector.h"
+#include "vector_tiles.h"
+
+#if !defined(__AVX512F__)
+
+namespace {
+
+constexpr int kKeys = 64;  // at a time, of many rows: what is made of them stays in L2, 16 KiB of each K and V
+
+// --- many rows --------------------------------------------------------------------------------------------------------------------------------------
+
+// Eight rows of eight dwords to eight columns.
+inline void transpose_8x8(__m256i* r) {
+  __m256i t[8];
+  for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) r[i + 2 * j] = _mm256_unpacklo_epi64(t[i + j], t[i + j + 2]), r[i + 2 * j + 1] = _mm256_unpackhi_epi64(t[i + j], t[i + j + 2]);
+  for (int i = 0; i < 4; i++) t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20), t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
+  std::copy(t, t + 8, r);
+}
+
+// kKeys rows of d to tiles whose columns are keys: [kKeys / 32][d / 32] k-steps.
+inline void pack_keys(const bf16* const* rows, long d, bf16* tiles) {
+  for (int j = 0; j < kKeys; j += 8)
+    for (long pair = 0; pair < d / 2; pair += 8) {
+      __m256i r[8];
+      for (int i = 0; i < 8; i++) r[i] = load_pairs(rows[j + i] + 2 * pair);
+      transpose_8x8(r);
+      bf16* to = tiles + j / 32 * 32 * d + pair / 16 * kTileStep + j % 32 / 16 * (kTileStep / 2) + pair % 16 * 32 + j % 16 * 2;
+      for (int i = 0; i < 8; i++) _mm256_storeu_si256((__m256i*)(to + i * 32), r[i]);
+    }
+}
+
+// kKeys rows of d to tiles whose k are keys: [d / 32][kKeys / 32] k-steps.
+inline void pack_values(const bf16* const* rows, long d, bf16* tiles) {
+  for (int j = 0; j < kKeys; j += 2)
+    for (long i = 0; i < d; i += 16) {
+      const __m256i a = load_pairs(rows[j] + i), b = load_pairs(rows[j + 1] + i), lo = _mm256_unpacklo_epi16(a, b), hi = _mm256_unpackhi_epi16(a, b);
+      __m256i* to = (__m256i*)(tiles + i / 32 * 32 * kKeys + j / 32 * kTileStep + i % 32 / 16 * (kTileStep / 2) + j % 32 * 16);
+      _mm256_storeu_si256(to, _mm256_permute2x128_si256(lo, hi, 0x20));
+      _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(lo, hi, 0x31));
+    }
+}
+
+struct RowsScratch {
+  Groups q;
+  bf16 *k, *v;
+  static size_t bytes(long rows, long d) { return rows * d * sizeof(float) + 2 * kKeys * d * sizeof(bf16); }
+  RowsScratch(char* memory, int rows, long d) : q((float*)memory, d, rows), k((bf16*)memory + 2 * rows * d), v(k + kKeys * d) {}
+};
+
+// As attend_vector, for a head_dim that is a multiple of 32.
+inline void attend_rows(const Step& s, const int* table, const int* tokens, int count, long h0, long h1, long begin, long end, State state, char* memory) {
+  const Layer& l = s.layer;
+  const long d = l.head_dim;
+  const int g = s.group(), rows = count * g;
+  RowsScratch scratch(memory, rows, d);
+  Fetch none;
+  for (long h = h0; h < h1; h++) {
+    scratch.q.fill(d, [&](int r) { return (const bf16*)s.q + tokens[r / g] * s.ldq + (h * g + r % g) * d; });
+    for (long key = begin / kKeys * kKeys; key < end; key += kKeys) {
+      const bf16 *k[kKeys], *v[kKeys];
+      for (int j = 0; j < kKeys; j++) {
+        const long at = std::min(std::max(key + j, begin), end - 1);
+        k[j] = (const bf16*)l.k_cache + l.k_place(table, at) + h * l.k_head;
+        v[j] = (const bf16*)l.v_cache + l.v_place(table, at) + h * l.v_head;
+      }
+      pack_keys(k, d, scratch.k);
+      pack_values(v, d, scratch.v);
+      for (int i = 0; i < scratch.q.count(); i++) {
+        const int first = scratch.q.begin(i), size = scratch.q.size(i);
+        const long row0 = (h - h0) * rows + first;
+        float *acc = state.acc + row0 * d, x[kMostRows * kKeys] = {};
+        if (s.position[tokens[(first + size - 1) / g]] < key) continue;  // a task's tokens ascend, or all see all its keys
+        for (int b = 0; b < kKeys; b += 32) vector_group(size, scratch.q.at(i, 0), scratch.k + b * d, int(d / 32), none, x + b, kKeys);
+        for (int r = 0; r < size; r++) {
+          const long position = s.position[tokens[(first + r) / g]];
+          const float correction = weigh<kKeys / 16>(l, x + r * kKeys, std::max(begin, s.first_key(position)) - key, std::min(end, position + 1) - key, state.m[row0 + r],
+                                                     state.l[row0 + r]);
+          if (correction != 1.f) for (long c = 0; c < d; c += 16) store(acc + r * d + c, load(acc + r * d + c) * set1(correction));
+        }
+        for (long c = 0; c < d; c += 32) vector_group<kKeys>(size, x, scratch.v + c * kKeys, kKeys / 32, none, acc + c, d);
+      }
+    }
+  }
+}
+
+// --- few rows ---------------------------------------------------------------------------------------------------------------------------------------
+
+// Lane j of the result is the sum of v[j].
+inline __m256 sum_each(const __m256* v) {
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3])), b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+// x[N][16] = q . k of N rows, in halves, and kTile keys.
+template <int N>
+void dot_few(const float* const* q, const bf16* const* k, long d, float (*x)[kTile]) {
+  __m256 sums[N][kTile];
+  for (int j = 0; j < kTile; j++) {
+    __m256 even[N], odd[N];
+    unrolled<N>([&](auto r) { even[r] = odd[r] = _mm256_setzero_ps(); });
+    for (long i = 0; i < d; i += 16) {
+      const __m256i pairs = load_pairs(k[j] + i);
+      const __m256 e = evens(pairs), o = odds(pairs);
+      unrolled<N>([&](auto r) {
+        even[r] = _mm256_fmadd_ps(e, _mm256_loadu_ps(q[r] + i), even[r]);
+        odd[r] = _mm256_fmadd_ps(o, _mm256_loadu_ps(q[r] + i + 8), odd[r]);
+      });
+    }
+    unrolled<N>([&](auto r) { sums[r][j] = _mm256_add_ps(even[r], odd[r]); });
+  }
+  for (int r = 0; r < N; r++) for (int j = 0; j < kTile; j += 8) _mm256_storeu_ps(x[r] + j, sum_each(sums[r] + j));
+}
+
+// acc[r], in halves, = acc[r] * correction[r] + the sum over keys lo .. hi - 1 of p[r][j] v[j].
+template <int N>
+void add_few(const float (*p)[kTile], const float* correction, const bf16* const* v, int lo, int hi, float* acc, long d) {
+  for (long i = 0; i < d; i += 16) {
+    __m256 even[N], odd[N];
+    unrolled<N>([&](auto r) {
+      even[r] = _mm256_mul_ps(_mm256_loadu_ps(acc + r * d + i), _mm256_set1_ps(correction[r]));
+      odd[r] = _mm256_mul_ps(_mm256_loadu_ps(acc + r * d + i + 8), _mm256_set1_ps(correction[r]));
+    });
+    for (int j = lo; j < hi; j++) {
+      const __m256i pairs = load_pairs(v[j] + i);
+      const __m256 e = evens(pairs), o = odds(pairs);
+      unrolled<N>([&](auto r) {
+        const __m256 weight = _mm256_broadcast_ss(&p[r][j]);
+        even[r] = _mm256_fmadd_ps(e, weight, even[r]);
+        odd[r] = _mm256_fmadd_ps(o, weight, odd[r]);
+      });
+    }
+    unrolled<N>([&](auto r) {
+      _mm256_storeu_ps(acc + r * d + i, even[r]);
+      _mm256_storeu_ps(acc + r * d + i + 8, odd[r]);
+    });
+  }
+}
+
+// How attend_vector computes here. Queries, and sums until they are complete, are in halves: of 16 floats first those at even places, then those at odd ones.
+struct FewRows {
+  static constexpr int kRows = 4;  // that share the loads of K and V
+  static size_t bytes(long rows, long d) { return rows * d * sizeof(float); }  // rows: of all heads
+  const float* q;
+  long rows, h0, d;
+
+  FewRows(const Step& s, const int* tokens, int rows, long h0, long h1, char* memory) : q((const float*)memory), rows(rows), h0(h0), d(s.layer.head_dim) {
+    const AnyRows<bf16> given(s, tokens, rows, h0, h1, nullptr);
+    for (long h = h0; h < h1; h++)
+      for (int r = 0; r < rows; r++)
+        for (long i = 0; i < d; i += 16) {
+          const __m256i pairs = load_pairs(given.query(h, r) + i);
+          float* to = (float*)memory + ((h - h0) * rows + r) * d + i;
+          _mm256_storeu_ps(to, evens(pairs)), _mm256_storeu_ps(to + 8, odds(pairs));
+        }
+  }
+  const float* query(long h, int row) const { return q + ((h - h0) * rows + row) * d; }
+  static void dot(int n, const float* const* q, const bf16* const* k, long d, float (*x)[kTile]) {
+    static constexpr void (*kWays[])(const float* const*, const bf16* const*, long, float (*)[kTile]) = {dot_few<1>, dot_few<2>, dot_few<3>, dot_few<4>};
+    kWays[n - 1](q, k, d, x);
+  }
+  static void add(int n, const float (*p)[kTile], const float* correction, const bf16* const* v, int lo, int hi, float* acc, long d) {
+    static constexpr void (*kWays[])(const float (*)[kTile], const float*, const bf16* const*, int, int, float*, long) = {add_few<1>, add_few<2>, add_few<3>, add_few<4>};
+    kWays[n - 1](p, correction, v, lo, hi, acc, d);
+  }
+  static void finish(float* x, long d) {
+    for (long i = 0; i < d; i += 16) {
+      const __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + i + 8), lo = _mm256_unpacklo_ps(a, b), hi = _mm256_unpackhi_ps(a, b);
+      _mm256_storeu_ps(x + i, _mm256_permute2f128_ps(lo, hi, 0x20));
+      _mm256_storeu_ps(x + i + 8, _mm256_permute2f128_ps(lo, hi, 0x31));
+    }
+  }
+};
+
+}  // namespace
+
+#endif

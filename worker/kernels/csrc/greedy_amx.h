@@ -1,0 +1,162 @@
+// The copy of the output head, the limits that it gives, and logits as always: by AMX.
+#pragma once
+
+#include "gemm_few.h"
+#include "greedy.h"
+
+#if QUIRE_AMX
+
+namespace {
+
+// Sixteen columns of a block: their tiles of the copy, and what is to be known of them. False if a weight is not finite.
+bool round_columns(const Gemm& g, const Screen& screen, int nb, int tile, const bf16* packed) {
+  const vf factor = set1(g.compact ? g.compact->scales[nb] : 1.f);
+  auto weights = [&](int k) -> vf {  // of 16 columns
+    const __m512i pairs = _mm512_load_si512(packed + k / kStep * kStepElems + tile * 512 + k % kStep / 2 * 32);
+    return vf{_mm512_castsi512_ps(k % 2 ? _mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000u))) : _mm512_slli_epi32(pairs, 16))} * factor;
+  };
+  vf top = zero(), rounded = zero(), away = zero(), all = zero();
+  for (int k = 0; k < g.k; k++) top = max(top, max(weights(k), zero() - weights(k)));
+  const vf scale = top * set1(1.f / 127), inverse = {_mm512_maskz_div_ps(_mm512_cmp_ps_mask(scale.v, set1(1e-30f).v, _CMP_GT_OQ), set1(1).v, scale.v)};
+  for (int k = 0; k < g.k; k += 4) {
+    __m512i four = _mm512_setzero_si512();
+    for (int i = 0; i < 4; i++) {
+      const vf w = weights(k + i);
+      const __m512i q = _mm512_cvtps_epi32((w * inverse).v);
+      const vf kept = vf{_mm512_cvtepi32_ps(q)} * scale, rest = w - kept;
+      rounded = fma(kept, kept, rounded), away = fma(rest, rest, away), all = fma(w, w, all);
+      four = _mm512_or_si512(four, _mm512_slli_epi32(_mm512_and_si512(q, _mm512_set1_epi32(255)), i * 8));
+    }
+    _mm512_store_si512(screen.step(nb, k / 64) + tile * 1024 + k % 64 * 16, four);
+  }
+  auto norm = [](vf squares) { return vf{_mm512_sqrt_ps(squares.v)}; };
+  const vf slack = norm(all) * set1(slack_of(g.k));
+  float* about = screen.about(nb) + tile * 16;
+  store(about, scale), store(about + kCols, norm(rounded)), store(about + 2 * kCols, norm(away) + slack);
+  return std::isfinite(reduce_add(all));
+}
+
+// Rows as integers of 16 bits, in two planes of bytes: scale * (256 hi + lo).
+struct RoundedRows {
+  int rows;
+  long ld;  // of the planes
+  int8_t *hi, *lo;
+  float scale[kMostGreedy], norm[kMostGreedy];  // norm: of the row as it was
+  float away = 0;  // the largest ratio of the norm of what rounding took away to that
+
+  RoundedRows(Scratch& memory, const Gemm& g) : rows(g.m <= 16 ? g.m : kMostGreedy), ld(g.k + 64) {
+    hi = (int8_t*)memory.get(2 * rows * ld), lo = hi + rows * ld;
+    for (int r = 0; r < rows; r++) r < g.m ? fill(r, g.x + r * g.ldx, g.k) : clear(r, g.k);
+  }
+
+ private:
+  void clear(int row, long k) { memset(hi + row * ld, 0, k), memset(lo + row * ld, 0, k); }
+  void fill(int row, const bf16* x, long k) {
+    vf top = zero(), squares = zero(), rest = zero();
+    for (long i = 0; i < k; i += 16) top = max(top, max(load(x + i), zero() - load(x + i)));
+    const float most = reduce_max(top), inverse = most > 1e-30f ? QuantRows::kTop / most : 0.f;
+    scale[row] = most / QuantRows::kTop;
+    for (long i = 0; i < k; i += 16) {
+      const vf v = load(x + i);
+      const __m512i n = _mm512_cvtps_epi32((v * set1(inverse)).v);
+      const vf off = v - vf{_mm512_cvtepi32_ps(n)} * set1(scale[row]);
+      squares = fma(v, v, squares), rest = fma(off, off, rest);
+      _mm_storeu_si128((__m128i*)(lo + row * ld + i), _mm512_cvtepi32_epi8(n));
+      _mm_storeu_si128((__m128i*)(hi + row * ld + i), _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8)));
+    }
+    norm[row] = std::sqrt(reduce_add(squares));
+    if (norm[row] > 0) away = std::max(away, std::sqrt(reduce_add(rest)) / norm[row]);
+  }
+};
+
+// What the logits of blocks are at most. The sums of a block are looked at, row by row, while AMX multiplies the next one.
+class Limits {
+ public:
+  Limits(const Screen& screen, const RoundedRows& x, int rows, float* limits) : screen_(screen), x_(x), rows_(rows), limits_(limits) {}
+  ~Limits() { flush(); }
+
+  void block(int nb) {
+    for (int row0 = 0; row0 < rows_; row0 += 16) {
+      TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
+      for (long s = 0; s < screen_.k_steps; s++) {
+        const int8_t* w = screen_.step(nb, s);
+        if (row0 == 0) for (int i = 0; i < 2048; i += 64) read_ahead(w + i);
+        TILE_LOAD(4, x_.hi + row0 * x_.ld + s * 64, x_.ld);
+        TILE_LOAD(6, w, 64);
+        TILE_DP_SS(0, 4, 6);
+        TILE_LOAD(5, x_.lo + row0 * x_.ld + s * 64, x_.ld);
+        TILE_DP_SS(1, 5, 6);
+        TILE_LOAD(7, w + 1024, 64);
+        TILE_DP_SS(2, 4, 7);
+        TILE_DP_SS(3, 5, 7);
+        if (s % kKeepAwakeFromMemory == 0) TILE_STORE(4, spare_, 64);
+        row();
+      }
+      flush();
+      TILE_STORE(0, sums_[0], 64); TILE_STORE(1, sums_[1], 64); TILE_STORE(2, sums_[2], 64); TILE_STORE(3, sums_[3], 64);
+      nb_ = nb, row0_ = row0, next_ = 0, end_ = std::min(16, rows_ - row0);
+      for (int t = 0; t < 2; t++) {
+        const float* about = screen_.about(nb) + t * 16;
+        store(margin_[t], fma(load(about + kCols), set1(x_.away), load(about + 2 * kCols)));
+      }
+    }
+  }
+
+ private:
+  void row() {
+    if (next_ == end_) return;
+    const int r = row0_ + next_;
+    vf top[2];
+    for (int t = 0; t < 2; t++) {
+      const vf hi = {_mm512_cvtepi32_ps(_mm512_load_si512(sums_[t * 2][next_]))}, lo = {_mm512_cvtepi32_ps(_mm512_load_si512(sums_[t * 2 + 1][next_]))};
+      const vf scale = load(screen_.about(nb_) + t * 16) * set1(x_.scale[r]);
+      top[t] = fma(fma(hi, set1(256), lo), scale, load(margin_[t]) * set1(x_.norm[r]));
+    }
+    limits_[nb_ * limits_ld(rows_) + r] = reduce_max(max(top[0], top[1]));
+    next_++;
+  }
+  void flush() {
+    while (next_ < end_) row();
+  }
+
+  const Screen& screen_;
+  const RoundedRows& x_;
+  int rows_, nb_ = 0, row0_ = 0, next_ = 0, end_ = 0;
+  float* limits_;
+  alignas(64) int32_t sums_[4][16][16];  // hi, lo of 16 columns, then of the others
+  alignas(64) float margin_[2][16];
+  alignas(64) char spare_[1024];
+};
+
+// What the logits of each block are at most: limits [blocks][limits_ld(g.m)].
+void find_limits(const Gemm& g, const Screen& screen, float* limits) {
+  const RoundedRows rounded(rounded_rows, g);
+  over_columns(g, [&](auto&& each) {
+    TileScope tiles(std::min(rounded.rows, 16));
+    Limits work(screen, rounded, g.m, limits);
+    each([&](int nb) { work.block(nb); });
+  });
+}
+
+// Logits of some blocks, as always.
+class Logits {
+ public:
+  explicit Logits(const Gemm& g) : g_(g) {}
+  // Calls f in a thread that is to compute blocks.
+  template <typename F>
+  void run(F&& f) const {
+    TileScope tiles(std::min(g_.m, 16), 64, std::max(g_.m - 16, 0));
+    f();
+  }
+  void block(const Gemm& to, int nb) const {
+    if (g_.compact) amx_few_rows_block<true>(to, g_.x, g_.ldx, nb);
+    else amx_few_rows_block<false>(to, g_.x, g_.ldx, nb);
+  }
+
+ private:
+  const Gemm& g_;
+};
+
+}  // namespace
+
+#endif
