@@ -18,6 +18,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.checkpoints import build_checkpoint
+from worker.kernels import build
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job of a script; processes that tests start would ignore Ctrl-C, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,7 +33,14 @@ def _one_torch_thread():
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Callable[..., str]:
+def _kernels_in_the_cache() -> None:
+    """Or, on a fresh machine, each server of the tests would compile them for as long as it lives."""
+    if (level := build.cpu_level()) and build.compiler() and build.find_library(level) is None:
+        build.build(level, build.cache_folder())
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory, _kernels_in_the_cache) -> Callable[..., str]:
     """`checkpoint(name, sharded=False, dtype="float32", **config_overrides) -> folder`. Treat the folder as read-only."""
     built: dict[str, str] = {}
 

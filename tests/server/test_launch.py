@@ -54,7 +54,8 @@ class ServerProcess:
             return None
 
     def wait_ready(self) -> ServerProcess:
-        poll(lambda: self.status("/ready") == 200 or self.process.poll() is not None, 120)
+        """Until all serve: of several frontends the one that is asked may be the first."""
+        poll(lambda: ("ready in " in self.log and self.status("/ready") == 200) or self.process.poll() is not None, 120)
         assert self.process.poll() is None, self.log
         return self
 
