@@ -96,12 +96,13 @@ inline __m256 sum_each(const __m256* v) {
   return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
-// x[N][16] = q . k of N rows, in halves, and kTile keys.
+// x[N][16] = q . k of N rows, in halves, and kTile keys. The keys wanted next are fetched evenly on the side: all at once would have to wait for their lines.
 template <int N>
-void dot_few(const float* const* q, const bf16* const* k, long d, float (*x)[kTile]) {
+void dot_few(const float* const* q, const bf16* const* k, long d, float (*x)[kTile], const Ahead<bf16>* ahead) {
   __m256 sums[N][kTile];
   for (int j = 0; j < kTile; j++) {
     __m256 even[N], odd[N];
+    if (ahead) ahead->fetch(ahead->k[j], d);
     unrolled<N>([&](auto r) { even[r] = odd[r] = _mm256_setzero_ps(); });
     for (long i = 0; i < d; i += 16) {
       const __m256i pairs = load_pairs(k[j] + i);
@@ -118,8 +119,10 @@ void dot_few(const float* const* q, const bf16* const* k, long d, float (*x)[kTi
 
 // acc[r], in halves, = acc[r] * correction[r] + the sum over keys lo .. hi - 1 of p[r][j] v[j].
 template <int N>
-void add_few(const float (*p)[kTile], const float* correction, const bf16* const* v, int lo, int hi, float* acc, long d) {
+void add_few(const float (*p)[kTile], const float* correction, const bf16* const* v, int lo, int hi, float* acc, long d, const Ahead<bf16>* ahead) {
+  int fetched = 0;
   for (long i = 0; i < d; i += 16) {
+    for (; ahead && fetched < kTile * (i + 16) / d; fetched++) ahead->fetch(ahead->v[fetched], d);
     __m256 even[N], odd[N];
     unrolled<N>([&](auto r) {
       even[r] = _mm256_mul_ps(_mm256_loadu_ps(acc + r * d + i), _mm256_set1_ps(correction[r]));
@@ -159,13 +162,13 @@ struct FewRows {
         }
   }
   const float* query(long h, int row) const { return q + ((h - h0) * rows + row) * d; }
-  static void dot(int n, const float* const* q, const bf16* const* k, long d, float (*x)[kTile]) {
-    static constexpr void (*kWays[])(const float* const*, const bf16* const*, long, float (*)[kTile]) = {dot_few<1>, dot_few<2>, dot_few<3>, dot_few<4>};
-    kWays[n - 1](q, k, d, x);
+  static void dot(int n, const float* const* q, const bf16* const* k, long d, float (*x)[kTile], const Ahead<bf16>* ahead) {
+    static constexpr void (*kWays[])(const float* const*, const bf16* const*, long, float (*)[kTile], const Ahead<bf16>*) = {dot_few<1>, dot_few<2>, dot_few<3>, dot_few<4>};
+    kWays[n - 1](q, k, d, x, ahead);
   }
-  static void add(int n, const float (*p)[kTile], const float* correction, const bf16* const* v, int lo, int hi, float* acc, long d) {
-    static constexpr void (*kWays[])(const float (*)[kTile], const float*, const bf16* const*, int, int, float*, long) = {add_few<1>, add_few<2>, add_few<3>, add_few<4>};
-    kWays[n - 1](p, correction, v, lo, hi, acc, d);
+  static void add(int n, const float (*p)[kTile], const float* correction, const bf16* const* v, int lo, int hi, float* acc, long d, const Ahead<bf16>* ahead) {
+    static constexpr void (*kWays[])(const float (*)[kTile], const float*, const bf16* const*, int, int, float*, long, const Ahead<bf16>*) = {add_few<1>, add_few<2>, add_few<3>, add_few<4>};
+    kWays[n - 1](p, correction, v, lo, hi, acc, d, ahead);
   }
   static void finish(float* x, long d) {
     for (long i = 0; i < d; i += 16) {

@@ -153,6 +153,15 @@ inline float weigh(const Layer& l, float* x, long lo, long hi, float& m, float& 
   return correction;
 }
 
+// Keys and values that are wanted next.
+template <typename T>
+struct Ahead {
+  const T *k[kTile], *v[kTile];
+  static void fetch(const T* row, long d) {
+    for (long b = 0; b < d * long(sizeof(T)); b += 64) _mm_prefetch((const char*)row + b, _MM_HINT_T0);
+  }
+};
+
 // How attend_vector computes, for any type on any CPU.
 template <typename T>
 struct AnyRows {
@@ -161,10 +170,13 @@ struct AnyRows {
   const int* tokens;
   AnyRows(const Step& s, const int* tokens, int, long, long, char*) : s(s), tokens(tokens) {}
   const T* query(long h, int row) const { return (const T*)s.q + tokens[row / s.group()] * s.ldq + (h * s.group() + row % s.group()) * s.layer.head_dim; }
-  static void dot(int n, const T* const* q, const T* const* k, long d, float (*x)[kTile]) {
+  static void dot(int n, const T* const* q, const T* const* k, long d, float (*x)[kTile], const Ahead<T>* ahead) {
+    if (ahead) for (int j = 0; j < kTile; j++) ahead->fetch(ahead->k[j], d), ahead->fetch(ahead->v[j], d);
     for (int r = 0; r < n; r++) store(x[r], dot_keys<T>(q[r], k, d));
   }
-  static void add(int n, const float (*p)[kTile], const float* correction, const T* const* v, int lo, int hi, float* acc, long d) { add_values(n, p, correction, v, lo, hi, acc, d); }
+  static void add(int n, const float (*p)[kTile], const float* correction, const T* const* v, int lo, int hi, float* acc, long d, const Ahead<T>*) {
+    add_values(n, p, correction, v, lo, hi, acc, d);
+  }
   static void finish(float*, long) {}
 };
 
@@ -185,13 +197,14 @@ void attend_vector(const Step& s, const int* table, const int* tokens, int count
     for (long h = h0; h < h1; h++) {
       const T *k[kTile], *v[kTile];
       const bool wrap = h + 1 == h1;
-      const Tile& ahead = wrap ? next : tile;
-      const long ahead_head = wrap ? h0 : h + 1;
+      const Tile& following = wrap ? next : tile;
+      const long following_head = wrap ? h0 : h + 1;
+      Ahead<T> ahead;
       for (int j = 0; j < kTile; j++) {
         k[j] = kc + tile.k[j] + h * l.k_head;
         v[j] = vc + tile.v[j] + h * l.v_head;
-        const char *nk = (const char*)(kc + ahead.k[j] + ahead_head * l.k_head), *nv = (const char*)(vc + ahead.v[j] + ahead_head * l.v_head);
-        for (long b = 0; b < d * long(sizeof(T)); b += 64) _mm_prefetch(nk + b, _MM_HINT_T0), _mm_prefetch(nv + b, _MM_HINT_T0);
+        ahead.k[j] = kc + following.k[j] + following_head * l.k_head;
+        ahead.v[j] = vc + following.v[j] + following_head * l.v_head;
       }
       for (int r0 = 0; r0 < rows; r0 += Way::kRows) {
         const int n = std::min(Way::kRows, rows - r0);
@@ -200,12 +213,13 @@ void attend_vector(const Step& s, const int* table, const int* tokens, int count
         float correction[Way::kRows];
         decltype(way.query(h, 0)) q[Way::kRows];
         for (int r = 0; r < n; r++) q[r] = way.query(h, r0 + r);
-        way.dot(n, q, k, d, p);
+        const Ahead<T>* once = r0 == 0 ? &ahead : nullptr;
+        way.dot(n, q, k, d, p, once);
         for (int r = 0; r < n; r++) {
           const long position = s.position[tokens[(r0 + r) / s.group()]];
           correction[r] = weigh<1>(l, p[r], std::max(long(lo), s.first_key(position) - key), std::min(long(hi), position + 1 - key), state.m[state_row + r], state.l[state_row + r]);
         }
-        way.add(n, p, correction, v, lo, hi, state.acc + state_row * d, d);
+        way.add(n, p, correction, v, lo, hi, state.acc + state_row * d, d, once);
       }
     }
   }
