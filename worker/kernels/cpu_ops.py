@@ -275,7 +275,7 @@ class _Compact:
 class QuantizedLinear(_NativeLinear):
     """x -> x W^T + bias for a weight of 8 or 4 bits with a scale per row and group of columns: weight = scale * q + offset. Activations are bfloat16.
 
-    Up to 32 rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16), more rows in bfloat16. Build one with
+    Rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16), with AMX more than 32 in bfloat16. Build one with
     `quantize` from a bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows` and `silu_and_mul` are as with PackedLinear.
     """
 

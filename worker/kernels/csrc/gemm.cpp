@@ -7,8 +7,8 @@
 //
 // Where its exponents allow it the same weight is stored in three quarters of the bytes (compact.h), and its k-steps come out of that into a buffer in L1.
 //
-// Weights of 4 and 8 bits have a layout of their own (quant.h). Up to 32 rows are multiplied as integers; for more, a stretch of weight is expanded to
-// bf16 in cache, in the layout above.
+// Weights of 4 and 8 bits have a layout of their own (quant.h). Rows are multiplied as integers; with AMX more than 32 as bf16, for which a stretch of weight is
+// expanded in cache, in the layout above.
 #include <cassert>
 #include <vector>
 

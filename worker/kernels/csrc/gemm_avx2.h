@@ -19,8 +19,9 @@ inline void vector_block(const Gemm& g, const Groups& x, int row0, int rows, int
   alignas(64) bf16 expanded[kRun * kStepElems];
   const uint64_t* exceptions = g.compact ? g.compact->exceptions_from(nb, 0) : nullptr;
   const int lines = (g.compact ? Compact::kStepWords : kStepElems) / 32, passes = rows <= kRowsOfPair ? 1 : 2 * x.count();  // both of a k-step
-  for (int s = 0; s < g.k_steps(); s += kRun) {
-    const int steps = std::min(kRun, g.k_steps() - s);
+  const int run = rows == 1 ? 1 : kRun;  // one row uses a weight best as soon as it is expanded
+  for (int s = 0; s < g.k_steps(); s += run) {
+    const int steps = std::min(run, g.k_steps() - s);
     const bf16* w = g.compact ? (const bf16*)g.compact->step(nb, s) : g.block(nb) + s * kStepElems;
     Fetch fetch{(const char*)w + kAhead, (lines + passes - 1) / passes};
     if (g.compact) {

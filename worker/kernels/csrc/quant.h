@@ -25,20 +25,6 @@ struct Quant {
   int zero_point() const { return bits == 4 ? 8 : 128; }
 };
 
-static inline void expand_tile(const uint8_t* src, uint8_t* dst) {
-#if defined(__AVX512F__)
-  const __m512i low = _mm512_set1_epi8(15);
-  for (int i = 0; i < 8; i++, src += 64, dst += 128) {
-    const __m512i x = _mm512_loadu_si512(src);
-    _mm512_storeu_si512(dst, _mm512_and_si512(x, low));
-    _mm512_storeu_si512(dst + 64, _mm512_and_si512(_mm512_srli_epi16(x, 4), low));
-  }
-#else
-  for (int i = 0; i < 8; i++, src += 64, dst += 128)
-    for (int j = 0; j < 64; j++) dst[j] = src[j] & 15, dst[64 + j] = src[j] >> 4;
-#endif
-}
-
 // --- activations ------------------------------------------------------------------------------------------------------------------------------------
 
 struct QuantRows {
@@ -112,6 +98,16 @@ struct QuantRows {
 // --- AMX ----------------------------------------------------------------------------------------------------------------------------------------------
 
 #if QUIRE_AMX && defined(__AVX512BF16__)
+
+// A tile of 4-bit weights as bytes.
+static inline void expand_tile(const uint8_t* src, uint8_t* dst) {
+  const __m512i low = _mm512_set1_epi8(15);
+  for (int i = 0; i < 8; i++, src += 64, dst += 128) {
+    const __m512i x = _mm512_loadu_si512(src);
+    _mm512_storeu_si512(dst, _mm512_and_si512(x, low));
+    _mm512_storeu_si512(dst + 64, _mm512_and_si512(_mm512_srli_epi16(x, 4), low));
+  }
+}
 
 // A tile of bytes as bf16, scaled: to rows 0..15 of the same tile position in two consecutive bf16 k-steps (gemm.cpp), which lie 1024 entries apart.
 static inline void dequantize_tile(const uint8_t* src, vf scale, vf offset, bf16* dst) {

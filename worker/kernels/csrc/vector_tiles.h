@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kTileStep = 1024;  // elements from a k-step to the next
 constexpr int kMostRows = 6;     // sixteen registers hold the sums of these and 16 columns beside what they are made of,
-constexpr int kRowsOfPair = 3;   // or of these and 32 columns
+constexpr int kRowsOfPair = 2;   // or of these and 32 columns
 
 // bf16 to float, two at a time.
 inline __m256i load_pairs(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
