@@ -103,7 +103,7 @@ def has_compact() -> bool:
 
 
 def rows_are_independent() -> bool:
-    """Whether a row of a product by `PackedLinear` has the same bits whatever the number of rows: by AMX and AVX2, not by AVX-512."""
+    """Whether a row of a product by `PackedLinear` has the same bits whatever the number of rows: by AMX and AVX2, not by AVX-512 alone."""
     return has_amx() or KERNELS.level == "avx2"
 
 

@@ -1,7 +1,7 @@
 // Causal attention over a paged KV cache, for decode, prefill, chunks of it, and any mixture in one call. Keys and values are read where they lie.
 //
 // bf16 goes by AMX tiles: prefill (attention_tiles.h), and decode with up to 16 query heads per KV head (attention_decode.h). The rest goes by vectors
-// (attention_vector.h). Keys that several requests share are read once for all of them (attention_share.h).
+// (attention_vector.h), bf16 without AVX-512 in a way of its own (attention_avx2.h). Keys that several requests share are read once for all of them (attention_share.h).
 //
 // Key ranges start at absolute multiples of kSplit and partial results merge in order, so neither the batch nor the number of threads changes a token's result
 // as long as it goes the same way. It always does if `path` says which: sharing keys changes no bit then. With path 0 shared keys go the way of prefill.
@@ -147,7 +147,7 @@ class Planner {
     add_vector({tokens, count, s_.table(i), begin, end, keep});
   }
 
-  int tokens_at_once(int else_) const { return plan_.by_rows ? std::max(1, kRowsAtOnce / s_.group()) : else_; }
+  int tokens_at_once(int one_by_one) const { return plan_.by_rows ? std::max(1, kRowsAtOnce / s_.group()) : one_by_one; }
 
   void add_vector(const VectorTask& task) {
     plan_.vector.push_back(task);
@@ -241,6 +241,7 @@ size_t vector_bytes(const Step& s, const Plan& plan) {
 #endif
 }
 
+// A task's rows to `state`, the way that suits them. by_rows: of several rows as products of tiles.
 template <typename T>
 void attend(const Step& s, const VectorTask& t, long h0, long h1, State state, char* memory, bool by_rows) {
 #if !defined(__AVX512F__)
