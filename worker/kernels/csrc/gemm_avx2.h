@@ -67,58 +67,53 @@ inline void run_vector(const Gemm& g, int threads) {
 
 constexpr int kPart = 256;  // of k, of a block that stays in L1 while all rows of a chunk meet it: the most that a run is long
 
-// acc[ROWS][2] = the products of rows of integers, ldx apart, with `k` entries of a tile of 16 columns: STRETCH of each k-step, all or half of it, of whose bytes or
-// half bytes every other one makes a register of 16 bits each. They fit 32 bits up to a run's end.
-template <int ROWS, int BITS, int STRETCH>
-__attribute__((noinline)) void quant_run(const uint8_t* w, long step_bytes, const int16_t* x, long ldx, int k, Fetch& fetch, __m256i* acc) {
-  constexpr int PARTS = 16 / BITS, K = 32 / BITS;  // of a line of 64 bytes: registers for each half of it, and entries of k
-  const __m256i low = _mm256_set1_epi16((1 << BITS) - 1);
-  __m256i sums[ROWS * 2];
-  unrolled<ROWS * 2>([&](auto i) { sums[i] = _mm256_setzero_si256(); });
-  for (int done = 0; done < k; done += STRETCH, w += step_bytes) {
-    fetch.step();
-    const uint8_t* line = w;
-    for (const int16_t *at = x + done, *end = at + STRETCH; at < end; at += K, line += 64)
-      unrolled<PARTS>([&](auto part) __attribute__((always_inline)) {
-        constexpr int shift = BITS == 8 ? part * 8 : part % 2 * 8 + part / 2 * 4;
-        __m256i v[2];
-        unrolled<2>([&](auto half) __attribute__((always_inline)) {
-          v[half] = _mm256_loadu_si256((const __m256i*)line + half);
-          if (shift) v[half] = _mm256_srli_epi16(v[half], shift);
-          if (shift + BITS < 16) v[half] = _mm256_and_si256(v[half], low);
-        });
-        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-          int pair;
-          memcpy(&pair, at + r * ldx + part * 2, 4);
-          const __m256i one = _mm256_set1_epi32(pair);
-          unrolled<2>([&](auto half) __attribute__((always_inline)) {
-            sums[r * 2 + half] = _mm256_add_epi32(sums[r * 2 + half], _mm256_madd_epi16(v[half], one));
-            asm("" : "+x"(sums[r * 2 + half]));  // or the compiler adds products to each other first, for which there are too few registers
-          });
-        });
-      });
-  }
-  unrolled<ROWS * 2>([&](auto i) { acc[i] = sums[i]; });
-}
-
-// y[ROWS][32] += k0 .. k1 - 1, whole runs, of ROWS rows from `row` on times block nb.
+// y[ROWS][32] += k0 .. k1 - 1, whole runs, of ROWS rows from `row` on times block nb. A step has 64 k; STRETCH: all, or half where a group has 32. Of the bytes or half
+// bytes of a line every other one makes a register of 16 bits each.
 template <int ROWS, int BITS, int STRETCH>
 void quant_part(const Gemm& g, const QuantRows& x, long row, int nb, int k0, int k1, Fetch& fetch, float* y) {
+  constexpr int PARTS = 16 / BITS, K = 32 / BITS;  // of a line of 64 bytes: registers for each half of it, and entries of k
   const Quant& q = *g.quant;
+  const int run = q.run();
+  const long ld = x.ld, step_bytes = q.step_bytes();
+  const __m256i low = _mm256_set1_epi16((1 << BITS) - 1);
   for (int t = 0; t < 2; t++)
-    for (int begin = k0; begin < k1; begin += q.run()) {
+    for (int begin = k0; begin < k1; begin += run) {
+      const long i = row * x.runs + begin / x.run;
       __m256i sums[ROWS * 2];
-      quant_run<ROWS, BITS, STRETCH>(q.step(nb, begin / 64) + t * BITS * 128 + begin % 64 * BITS * 2, q.step_bytes(), x.values + row * x.ld + begin, x.ld, std::min(q.run(), k1 - begin),
-                                     fetch, sums);
-      const long at = q.group_at(nb, begin) + t * 16, i = row * x.runs + begin / x.run;
-      const vf scales = load(q.scales + at);
-      unrolled<ROWS>([&](auto r) {
+      unrolled<ROWS>([&](auto r) { sums[2 * r] = sums[2 * r + 1] = _mm256_set1_epi32(-x.sum[i + r * x.runs] * (1 << (BITS - 1))); });  // what the zero point is too much
+      const uint8_t* w = q.step(nb, begin / 64) + t * BITS * 128 + begin % 64 * BITS * 2;
+      const int16_t *at = x.values + row * ld + begin, *end = at + std::min(run, k1 - begin);
+      for (; at < end; w += step_bytes) {
+        fetch.step();
+        const uint8_t* line = w;
+        for (const int16_t* stop = at + STRETCH; at < stop; at += K, line += 64)
+          unrolled<PARTS>([&](auto part) __attribute__((always_inline)) {
+            constexpr int shift = BITS == 8 ? part * 8 : part % 2 * 8 + part / 2 * 4;
+            __m256i v[2];
+            unrolled<2>([&](auto half) __attribute__((always_inline)) {
+              v[half] = _mm256_loadu_si256((const __m256i*)line + half);
+              if (shift) v[half] = _mm256_srli_epi16(v[half], shift);
+              if (shift + BITS < 16) v[half] = _mm256_and_si256(v[half], low);
+            });
+            unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+              int pair;
+              memcpy(&pair, at + r * ld + part * 2, 4);
+              const __m256i one = _mm256_set1_epi32(pair);
+              unrolled<2>([&](auto half) __attribute__((always_inline)) {
+                sums[r * 2 + half] = _mm256_add_epi32(sums[r * 2 + half], _mm256_madd_epi16(v[half], one));
+                asm("" : "+x"(sums[r * 2 + half]));  // or the compiler adds products to each other first, for which there are too few registers
+              });
+            });
+          });
+      }
+      const long place = q.group_at(nb, begin) + t * 16;
+      const vf scales = load(q.scales + place);
+      unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
         const long j = i + r * x.runs;
-        const __m256i zeros = _mm256_slli_epi32(_mm256_set1_epi32(x.sum[j]), BITS == 8 ? 7 : 3);  // times the zero point
-        const vf total = {_mm256_cvtepi32_ps(_mm256_sub_epi32(sums[2 * r], zeros)), _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[2 * r + 1], zeros))};
+        const vf total = {_mm256_cvtepi32_ps(sums[2 * r]), _mm256_cvtepi32_ps(sums[2 * r + 1])};
         float* to = y + r * kCols + t * 16;
         vf sum = fma(total * set1(x.scale[j]), scales, load(to));
-        if (q.offsets) sum = fma(load(q.offsets + at), set1(float(x.sum[j]) * x.scale[j]), sum);
+        if (q.offsets) sum = fma(load(q.offsets + place), set1(float(x.sum[j]) * x.scale[j]), sum);
         store(to, sum);
       });
     }
