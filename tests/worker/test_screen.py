@@ -25,7 +25,6 @@ def screened(native_kernels, monkeypatch):
     if not cpu_ops.has_compact():
         pytest.skip("AVX-512 alone has no such copy")
     monkeypatch.setattr(Screen, "MIN_WEIGHTS", 0)
-    monkeypatch.setattr(Screen, "MAX_ROWS_BY_AVX2", Screen.MAX_ROWS)  # it could
 
 
 def _twin(linear: cpu_ops.PackedLinear, x: torch.Tensor) -> torch.Tensor:

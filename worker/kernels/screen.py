@@ -20,7 +20,6 @@ class Screen:
 
     MIN_WEIGHTS = 1 << 24  # fewer come out of the caches
     MAX_ROWS = 32
-    MAX_ROWS_BY_AVX2 = 4  # more take longer to multiply than to read
     _MOST = 1 / 4  # of the outputs, to be computed
     _PAUSE = 64  # calls
 
@@ -29,7 +28,6 @@ class Screen:
         self.data = huge_pages.zeros(linear.columns * self.linear.k, dtype=torch.int8)
         self.columns = torch.empty(linear.columns // 32, 3, 32)
         self.args = ScreenArgs(self.data.data_ptr(), self.columns.data_ptr(), self.linear.k // 64)
-        self.max_rows = self.MAX_ROWS if cpu_ops.has_amx() else self.MAX_ROWS_BY_AVX2
         self.finite = self.lib.quire_screen_make(self.linear.packed, self.linear.compact, byref(self.args), self.linear.n, self.linear.k)
         self.computed = self._pause = 0  # computed: blocks of 32 outputs, in the last call
 
@@ -45,7 +43,7 @@ class Screen:
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """The first of the largest of the linear's float32 outputs for each row of x `[T, k]` bfloat16: int64 `[T]`. None where these are to be looked at: there are many rows,
         an output is not finite, or this would not be faster."""
-        if len(x) > self.max_rows or self._pause > 0:
+        if len(x) > self.MAX_ROWS or self._pause > 0:
             self._pause = max(self._pause - 1, 0)
             return None
         assert x.dtype == torch.bfloat16 and x.stride(1) == 1
