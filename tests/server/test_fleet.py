@@ -163,8 +163,8 @@ def test_a_frontend_that_is_killed(model_folder, tmp_path):
     with fleet(model_folder, tmp_path, fake="step_delay=0.02") as server:
         wait_open(server)
         (lost, kept), (_, asked) = connections(server), connections(server)  # who streams asks nothing else: that would be another connection
-        whole = kept.post(CHAT, json=body(0, 150)).json()["choices"][0]["message"]["content"]
-        streams = [http.send(http.build_request("POST", CHAT, json=body(0, 150) | {"stream": True}), stream=True) for http in (lost, kept)]
+        whole = kept.post(CHAT, json=body(0, 80)).json()["choices"][0]["message"]["content"]
+        streams = [http.send(http.build_request("POST", CHAT, json=body(0, 80) | {"stream": True}), stream=True) for http in (lost, kept)]
         lines = [stream.iter_lines() for stream in streams]
         first = [next(line) for line in lines]
         poll(lambda: metric(asked.get("/metrics").text, "vllm:num_requests_running") == 2)
@@ -180,7 +180,7 @@ def test_a_frontend_that_is_killed(model_folder, tmp_path):
         assert victim.pid not in [process.pid for process in frontends(server)]
         for http in connections(server):
             poll(lambda http=http: http.get("/ready").status_code == 200)
-            assert http.post(CHAT, json=body(0, 150)).json()["choices"][0]["message"]["content"] == whole
+            assert http.post(CHAT, json=body(0, 80)).json()["choices"][0]["message"]["content"] == whole
         assert "a server has gone away; its requests are aborted" in server.log and len(server.engines()) == 1
 
 
