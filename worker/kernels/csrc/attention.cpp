@@ -80,8 +80,6 @@ class Planner {
     for (const SharedKeys& keys : shared.found()) add_shared(keys);
 #if QUIRE_AMX
     own_by_tiles(shared);
-#endif
-#if QUIRE_AMX
     cut_decode_by_heads();
 #endif
     const long tasks = long(plan_.vector.size());

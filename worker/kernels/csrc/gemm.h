@@ -91,16 +91,15 @@ inline QuantRows quant_rows(const Gemm& g, int rows, bool planes) {
   return x;
 }
 
-inline int pieces_of(const Gemm& g, int threads, long bytes_per_block) {  // blocks per piece: up to 128 KiB, but at least four pieces a thread
-  long blocks = g.n_blocks();
-  long by_size = std::max(1L, (128L << 10) / bytes_per_block);
-  return int(std::max(1L, std::min(by_size, blocks / (4L * threads))));
+// Blocks per piece: up to 128 KiB, but at least four pieces a thread.
+inline long blocks_per_piece(const Gemm& g, int threads) {
+  const long by_size = std::max(1L, (128L << 10) / g.block_bytes());
+  return std::max(1L, std::min(by_size, g.n_blocks() / (4L * threads)));
 }
 
-// Calls work(each) in every thread; each(f) calls f with the numbers of the blocks that fall to the thread.
+// Calls work(each) in every thread; each(f) calls f with the numbers of the blocks that fall to the thread, `per` neighbours at a time.
 template <typename W>
-void over_blocks(const Gemm& g, int threads, W&& work) {
-  const long per = pieces_of(g, threads, g.block_bytes());
+void over_blocks(const Gemm& g, int threads, long per, W&& work) {
   Stretches pieces((g.n_blocks() + per - 1) / per, threads);
   Pool::get().run([&] {
     const int own = pieces.own();
@@ -109,6 +108,10 @@ void over_blocks(const Gemm& g, int threads, W&& work) {
         for (int nb = int(i * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(nb);
     });
   });
+}
+template <typename W>
+void over_blocks(const Gemm& g, int threads, W&& work) {
+  over_blocks(g, threads, blocks_per_piece(g, threads), work);
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ template <typename R, typename C, typename B>
 void over_chunks(const Gemm& g, int threads, long row_bytes, R&& room_bytes, C&& chunk, B&& block) {
   const long most = std::max(4L * kMostRows, kPiece / row_bytes / kMostRows * kMostRows);
   const int chunks = int((g.m + most - 1) / most), size = (g.m + chunks - 1) / chunks;
-  const long per = pieces_of(g, threads, g.block_bytes()), pieces = (g.n_blocks() + per - 1) / per;
+  const long per = blocks_per_piece(g, threads), pieces = (g.n_blocks() + per - 1) / per;
   Stretches stretches(pieces * chunks, threads);
   Pool::get().run([&] {
     const int own = stretches.own();
@@ -73,14 +73,14 @@ template <int ROWS, int BITS, int STRETCH>
 void quant_part(const Gemm& g, const QuantRows& x, long row, int nb, int k0, int k1, Fetch& fetch, float* y) {
   constexpr int PARTS = 16 / BITS, K = 32 / BITS;  // of a line of 64 bytes: registers for each half of it, and entries of k
   const Quant& q = *g.quant;
-  const int run = q.run();
+  const int run = q.run(), zero_point = q.zero_point();
   const long ld = x.ld, step_bytes = q.step_bytes();
   const __m256i low = _mm256_set1_epi16((1 << BITS) - 1);
   for (int t = 0; t < 2; t++)
     for (int begin = k0; begin < k1; begin += run) {
       const long i = row * x.runs + begin / x.run;
       __m256i sums[ROWS * 2];
-      unrolled<ROWS>([&](auto r) { sums[2 * r] = sums[2 * r + 1] = _mm256_set1_epi32(-x.sum[i + r * x.runs] * (1 << (BITS - 1))); });  // what the zero point is too much
+      unrolled<ROWS>([&](auto r) { sums[2 * r] = sums[2 * r + 1] = _mm256_set1_epi32(-zero_point * x.sum[i + r * x.runs]); });  // which the stored weights add
       const uint8_t* w = q.step(nb, begin / 64) + t * BITS * 128 + begin % 64 * BITS * 2;
       const int16_t *at = x.values + row * ld + begin, *end = at + std::min(run, k1 - begin);
       for (; at < end; w += step_bytes) {

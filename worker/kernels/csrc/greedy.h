@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int kMostGreedy = 32;  // rows
+constexpr long kGreedyPiece = 4;   // blocks that a thread takes at a time
 
 // The copy: [columns / 32][k / 64][2 tiles of 16 columns][16][16 columns][4 k]; bytes with a sign for AMX, 128 more for AVX2.
 struct Screen {
@@ -23,19 +24,5 @@ inline long limits_ld(long rows) { return (rows + 15) / 16 * 16; }  // of the li
 inline float slack_of(long k) { return float(k) * 0x1p-22f; }
 
 thread_local Scratch rounded_rows;
-
-// Calls work(each) in every thread; each(f) calls f with the numbers of the blocks that fall to it.
-template <typename W>
-void over_columns(const Gemm& g, W&& work) {
-  constexpr long kPiece = 4;  // blocks
-  Stretches pieces((g.n_blocks() + kPiece - 1) / kPiece, Pool::get().threads());
-  Pool::get().run([&] {
-    const long own = pieces.own();
-    work([&](auto&& block) {
-      for (long i; pieces.take(own, i);)
-        for (long nb = i * kPiece, end = std::min(nb + kPiece, long(g.n_blocks())); nb < end; nb++) block(int(nb));
-    });
-  });
-}
 
 }  // namespace

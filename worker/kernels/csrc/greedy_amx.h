@@ -131,7 +131,7 @@ class Limits {
 // What the logits of each block are at most: limits [blocks][limits_ld(g.m)].
 void find_limits(const Gemm& g, const Screen& screen, float* limits) {
   const RoundedRows rounded(rounded_rows, g);
-  over_columns(g, [&](auto&& each) {
+  over_blocks(g, Pool::get().threads(), kGreedyPiece, [&](auto&& each) {
     TileScope tiles(std::min(rounded.rows, 16));
     Limits work(screen, rounded, g.m, limits);
     each([&](int nb) { work.block(nb); });

@@ -55,7 +55,7 @@ void find_limits(const Gemm& g, const Screen& screen, float* limits) {
     }
     norm[r] = std::sqrt(squares), away[r] = std::sqrt(rest);
   }
-  over_columns(g, [&](auto&& each) {
+  over_blocks(g, Pool::get().threads(), kGreedyPiece, [&](auto&& each) {
     each([&](int nb) {
       alignas(64) float y[kMostGreedy * kCols];
       quant_sums<8, 64>(rounded, x, 0, g.m, nb, y);
