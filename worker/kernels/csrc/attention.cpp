@@ -22,7 +22,10 @@ struct VectorTask {
   int count;
   const int* table;  // where the keys [begin, end) lie
   long begin, end;
-  bool keep;  // as partial results; else this is the end
+  bool keep;             // as partial results; else this is the end
+  long slot = -1;        // for keys that are shared: where, among the slots of each token
+  bool by_rows = false;  // as products of tiles
+  long h0 = 0, h1 = 0;
 };
 
 struct Merge {  // the partial results of a token, in slots that follow each other
@@ -33,35 +36,33 @@ struct Merge {  // the partial results of a token, in slots that follow each oth
 struct Plan {
   std::vector<int> tokens;  // all of the step in order, then for each shared prefix its tokens
   std::vector<long> slots;  // of each token: the one for split 0, split 1 is in the next. Less than 0 if the first splits have none.
+  std::vector<long> shared_slots;  // of each token: the first one for shared keys; those for splits of its own come behind
   long num_slots = 0;
   std::vector<VectorTask> vector;
   int vector_tokens = 1;  // of the largest task
-  bool by_rows = false;   // tasks of several rows are products of tiles
-  long head_groups = 1;   // a vector task is cut in so many
   std::vector<Merge> merges;
 #if QUIRE_AMX
   std::vector<DecodeTask> decode;
   std::vector<std::vector<FlashTask>> flash_levels;  // shared keys, level by level: each goes on from the results of those before
   std::vector<FlashTask> flash;                      // each request's own keys
-  std::vector<long> flash_slots;                     // of each token
   int flash_rows = 0;                                // of the largest task
 #endif
 };
 
 constexpr int kTokensAtOnce = 4;    // of a prefill on the vector path
 constexpr int kTokensSharing = 16;  // of a task of shared keys there
-constexpr int kRowsAtOnce = 96;     // of both, where they are products of tiles
+constexpr int kRowsAtOnce = 192;    // of both, where they are products of tiles
 
 class Planner {
  public:
   Planner(const Step& s, int threads, int path) : s_(s), l_(s.layer), threads_(threads), path_(path), num_tokens_(s.query_start_loc[s.num_requests]) {
 #if QUIRE_AMX
     tiles_ = path != 1 && amx_permitted() && l_.dtype == 1 && l_.head_dim % 32 == 0;
-    plan_.flash_slots.assign(num_tokens_, 0);
 #endif
     plan_.slots.assign(num_tokens_, 0);
+    plan_.shared_slots.assign(num_tokens_, 0);
 #if !defined(__AVX512F__)
-    plan_.by_rows = path == 0 && l_.dtype == 1 && l_.head_dim % 32 == 0;
+    by_rows_ = path == 0 && l_.dtype == 1 && l_.head_dim % 32 == 0;
 #endif
   }
 
@@ -75,15 +76,16 @@ class Planner {
     for (long i = 0; i < s_.num_requests; i++) {
       if (s_.query_len(i) <= 0) continue;
       if (by_tiles(i, shared.own_begin(i))) give_state(i, shared.own_begin(i));
-      else own_by_vectors(i, shared.own_begin(i));
+      else own_by_vectors(i, shared);
     }
     for (const SharedKeys& keys : shared.found()) add_shared(keys);
 #if QUIRE_AMX
     own_by_tiles(shared);
-    cut_decode_by_heads();
+    const long most = std::max(1, 16 / s_.group()), decode_heads = std::min(most, std::max(1L, l_.num_kv_heads * long(plan_.decode.size()) / (2 * threads_)));
+    cut_by_heads(plan_.decode, [&](const DecodeTask&) { return decode_heads; });  // as many KV heads as have 16 query heads, fewer where that would leave threads idle
 #endif
-    const long tasks = long(plan_.vector.size());
-    if (tasks) plan_.head_groups = std::min(l_.num_kv_heads, (4L * threads_ + tasks - 1) / tasks);
+    const long vector_heads = std::max(1L, l_.num_kv_heads * long(plan_.vector.size()) / (4 * threads_));  // all, fewer where that would leave threads idle
+    cut_by_heads(plan_.vector, [&](const VectorTask& t) { return t.by_rows ? 1 : vector_heads; });
     return std::move(plan_);
   }
 
@@ -104,18 +106,21 @@ class Planner {
       const bool few = tiles_ ? n * s_.group() < 128 : n == 1;
       if (n > 0 && few && s_.context_len(i) >= kSplit && (l_.window <= 0 || s_.seq_lens[i] <= l_.window)) requests.push_back(int(i));
     }
-    return SharedPrefixes(s_, std::move(requests), tiles_ && path_ == 0 ? std::max(2, 8 / s_.group()) : 2);
+    // By rows a task takes all shared keys, fewer where that would leave threads idle; else one split, so that a token's result is the same whoever shares its keys.
+    const long parts = by_rows_ ? (4 * threads_ + l_.num_kv_heads - 1) / l_.num_kv_heads : LONG_MAX / kSplit;
+    return SharedPrefixes(s_, std::move(requests), tiles_ && path_ == 0 ? std::max(2, 8 / s_.group()) : 2, parts);
   }
 
   // Slots for the results of the shared keys of a request that goes by tiles.
   void give_state(long i, long own_begin) {
 #if QUIRE_AMX
     if (own_begin == 0) return;
-    for (int token = s_.query_start_loc[i]; token < s_.query_start_loc[i + 1]; token++) plan_.flash_slots[token] = plan_.num_slots++;
+    for (int token = s_.query_start_loc[i]; token < s_.query_start_loc[i + 1]; token++) plan_.shared_slots[token] = plan_.num_slots++;
 #endif
   }
 
-  void own_by_vectors(long i, long own_begin) {
+  void own_by_vectors(long i, const SharedPrefixes& shared) {
+    const long own_begin = shared.own_begin(i);
     const int n = s_.query_len(i), start = s_.query_start_loc[i], most = tokens_at_once(kTokensAtOnce);
     for (int t = (n - 1) / most * most; t >= 0; t -= most) {
       const int count = std::min(most, n - t);
@@ -126,12 +131,10 @@ class Planner {
         add_own(i, tokens, count, begin, end, false);
         continue;
       }
-      // Where shared keys went by tiles, one slot before those of the own splits holds their result; by vectors each split has its own.
-      const long first_slot = own_begin == 0 ? first : tiles_ ? first - 1 : 0;
+      // Before the slots of the own splits are those of shared keys: by tiles there is one, by vectors one for each part.
+      const long first_slot = own_begin == 0 ? first : first - (tiles_ ? 1 : shared.slots(i));
       plan_.slots[start] = plan_.num_slots - first_slot;
-#if QUIRE_AMX
-      plan_.flash_slots[start] = plan_.num_slots;
-#endif
+      plan_.shared_slots[start] = plan_.num_slots;
       plan_.merges.push_back({start, plan_.num_slots, last + 1 - first_slot});
       plan_.num_slots += last + 1 - first_slot;
       for (long split = first; split <= last; split++) add_own(i, tokens, 1, std::max(split * kSplit, begin), std::min((split + 1) * kSplit, end), true);
@@ -145,10 +148,13 @@ class Planner {
     add_vector({tokens, count, s_.table(i), begin, end, keep});
   }
 
-  int tokens_at_once(int one_by_one) const { return plan_.by_rows ? std::max(1, kRowsAtOnce / s_.group()) : one_by_one; }
+  int tokens_at_once(int one_by_one) const { return by_rows_ ? std::max(1, kRowsAtOnce / s_.group()) : one_by_one; }
 
   void add_vector(const VectorTask& task) {
     plan_.vector.push_back(task);
+#if !defined(__AVX512F__)
+    plan_.vector.back().by_rows = by_rows_ && task.count * s_.group() >= kMostRows;
+#endif
     plan_.vector_tokens = std::max(plan_.vector_tokens, task.count);
   }
 
@@ -166,8 +172,22 @@ class Planner {
     }
 #endif
     const int most = tokens_at_once(kTokensSharing);
-    for (long key = keys.begin; key < keys.end; key += kSplit)
-      for (int t = 0; t < count; t += most) add_vector({tokens + t, std::min(most, count - t), table, key, key + kSplit, true});
+    for (long slot = keys.slot, key = keys.begin; key < keys.end; key += keys.step, slot++)
+      for (int t = 0; t < count; t += most) add_vector({tokens + t, std::min(most, count - t), table, key, std::min(key + keys.step, keys.end), true, slot});
+  }
+
+  // heads(task): that it is cut in pieces of.
+  template <typename Task, typename F>
+  void cut_by_heads(std::vector<Task>& tasks, F&& heads) const {
+    std::vector<Task> cut;
+    for (Task task : tasks) {
+      const long each = heads(task);
+      for (task.h0 = 0; task.h0 < l_.num_kv_heads; task.h0 += each) {
+        task.h1 = std::min(task.h0 + each, l_.num_kv_heads);
+        cut.push_back(task);
+      }
+    }
+    tasks.swap(cut);
   }
 
 #if QUIRE_AMX
@@ -193,21 +213,6 @@ class Planner {
       }
   }
 
-  // As many KV heads as have 16 query heads, fewer where that would leave threads idle.
-  void cut_decode_by_heads() {
-    const long tasks = long(plan_.decode.size()), most = std::max(1, 16 / s_.group());
-    if (tasks == 0) return;
-    const long heads = std::min(most, std::max(1L, l_.num_kv_heads * tasks / (2 * threads_)));
-    std::vector<DecodeTask> cut;
-    cut.reserve(tasks * ((l_.num_kv_heads + heads - 1) / heads));
-    for (DecodeTask task : plan_.decode)
-      for (task.h0 = 0; task.h0 < l_.num_kv_heads; task.h0 += heads) {
-        task.h1 = std::min(task.h0 + heads, l_.num_kv_heads);
-        cut.push_back(task);
-      }
-    plan_.decode.swap(cut);
-  }
-
   void own_by_tiles(const SharedPrefixes& shared) {
     std::vector<int> counts;
     for (long i = 0; i < s_.num_requests; i++) counts.push_back(s_.query_len(i) > 0 && by_tiles(i, shared.own_begin(i)) ? s_.query_start_loc[i + 1] - s_.first_wanted(i) : 0);
@@ -225,7 +230,7 @@ class Planner {
   const Step& s_;
   const Layer& l_;
   const int threads_, path_, num_tokens_;
-  bool tiles_ = false;
+  bool tiles_ = false, by_rows_ = false;  // tasks of several rows are products of tiles, by AMX or by vectors
   Plan plan_;
 };
 
@@ -239,35 +244,35 @@ size_t vector_bytes(const Step& s, const Plan& plan) {
 #endif
 }
 
-// A task's rows to `state`, the way that suits them. by_rows: of several rows as products of tiles.
+// A task's rows to `state`, the way that suits them.
 template <typename T>
-void attend(const Step& s, const VectorTask& t, long h0, long h1, State state, char* memory, bool by_rows) {
+void attend(const Step& s, const VectorTask& t, State state, char* memory) {
 #if !defined(__AVX512F__)
   if constexpr (std::is_same_v<T, bf16>) {
-    if (by_rows && t.count * s.group() >= kMostRows) attend_rows(s, t.table, t.tokens, t.count, h0, h1, t.begin, t.end, state, memory);
-    else attend_vector<T, FewRows>(s, t.table, t.tokens, t.count, h0, h1, t.begin, t.end, state, memory);
+    if (t.by_rows) attend_rows(s, t.table, t.tokens, t.count, t.h0, t.h1, t.begin, t.end, state, memory);
+    else attend_vector<T, FewRows>(s, t.table, t.tokens, t.count, t.h0, t.h1, t.begin, t.end, state, memory);
     return;
   }
 #endif
-  attend_vector<T, AnyRows<T>>(s, t.table, t.tokens, t.count, h0, h1, t.begin, t.end, state, memory);
+  attend_vector<T, AnyRows<T>>(s, t.table, t.tokens, t.count, t.h0, t.h1, t.begin, t.end, state, memory);
 }
 
 template <typename T>
-void run_vector(const Step& s, const VectorTask& t, long h0, long h1, float* own, const Partials& partials, const Plan& plan) {
+void run_vector(const Step& s, const VectorTask& t, float* own, const Partials& partials, const Plan& plan) {
   const long d = s.layer.head_dim;
   const int g = s.group();
-  const long rows = (h1 - h0) * t.count * g;
+  const long rows = (t.h1 - t.h0) * t.count * g;
   State state(own, rows);
   state.clear(rows, d);
-  attend<T>(s, t, h0, h1, state, (char*)(own + State::floats(rows, d)), plan.by_rows);
+  attend<T>(s, t, state, (char*)(own + State::floats(rows, d)));
   for (long r = 0; r < rows; r++) {
-    const long head = (h0 + r / (t.count * g)) * g + r % g, token = t.tokens[r % (t.count * g) / g];
+    const long head = (t.h0 + r / (t.count * g)) * g + r % g, token = t.tokens[r % (t.count * g) / g];
     const float* acc = state.acc + r * d;
     if (!t.keep) {
       write_row((T*)s.out + token * s.ldo + head * d, acc, state.l[r], d);
       continue;
     }
-    const Partial to = partials.at(plan.slots[token] + t.begin / kSplit, head);
+    const Partial to = partials.at(t.slot < 0 ? plan.slots[token] + t.begin / kSplit : plan.shared_slots[token] + t.slot, head);
     std::copy(acc, acc + d, to.acc);
     store(to.l, zero());
     *to.l = state.l[r];
@@ -305,7 +310,7 @@ void run(const Step& s, int path) {
     if (tasks.empty()) return;
     TileScope tiles;
     char* own = (char*)memory.get(FlashScratch::bytes(plan.flash_rows, l.head_dim));
-    for (long i; queue.take(i);) attend_flash(s, tasks[i], partials, plan.flash_slots.data(), own);
+    for (long i; queue.take(i);) attend_flash(s, tasks[i], partials, plan.shared_slots.data(), own);
   };
   for (const std::vector<FlashTask>& tasks : plan.flash_levels) {
     Queue queue(tasks.size());
@@ -318,18 +323,14 @@ void run(const Step& s, int path) {
   };
   Queue flash_queue(plan.flash.size()), decode_queue(plan.decode.size());
 #endif
-  const long heads = (l.num_kv_heads + plan.head_groups - 1) / plan.head_groups;
-  Queue vector_queue(plan.vector.size() * plan.head_groups);
+  Queue vector_queue(plan.vector.size());
   Pool::get().run([&] {
 #if QUIRE_AMX
     run_flash(plan.flash, flash_queue);
     run_decode(decode_queue);
 #endif
     float* own = (float*)memory.get(vector_bytes(s, plan));
-    for (long i; vector_queue.take(i);) {
-      const long h0 = i % plan.head_groups * heads, h1 = std::min(h0 + heads, l.num_kv_heads);
-      if (h0 < h1) run_vector<T>(s, plan.vector[i / plan.head_groups], h0, h1, own, partials, plan);
-    }
+    for (long i; vector_queue.take(i);) run_vector<T>(s, plan.vector[i], own, partials, plan);
   });
   parallel_for(long(plan.merges.size()), 4, [&](long i) { merge<T>(s, plan.merges[i], partials); });
 }

@@ -8,19 +8,9 @@
 
 namespace {
 
-constexpr int kKeys = 64;  // at a time, of many rows: what is made of them stays in L2, 16 KiB of each K and V
+constexpr int kKeys = 128;  // at a time, of many rows: what is made of them stays in L2, 32 KiB of each K and V
 
 // --- many rows --------------------------------------------------------------------------------------------------------------------------------------
-
-// Eight rows of eight dwords to eight columns.
-inline void transpose_8x8(__m256i* r) {
-  __m256i t[8];
-  for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
-  for (int i = 0; i < 8; i += 4)
-    for (int j = 0; j < 2; j++) r[i + 2 * j] = _mm256_unpacklo_epi64(t[i + j], t[i + j + 2]), r[i + 2 * j + 1] = _mm256_unpackhi_epi64(t[i + j], t[i + j + 2]);
-  for (int i = 0; i < 4; i++) t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20), t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
-  std::copy(t, t + 8, r);
-}
 
 // kKeys rows of d to tiles whose columns are keys: [kKeys / 32][d / 32] k-steps.
 inline void pack_keys(const bf16* const* rows, long d, bf16* tiles) {
@@ -48,8 +38,8 @@ inline void pack_values(const bf16* const* rows, long d, bf16* tiles) {
 struct RowsScratch {
   Groups q;
   bf16 *k, *v;
-  static size_t bytes(long rows, long d) { return rows * d * sizeof(float) + 2 * kKeys * d * sizeof(bf16); }
-  RowsScratch(char* memory, int rows, long d) : q((float*)memory, d, rows), k((bf16*)memory + 2 * rows * d), v(k + kKeys * d) {}
+  static size_t bytes(long rows, long d) { return Groups::floats(d, rows) * sizeof(float) + 2 * kKeys * d * sizeof(bf16); }
+  RowsScratch(char* memory, int rows, long d) : q((float*)memory, d, rows), k((bf16*)(memory + Groups::floats(d, rows) * sizeof(float))), v(k + kKeys * d) {}
 };
 
 // As attend_vector, for a head_dim that is a multiple of 32.
@@ -58,6 +48,7 @@ inline void attend_rows(const Step& s, const int* table, const int* tokens, int 
   const long d = l.head_dim;
   const int g = s.group(), rows = count * g;
   RowsScratch scratch(memory, rows, d);
+  static constexpr float (*kWeigh[])(const Layer&, float*, long, long, float&, float&) = {weigh<2>, weigh<4>, weigh<6>, weigh<8>};
   Fetch none;
   for (long h = h0; h < h1; h++) {
     scratch.q.fill(d, [&](int r) { return (const bf16*)s.q + tokens[r / g] * s.ldq + (h * g + r % g) * d; });
@@ -74,15 +65,17 @@ inline void attend_rows(const Step& s, const int* table, const int* tokens, int 
         const int first = scratch.q.begin(i), size = scratch.q.size(i);
         const long row0 = (h - h0) * rows + first;
         float *acc = state.acc + row0 * d, x[kMostRows * kKeys] = {};
-        if (s.position[tokens[(first + size - 1) / g]] < key) continue;  // a task's tokens ascend, or all see all its keys
-        for (int b = 0; b < kKeys; b += 32) vector_group(size, scratch.q.at(i, 0), scratch.k + b * d, int(d / 32), none, x + b, kKeys);
+        const long seen = std::min(end, s.position[tokens[(first + size - 1) / g]] + 1) - key;  // a task's tokens ascend, or all see all its keys
+        if (seen <= 0) continue;
+        const int steps = int(std::min((seen + 31) / 32, kKeys / 32L));
+        for (int b = 0; b < steps * 32; b += 32) vector_group(size, scratch.q.at(i, 0), scratch.k + b * d, int(d / 32), none, x + b, kKeys);
         for (int r = 0; r < size; r++) {
           const long position = s.position[tokens[(first + r) / g]];
-          const float correction = weigh<kKeys / 16>(l, x + r * kKeys, std::max(begin, s.first_key(position)) - key, std::min(end, position + 1) - key, state.m[row0 + r],
+          const float correction = kWeigh[steps - 1](l, x + r * kKeys, std::max(begin, s.first_key(position)) - key, std::min(end, position + 1) - key, state.m[row0 + r],
                                                      state.l[row0 + r]);
           if (correction != 1.f) for (long c = 0; c < d; c += 16) store(acc + r * d + c, load(acc + r * d + c) * set1(correction));
         }
-        for (long c = 0; c < d; c += 32) vector_group<kKeys>(size, x, scratch.v + c * kKeys, kKeys / 32, none, acc + c, d);
+        for (long c = 0; c < d; c += 32) vector_group<kKeys>(size, x, scratch.v + c * kKeys, steps, none, acc + c, d);
       }
     }
   }

@@ -58,7 +58,7 @@ inline void run_vector(const Gemm& g, int threads) {
   const long k = long(g.k_steps()) * kStep;
   auto floats = [&](float* memory, int rows) { return Groups(memory + rows * kCols, k, rows); };
   over_chunks(
-      g, threads, k * sizeof(float), [&](int rows) { return rows * (kCols + k) * sizeof(float); },
+      g, threads, k * sizeof(float), [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
       [&](float* memory, int row0, int rows) { floats(memory, rows).fill(g.k, [&](int r) { return g.x + (row0 + r) * g.ldx; }); },
       [&](float* memory, int row0, int rows, int nb) { vector_block(g, floats(memory, rows), row0, rows, nb, memory); });
 }

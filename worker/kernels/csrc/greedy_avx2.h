@@ -75,7 +75,7 @@ void find_limits(const Gemm& g, const Screen& screen, float* limits) {
 // Logits of some blocks, as always.
 class Logits {
  public:
-  explicit Logits(const Gemm& g) : g_(g), x_((float*)rounded_rows.get(g.m * long(g.k) * sizeof(float)), g.k, g.m) {
+  explicit Logits(const Gemm& g) : g_(g), x_((float*)rounded_rows.get(Groups::floats(g.k, g.m) * sizeof(float)), g.k, g.m) {
     x_.fill(g.k, [&](int r) { return g.x + r * g.ldx; });
   }
   // Calls f in a thread that is to compute blocks.

@@ -20,6 +20,16 @@ inline __m256i load_pairs(const bf16* p) { return _mm256_loadu_si256((const __m2
 inline __m256 evens(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 inline __m256 odds(__m256i pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000u)))); }
 
+// Eight rows of eight dwords to eight columns.
+inline void transpose_8x8(__m256i* r) {
+  __m256i t[8];
+  for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) r[i + 2 * j] = _mm256_unpacklo_epi64(t[i + j], t[i + j + 2]), r[i + 2 * j + 1] = _mm256_unpackhi_epi64(t[i + j], t[i + j + 2]);
+  for (int i = 0; i < 4; i++) t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20), t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
+  std::copy(t, t + 8, r);
+}
+
 // f(0) .. f(N - 1), written out: an array that is indexed so stays in registers.
 template <typename F, int... I>
 __attribute__((always_inline)) inline void unrolled(F&& f, std::integer_sequence<int, I...>) { (f(std::integral_constant<int, I>()), ...); }
@@ -77,21 +87,29 @@ inline void vector_group(int rows, const float* x, const bf16* w, int steps, Fet
   kWays[rows - 1](x, w, steps, fetch, sums, ld);
 }
 
-// Rows in groups of at most kMostRows, as floats, each group k by k: what is multiplied in turn lies in a row.
+// Rows in groups of at most kMostRows, as floats, each group k by k: what is multiplied in turn lies in a row. memory: floats(k, rows).
 class Groups {
  public:
+  static long floats(long k, long rows) { return rows * k + 8; }  // eight are stored at a time
   Groups(float* memory, long k, int rows) : memory_(memory), k_(k), rows_(rows), count_((rows + kMostRows - 1) / kMostRows) {}
 
   // row(r) is a row's start; it has `given` elements, and zeros from there on.
   template <typename F>
   void fill(long given, F&& row) const {
     for (int i = 0; i < count_; i++) {
+      const int rows = size(i);
+      const bf16* from[8];
+      for (int r = 0; r < 8; r++) from[r] = row(begin(i) + std::min(r, rows - 1));
       float* to = memory_ + begin(i) * k_;
-      for (int r = 0; r < size(i); r++) {
-        const bf16* from = row(begin(i) + r);
-        for (long k = 0; k < given; k++) to[k * size(i) + r] = to_float(from[k]);
+      long k = 0;
+      for (; k + 8 <= given; k += 8) {
+        __m256i v[8];
+        for (int r = 0; r < 8; r++) v[r] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from[r] + k))), 16);
+        if (rows > 1) transpose_8x8(v);
+        for (int j = 0; j < (rows > 1 ? 8 : 1); j++) _mm256_storeu_si256((__m256i*)(to + (k + j) * rows), v[j]);  // in order: what is there beyond these rows is in the next one's place
       }
-      std::fill(to + given * size(i), to + k_ * size(i), 0.f);
+      for (; k < given; k++) for (int r = 0; r < rows; r++) to[k * rows + r] = to_float(from[r][k]);
+      std::fill(to + given * rows, to + k_ * rows, 0.f);
     }
   }
   int count() const { return count_; }
