@@ -63,6 +63,7 @@ class Planner {
     plan_.shared_slots.assign(num_tokens_, 0);
 #if !defined(__AVX512F__)
     by_rows_ = path == 0 && l_.dtype == 1 && l_.head_dim % 32 == 0;
+    own_tokens_ = tokens_at_once(kRowsAtOnce, several_wanted());
 #endif
   }
 
@@ -121,13 +122,13 @@ class Planner {
 
   void own_by_vectors(long i, const SharedPrefixes& shared) {
     const long own_begin = shared.own_begin(i);
-    const int n = s_.query_len(i), start = s_.query_start_loc[i], most = tokens_at_once(kTokensAtOnce);
+    const int start = s_.first_wanted(i), n = s_.query_start_loc[i + 1] - start, most = by_rows_ ? own_tokens_ : kTokensAtOnce;
     for (int t = (n - 1) / most * most; t >= 0; t -= most) {
       const int count = std::min(most, n - t);
       const int* tokens = &plan_.tokens[start + t];
       const long begin = std::max(own_begin, s_.first_key(s_.position[start + t])), end = s_.position[start + t + count - 1] + 1;
       const long first = begin / kSplit, last = (end - 1) / kSplit;
-      if (n > 1 || (first == last && own_begin == 0)) {
+      if (s_.query_len(i) > 1 || (first == last && own_begin == 0)) {
         add_own(i, tokens, count, begin, end, false);
         continue;
       }
@@ -148,7 +149,23 @@ class Planner {
     add_vector({tokens, count, s_.table(i), begin, end, keep});
   }
 
-  int tokens_at_once(int one_by_one) const { return by_rows_ ? std::max(1, kRowsAtOnce / s_.group()) : one_by_one; }
+  // How many tokens a task of one KV head takes, for requests of so many: those of `rows` rows, fewer where that would leave threads idle.
+  int tokens_at_once(long rows, const std::vector<int>& counts) const {
+    const int g = s_.group();
+    for (; rows > 32; rows /= 2) {
+      long tasks = 0;
+      for (int count : counts) tasks += (count * g + rows - 1) / rows * l_.num_kv_heads;
+      if (tasks >= 4L * threads_) break;
+    }
+    return std::max(1, int(rows / g));
+  }
+
+  // Of the requests with several tokens, each.
+  std::vector<int> several_wanted() const {
+    std::vector<int> counts;
+    for (long i = 0; i < s_.num_requests; i++) if (s_.query_len(i) > 1) counts.push_back(s_.query_start_loc[i + 1] - s_.first_wanted(i));
+    return counts;
+  }
 
   void add_vector(const VectorTask& task) {
     plan_.vector.push_back(task);
@@ -171,7 +188,7 @@ class Planner {
       return;
     }
 #endif
-    const int most = tokens_at_once(kTokensSharing);
+    const int most = by_rows_ ? tokens_at_once(kRowsAtOnce, {count}) : kTokensSharing;
     for (long slot = keys.slot, key = keys.begin; key < keys.end; key += keys.step, slot++)
       for (int t = 0; t < count; t += most) add_vector({tokens + t, std::min(most, count - t), table, key, std::min(key + keys.step, keys.end), true, slot});
   }
@@ -191,16 +208,9 @@ class Planner {
   }
 
 #if QUIRE_AMX
-  // How many tokens a task takes: 256 to 1024 rows, whose queries and values stay in L2, so that keys are packed rarely. Fewer where that would leave threads idle.
+  // 256 to 1024 rows, whose queries and values stay in L2, so that keys are packed rarely.
   int flash_tokens(const std::vector<int>& counts) const {
-    const int g = s_.group();
-    long rows = l_.head_dim <= 128 ? 1024 : l_.head_dim <= 256 ? 512 : 256;
-    for (; rows > 32; rows /= 2) {
-      long tasks = 0;
-      for (int count : counts) tasks += (count * g + rows - 1) / rows * l_.num_kv_heads;
-      if (tasks >= 4L * threads_) break;
-    }
-    return std::max(1, int(rows / g));
+    return tokens_at_once(l_.head_dim <= 128 ? 1024 : l_.head_dim <= 256 ? 512 : 256, counts);
   }
 
   template <typename F>
@@ -231,6 +241,7 @@ class Planner {
   const Layer& l_;
   const int threads_, path_, num_tokens_;
   bool tiles_ = false, by_rows_ = false;  // tasks of several rows are products of tiles, by AMX or by vectors
+  int own_tokens_ = 0;                    // of a task by rows
   Plan plan_;
 };
 
