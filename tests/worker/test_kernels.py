@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -557,6 +558,17 @@ def test_attention_over_shared_keys(kernels, rng, dtype, head_dim):
         assert_near(got, want, max(3 * ROUNDING[dtype], 1e-5))
         if path:
             assert torch.equal(got, cpu_ops.paged_attention(*private, path=path))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_wanted_tokens(kernels, rng, dtype):
+    """Of some tokens of some requests; those that nobody reads, be they all of a request, disturb no other's."""
+    shared, _, want = _sharing_case(rng, dtype, 64)
+    ends = shared[5].tolist()
+    wanted = torch.tensor([token for a, b in pairwise(ends) if rng.random() < 0.6 for token in range(rng.randrange(a, b), b)] or [0])
+    for path in (0, 1, 2):
+        got = cpu_ops.paged_attention(*shared, path=path, wanted=wanted)
+        assert_near(got[wanted], want[wanted], max(3 * ROUNDING[dtype], 1e-5))
 
 
 def test_attention_of_one_token_does_not_depend_on_the_batch(kernels):

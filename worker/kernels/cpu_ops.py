@@ -114,18 +114,19 @@ def _amx_permitted() -> bool:
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-                    scale: float, window: int | None = None, soft_cap: float | None = None, out: torch.Tensor | None = None, path: int = 0) -> torch.Tensor:
+                    scale: float, window: int | None = None, soft_cap: float | None = None, out: torch.Tensor | None = None, path: int = 0, wanted: torch.Tensor | None = None) -> torch.Tensor:
     """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, as `AttentionBackend.forward` describes it: any mixture of decode and prefill.
 
     Caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, head_dim contiguous, of q's type (float32, bfloat16, float16); block_table `[R, K]`,
     seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` forces the vector (1) or AMX (2) code, for tests; 0 chooses per request.
+    `wanted`, int64, ascending: the tokens whose results are read; what the others' rows hold then is undefined.
     """
-    assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
+    assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32 and (wanted is None or wanted.dtype == torch.int64)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
     args = layer_args(k_cache, v_cache, q.shape[1], scale, window, soft_cap)
     KERNELS.lib.quire_paged_attention(byref(args), q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0), block_table.data_ptr(), block_table.stride(0),
-                                      seq_lens.data_ptr(), query_start_loc.data_ptr(), seq_lens.shape[0], path, None, 0)  # fmt: skip
+                                      seq_lens.data_ptr(), query_start_loc.data_ptr(), seq_lens.shape[0], path, None if wanted is None else wanted.data_ptr(), 0 if wanted is None else len(wanted))  # fmt: skip
     return out
 
 

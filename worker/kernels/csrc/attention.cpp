@@ -122,13 +122,15 @@ class Planner {
 
   void own_by_vectors(long i, const SharedPrefixes& shared) {
     const long own_begin = shared.own_begin(i);
-    const int start = s_.first_wanted(i), n = s_.query_start_loc[i + 1] - start, most = by_rows_ ? own_tokens_ : kTokensAtOnce;
+    const bool several = s_.query_len(i) > 1;  // one token alone may have slots, whether it is wanted or not
+    const int start = several ? s_.first_wanted(i) : s_.query_start_loc[i], n = s_.query_start_loc[i + 1] - start, most = by_rows_ ? own_tokens_ : kTokensAtOnce;
+    if (n == 0) return;
     for (int t = (n - 1) / most * most; t >= 0; t -= most) {
       const int count = std::min(most, n - t);
       const int* tokens = &plan_.tokens[start + t];
       const long begin = std::max(own_begin, s_.first_key(s_.position[start + t])), end = s_.position[start + t + count - 1] + 1;
       const long first = begin / kSplit, last = (end - 1) / kSplit;
-      if (s_.query_len(i) > 1 || (first == last && own_begin == 0)) {
+      if (several || (first == last && own_begin == 0)) {
         add_own(i, tokens, count, begin, end, false);
         continue;
       }
