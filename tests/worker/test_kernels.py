@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,18 +31,23 @@ def _usable_levels() -> list[str]:
     return LEVELS[LEVELS.index(best):] if best and build.compiler() else []
 
 
+@contextmanager
+def installed(level: str, library: Path):
+    """`library` as the process's kernels."""
+    kernels, loaded = native.KERNELS, native.Kernels()
+    loaded.level = level
+    assert loaded._open(str(library)), loaded.status
+    saved = kernels.lib, kernels.level
+    kernels.lib, kernels.level = loaded.lib, level
+    yield
+    kernels.lib, kernels.level = saved
+
+
 @pytest.fixture(scope="module", params=[pytest.param(level, marks=[] if level == build.cpu_level() else pytest.mark.slow) for level in _usable_levels()])
 def kernels(request):
     """The process's kernels, of one level after the other. They are compiled on first use (seconds), then come from the cache."""
-    before = native.KERNELS
-    path = build.build(request.param, build.cache_folder())
-    loaded = native.Kernels()
-    loaded.level = request.param
-    assert loaded._open(str(path)), loaded.status
-    saved = before.lib, before.level
-    before.lib, before.level = loaded.lib, request.param
-    yield request.param
-    before.lib, before.level = saved
+    with installed(request.param, build.build(request.param, build.cache_folder())):
+        yield request.param
 
 
 @pytest.fixture(params=range(6))

@@ -1,0 +1,21 @@
+"""A pytest plugin: all tests of the process with the kernels of $EMULATED_LEVEL (default amx), which this CPU lacks. Takes ten minutes for the worker's:
+
+    EMULATED_LEVEL=amx .venv/bin/pytest -p tests.worker.emulated.everywhere tests/worker
+"""
+
+from __future__ import annotations
+
+import os
+
+from tests.worker import emulated
+from worker.kernels import build
+
+_LEVEL = os.environ.get("EMULATED_LEVEL", "amx")
+_LIBRARY = emulated.build_library(_LEVEL)
+
+
+def pytest_configure() -> None:
+    from worker.kernels import cpu_ops  # imports torch, for which tests/conftest.py sets the environment
+
+    build.cpu_level, build.build, build.find_library = lambda: _LEVEL, lambda level, folder: _LIBRARY, lambda level: _LIBRARY
+    cpu_ops._amx_permitted = lambda: True

@@ -1,0 +1,30 @@
+"""The tests of the native kernels once more with AMX, emulated (tests/worker/emulated) where the CPU lacks it. Of AVX-512 that takes nearly everything with it."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.worker import emulated, test_kernels
+from worker.kernels import build, cpu_ops
+
+pytestmark = pytest.mark.slow
+globals().update({name: test for name, test in vars(test_kernels).items() if name.startswith("test_") and "kernels" in inspect.signature(test).parameters})
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    if build.cpu_level() in (None, "amx") or build.compiler() is None:
+        pytest.skip("the CPU has AMX itself, or cannot emulate it")
+    with test_kernels.installed("amx", emulated.build_library("amx")), mock.patch.object(cpu_ops, "_amx_permitted", lambda: True):
+        yield "amx"
+
+
+@pytest.fixture(params=range(2))  # the cases are those of every level, and each takes ten times as long here
+def rng(request):
+    torch.manual_seed(request.param)
+    return random.Random(request.param)
