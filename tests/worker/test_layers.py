@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from worker.layers import linear
 from worker.layers.activation import silu_and_mul
 from worker.layers.attention import Attention
 from worker.layers.linear import split_kv_heads
@@ -70,6 +71,18 @@ def test_norms(tokens, size, dtype, magnitude):
     norm = RMSNorm(size, 1e-6).to(dtype)
     norm.weight.data.copy_(weight)
     assert torch.equal(norm(x), rms_norm(x, weight, 1e-6)) and torch.equal(norm.add(x, residual)[0], normed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 70])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_product_where_the_cpu_multiplies_no_halves(monkeypatch, tokens, dtype, has_bias):
+    monkeypatch.setattr(linear, "_multiplies", lambda dtype: False)
+    monkeypatch.setattr(linear, "_PIECE", 1000)  # 20 rows of the weight, and a remainder
+    torch.manual_seed(tokens)
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((tokens, 50), (90, 50), (90,)))
+    want = F.linear(x.double(), weight.double(), bias.double() if has_bias else None).to(dtype)
+    torch.testing.assert_close(linear.product(x, weight, bias if has_bias else None), want)
 
 
 def test_silu_and_mul():

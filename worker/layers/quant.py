@@ -18,7 +18,7 @@ from worker.huge_pages import Workspace
 from worker.kernels.cpu_ops import QuantizedLinear
 from worker.kernels.native import KERNELS
 from worker.layers.embedding import ParallelLMHead
-from worker.layers.linear import GateUpParallelLinear, Linear, PlainLinear
+from worker.layers.linear import GateUpParallelLinear, Linear, PlainLinear, product
 
 BITS = {"int8": 8, "int4": 4}
 HEAD_BITS = 8
@@ -59,9 +59,9 @@ class PlainQuantMethod(PlainLinear):
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         step = max(1, _PIECE // layer.in_features)
-        products = [F.linear(x, self._widen(layer.quantized[i : i + step], layer.scales[i : i + step])) for i in range(0, layer.out_features, step)]
-        product = products[0] if len(products) == 1 else torch.cat(products, -1)
-        return product if layer.bias is None else product + layer.bias
+        pieces = [product(x, self._widen(layer.quantized[i : i + step], layer.scales[i : i + step])) for i in range(0, layer.out_features, step)]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        return whole if layer.bias is None else whole + layer.bias
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight, for an embedding tied to it."""
