@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -108,18 +109,16 @@ def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
     options = FLAGS + [f"-m{name}" for name in LEVELS[level]]
     sources = sorted(SOURCES.glob("*.cpp"))
     environment = os.environ | {"TMPDIR": str(work)}  # a compiler that is killed leaves its temporary files
-    jobs = []
-    for source in sources:
-        command = [cxx, *options, "-c", str(source), "-o", str(work / f"{source.stem}.o")]
-        jobs.append((command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)))
-    outputs = [(command, process.communicate()[0], process.returncode) for command, process in jobs]
-    for command, output, code in outputs:
-        if code:
-            raise BuildError(f"{' '.join(command)} failed:\n{output}")
-    link = [cxx, "-shared", "-pthread", *(str(work / f"{source.stem}.o") for source in sources), "-o", str(work / "out.so")]
-    result = subprocess.run(link, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    if result.returncode:
-        raise BuildError(f"{' '.join(link)} failed:\n{result.stdout}")
+
+    def run(command: list[str]) -> None:
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        if result.returncode:
+            raise BuildError(f"{' '.join(command)} failed:\n{result.stdout}")
+
+    objects = [str(work / f"{source.stem}.o") for source in sources]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # no more at a time, or a background build takes most of a small machine whatever its priority
+        list(pool.map(run, ([cxx, *options, "-c", str(source), "-o", out] for source, out in zip(sources, objects))))
+    run([cxx, "-shared", "-pthread", *objects, "-o", str(work / "out.so")])
     os.replace(work / "out.so", target)
 
 
@@ -141,10 +140,10 @@ def main(argv: list[str] | None = None) -> int:
                                      "Without this the first start on a machine compiles those it needs, in the background, into the cache.")
     parser.add_argument("--into", type=Path, default=None, metavar="DIR", help="folder of the libraries (default: worker/kernels/prebuilt of the package, where a start looks first)")
     parser.add_argument("--level", action="append", choices=list(LEVELS), help="instruction-set level, may be repeated (default: all)")
-    parser.add_argument("--background", action="store_true", help="run at the lowest priority, as a server's first start does")
+    parser.add_argument("--background", action="store_true", help="at a lower priority, as a server's first start runs it")
     args = parser.parse_args(argv)
     if args.background:
-        os.nice(19)
+        os.nice(5)  # of two cores that a server keeps busy a build gets the time of half a one: 19 left it none for minutes, in which torch's twins served
     try:
         for path in build_kernels(args.into, args.level):
             print(path)
