@@ -59,8 +59,11 @@ _PIECE = 1 << 22  # elements of a weight that are wide at a time: 16 MiB
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies matrices of `dtype` on this CPU. Where it does not, torch's own loops take five times as long as float32's product."""
-    halves = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}
-    return dtype not in halves or halves[dtype]()
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
