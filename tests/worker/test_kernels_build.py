@@ -101,6 +101,27 @@ def test_a_builder_that_is_killed_leaves_nothing_for_long(fake_compiler, tmp_pat
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".so"]
 
 
+def test_a_builder_goes_on_where_the_last_one_was_killed(fake_compiler, monkeypatch):
+    """Or starts that end within seconds would never get their kernels."""
+    fake_compiler()
+    run, compiled = subprocess.run, []
+
+    def compile(command: list[str], **options):
+        if len(compiled) == 3:
+            raise ProcessLookupError
+        compiled.append(command[-3])
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", compile)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    with pytest.raises(ProcessLookupError):
+        build.build(build.cpu_level(), build.cache_folder())
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: compiled.append(command[-3]) or run(command, **options))
+    path = build.build(build.cpu_level(), build.cache_folder())
+    assert compiled[:-1] == sorted(map(str, build.SOURCES.glob("*.cpp"))) and path.exists()  # each once, then the link
+    assert sorted(path.suffix for path in path.parent.iterdir()) == [".lock", ".so"]
+
+
 def test_a_failing_compiler_is_reported_and_torch_goes_on_serving(fake_compiler, caplog):
     fake_compiler(code=1)
     kernels = Kernels()

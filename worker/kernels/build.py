@@ -1,7 +1,7 @@
 """Compiles the native CPU kernels (`csrc/`) into one shared library per instruction-set level. Needs no torch, and runs as a script of its own.
 
 A library is named after what it was made from: `quire-<hash of the sources and flags>-<level>-<compiler>.so`. It appears under its name in one atomic step,
-and a lock keeps two builders of the same library apart. The libraries need libstdc++ and nothing else.
+and a lock keeps two builders of the same library apart. What a builder has compiled when it is killed the next one uses. The libraries need libstdc++ and nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -96,30 +95,33 @@ def build(level: str, folder: Path) -> Path:
     target = folder / library_name(level, cxx)
     with open(folder / f"{target.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        prefix = f".build-{target.name}-"
-        for left in folder.glob(f"{prefix}*"):  # by a builder that was killed: the lock is ours
-            shutil.rmtree(left, ignore_errors=True)
         if not target.exists():
-            with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as work:
-                _compile(cxx, level, Path(work), target)
+            work = folder / f".build-{target.name}"
+            work.mkdir(exist_ok=True)
+            _compile(cxx, level, work, target)
+            shutil.rmtree(work)
     return target
 
 
 def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
+    """By way of objects in `work`, of which those are used that a builder left which was killed."""
     options = FLAGS + [f"-m{name}" for name in LEVELS[level]]
-    sources = sorted(SOURCES.glob("*.cpp"))
     environment = os.environ | {"TMPDIR": str(work)}  # a compiler that is killed leaves its temporary files
 
-    def run(command: list[str]) -> None:
+    def make(out: Path, *arguments: str) -> None:
+        if out.exists():
+            return
+        draft = work / f"{out.name}.new"
+        command = [cxx, *arguments, "-o", str(draft)]
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         if result.returncode:
             raise BuildError(f"{' '.join(command)} failed:\n{result.stdout}")
+        os.replace(draft, out)
 
-    objects = [str(work / f"{source.stem}.o") for source in sources]
+    objects = {work / f"{source.stem}.o": source for source in sorted(SOURCES.glob("*.cpp"))}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # no more at a time, or a background build takes most of a small machine whatever its priority
-        list(pool.map(run, ([cxx, *options, "-c", str(source), "-o", out] for source, out in zip(sources, objects))))
-    run([cxx, "-shared", "-pthread", *objects, "-o", str(work / "out.so")])
-    os.replace(work / "out.so", target)
+        list(pool.map(lambda out: make(out, *options, "-c", str(objects[out])), objects))
+    make(target, "-shared", "-pthread", *map(str, objects))
 
 
 def build_kernels(folder: Path | None = None, levels: list[str] | None = None) -> list[Path]:
