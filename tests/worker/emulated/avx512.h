@@ -1,6 +1,6 @@
 // What the kernels use of AVX-512 and AMX, computed with AVX2: for tests of those paths on CPUs that lack them.
 //
-// Included ahead of each source, in whose text `_mm512_` has become `emulated_` and AMX's assembly calls of the functions at the end (see build.py). Semantics are those
+// Included ahead of each source, in whose text `_mm512_` has become `emulated_` and AMX's assembly calls of the functions at the end (see __init__.py). Semantics are those
 // of Intel's Software Developer's Manual, volume 2; of bf16 products, that denormals count as zeros, too. A misaligned address traps where the instruction would.
 #pragma once
 
