@@ -90,7 +90,7 @@ def test_rows_of_a_product(native_kernels, monkeypatch, kind, silu_and_mul):
         fixed = FixedRows(QuantizedLinear.quantize(weight, int(kind[3:]), silu_and_mul=silu_and_mul))
     else:
         packed = PackedLinear(weight, silu_and_mul=silu_and_mul, compact=kind == "any")
-        fixed = FixedRows(packed if kind == "any" else lambda x, dtype, workspace: packed(x, dtype, path=1))
+        fixed = FixedRows(packed if kind == "any" else lambda x, dtype, path, workspace: packed(x, dtype, path=1))
     together = fixed(x)
     for rows in (1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 65, 200):
         assert torch.equal(fixed(x[13 : 13 + rows]), together[13 : 13 + rows])

@@ -1,8 +1,8 @@
 """Linear layers whose rows have the same bits whatever rows are beside them. For `--deterministic`.
 
-A native product sums over k in an order that may depend on how many rows there are: with AMX and AVX2 it does not; with AVX-512 alone 8 rows at a time are summed one
-way, fewer in others; quantized weights are, with AMX, multiplied as integers up to 32 rows and in bfloat16 beyond. So with AVX-512 alone rows are padded to whole eights,
-and integers are used for any number of rows.
+How a native product adds up over k may depend on how many rows there are: with AMX it does not; with AVX2 many rows are multiplied as fixed-point numbers, few as floats; with
+AVX-512 alone 8 rows at a time are summed one way, fewer in others; quantized weights are, with AMX, multiplied as integers up to 32 rows and in bfloat16 beyond. So with AVX2
+floats are used for any number of rows, with AVX-512 alone rows are padded to whole eights, and of quantized weights integers are used for any number.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from worker.layers.quant import NativeQuantMethod
 
 _ROWS = 8
 _INTEGERS = 2  # `path` of QuantizedLinear
+_ONE_WAY = 3  # `path` of PackedLinear
 
 
 class FixedRows:
@@ -33,13 +34,13 @@ class FixedRows:
         if isinstance(self.linear, QuantizedLinear):
             return self.linear(x, dtype, _INTEGERS, workspace)
         missing = 0 if cpu_ops.rows_are_independent() else -len(x) % _ROWS
-        return self.linear(F.pad(x, (0, 0, 0, missing)) if missing else x, dtype, workspace=workspace)[: len(x)]
+        return self.linear(F.pad(x, (0, 0, 0, missing)) if missing else x, dtype, _ONE_WAY, workspace)[: len(x)]
 
     def args(self) -> LinearArgs | None:
         """The layer as native code takes it; None where it cannot take it, for the rows would have to be padded."""
         if isinstance(self.linear, QuantizedLinear):
             return self.linear.args(_INTEGERS)
-        return self.linear.args() if cpu_ops.rows_are_independent() else None
+        return self.linear.args(_ONE_WAY) if cpu_ops.rows_are_independent() else None
 
 
 def fix_order(model: nn.Module) -> None:

@@ -14,6 +14,7 @@
 
 #include "gemm_avx2.h"
 #include "gemm_avx512.h"
+#include "gemm_fixed.h"
 #include "gemm_few.h"
 #include "gemm_many.h"
 
@@ -35,6 +36,9 @@ void run_bf16(const Gemm& g, int path) {
 #if QUIRE_AMX
   if (by_many_rows(g, path)) return run_many_rows(g, threads);
   if (path != 1 && amx_permitted()) return run_few_rows(g, threads);
+#endif
+#if !defined(__AVX512F__)
+  if (path == 0 && g.m >= (g.out_f32 ? kFixedLogitRows : kFixedRows)) return run_fixed(g, threads);
 #endif
   run_vector(g, threads);
 }
@@ -151,7 +155,8 @@ void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* o
 #endif
 }
 
-// bias: fp32, padded to the packed columns, in packed order. out: bf16, or float32 with out_f32. path: 0 automatic, 1 vector, 2 AMX.
+// bias: fp32, padded to the packed columns, in packed order. out: bf16, or float32 with out_f32. path: 0 automatic, 1 vector, 2 AMX, 3 automatic, but one way for any
+// number of rows where rows_are_independent says so.
 void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
   run_bf16({x, ldx, packed, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1}, path);
 }

@@ -15,6 +15,7 @@ namespace {
 constexpr int kCols = 32;                   // columns of a block
 constexpr int kStep = 32;                   // k of a step
 constexpr int kStepElems = kCols * kStep;   // 2 KiB of weight
+constexpr int kMostGreedy = 32;             // rows of which a step may want the largest logit alone (greedy.cpp)
 
 struct Gemm {
   const bf16* x;

@@ -34,10 +34,10 @@ inline void vector_block(const Gemm& g, const Groups& x, int row0, int rows, int
 }
 
 // Calls block(memory, row0, rows, nb) in every thread, for each block and chunk of rows that falls to it; chunk(memory, row0, rows) before the first block of a chunk.
-// row_bytes: of a row where it is to stay in L2. memory: room_bytes(rows).
+// A chunk has at most `rows` rows, or 24 where that is less. memory: room_bytes(its rows).
 template <typename R, typename C, typename B>
-void over_chunks(const Gemm& g, int threads, long row_bytes, R&& room_bytes, C&& chunk, B&& block) {
-  const long most = std::max(4L * kMostRows, kPiece / row_bytes / kMostRows * kMostRows);
+void over_chunks(const Gemm& g, int threads, long rows, R&& room_bytes, C&& chunk, B&& block) {
+  const long most = std::max(4L * kMostRows, rows / kMostRows * kMostRows);
   const int chunks = int((g.m + most - 1) / most), size = (g.m + chunks - 1) / chunks;
   const long per = blocks_per_piece(g, threads), pieces = (g.n_blocks() + per - 1) / per;
   Stretches stretches(pieces * chunks, threads);
@@ -58,7 +58,7 @@ inline void run_vector(const Gemm& g, int threads) {
   const long k = long(g.k_steps()) * kStep;
   auto floats = [&](float* memory, int rows) { return Groups(memory + rows * kCols, k, rows); };
   over_chunks(
-      g, threads, k * sizeof(float), [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
+      g, threads, kPiece / (k * sizeof(float)), [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
       [&](float* memory, int row0, int rows) { floats(memory, rows).fill(g.k, [&](int r) { return g.x + (row0 + r) * g.ldx; }); },
       [&](float* memory, int row0, int rows, int nb) { vector_block(g, floats(memory, rows), row0, rows, nb, memory); });
 }
@@ -146,7 +146,7 @@ inline void run_quant_vector(const Gemm& g, int threads) {
   const bool bytes = g.quant->bits == 8, halves = g.quant->group == 32;
   const auto block = bytes ? halves ? quant_block<8, 32> : quant_block<8, 64> : halves ? quant_block<4, 32> : quant_block<4, 64>;
   over_chunks(
-      g, threads, x.ld * sizeof(int16_t), [](int rows) { return rows * kCols * sizeof(float); }, [](float*, int, int) {},
+      g, threads, kPiece / (x.ld * sizeof(int16_t)), [](int rows) { return rows * kCols * sizeof(float); }, [](float*, int, int) {},
       [&](float* sums, int row0, int rows, int nb) { block(g, x, row0, rows, nb, sums); });
 }
 

@@ -5,7 +5,6 @@
 
 namespace {
 
-constexpr int kMostGreedy = 32;  // rows
 constexpr long kGreedyPiece = 4;   // blocks that a thread takes at a time
 
 // The copy: [columns / 32][k / 64][2 tiles of 16 columns][16][16 columns][4 k]; bytes with a sign for AMX, 128 more for AVX2.

@@ -1,0 +1,101 @@
+"""Products of many rows as fixed-point numbers (csrc/gemm_fixed.h), with AVX2: how exact they are, against float64, and what they do with what is extreme."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.worker.test_kernels import LEVELS, installed
+from worker.kernels import build
+from worker.kernels.cpu_ops import PackedLinear
+
+FIXED, FLOATS = 0, 3  # paths of 16 rows and more; of float32 outputs from 33 on
+
+
+@pytest.fixture(autouse=True, scope="module")
+def avx2():
+    best = build.cpu_level()
+    if best is None or not build.compiler():
+        pytest.skip("native kernels need AVX2 and a compiler")
+    assert best in LEVELS
+    with installed("avx2", build.build("avx2", build.cache_folder())):
+        yield
+
+
+def _gaussian(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+def _heavy_tailed(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape) * torch.exp(1.5 * torch.randn(*shape))
+
+
+def _with_outliers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape) * (1 + 999 * (torch.rand(*shape) < 0.003))
+
+
+def _norms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What errors are relative to: the most that each product can be."""
+    return x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
+
+
+@pytest.mark.parametrize("of", [_gaussian, _heavy_tailed, _with_outliers])
+@pytest.mark.parametrize(("m", "n", "k"), [(33, 64, 256), (64, 96, 1024), (100, 45, 1000), (40, 64, 3072), (300, 33, 77)])
+def test_error_is_a_fraction_of_what_rounding_to_bfloat16_makes(of, m, n, k):
+    torch.manual_seed(k)
+    exact, weight = of(m, k), of(n, k).mul(0.02).bfloat16()
+    x = exact.bfloat16()
+    want, norms = x.double() @ weight.double().T, _norms(x, weight)
+    linear = PackedLinear(weight)
+    rounding = (((x.double() - exact.double()) @ weight.double().T) / norms).pow(2).mean().sqrt()
+    error = (linear(x, torch.float32, FIXED).double() - want) / norms
+    assert error.pow(2).mean().sqrt() < 0.4 * rounding
+    assert error.abs().max() < 1e-3  # what is proven: each side is off by at most 16 half steps of 1/16000
+    assert ((linear(x, torch.float32, FLOATS).double() - want) / norms).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("m", [16, 17, 31, 500])
+@pytest.mark.parametrize("silu", [False, True])
+def test_small_integers_are_exact(m, silu):
+    torch.manual_seed(m)
+    x, weight, bias = torch.randint(-9, 10, (m, 700)).bfloat16(), torch.randint(-9, 10, (70, 700)).bfloat16(), torch.randn(70).bfloat16()
+    linear = PackedLinear(weight, bias, silu_and_mul=silu)
+    assert torch.equal(linear(x, path=FIXED), linear(x, path=FLOATS))
+
+
+@pytest.mark.parametrize("k", [256, 640])
+def test_no_sum_overflows(k):
+    """Rows and columns of one direction make the largest sums that there can be: all entries equal, or one that is everything, of either sign."""
+    kinds = [torch.full((k,), 1.99), torch.full((k,), -1.99), torch.eye(k)[7] * 255, torch.eye(k)[7] * -255, torch.linspace(-3, 3, k), torch.full((k,), 2.0**50), torch.full((k,), 2.0**-50)]
+    x, weight = torch.stack(kinds * 7).bfloat16(), torch.stack(kinds).bfloat16()
+    want = x.double() @ weight.double().T
+    got = PackedLinear(weight, compact=False)(x, torch.float32, FIXED).double()
+    assert ((got - want).abs() <= 2e-4 * _norms(x, weight)).all()
+    assert torch.allclose(got[:, :4], want[:, :4], rtol=1e-6) and got[0, 0] > 3.9 * k
+
+
+def test_zeros_and_what_is_not_finite():
+    torch.manual_seed(0)
+    x, weight = torch.randn(48, 600).bfloat16(), torch.randn(64, 600).bfloat16()
+    x[3], weight[5] = 0, 0
+    x[7, 300], x[9, 599] = float("inf"), float("nan")
+    got = PackedLinear(weight)(x, torch.float32, FIXED)
+    others = [row for row in range(48) if row not in (7, 9)]
+    assert (got[3] == 0).all() and (got[others, 5] == 0).all() and got[others].isfinite().all()
+    assert not got[[7, 9]][:, [c for c in range(64) if c != 5]].isfinite().any()
+    weight[11, 450] = float("inf")
+    got = PackedLinear(weight)(x, torch.float32, FIXED)
+    assert not got[[0, 1, 47], 11].isfinite().any() and got[0, :11].isfinite().all()
+
+
+@pytest.mark.parametrize("k", [333, 2112])
+def test_rows_do_not_depend_on_each_other_beyond_sixteen(k):
+    torch.manual_seed(k)
+    weight, x = torch.randn(96, k).bfloat16(), torch.randn(1500, k + 5).bfloat16()[:, :k]  # rows in several chunks
+    linear = PackedLinear(weight)
+    together, floats = linear(x, path=FIXED), linear(x, path=FLOATS)
+    for m in (16, 17, 40, 300, 1499):
+        assert torch.equal(linear(x[:m], path=FIXED), together[:m])
+    assert torch.equal(linear(x[:15], path=FIXED), floats[:15]) and not torch.equal(together, floats)
+    logits = linear(x[:32], torch.float32, FIXED)
+    assert torch.equal(logits, linear(x[:32], torch.float32, FLOATS)) and not torch.equal(logits, linear(x, torch.float32, FIXED)[:32])
