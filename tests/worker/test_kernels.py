@@ -97,7 +97,7 @@ def test_compact_weights_change_no_bit(kernels, m, n, k, silu):
     plain, compact = (cpu_ops.PackedLinear(weight, bias, silu, compact) for compact in (False, True))
     assert plain.compact is None and (compact.compact is None) == (not cpu_ops.has_compact())
     for dtype in (torch.bfloat16,) if silu else (torch.bfloat16, torch.float32):
-        for path in (0, 3):
+        for path in (3,) if kernels == "avx2" else (0, 3):  # with AVX2 many rows of compact weights are multiplied as fixed-point numbers
             assert torch.equal(plain(x, dtype, path), compact(x, dtype, path))
     if not silu:
         assert torch.equal(compact.rows(torch.arange(n)).view(torch.int16), weight.view(torch.int16))

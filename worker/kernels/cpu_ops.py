@@ -215,10 +215,10 @@ class PackedLinear(_NativeLinear):
     """x -> x W^T + bias with a bfloat16 weight `[n, k]` rearranged once, so that any number of rows streams it front to back. The original may be freed.
 
     The sum over k is float32 in one fixed order, so that a row's result depends neither on the other rows nor on the threads; but with AVX-512 alone on whether there are 1, 2, 4
-    or 8 rows, and with AVX2 16 rows and more are multiplied as fixed-point numbers (csrc/gemm_fixed.h), float32 outputs from 33 on. Path 3 keeps to the one order.
+    or 8 rows, and with AVX2 9 rows and more are multiplied by compact weights as fixed-point numbers (csrc/gemm_fixed.h), for float32 outputs 33. Path 3 keeps to the one order.
     With `silu_and_mul` the weight is [gate, up] stacked and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 before it is rounded.
 
-    With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it and the library can (`has_compact`); results are the same, bit for bit.
+    With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it and the library can (`has_compact`), without loss.
 
     Raises:
         ValueError: the weight is not bfloat16, or cannot be split in two.
@@ -260,17 +260,18 @@ class _Compact:
         self.exceptions = torch.empty(int(self.num_weights * self._EXCEPTIONS_PER_WEIGHT) + 1, dtype=torch.uint64)
         self.first = torch.empty(blocks, dtype=torch.uint32)
         self.scales = torch.empty(blocks, dtype=torch.float32)
+        self.units = torch.empty(columns * -(-k // 256), dtype=torch.uint8)
 
     @classmethod
     def of(cls, weight: torch.Tensor, columns: int, silu_and_mul: bool) -> _Compact | None:
         """None where the weight has too many different exponents."""
         (n, k), self = weight.shape, cls(columns, weight.shape[1])
         count = KERNELS.lib.quire_gemm_compact(weight.data_ptr(), weight.stride(0), self.data.data_ptr(), self.exceptions.data_ptr(), self.first.data_ptr(),
-                                               self.scales.data_ptr(), n, k, int(silu_and_mul), len(self.exceptions) - 1)  # fmt: skip
+                                               self.scales.data_ptr(), self.units.data_ptr(), n, k, int(silu_and_mul), len(self.exceptions) - 1)  # fmt: skip
         if count < 0:
             return None
         self.exceptions = self.exceptions[: count + 1].clone()
-        self.args = CompactArgs(self.data.data_ptr(), self.exceptions.data_ptr(), self.first.data_ptr(), self.scales.data_ptr(), self.steps)
+        self.args = CompactArgs(self.data.data_ptr(), self.exceptions.data_ptr(), self.first.data_ptr(), self.scales.data_ptr(), self.steps, self.units.data_ptr())
         return self
 
 

@@ -45,7 +45,7 @@ class QuantArgs(ctypes.Structure):
 class CompactArgs(ctypes.Structure):
     """A packed bf16 weight in 12 bits. Mirrors `Compact` in compact.h."""
 
-    _fields_ = [("data", _P), ("exceptions", _P), ("first", _P), ("scales", _P), ("k_steps", _I)]
+    _fields_ = [("data", _P), ("exceptions", _P), ("first", _P), ("scales", _P), ("k_steps", _I), ("units", _P)]
 
 
 class ScreenArgs(ctypes.Structure):
@@ -73,7 +73,7 @@ _SIGNATURES = {
     "quire_gemm_pack": ([_P, _L, _P, _L, _L, _I], None),
     "quire_gemm_unpack_rows": ([_P, _P, _L, _P, _L, _L], None),
     "quire_gemm_run": ([_P, _L, _P, _P, _P, _L, _L, _L, _L, _I, _I], None),
-    "quire_gemm_compact": ([_P, _L, _P, _P, _P, _P, _L, _L, _I, _L], _L),
+    "quire_gemm_compact": ([_P, _L, _P, _P, _P, _P, _P, _L, _L, _I, _L], _L),
     "quire_compact_rows": ([ctypes.POINTER(CompactArgs), _P, _L, _P, _L, _L], None),
     "quire_gemm_run_compact": ([_P, _L, ctypes.POINTER(CompactArgs), _P, _P, _L, _L, _L, _L, _I, _I], None),
     "quire_gemm_run_quant": ([_P, _L, ctypes.POINTER(QuantArgs), _P, _P, _L, _L, _L, _L, _I, _I], None),

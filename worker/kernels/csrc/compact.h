@@ -27,6 +27,7 @@ struct Compact {
   const uint32_t* first;        // [columns / 32]: where the exceptions of each block begin
   const float* scales;          // [columns / 32]: the power of two
   int k_steps;
+  const uint8_t* units;         // [columns / 32][runs][32], for AVX2: what gemm_fixed.h counts in; nothing for AMX
 
   static constexpr int kStepWords = 8 * 3 * 32;
   static constexpr int kLow = 112;
@@ -57,17 +58,22 @@ static inline void expand_group(const uint16_t* src, bf16* dst) {
   _mm512_store_si512(dst + 96, d);
 }
 #else
-static inline void expand_group(const uint16_t* src, bf16* dst) {
+// Sixteen words of each of three vectors, to sixteen weights of each of four.
+static inline void expand_sixteen(const uint16_t* src, __m256i* weights) {
   const __m256i keep = _mm256_set1_epi16(short(0x87ff)), low = _mm256_set1_epi16(Compact::kLow << 7);
   auto bits = [](__m256i word, int mask) { return _mm256_and_si256(word, _mm256_set1_epi16(short(mask))); };
+  const __m256i a = _mm256_loadu_si256((const __m256i*)src), b = _mm256_loadu_si256((const __m256i*)(src + 32)), c = _mm256_loadu_si256((const __m256i*)(src + 64));
+  weights[0] = _mm256_or_si256(_mm256_and_si256(a, keep), low);
+  weights[1] = _mm256_or_si256(_mm256_and_si256(b, keep), low);
+  weights[2] = _mm256_or_si256(_mm256_and_si256(c, keep), low);
+  const __m256i upper = _mm256_or_si256(bits(_mm256_slli_epi16(c, 1), 0x8000), bits(_mm256_srli_epi16(c, 7), 0x0070));
+  weights[3] = _mm256_or_si256(_mm256_or_si256(upper, low), _mm256_or_si256(bits(_mm256_srli_epi16(a, 4), 0x0780), bits(_mm256_srli_epi16(b, 11), 0x000f)));
+}
+static inline void expand_group(const uint16_t* src, bf16* dst) {
   for (int half = 0; half < 32; half += 16) {
-    const __m256i a = _mm256_loadu_si256((const __m256i*)(src + half)), b = _mm256_loadu_si256((const __m256i*)(src + 32 + half)), c = _mm256_loadu_si256((const __m256i*)(src + 64 + half));
-    auto put = [&](int i, __m256i word) { _mm256_store_si256((__m256i*)(dst + i * 32 + half), _mm256_or_si256(word, low)); };
-    put(0, _mm256_and_si256(a, keep));
-    put(1, _mm256_and_si256(b, keep));
-    put(2, _mm256_and_si256(c, keep));
-    const __m256i upper = _mm256_or_si256(bits(_mm256_slli_epi16(c, 1), 0x8000), bits(_mm256_srli_epi16(c, 7), 0x0070));
-    put(3, _mm256_or_si256(upper, _mm256_or_si256(bits(_mm256_srli_epi16(a, 4), 0x0780), bits(_mm256_srli_epi16(b, 11), 0x000f))));
+    __m256i weights[4];
+    expand_sixteen(src + half, weights);
+    for (int i = 0; i < 4; i++) _mm256_store_si256((__m256i*)(dst + i * 32 + half), weights[i]);
   }
 }
 #endif

@@ -38,7 +38,7 @@ void run_bf16(const Gemm& g, int path) {
   if (path != 1 && amx_permitted()) return run_few_rows(g, threads);
 #endif
 #if !defined(__AVX512F__)
-  if (path == 0 && g.m >= (g.out_f32 ? kFixedLogitRows : kFixedRows)) return run_fixed(g, threads);
+  if (path == 0 && g.compact && g.m >= (g.out_f32 ? kFixedLogitRows : kFixedRows)) return run_fixed(g, threads);
 #endif
   run_vector(g, threads);
 }
@@ -94,9 +94,10 @@ void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k,
   parallel_for(blocks, 4, [&](long nb) { pack_block(weight, ldw, packed + nb * steps * kStepElems, nb, n, k, silu_mul, false); });
 }
 
-// The same to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [most + 1], first and scales [columns / 32]. Returns the number of exceptions, the one at their
+// The same to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [most + 1], first and scales [columns / 32], units
+// [columns / 32][ceil(k / 256)][32]. Returns the number of exceptions, the one at their
 // end not counted; -1: there are more than `most`, or a weight is not of that kind.
-long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* exceptions, uint32_t* first, float* scales, long n, long k, int silu_mul, long most) {
+long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* exceptions, uint32_t* first, float* scales, uint8_t* units, long n, long k, int silu_mul, long most) {
 #if QUIRE_COMPACT
   const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols, room = steps * kStepElems;
   std::vector<std::vector<uint64_t>> found(blocks);
@@ -107,6 +108,9 @@ long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* 
     uint64_t* own = (uint64_t*)(packed + room);
     pack_block(weight, ldw, packed, nb, n, k, silu_mul, true);
     const long count = compact_block(packed, int(steps), nb * steps, data + nb * steps * Compact::kStepWords, own, scales + nb);
+#if !defined(__AVX512F__)
+    if (count >= 0) find_units(packed, k, std::ilogb(scales[nb]), units + nb * runs_of(steps) * kCols);
+#endif
     if (count > 0) found[nb].assign(own, own + count);
     left -= count < 0 ? most + 1 : count;
   });

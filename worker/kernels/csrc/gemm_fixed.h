@@ -1,8 +1,8 @@
 // Products of many rows by AVX2 as fixed-point numbers: of integers of 16 bits one instruction multiplies twice as many as of floats.
 //
-// A run of k of a row, and of a column of the weight, is written as integers times a power of two, its step, such that it is 16000 to 32000 steps long (its Euclidean norm).
-// So no sum of products leaves 32 bits (Cauchy-Schwarz), and none is rounded. Entries of 128 steps and more are what they were, for a bf16 has 8 bits; smaller ones are rounded
-// to whole steps, by at most 1/32000 of the norm: a fifth to a fifteenth of the error that rounding activations to bf16 has made before.
+// A run of k of a row, and of a column of the weight, is written as integers times a power of two, its unit, such that its Euclidean norm is 16000 to 32000 units.
+// So no sum of products leaves 32 bits (Cauchy-Schwarz), and none is rounded. Entries of 128 units and more are what they were, for a bf16 has 8 bits; smaller ones are rounded
+// to whole units, by at most 1/32000 of the norm: a fifth to a fifteenth of the error that rounding activations to bf16 has made before.
 #pragma once
 
 #include "gemm_avx2.h"
@@ -11,26 +11,27 @@
 
 namespace {
 
-constexpr int kFixedRows = 16;             // from which on it pays: preparing a weight costs as much as twelve rows do
+constexpr int kFixedRows = 9;                     // from which on it pays: of 8 it takes as long as floats
 constexpr int kFixedLogitRows = kMostGreedy + 1;  // the largest logit must be the same whether it alone is wanted or all
-constexpr int kFixedSteps = 8;             // k-steps of a run, whose weights, 16 KiB, stay in L1 while all rows of a chunk meet them
+constexpr int kFixedSteps = 8;                    // k-steps of a run, whose weights, 16 KiB, stay in L1 while all rows of a chunk meet them
 constexpr int kFixedRun = kFixedSteps * kStep;
-constexpr long kFixedPiece = 1 << 20;      // bytes of the rows of a chunk
-constexpr long kFixedAhead = 16 << 10;     // bytes that the memory is ahead
+constexpr long kFixedPiece = 1 << 20;   // bytes of the rows of a chunk
+constexpr long kFixedAhead = 16 << 10;  // bytes that the memory is ahead
 
-// The steps of runs that have these sums of squares. Where they are no finite number, from a norm of 2^64 on, infinite, so that results are not finite either.
-inline vf fixed_step(vf squares) {
-  auto step = [](__m256 s) { return _mm256_and_ps(_mm256_sqrt_ps(s) * _mm256_set1_ps(1.f / 16000), _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000))); };
-  return {step(squares.a), step(squares.b)};
+inline long runs_of(long k_steps) { return (k_steps + kFixedSteps - 1) / kFixedSteps; }
+
+// The units of runs that have these sums of squares. Where they are no finite number, from a norm of 2^64 on, infinite, so that results are not finite either.
+inline __m256 fixed_unit(__m256 squares) {
+  return _mm256_and_ps(_mm256_sqrt_ps(squares) * _mm256_set1_ps(1.f / 16000), _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000)));
 }
 
 struct FixedRows {
   int16_t* values;
-  float* steps;  // of each row and run
+  float* units;  // of each row and run
   long k, ld, runs;
 
-  FixedRows(void* memory, long rows, long k) : values((int16_t*)memory), k(k), ld(k + 32), runs((k + kFixedRun - 1) / kFixedRun) { steps = (float*)(values + rows * ld); }
-  static size_t bytes(long rows, long k) { return rows * (2 * (k + 32) + 4 * ((k + kFixedRun - 1) / kFixedRun)); }
+  FixedRows(void* memory, long rows, long k) : values((int16_t*)memory), k(k), ld(k + 32), runs(runs_of(k / kStep)) { units = (float*)(values + rows * ld); }
+  static size_t bytes(long rows, long k) { return rows * (2 * (k + 32) + 4 * runs_of(k / kStep)); }
 
   // x has `given` elements, and zeros from there on.
   void fill(long row, const bf16* x, long given) const {
@@ -44,46 +45,77 @@ struct FixedRows {
       }
       vf squares = zero();
       for (long j = 0; j < count; j += 16) squares = fma(load(from + j), load(from + j), squares);
-      const vf step = fixed_step(set1(reduce_add(squares)));
-      const float size = _mm256_cvtss_f32(step.a);
-      const vf inverse = set1(size > 0 ? 1.f / size : 0.f);
+      const float unit = units[row * runs + i] = _mm256_cvtss_f32(fixed_unit(_mm256_set1_ps(reduce_add(squares))));
+      const vf inverse = set1(unit > 0 ? 1.f / unit : 0.f);
       for (long j = 0; j < count; j += 16) {
         const vf scaled = load(from + j) * inverse;
         const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b));
         _mm256_storeu_si256((__m256i*)(values + row * ld + begin + j), _mm256_permute4x64_epi64(words, 0xd8));
       }
-      steps[row * runs + i] = size;
     }
   }
 };
 
-// A run of a block, w [count][2 tiles][16][16 columns][2], to integers of which steps [32] are the columns' steps. Adding 1.5 * 2^23 steps leaves in a float's lower bits how
-// many steps it is. `out` may be w.
-inline void fix_weights(const bf16* w, int count, int16_t* out, float* steps) {
-  for (int half = 0; half < 4; half++) {  // eight columns
-    auto for_pairs = [&](auto&& f) {
-      for (int s = 0; s < count; s++)
-        for (int p = 0; p < 16; p++) f(long(s) * kTileStep + half / 2 * (kTileStep / 2) + p * 32 + half % 2 * 16, p % 4);
-    };
-    __m256 squares[8] = {};
-    for_pairs([&](long at, int i) __attribute__((always_inline)) {
-      const __m256i pairs = load_pairs(w + at);
-      squares[2 * i] = _mm256_fmadd_ps(evens(pairs), evens(pairs), squares[2 * i]);
-      squares[2 * i + 1] = _mm256_fmadd_ps(odds(pairs), odds(pairs), squares[2 * i + 1]);
-    });
-    const __m256 all = ((squares[0] + squares[1]) + (squares[2] + squares[3])) + ((squares[4] + squares[5]) + (squares[6] + squares[7]));
-    const __m256 step = fixed_step({all, all}).a, magic = step * _mm256_set1_ps(1.5f * (1 << 23));
-    _mm256_storeu_ps(steps + half * 8, step);
-    for_pairs([&](long at, int) __attribute__((always_inline)) {
-      const __m256i pairs = load_pairs(w + at), even = _mm256_castps_si256(evens(pairs) + magic), odd = _mm256_castps_si256(odds(pairs) + magic);
-      _mm256_storeu_si256((__m256i*)(out + at), _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa));
-    });
+inline const uint8_t* units_of(const Compact& w, int nb, long run) { return w.units + (nb * runs_of(w.k_steps) + run) * kCols; }
+
+// Finds the columns' units in each run of a block, packed [k_steps][2 tiles][16][16 columns][2], of which k counts: units [runs][32] are their exponents as floats of the
+// compact weight have them, less by `shift`.
+inline void find_units(const bf16* packed, long k, int shift, uint8_t* units) {
+  for (long begin = 0; begin < k; begin += kFixedRun, units += kCols)
+    for (int half = 0; half < 4; half++) {  // eight columns
+      const bf16* columns = packed + begin / kStep * kStepElems + half / 2 * (kTileStep / 2) + half % 2 * 16;
+      const long pairs = (std::min(long(kFixedRun), k - begin) + 1) / 2;
+      __m256 even = _mm256_setzero_ps(), odd = even;
+      for (long p = 0; p < pairs; p++) {
+        const __m256i both = load_pairs(columns + p / 16 * kStepElems + p % 16 * 32);
+        even = _mm256_fmadd_ps(evens(both), evens(both), even), odd = _mm256_fmadd_ps(odds(both), odds(both), odd);
+      }
+      alignas(32) int bits[8];
+      _mm256_store_si256((__m256i*)bits, _mm256_castps_si256(fixed_unit(even + odd)));
+      for (int c = 0; c < 8; c++) {
+        const int exponent = bits[c] >> 23;
+        units[half * 8 + c] = uint8_t(exponent == 0 || exponent == 255 ? exponent : std::clamp(exponent - shift, 0, 254));
+      }
+    }
+}
+
+// The units of a run's columns, and what makes integers of weights: adding 1.5 * 2^23 units leaves in a float's lower bits how many units it is.
+struct FixedColumns {
+  float units[kCols], magic[kCols];
+  explicit FixedColumns(const uint8_t* exponents) {
+    for (int c = 0; c < kCols; c += 8) {
+      const __m256 unit = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(exponents + c))), 23));
+      _mm256_storeu_ps(units + c, unit);
+      _mm256_storeu_ps(magic + c, unit * _mm256_set1_ps(1.5f * (1 << 23)));
+    }
+  }
+};
+
+// As expand_step, to integers.
+inline void fix_step(const Compact& w, int nb, int s, const uint64_t*& next, const FixedColumns& columns, int16_t* dst) {
+  const uint16_t* src = w.step(nb, s);
+  for (int half = 0; half < 4; half++) {
+    const __m256 magic = _mm256_loadu_ps(columns.magic + half * 8);
+    for (int i = 0; i < 4; i++) {
+      const long at = half / 2 * 4 + i;
+      __m256i pairs[4];
+      expand_sixteen(src + at * 96 + half % 2 * 16, pairs);
+      unrolled<4>([&](auto v) __attribute__((always_inline)) {
+        const __m256i even = _mm256_castps_si256(evens(pairs[v]) + magic), odd = _mm256_castps_si256(odds(pairs[v]) + magic);
+        _mm256_store_si256((__m256i*)(dst + at * 128 + v * 32 + half % 2 * 16), _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa));
+      });
+    }
+  }
+  for (const uint64_t step = uint64_t(nb) * w.k_steps + s; *next >> 32 == step; next++) {
+    const int place = *next >> 16 & 1023;
+    const float shifted = to_float(bf16{uint16_t(*next)}) + columns.magic[place / 512 * 16 + place % 32 / 2];
+    memcpy(dst + place, &shifted, 2);
   }
 }
 
 // y[ROWS][32] += run `run` of ROWS rows from `row` on times weights w of that run, `count` k-steps.
 template <int ROWS>
-void fixed_products(const FixedRows& x, long row, long run, const int16_t* w, int count, const float* steps, Fetch& fetch, float* y) {
+void fixed_products(const FixedRows& x, long row, long run, const int16_t* w, int count, const float* units, Fetch& fetch, float* y) {
   for (int t = 0; t < 2; t++, w += kTileStep / 2) {
     const int16_t* at = x.values + row * x.ld + run * kFixedRun;
     __m256i sums[ROWS * 2];
@@ -104,41 +136,31 @@ void fixed_products(const FixedRows& x, long row, long run, const int16_t* w, in
         });
       }
     }
-    const vf column_steps = load(steps + t * 16);
+    const vf column_units = load(units + t * 16);
     unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
       float* to = y + r * kCols + t * 16;
       const vf total = {_mm256_cvtepi32_ps(sums[2 * r]), _mm256_cvtepi32_ps(sums[2 * r + 1])};
-      store(to, fma(total * set1(x.steps[(row + r) * x.runs + run]), column_steps, load(to)));
+      store(to, fma(total * set1(x.units[(row + r) * x.runs + run]), column_units, load(to)));
     });
   }
 }
 
-// K-steps s .. s + count - 1 of block nb as bf16, in `room` or where they are; beyond g.k zeros, which no compact weight has there.
-inline const bf16* expand_run(const Gemm& g, int nb, int s, int count, const uint64_t*& exceptions, bf16* room) {
-  if (!g.compact) return g.block(nb) + s * kStepElems;
-  for (int i = 0; i < count; i++) expand_step<false>(*g.compact, nb, s + i, exceptions, room + i * kStepElems);
-  for (long k = g.k; k < long(s + count) * kStep; k++)
-    for (int c = 0; c < kCols; c++) room[(k / kStep - s) * kStepElems + c / 16 * (kTileStep / 2) + k % kStep / 2 * 32 + c % 16 * 2 + k % 2] = bf16{0};
-  return room;
-}
-
-// The chunk of rows that begins with row0 times block nb. y: [rows][32], room.
+// The chunk of rows that begins with row0 times block nb of a compact weight. y: [rows][32], room.
 inline void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, float* y) {
   using Products = void (*)(const FixedRows&, long, long, const int16_t*, int, const float*, Fetch&, float*);
   static constexpr Products kWays[] = {fixed_products<1>, fixed_products<2>, fixed_products<3>, fixed_products<4>, fixed_products<5>, fixed_products<6>};
   const Groups groups(nullptr, 0, rows);
-  const uint64_t* exceptions = g.compact ? g.compact->exceptions_from(nb, 0) : nullptr;
-  const int lines = (g.compact ? Compact::kStepWords : kStepElems) / 32, passes = 2 * groups.count();
-  alignas(64) bf16 expanded[kFixedSteps * kStepElems];
-  int16_t* const fixed = (int16_t*)expanded;
-  float steps[kCols];
+  const int passes = 2 * groups.count();
+  const Compact& w = *g.compact;
+  const uint64_t* exceptions = w.exceptions_from(nb, 0);
+  alignas(64) int16_t fixed[kFixedSteps * kStepElems];
   std::fill(y, y + rows * kCols, 0.f);
   for (int run = 0; run < x.runs; run++) {
-    const int s = run * kFixedSteps, count = std::min(kFixedSteps, g.k_steps() - s);
-    const char* stored = g.compact ? (const char*)g.compact->step(nb, s) : (const char*)(g.block(nb) + s * kStepElems);
-    Fetch fetch{stored + kFixedAhead, (lines + passes - 1) / passes};
-    fix_weights(expand_run(g, nb, s, count, exceptions, expanded), count, fixed, steps);
-    for (int i = 0; i < groups.count(); i++) kWays[groups.size(i) - 1](x, groups.begin(i), run, fixed, count, steps, fetch, y + groups.begin(i) * kCols);
+    const int s = run * kFixedSteps, count = std::min(kFixedSteps, w.k_steps - s);
+    const FixedColumns columns(units_of(w, nb, run));
+    Fetch fetch{(const char*)w.step(nb, s) + kFixedAhead, (Compact::kStepWords / 32 + passes - 1) / passes};
+    for (int i = 0; i < count; i++) fix_step(w, nb, s + i, exceptions, columns, fixed + i * kStepElems);
+    for (int i = 0; i < groups.count(); i++) kWays[groups.size(i) - 1](x, groups.begin(i), run, fixed, count, columns.units, fetch, y + groups.begin(i) * kCols);
   }
   for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
 }
