@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from tests.worker.test_kernels import LEVELS, installed
+from tests.worker.test_kernels import LEVELS, _quantized, installed
 from worker.kernels import build
-from worker.kernels.cpu_ops import PackedLinear
+from worker.kernels.cpu_ops import PackedLinear, QuantizedLinear
 
 FIXED, FLOATS = 0, 3  # paths of 9 rows and more; of float32 outputs from 33 on
 
@@ -106,3 +108,17 @@ def test_rows_do_not_depend_on_each_other_beyond_eight(k):
     assert torch.equal(linear(x[:8], path=FIXED), floats[:8]) and not torch.equal(together, floats)
     logits = linear(x[:32], torch.float32, FIXED)
     assert torch.equal(logits, linear(x[:32], torch.float32, FLOATS)) and not torch.equal(logits, linear(x, torch.float32, FIXED)[:32])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128, 512, -1])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 33, 640), (100, 70, 1000), (300, 32, 77)])
+def test_quantized_weights(bits, group, m, n, k):
+    torch.manual_seed(k)
+    for with_offsets in (False, True):
+        values, scales, offsets, weight = _quantized(random.Random(0), n, k, bits, group, with_offsets)
+        linear, x = QuantizedLinear.from_values(values, scales, offsets, bits, group, None), torch.randn(m, k).bfloat16()
+        error = (linear(x, torch.float32, path=3).double() - x.double() @ weight.T) / _norms(x, weight)
+        assert error.pow(2).mean().sqrt() < 3e-5 and error.abs().max() < 3e-4
+        if m >= 96:
+            assert torch.equal(linear(x), linear(x, path=3)) and not torch.equal(linear(x), linear(x, path=1))

@@ -194,7 +194,7 @@ class _NativeLinear:
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0, workspace: huge_pages.Workspace | None = None) -> torch.Tensor:
         """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32, in a `workspace` of that type if there is one. `path` forces one way of computing, for tests:
-        for bfloat16 weights vectors of floats (1) or one way for any number of rows (3, see `rows_are_independent`), for quantized ones integers without AMX (1), with it (2), or bfloat16 (3)."""
+        for bfloat16 weights vectors of floats (1) or one way for any number of rows (3, see `rows_are_independent`), for quantized ones integers without AMX (1), with it (2), or as many rows (3)."""
         assert path in self.paths
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
@@ -278,8 +278,9 @@ class _Compact:
 class QuantizedLinear(_NativeLinear):
     """x -> x W^T + bias for a weight of 8 or 4 bits with a scale per row and group of columns: weight = scale * q + offset. Activations are bfloat16.
 
-    Rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16), with AMX more than 32 in bfloat16. Build one with
-    `quantize` from a bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows` and `silu_and_mul` are as with PackedLinear.
+    Rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16), with AMX more than 32 in bfloat16, with AVX2 96 and more
+    as fixed-point numbers. Build one with `quantize` from a bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows` and `silu_and_mul` are as with
+    PackedLinear.
     """
 
     def __init__(self, shape: tuple[int, int], bits: int, group: int, bias: torch.Tensor | None, silu_and_mul: bool, has_offsets: bool) -> None:

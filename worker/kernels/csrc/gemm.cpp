@@ -7,8 +7,8 @@
 //
 // Where its exponents allow it the same weight is stored in three quarters of the bytes (compact.h), and its k-steps come out of that into a buffer in L1.
 //
-// Weights of 4 and 8 bits have a layout of their own (quant.h). Rows are multiplied as integers; with AMX more than 32 as bf16, for which a stretch of weight is
-// expanded in cache, in the layout above.
+// Weights of 4 and 8 bits have a layout of their own (quant.h). Rows are multiplied as integers; with AMX more than 32 as bf16, with AVX2 many as fixed-point numbers, for
+// which a stretch of weight is expanded in cache, in the layout above.
 #include <cassert>
 #include <vector>
 
@@ -170,13 +170,16 @@ void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, cons
   run_bf16({x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, nullptr, weight}, path);
 }
 
-// As quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 with, 3 expanded to bf16.
+// As quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 with, 3 as many rows: by AMX as bf16, by AVX2 as fixed-point numbers.
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
   Gemm g{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, weight};
   const int threads = Pool::get().threads();
 #if QUIRE_AMX
   if (by_many_rows(g, path)) return run_many_rows(g, threads);
   if (amx_permitted() && (path == 2 || (path == 0 && m > 4))) return run_quant_rows(g, threads);
+#endif
+#if !defined(__AVX512F__)
+  if (path == 3 || (path == 0 && m >= kFixedQuantRows)) return run_fixed(g, threads);
 #endif
   run_quant_vector(g, threads);
 }

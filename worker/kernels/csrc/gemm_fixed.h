@@ -1,4 +1,5 @@
-// Products of many rows by AVX2 as fixed-point numbers: of integers of 16 bits one instruction multiplies twice as many as of floats.
+// Products of many rows by AVX2 as fixed-point numbers: of integers of 16 bits one instruction multiplies twice as many as of floats. For compact weights, and for those of 8
+// and 4 bits, whose groups are too short for integers of their own (gemm_avx2.h) to be as fast.
 //
 // A run of k of a row, and of a column of the weight, is written as integers times a power of two, its unit, such that its Euclidean norm is 16000 to 32000 units.
 // So no sum of products leaves 32 bits (Cauchy-Schwarz), and none is rounded. Entries of 128 units and more are what they were, for a bf16 has 8 bits; smaller ones are rounded
@@ -12,6 +13,7 @@
 namespace {
 
 constexpr int kFixedRows = 9;                     // from which on it pays: of 8 it takes as long as floats
+constexpr int kFixedQuantRows = 96;               // of weights of 8 and 4 bits, to prepare which costs three times as much
 constexpr int kFixedLogitRows = kMostGreedy + 1;  // the largest logit must be the same whether it alone is wanted or all
 constexpr int kFixedSteps = 8;                    // k-steps of a run, whose weights, 16 KiB, stay in L1 while all rows of a chunk meet them
 constexpr int kFixedRun = kFixedSteps * kStep;
@@ -79,14 +81,20 @@ inline void find_units(const bf16* packed, long k, int shift, uint8_t* units) {
     }
 }
 
-// The units of a run's columns, and what makes integers of weights: adding 1.5 * 2^23 units leaves in a float's lower bits how many units it is.
-struct FixedColumns {
+// Weights of even k and of odd k in units, as pairs. Adding 1.5 * 2^23 units leaves in a float's lower bits how many units it is.
+inline __m256 magic_of(__m256 unit) { return unit * _mm256_set1_ps(1.5f * (1 << 23)); }
+inline __m256i in_units(__m256 even, __m256 odd, __m256 magic) {
+  return _mm256_blend_epi16(_mm256_castps_si256(even + magic), _mm256_slli_epi32(_mm256_castps_si256(odd + magic), 16), 0xaa);
+}
+
+struct FixedColumns {  // of a run
+
   float units[kCols], magic[kCols];
   explicit FixedColumns(const uint8_t* exponents) {
     for (int c = 0; c < kCols; c += 8) {
       const __m256 unit = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(exponents + c))), 23));
       _mm256_storeu_ps(units + c, unit);
-      _mm256_storeu_ps(magic + c, unit * _mm256_set1_ps(1.5f * (1 << 23)));
+      _mm256_storeu_ps(magic + c, magic_of(unit));
     }
   }
 };
@@ -101,8 +109,7 @@ inline void fix_step(const Compact& w, int nb, int s, const uint64_t*& next, con
       __m256i pairs[4];
       expand_sixteen(src + at * 96 + half % 2 * 16, pairs);
       unrolled<4>([&](auto v) __attribute__((always_inline)) {
-        const __m256i even = _mm256_castps_si256(evens(pairs[v]) + magic), odd = _mm256_castps_si256(odds(pairs[v]) + magic);
-        _mm256_store_si256((__m256i*)(dst + at * 128 + v * 32 + half % 2 * 16), _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa));
+        _mm256_store_si256((__m256i*)(dst + at * 128 + v * 32 + half % 2 * 16), in_units(evens(pairs[v]), odds(pairs[v]), magic));
       });
     }
   }
@@ -145,22 +152,102 @@ void fixed_products(const FixedRows& x, long row, long run, const int16_t* w, in
   }
 }
 
-// The chunk of rows that begins with row0 times block nb of a compact weight. y: [rows][32], room.
-inline void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, float* y) {
+// A block of a weight, run by run as integers: those of a run come with their columns' units.
+class FixedCompact {
+ public:
+  FixedCompact(const Gemm& g, int nb) : w_(*g.compact), nb_(nb), next_(w_.exceptions_from(nb, 0)) {}
+  static constexpr int kLines = Compact::kStepWords / 32;
+  const void* stored(int s) const { return w_.step(nb_, s); }
+  void fix(int s, int count, int16_t* fixed, float* units) {
+    const FixedColumns columns(units_of(w_, nb_, s / kFixedSteps));
+    for (int i = 0; i < count; i++) fix_step(w_, nb_, s + i, next_, columns, fixed + i * kStepElems);
+    std::copy(columns.units, columns.units + kCols, units);
+  }
+
+ private:
+  const Compact& w_;
+  int nb_;
+  const uint64_t* next_;
+};
+
+template <int BITS>
+class FixedQuant {
+ public:
+  FixedQuant(const Gemm& g, int nb) : q_(*g.quant), nb_(nb) {}
+  static constexpr int kLines = 2 * BITS;
+  const void* stored(int s) const { return q_.step(nb_, s / 2); }
+  void fix(int s, int count, int16_t* fixed, float* units) const {
+    for (int i = 0; i < count; i += 2) widen(s + i, fixed + i * kStepElems);
+    for (int half = 0; half < 4; half++) {  // eight columns
+      __m256 squares[4] = {};
+      over_pairs(s, count, half, fixed, [&](int i, int16_t*, __m256 even, __m256 odd) __attribute__((always_inline)) {
+        squares[i] = _mm256_fmadd_ps(even, even, squares[i]), squares[i + 2] = _mm256_fmadd_ps(odd, odd, squares[i + 2]);
+      });
+      const __m256 unit = fixed_unit((squares[0] + squares[1]) + (squares[2] + squares[3])), magic = magic_of(unit);
+      _mm256_storeu_ps(units + half * 8, unit);
+      over_pairs(s, count, half, fixed, [&](int, int16_t* at, __m256 even, __m256 odd) __attribute__((always_inline)) {
+        _mm256_store_si256((__m256i*)at, in_units(even, odd, magic));
+      });
+    }
+  }
+
+ private:
+  // Two k-steps as integers of 16 bits.
+  void widen(int s, int16_t* to) const {
+    const __m256i zero_point = _mm256_set1_epi16(short(q_.zero_point())), low = _mm256_set1_epi8(15);
+    const __m256i first = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1));
+    const __m256i second = _mm256_add_epi8(first, _mm256_set1_epi16(2));
+    const uint8_t* line = q_.step(nb_, s / 2);
+    auto put = [&](int t, int row, int half, __m256i bytes) {  // four k of eight columns
+      __m256i* at = (__m256i*)(to + row / 8 * kStepElems + t * (kTileStep / 2) + row % 8 * 64 + half * 16);
+      _mm256_store_si256(at, _mm256_sub_epi16(_mm256_shuffle_epi8(bytes, first), zero_point));
+      _mm256_store_si256(at + 2, _mm256_sub_epi16(_mm256_shuffle_epi8(bytes, second), zero_point));
+    };
+    for (int t = 0; t < 2; t++)
+      for (int i = 0; i < 2 * BITS; i++, line += 64)
+        for (int half = 0; half < 2; half++) {
+          const __m256i bytes = _mm256_loadu_si256((const __m256i*)line + half);
+          if (BITS == 8) put(t, i, half, bytes);
+          else put(t, 2 * i, half, _mm256_and_si256(bytes, low)), put(t, 2 * i + 1, half, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low));
+        }
+  }
+
+  // f(0 or 1, where both are, weights of even k, of odd k) for all pairs of eight columns.
+  template <typename F>
+  void over_pairs(int s, int count, int half, int16_t* fixed, F&& f) const {
+    for (int i = 0; i < count; i++) {
+      const long group = q_.group_at(nb_, (s + i) * kStep) + half * 8;
+      const __m256 scale = load8(q_.scales + group), offset = q_.offsets ? load8(q_.offsets + group) : _mm256_setzero_ps();
+      int16_t* at = fixed + i * kStepElems + half / 2 * (kTileStep / 2) + half % 2 * 16;
+      for (int p = 0; p < 16; p++, at += 32) {
+        const __m256i pairs = _mm256_load_si256((const __m256i*)at);
+        f(p % 2, at, _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16)), scale, offset),
+          _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16)), scale, offset));
+      }
+    }
+  }
+  static __m256 load8(const bf16* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16)); }
+
+  const Quant& q_;
+  int nb_;
+};
+
+// The chunk of rows that begins with row0 times block nb. y: [rows][32], room.
+template <typename W>
+void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, float* y) {
   using Products = void (*)(const FixedRows&, long, long, const int16_t*, int, const float*, Fetch&, float*);
   static constexpr Products kWays[] = {fixed_products<1>, fixed_products<2>, fixed_products<3>, fixed_products<4>, fixed_products<5>, fixed_products<6>};
   const Groups groups(nullptr, 0, rows);
   const int passes = 2 * groups.count();
-  const Compact& w = *g.compact;
-  const uint64_t* exceptions = w.exceptions_from(nb, 0);
+  W weights(g, nb);
   alignas(64) int16_t fixed[kFixedSteps * kStepElems];
+  float units[kCols];
   std::fill(y, y + rows * kCols, 0.f);
   for (int run = 0; run < x.runs; run++) {
-    const int s = run * kFixedSteps, count = std::min(kFixedSteps, w.k_steps - s);
-    const FixedColumns columns(units_of(w, nb, run));
-    Fetch fetch{(const char*)w.step(nb, s) + kFixedAhead, (Compact::kStepWords / 32 + passes - 1) / passes};
-    for (int i = 0; i < count; i++) fix_step(w, nb, s + i, exceptions, columns, fixed + i * kStepElems);
-    for (int i = 0; i < groups.count(); i++) kWays[groups.size(i) - 1](x, groups.begin(i), run, fixed, count, columns.units, fetch, y + groups.begin(i) * kCols);
+    const int s = run * kFixedSteps, count = std::min(kFixedSteps, g.k_steps() - s);
+    Fetch fetch{(const char*)weights.stored(s) + kFixedAhead, (W::kLines + passes - 1) / passes};
+    weights.fix(s, count, fixed, units);
+    for (int i = 0; i < groups.count(); i++) kWays[groups.size(i) - 1](x, groups.begin(i), run, fixed, count, units, fetch, y + groups.begin(i) * kCols);
   }
   for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
 }
@@ -168,11 +255,12 @@ inline void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, i
 // memory: sums, then the chunk as integers.
 inline void run_fixed(const Gemm& g, int threads) {
   const long k = long(g.k_steps()) * kStep;
+  const auto block = g.compact ? fixed_block<FixedCompact> : g.quant->bits == 8 ? fixed_block<FixedQuant<8>> : fixed_block<FixedQuant<4>>;
   auto integers = [&](float* memory, int rows) { return FixedRows(memory + rows * kCols, rows, k); };
   over_chunks(
       g, threads, kFixedPiece / (k * sizeof(int16_t)), [&](int rows) { return rows * kCols * sizeof(float) + FixedRows::bytes(rows, k); },
       [&](float* memory, int row0, int rows) { for (int r = 0; r < rows; r++) integers(memory, rows).fill(r, g.x + (row0 + r) * g.ldx, g.k); },
-      [&](float* memory, int row0, int rows, int nb) { fixed_block(g, integers(memory, rows), row0, rows, nb, memory); });
+      [&](float* memory, int row0, int rows, int nb) { block(g, integers(memory, rows), row0, rows, nb, memory); });
 }
 
 }  // namespace
