@@ -27,35 +27,65 @@ inline __m256 fixed_unit(__m256 squares) {
   return _mm256_and_ps(_mm256_sqrt_ps(squares) * _mm256_set1_ps(1.f / 16000), _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000)));
 }
 
-struct FixedRows {
-  int16_t* values;
-  float* units;  // of each row and run
-  long k, ld, runs;
+// Rows as integers, in groups of at most kMostRows: run by run, in a run group by group, in a group pair of k by pair of k. So a block of the weight reads them front to back.
+class FixedRows {
+ public:
+  FixedRows(void* memory, int rows, long k) : values_((int16_t*)memory), units_((float*)(values_ + rows * k + 16)), k_(k), rows_(rows) {}  // eight pairs are stored at a time
+  static size_t bytes(long rows, long k) { return (rows * k + 16) * sizeof(int16_t) + rows * runs_of(k / kStep) * sizeof(float); }
 
-  FixedRows(void* memory, long rows, long k) : values((int16_t*)memory), k(k), ld(k + 32), runs(runs_of(k / kStep)) { units = (float*)(values + rows * ld); }
-  static size_t bytes(long rows, long k) { return rows * (2 * (k + 32) + 4 * runs_of(k / kStep)); }
+  int groups() const { return (rows_ + kMostRows - 1) / kMostRows; }
+  int begin(int group) const { return int(long(rows_) * group / groups()); }
+  int size(int group) const { return begin(group + 1) - begin(group); }
+  const int16_t* at(int group, long run) const { return values_ + place(group, run); }
+  const float* units(int group, long run) const { return units_ + run * rows_ + begin(group); }
 
-  // x has `given` elements, and zeros from there on.
-  void fill(long row, const bf16* x, long given) const {
-    for (long i = 0; i < runs; i++) {
-      const long begin = i * kFixedRun, count = std::min(long(kFixedRun), k - begin);
-      const bf16* from = x + begin;
-      bf16 padded[kFixedRun];
-      if (begin + count > given) {
-        std::fill(std::copy(from, x + given, padded), padded + count, bf16{0});
-        from = padded;
+  // x: the first row. A row has `given` elements, and zeros from there on.
+  void fill(const bf16* x, long ldx, long given) const {
+    for (long run = 0; run < runs_of(k_ / kStep); run++)
+      for (int i = 0; i < groups(); i++) {  // in order: what is stored beyond a group is in the next one's place
+        alignas(32) int16_t integers[kMostRows][kFixedRun];
+        for (int r = 0; r < size(i); r++)
+          units_[run * rows_ + begin(i) + r] = fix_row(x + (begin(i) + r) * ldx + run * kFixedRun, std::min(given - run * kFixedRun, count(run)), count(run), integers[r]);
+        interleave(integers, size(i), count(run) / 2, values_ + place(i, run));
       }
-      vf squares = zero();
-      for (long j = 0; j < count; j += 16) squares = fma(load(from + j), load(from + j), squares);
-      const float unit = units[row * runs + i] = _mm256_cvtss_f32(fixed_unit(_mm256_set1_ps(reduce_add(squares))));
-      const vf inverse = set1(unit > 0 ? 1.f / unit : 0.f);
-      for (long j = 0; j < count; j += 16) {
-        const vf scaled = load(from + j) * inverse;
-        const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b));
-        _mm256_storeu_si256((__m256i*)(values + row * ld + begin + j), _mm256_permute4x64_epi64(words, 0xd8));
-      }
+  }
+
+ private:
+  long count(long run) const { return std::min(long(kFixedRun), k_ - run * kFixedRun); }
+  long place(int group, long run) const { return rows_ * run * kFixedRun + begin(group) * count(run); }
+
+  // Returns the unit.
+  static float fix_row(const bf16* x, long given, long count, int16_t* integers) {
+    bf16 padded[kFixedRun];
+    if (given < count) {
+      std::fill(std::copy(x, x + given, padded), padded + count, bf16{0});
+      x = padded;
+    }
+    vf squares = zero();
+    for (long k = 0; k < count; k += 16) squares = fma(load(x + k), load(x + k), squares);
+    const float unit = _mm256_cvtss_f32(fixed_unit(_mm256_set1_ps(reduce_add(squares))));
+    const vf inverse = set1(unit > 0 ? 1.f / unit : 0.f);
+    for (long k = 0; k < count; k += 16) {
+      const vf scaled = load(x + k) * inverse;
+      const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b));
+      _mm256_store_si256((__m256i*)(integers + k), _mm256_permute4x64_epi64(words, 0xd8));
+    }
+    return unit;
+  }
+
+  static void interleave(const int16_t (*integers)[kFixedRun], int rows, long pairs, int16_t* to) {
+    for (long p = 0; p < pairs; p += 8) {
+      __m256i v[8];
+      for (int r = 0; r < 8; r++) v[r] = _mm256_load_si256((const __m256i*)(integers[std::min(r, rows - 1)] + 2 * p));
+      transpose_8x8(v);
+      for (int j = 0; j < 8; j++, to += 2 * rows) _mm256_storeu_si256((__m256i*)to, v[j]);
     }
   }
+
+  int16_t* values_;
+  float* units_;  // of each run and row
+  long k_;
+  int rows_;
 };
 
 inline const uint8_t* units_of(const Compact& w, int nb, long run) { return w.units + (nb * runs_of(w.k_steps) + run) * kCols; }
@@ -120,21 +150,21 @@ inline void fix_step(const Compact& w, int nb, int s, const uint64_t*& next, con
   }
 }
 
-// y[ROWS][32] += run `run` of ROWS rows from `row` on times weights w of that run, `count` k-steps.
+// y[ROWS][32] += a run of rows x times weights w, `count` k-steps of it.
 template <int ROWS>
-void fixed_products(const FixedRows& x, long row, long run, const int16_t* w, int count, const float* units, Fetch& fetch, float* y) {
+void fixed_products(const int16_t* x, const float* row_units, const int16_t* w, int count, const float* units, Fetch& fetch, float* y) {
   for (int t = 0; t < 2; t++, w += kTileStep / 2) {
-    const int16_t* at = x.values + row * x.ld + run * kFixedRun;
+    const int16_t* at = x;
     __m256i sums[ROWS * 2];
     unrolled<ROWS * 2>([&](auto i) { sums[i] = _mm256_setzero_si256(); });
     for (int s = 0; s < count; s++) {
       fetch.step();
       const int16_t* tile = w + s * kTileStep;
-      for (int p = 0; p < 16; p++, at += 2) {
-        const __m256i v[2] = {_mm256_loadu_si256((const __m256i*)(tile + p * 32)), _mm256_loadu_si256((const __m256i*)(tile + p * 32 + 16))};
+      for (int p = 0; p < 16; p++, at += 2 * ROWS) {
+        const __m256i v[2] = {_mm256_load_si256((const __m256i*)(tile + p * 32)), _mm256_load_si256((const __m256i*)(tile + p * 32 + 16))};
         unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
           int pair;
-          memcpy(&pair, at + r * x.ld, 4);
+          memcpy(&pair, at + 2 * r, 4);
           const __m256i one = _mm256_set1_epi32(pair);
           unrolled<2>([&](auto half) __attribute__((always_inline)) {
             sums[r * 2 + half] = _mm256_add_epi32(sums[r * 2 + half], _mm256_madd_epi16(v[half], one));
@@ -147,7 +177,7 @@ void fixed_products(const FixedRows& x, long row, long run, const int16_t* w, in
     unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
       float* to = y + r * kCols + t * 16;
       const vf total = {_mm256_cvtepi32_ps(sums[2 * r]), _mm256_cvtepi32_ps(sums[2 * r + 1])};
-      store(to, fma(total * set1(x.units[(row + r) * x.runs + run]), column_units, load(to)));
+      store(to, fma(total * set1(row_units[r]), column_units, load(to)));
     });
   }
 }
@@ -235,19 +265,18 @@ class FixedQuant {
 // The chunk of rows that begins with row0 times block nb. y: [rows][32], room.
 template <typename W>
 void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, float* y) {
-  using Products = void (*)(const FixedRows&, long, long, const int16_t*, int, const float*, Fetch&, float*);
+  using Products = void (*)(const int16_t*, const float*, const int16_t*, int, const float*, Fetch&, float*);
   static constexpr Products kWays[] = {fixed_products<1>, fixed_products<2>, fixed_products<3>, fixed_products<4>, fixed_products<5>, fixed_products<6>};
-  const Groups groups(nullptr, 0, rows);
-  const int passes = 2 * groups.count();
+  const int passes = 2 * x.groups();
   W weights(g, nb);
   alignas(64) int16_t fixed[kFixedSteps * kStepElems];
   float units[kCols];
   std::fill(y, y + rows * kCols, 0.f);
-  for (int run = 0; run < x.runs; run++) {
-    const int s = run * kFixedSteps, count = std::min(kFixedSteps, g.k_steps() - s);
+  for (int s = 0; s < g.k_steps(); s += kFixedSteps) {
+    const int run = s / kFixedSteps, count = std::min(kFixedSteps, g.k_steps() - s);
     Fetch fetch{(const char*)weights.stored(s) + kFixedAhead, (W::kLines + passes - 1) / passes};
     weights.fix(s, count, fixed, units);
-    for (int i = 0; i < groups.count(); i++) kWays[groups.size(i) - 1](x, groups.begin(i), run, fixed, count, units, fetch, y + groups.begin(i) * kCols);
+    for (int i = 0; i < x.groups(); i++) kWays[x.size(i) - 1](x.at(i, run), x.units(i, run), fixed, count, units, fetch, y + x.begin(i) * kCols);
   }
   for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
 }
@@ -259,7 +288,7 @@ inline void run_fixed(const Gemm& g, int threads) {
   auto integers = [&](float* memory, int rows) { return FixedRows(memory + rows * kCols, rows, k); };
   over_chunks(
       g, threads, kFixedPiece / (k * sizeof(int16_t)), [&](int rows) { return rows * kCols * sizeof(float) + FixedRows::bytes(rows, k); },
-      [&](float* memory, int row0, int rows) { for (int r = 0; r < rows; r++) integers(memory, rows).fill(r, g.x + (row0 + r) * g.ldx, g.k); },
+      [&](float* memory, int row0, int rows) { integers(memory, rows).fill(g.x + row0 * g.ldx, g.ldx, g.k); },
       [&](float* memory, int row0, int rows, int nb) { block(g, integers(memory, rows), row0, rows, nb, memory); });
 }
 
