@@ -132,17 +132,18 @@ struct FixedColumns {  // of a run
 // As expand_step, to integers.
 inline void fix_step(const Compact& w, int nb, int s, const uint64_t*& next, const FixedColumns& columns, int16_t* dst) {
   const uint16_t* src = w.step(nb, s);
-  for (int half = 0; half < 4; half++) {
-    const __m256 magic = _mm256_loadu_ps(columns.magic + half * 8);
-    for (int i = 0; i < 4; i++) {
-      const long at = half / 2 * 4 + i;
-      __m256i pairs[4];
-      expand_sixteen(src + at * 96 + half % 2 * 16, pairs);
-      unrolled<4>([&](auto v) __attribute__((always_inline)) {
-        _mm256_store_si256((__m256i*)(dst + at * 128 + v * 32 + half % 2 * 16), in_units(evens(pairs[v]), odds(pairs[v]), magic));
+  for (int t = 0; t < 2; t++) {
+    const __m256 magic[2] = {_mm256_loadu_ps(columns.magic + t * 16), _mm256_loadu_ps(columns.magic + t * 16 + 8)};
+    for (int i = 0; i < 4; i++, src += 96, dst += 128)
+      unrolled<2>([&](auto half) __attribute__((always_inline)) {
+        __m256i pairs[4];
+        expand_sixteen(src + half * 16, pairs);
+        unrolled<4>([&](auto v) __attribute__((always_inline)) {
+          _mm256_store_si256((__m256i*)(dst + v * 32 + half * 16), in_units(evens(pairs[v]), odds(pairs[v]), magic[half]));
+        });
       });
-    }
   }
+  dst -= kStepElems;
   for (const uint64_t step = uint64_t(nb) * w.k_steps + s; *next >> 32 == step; next++) {
     const int place = *next >> 16 & 1023;
     const float shifted = to_float(bf16{uint16_t(*next)}) + columns.magic[place / 512 * 16 + place % 32 / 2];
