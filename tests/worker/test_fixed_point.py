@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.worker.test_kernels import LEVELS, _quantized, installed
+from tests.worker.test_kernels import LEVELS, installed, random_quantized
 from worker.kernels import build
 from worker.kernels.cpu_ops import PackedLinear, QuantizedLinear
 
@@ -116,7 +116,7 @@ def test_rows_do_not_depend_on_each_other_beyond_eight(k):
 def test_quantized_weights(bits, group, m, n, k):
     torch.manual_seed(k)
     for with_offsets in (False, True):
-        values, scales, offsets, weight = _quantized(random.Random(0), n, k, bits, group, with_offsets)
+        values, scales, offsets, weight = random_quantized(random.Random(0), n, k, bits, group, with_offsets)
         linear, x = QuantizedLinear.from_values(values, scales, offsets, bits, group, None), torch.randn(m, k).bfloat16()
         error = (linear(x, torch.float32, path=3).double() - x.double() @ weight.T) / _norms(x, weight)
         assert error.pow(2).mean().sqrt() < 3e-5 and error.abs().max() < 3e-4

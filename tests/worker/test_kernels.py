@@ -172,7 +172,7 @@ def test_packed_linear_refuses_other_types(kernels):
         cpu_ops.PackedLinear(torch.randn(5, 4).bfloat16(), silu_and_mul=True)
 
 
-def _quantized(rng: random.Random, n: int, k: int, bits: int, group: int, with_offsets: bool):
+def random_quantized(rng: random.Random, n: int, k: int, bits: int, group: int, with_offsets: bool):
     """A random quantized weight: (values, scales, offsets or None, the weight it stands for in float64)."""
     groups = -(-k // group) if group > 0 else 1
     values = torch.randint(-8, 8, (n, k), dtype=torch.int8) if bits == 4 else torch.randint(-128, 128, (n, k), dtype=torch.int8)
@@ -191,7 +191,7 @@ def test_quantized_linear(kernels, bits, m):
     torch.manual_seed(m)
     for _ in range(3):
         n, k, group = rng.choice([1, 5, 32, 33, 200]), rng.choice([5, 31, 32, 33, 96, 333, 1100]), rng.choice([32, 64, 128, 256, 512, -1])
-        values, scales, offsets, weight = _quantized(rng, n, k, bits, group, rng.random() < 0.5)
+        values, scales, offsets, weight = random_quantized(rng, n, k, bits, group, rng.random() < 0.5)
         bias = torch.randn(n).bfloat16() if rng.random() < 0.5 else None
         linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, group, bias)
         x = torch.randn(m, k + 3).bfloat16()[:, :k] * torch.rand(m, 1).bfloat16()
@@ -227,7 +227,7 @@ def test_quantize(kernels, bits, relative_error):
 def test_quantized_gate_up(kernels, bits, m):
     rng = random.Random(m)
     torch.manual_seed(m)
-    values, scales, offsets, weight = _quantized(rng, 2 * 37, 100, bits, 32, True)
+    values, scales, offsets, weight = random_quantized(rng, 2 * 37, 100, bits, 32, True)
     scales, offsets, weight, bias = scales / 8, offsets / 8, weight / 8, torch.randn(74).bfloat16()
     linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, 32, bias, silu_and_mul=True)
     x = torch.randn(m, 100).bfloat16()

@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int kFixedRows = 9;                     // from which on it pays: of 8 it takes as long as floats
-constexpr int kFixedQuantRows = 96;               // of weights of 8 and 4 bits, to prepare which costs three times as much
+constexpr int kFixedQuantRows = 96;               // of weights of 8 and 4 bits, which take more work to prepare
 constexpr int kFixedLogitRows = kMostGreedy + 1;  // the largest logit must be the same whether it alone is wanted or all
 constexpr int kFixedSteps = 8;                    // k-steps of a run, whose weights, 16 KiB, stay in L1 while all rows of a chunk meet them
 constexpr int kFixedRun = kFixedSteps * kStep;
@@ -117,40 +117,6 @@ inline __m256i in_units(__m256 even, __m256 odd, __m256 magic) {
   return _mm256_blend_epi16(_mm256_castps_si256(even + magic), _mm256_slli_epi32(_mm256_castps_si256(odd + magic), 16), 0xaa);
 }
 
-struct FixedColumns {  // of a run
-
-  float units[kCols], magic[kCols];
-  explicit FixedColumns(const uint8_t* exponents) {
-    for (int c = 0; c < kCols; c += 8) {
-      const __m256 unit = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(exponents + c))), 23));
-      _mm256_storeu_ps(units + c, unit);
-      _mm256_storeu_ps(magic + c, magic_of(unit));
-    }
-  }
-};
-
-// As expand_step, to integers.
-inline void fix_step(const Compact& w, int nb, int s, const uint64_t*& next, const FixedColumns& columns, int16_t* dst) {
-  const uint16_t* src = w.step(nb, s);
-  for (int t = 0; t < 2; t++) {
-    const __m256 magic[2] = {_mm256_loadu_ps(columns.magic + t * 16), _mm256_loadu_ps(columns.magic + t * 16 + 8)};
-    for (int i = 0; i < 4; i++, src += 96, dst += 128)
-      unrolled<2>([&](auto half) __attribute__((always_inline)) {
-        __m256i pairs[4];
-        expand_sixteen(src + half * 16, pairs);
-        unrolled<4>([&](auto v) __attribute__((always_inline)) {
-          _mm256_store_si256((__m256i*)(dst + v * 32 + half * 16), in_units(evens(pairs[v]), odds(pairs[v]), magic[half]));
-        });
-      });
-  }
-  dst -= kStepElems;
-  for (const uint64_t step = uint64_t(nb) * w.k_steps + s; *next >> 32 == step; next++) {
-    const int place = *next >> 16 & 1023;
-    const float shifted = to_float(bf16{uint16_t(*next)}) + columns.magic[place / 512 * 16 + place % 32 / 2];
-    memcpy(dst + place, &shifted, 2);
-  }
-}
-
 // y[ROWS][32] += a run of rows x times weights w, `count` k-steps of it.
 template <int ROWS>
 void fixed_products(const int16_t* x, const float* row_units, const int16_t* w, int count, const float* units, Fetch& fetch, float* y) {
@@ -190,12 +156,39 @@ class FixedCompact {
   static constexpr int kLines = Compact::kStepWords / 32;
   const void* stored(int s) const { return w_.step(nb_, s); }
   void fix(int s, int count, int16_t* fixed, float* units) {
-    const FixedColumns columns(units_of(w_, nb_, s / kFixedSteps));
-    for (int i = 0; i < count; i++) fix_step(w_, nb_, s + i, next_, columns, fixed + i * kStepElems);
-    std::copy(columns.units, columns.units + kCols, units);
+    const uint8_t* exponents = units_of(w_, nb_, s / kFixedSteps);
+    float magic[kCols];
+    for (int c = 0; c < kCols; c += 8) {
+      const __m256 unit = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(exponents + c))), 23));
+      _mm256_storeu_ps(units + c, unit);
+      _mm256_storeu_ps(magic + c, magic_of(unit));
+    }
+    for (int i = 0; i < count; i++) fix_step(s + i, magic, fixed + i * kStepElems);
   }
 
  private:
+  // As expand_step, to integers.
+  void fix_step(int s, const float* magic, int16_t* fixed) {
+    const uint16_t* src = w_.step(nb_, s);
+    int16_t* dst = fixed;
+    for (int t = 0; t < 2; t++) {
+      const __m256 magics[2] = {_mm256_loadu_ps(magic + t * 16), _mm256_loadu_ps(magic + t * 16 + 8)};
+      for (int i = 0; i < 4; i++, src += 96, dst += 128)
+        unrolled<2>([&](auto half) __attribute__((always_inline)) {
+          __m256i pairs[4];
+          expand_sixteen(src + half * 16, pairs);
+          unrolled<4>([&](auto v) __attribute__((always_inline)) {
+            _mm256_store_si256((__m256i*)(dst + v * 32 + half * 16), in_units(evens(pairs[v]), odds(pairs[v]), magics[half]));
+          });
+        });
+    }
+    for (const uint64_t step = uint64_t(nb_) * w_.k_steps + s; *next_ >> 32 == step; next_++) {
+      const int place = *next_ >> 16 & 1023;
+      const float shifted = to_float(bf16{uint16_t(*next_)}) + magic[place / 512 * 16 + place % 32 / 2];
+      memcpy(fixed + place, &shifted, 2);
+    }
+  }
+
   const Compact& w_;
   int nb_;
   const uint64_t* next_;
@@ -247,8 +240,9 @@ class FixedQuant {
   template <typename F>
   void over_pairs(int s, int count, int half, int16_t* fixed, F&& f) const {
     for (int i = 0; i < count; i++) {
-      const long group = q_.group_at(nb_, (s + i) * kStep) + half * 8;
-      const __m256 scale = load8(q_.scales + group), offset = q_.offsets ? load8(q_.offsets + group) : _mm256_setzero_ps();
+      const long group = q_.group_at(nb_, (s + i) * kStep) + half / 2 * 16;
+      const vf scales = load(q_.scales + group), offsets = q_.offsets ? load(q_.offsets + group) : zero();
+      const __m256 scale = half % 2 ? scales.b : scales.a, offset = half % 2 ? offsets.b : offsets.a;
       int16_t* at = fixed + i * kStepElems + half / 2 * (kTileStep / 2) + half % 2 * 16;
       for (int p = 0; p < 16; p++, at += 32) {
         const __m256i pairs = _mm256_load_si256((const __m256i*)at);
@@ -257,7 +251,6 @@ class FixedQuant {
       }
     }
   }
-  static __m256 load8(const bf16* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16)); }
 
   const Quant& q_;
   int nb_;
