@@ -29,6 +29,7 @@ def plot(runs: Sequence[dict[str, Any]], path: str) -> None:
             panel.plot(throughput, [run[key] for run in runs], marker="o", label=label)
         for run, x in zip(runs, throughput, strict=True):
             panel.annotate(str(run["max_concurrency"] or run["request_rate"]), (x, run[f"median_{metric}_ms"]), textcoords="offset points", xytext=(5, 5))
+        panel.margins(x=0.1)  # for the last label
         panel.set(xlabel="output tokens per second", ylabel="ms", title=title)
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
