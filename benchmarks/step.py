@@ -110,6 +110,7 @@ def main() -> int:
     parser.add_argument("--cpu-time", action="store_true", help="count the time of this process only; with one thread")
     args = parser.parse_args()
     clock = time.thread_time if args.cpu_time else time.perf_counter
+    torch.set_num_threads(args.threads)  # what the kernels take when they are loaded
     if not KERNELS.load(background=False):
         parser.error(KERNELS.status)
     KERNELS.lib = timed = Timed(KERNELS.lib, clock)
