@@ -1,4 +1,5 @@
-"""Products of many rows as fixed-point numbers (csrc/gemm_fixed.h), with AVX2: how exact they are, against float64, and what they do with what is extreme."""
+"""Products of many rows as fixed-point numbers (csrc/gemm_fixed.h), and attention (csrc/attention_avx2.h), with AVX2: how exact they are, against float64, and what they do with
+what is extreme."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import random
 import pytest
 import torch
 
-from tests.worker.test_kernels import LEVELS, installed, random_quantized
-from worker.kernels import build
+from tests.worker.test_kernels import LEVELS, dense_attention, installed, random_quantized
+from worker.kernels import build, cpu_ops
 from worker.kernels.cpu_ops import PackedLinear, QuantizedLinear
 
 FIXED, FLOATS = 0, 3  # paths of 9 rows and more; of float32 outputs from 33 on
@@ -122,3 +123,37 @@ def test_quantized_weights(bits, group, m, n, k):
         assert error.pow(2).mean().sqrt() < 3e-5 and error.abs().max() < 3e-4
         if m >= 96:
             assert torch.equal(linear(x), linear(x, path=3)) and not torch.equal(linear(x), linear(x, path=1))
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, path: int = 0) -> torch.Tensor:
+    """One request, its keys and values in blocks of 16."""
+    length, heads, head_dim = k.shape
+    blocks = -(-length // 16)
+    caches = [torch.zeros(blocks, 16, heads, head_dim, dtype=torch.bfloat16) for _ in range(2)]
+    for cache, x in zip(caches, (k, v)):
+        cache.view(-1, heads, head_dim)[:length] = x
+    return cpu_ops.paged_attention(q, *caches, torch.arange(blocks)[None].int(), torch.tensor([length]).int(), torch.tensor([0, len(q)]).int(), head_dim**-0.5, path=path)
+
+
+@pytest.mark.parametrize("of", [_gaussian, _heavy_tailed])
+@pytest.mark.parametrize(("tokens", "length", "group", "head_dim"), [(16, 16, 2, 32), (40, 300, 1, 64), (200, 333, 3, 128), (50, 130, 8, 288)])
+def test_attention_is_as_exact_as_its_results_can_be(of, tokens, length, group, head_dim):
+    """Beside the rounding of the results to bfloat16, that of keys, values and their weights hardly shows."""
+    torch.manual_seed(tokens)
+    q, k, v = torch.randn(tokens, 2 * group, head_dim).bfloat16(), torch.randn(length, 2, head_dim).bfloat16(), of(length, 2, head_dim).bfloat16()
+    want = dense_attention(q, k, v, head_dim**-0.5, None, None)
+    error, rounding = (_attend(q, k, v).double() - want), want.bfloat16().double() - want
+    assert error.pow(2).mean().sqrt() < 1.02 * rounding.pow(2).mean().sqrt()
+    assert not torch.equal(_attend(q, k, v), _attend(q, k, v, path=1)) or head_dim == 32  # that is floats
+
+
+def test_attention_to_values_of_any_size():
+    """An entry a thousand times as large as others takes from the precision of its column's, and is not lost; nor is what is tiny throughout."""
+    torch.manual_seed(0)
+    for scale in (1e-15, 1.0, 1e15):
+        q, k, v = torch.randn(60, 4, 64).bfloat16(), torch.randn(200, 2, 64).bfloat16(), (_with_outliers(200, 2, 64) * scale).bfloat16()
+        error = (_attend(q, k, v).double() - dense_attention(q, k, v, 0.125, None, None)).abs()
+        assert (error <= 2**-8 * v.double().abs().amax(0).repeat_interleave(2, 0)).all()
+    v[3, 1, 5] = float("inf")
+    got = _attend(q, k, v)
+    assert not got[:, 2:, 5].isfinite().any() and got[:, :2].isfinite().all() and got[:, 2:, 6:].isfinite().all()

@@ -4,7 +4,8 @@
 // (attention_vector.h), bf16 without AVX-512 in a way of its own (attention_avx2.h). Keys that several requests share are read once for all of them (attention_share.h).
 //
 // Key ranges start at absolute multiples of kSplit and partial results merge in order, so neither the batch nor the number of threads changes a token's result
-// as long as it goes the same way. It always does if `path` says which: sharing keys changes no bit then. With path 0 shared keys go the way of prefill.
+// as long as it goes the same way. It always does if `path` says which: sharing keys changes no bit then. With path 0 shared keys go the way of prefill, and with AVX2 alone many
+// rows are fixed-point numbers, of which the values are rounded beside those of the other keys of a task.
 #include <numeric>
 
 #include "attention.h"
@@ -51,7 +52,7 @@ struct Plan {
 
 constexpr int kTokensAtOnce = 4;    // of a prefill on the vector path
 constexpr int kTokensSharing = 16;  // of a task of shared keys there
-constexpr int kRowsAtOnce = 192;    // of both, where they are products of tiles
+constexpr int kRowsAtOnce = 384;    // of both, where they are products of tiles
 
 class Planner {
  public:
@@ -253,7 +254,8 @@ size_t vector_bytes(const Step& s, const Plan& plan) {
 #if defined(__AVX512F__)
   return State::floats(rows, d) * sizeof(float);
 #else
-  return State::floats(rows, d) * sizeof(float) + std::max(FewRows::bytes(rows, d), RowsScratch::bytes(plan.vector_tokens * s.group(), d));
+  const int task_rows = plan.vector_tokens * s.group();
+  return State::floats(rows, d) * sizeof(float) + std::max({FewRows::bytes(rows, d), FloatTiles::bytes(task_rows, d), FixedTiles::bytes(task_rows, d)});
 #endif
 }
 
@@ -262,8 +264,8 @@ template <typename T>
 void attend(const Step& s, const VectorTask& t, State state, char* memory) {
 #if !defined(__AVX512F__)
   if constexpr (std::is_same_v<T, bf16>) {
-    if (t.by_rows) attend_rows(s, t.table, t.tokens, t.count, t.h0, t.h1, t.begin, t.end, state, memory);
-    else attend_vector<T, FewRows>(s, t.table, t.tokens, t.count, t.h0, t.h1, t.begin, t.end, state, memory);
+    const auto by_rows = t.count * s.group() >= kFixedAttentionRows ? attend_rows<FixedTiles> : attend_rows<FloatTiles>;
+    (t.by_rows ? by_rows : attend_vector<T, FewRows>)(s, t.table, t.tokens, t.count, t.h0, t.h1, t.begin, t.end, state, memory);
     return;
   }
 #endif

@@ -2,13 +2,14 @@
 #pragma once
 
 #include "attention_vector.h"
-#include "vector_tiles.h"
+#include "fixed_tiles.h"
 
 #if !defined(__AVX512F__)
 
 namespace {
 
-constexpr int kKeys = 128;  // at a time, of many rows: what is made of them stays in L2, 32 KiB of each K and V
+constexpr int kKeys = 128;               // at a time, of many rows: what is made of them stays in L2, 32 KiB of each K and V
+constexpr int kFixedAttentionRows = 32;  // from which on it pays to make integers of them
 
 // --- many rows --------------------------------------------------------------------------------------------------------------------------------------
 
@@ -35,23 +36,89 @@ inline void pack_values(const bf16* const* rows, long d, bf16* tiles) {
     }
 }
 
-struct RowsScratch {
-  Groups q;
-  bf16 *k, *v;
+// How attend_rows computes: rows of queries and, beside each other, kKeys keys and values of a KV head, as floats ...
+class FloatTiles {
+ public:
   static size_t bytes(long rows, long d) { return Groups::floats(d, rows) * sizeof(float) + 2 * kKeys * d * sizeof(bf16); }
-  RowsScratch(char* memory, int rows, long d) : q((float*)memory, d, rows), k((bf16*)(memory + Groups::floats(d, rows) * sizeof(float))), v(k + kKeys * d) {}
+  FloatTiles(char* memory, int rows, long d) : d_(d), q_((float*)memory, d, rows), k_((bf16*)(memory + Groups::floats(d, rows) * sizeof(float))), v_(k_ + kKeys * d) {}
+
+  int groups() const { return q_.count(); }
+  int begin(int group) const { return q_.begin(group); }
+  int size(int group) const { return q_.size(group); }
+  template <typename F>
+  void queries(F&& row) const { q_.fill(d_, row); }
+  void keys(const bf16* const* k, const bf16* const* v) { pack_keys(k, d_, k_), pack_values(v, d_, v_); }
+
+  // x[r][kKeys] += the group's queries times 32 * steps keys.
+  void score(int group, int steps, float* x) {
+    for (int b = 0; b < steps * 32; b += 32) vector_group(size(group), q_.at(group, 0), k_ + b * d_, int(d_ / 32), none_, x + b, kKeys);
+  }
+  // acc[r][d] += x[r] times values.
+  void add(int group, int steps, const float* x, float* acc) {
+    for (long c = 0; c < d_; c += 32) vector_group<kKeys>(size(group), x, v_ + c * kKeys, steps, none_, acc + c, d_);
+  }
+
+ private:
+  long d_;
+  Groups q_;
+  bf16 *k_, *v_;
+  Fetch none_;
+};
+
+// ... or as fixed-point numbers: a key is a column of runs of its own, values are columns of kKeys.
+class FixedTiles {
+ public:
+  static size_t bytes(long rows, long d) { return unit_count(d) * sizeof(float) + 2 * kKeys * d * sizeof(bf16) + FixedRows::bytes(rows, d); }
+  FixedTiles(char* memory, int rows, long d)
+      : d_(d), k_units_((float*)memory), v_units_(k_units_ + kKeys * runs_of(d / 32)), k_((bf16*)(k_units_ + unit_count(d))), v_(k_ + kKeys * d), q_(v_ + kKeys * d, rows, d) {}
+
+  int groups() const { return q_.groups(); }
+  int begin(int group) const { return q_.begin(group); }
+  int size(int group) const { return q_.size(group); }
+  template <typename F>
+  void queries(F&& row) const { q_.fill(d_, row); }
+  void keys(const bf16* const* k, const bf16* const* v) {
+    pack_keys(k, d_, k_), pack_values(v, d_, v_);
+    for (int b = 0; b < kKeys; b += 32) over_runs(b, [&](long, bf16* tiles, int count, float* units) { fix_tiles(tiles, count, units); });
+    for (long c = 0; c < d_; c += 32) fix_tiles(v_ + c * kKeys, kKeys / 32, v_units_ + c);
+  }
+  void score(int group, int steps, float* x) {
+    for (int b = 0; b < steps * 32; b += 32)
+      over_runs(b, [&](long run, const bf16* tiles, int count, const float* units) { fixed_group(q_, group, run, (const int16_t*)tiles, count, units, none_, x + b, kKeys); });
+  }
+  void add(int group, int steps, const float* x, float* acc) {
+    alignas(32) char memory[FixedRows::bytes(kMostRows, kKeys)];
+    const FixedRows weights(memory, size(group), steps * 32);
+    weights.fill(steps * 32, [&](int r) { return x + r * kKeys; });
+    for (long c = 0; c < d_; c += 32) fixed_group(weights, 0, 0, (const int16_t*)v_ + c * kKeys, steps, v_units_ + c, none_, acc + c, d_);
+  }
+
+ private:
+  static long unit_count(long d) { return kKeys * runs_of(d / 32) + d; }
+  template <typename F>
+  void over_runs(int b, F&& f) {  // of 32 keys
+    const long steps = d_ / 32, runs = runs_of(steps);
+    for (long run = 0; run < runs; run++)
+      f(run, k_ + b * d_ + run * kFixedSteps * kTileStep, int(std::min(long(kFixedSteps), steps - run * kFixedSteps)), k_units_ + (b / 32 * runs + run) * 32);
+  }
+
+  long d_;
+  float *k_units_, *v_units_;
+  bf16 *k_, *v_;  // these become integers where they lie
+  FixedRows q_;
+  Fetch none_;
 };
 
 // As attend_vector, for a head_dim that is a multiple of 32.
-inline void attend_rows(const Step& s, const int* table, const int* tokens, int count, long h0, long h1, long begin, long end, State state, char* memory) {
+template <typename Tiles>
+void attend_rows(const Step& s, const int* table, const int* tokens, int count, long h0, long h1, long begin, long end, State state, char* memory) {
   const Layer& l = s.layer;
   const long d = l.head_dim;
   const int g = s.group(), rows = count * g;
-  RowsScratch scratch(memory, rows, d);
+  Tiles tiles(memory, rows, d);
   static constexpr float (*kWeigh[])(const Layer&, float*, long, long, float&, float&) = {weigh<2>, weigh<4>, weigh<6>, weigh<8>};
-  Fetch none;
   for (long h = h0; h < h1; h++) {
-    scratch.q.fill(d, [&](int r) { return (const bf16*)s.q + tokens[r / g] * s.ldq + (h * g + r % g) * d; });
+    tiles.queries([&](int r) { return (const bf16*)s.q + tokens[r / g] * s.ldq + (h * g + r % g) * d; });
     for (long key = begin / kKeys * kKeys; key < end; key += kKeys) {
       const bf16 *k[kKeys], *v[kKeys];
       for (int j = 0; j < kKeys; j++) {
@@ -59,23 +126,22 @@ inline void attend_rows(const Step& s, const int* table, const int* tokens, int 
         k[j] = (const bf16*)l.k_cache + l.k_place(table, at) + h * l.k_head;
         v[j] = (const bf16*)l.v_cache + l.v_place(table, at) + h * l.v_head;
       }
-      pack_keys(k, d, scratch.k);
-      pack_values(v, d, scratch.v);
-      for (int i = 0; i < scratch.q.count(); i++) {
-        const int first = scratch.q.begin(i), size = scratch.q.size(i);
+      tiles.keys(k, v);
+      for (int i = 0; i < tiles.groups(); i++) {
+        const int first = tiles.begin(i), size = tiles.size(i);
         const long row0 = (h - h0) * rows + first;
         float *acc = state.acc + row0 * d, x[kMostRows * kKeys] = {};
         const long seen = std::min(end, s.position[tokens[(first + size - 1) / g]] + 1) - key;  // a task's tokens ascend, or all see all its keys
         if (seen <= 0) continue;
         const int steps = int(std::min((seen + 31) / 32, kKeys / 32L));
-        for (int b = 0; b < steps * 32; b += 32) vector_group(size, scratch.q.at(i, 0), scratch.k + b * d, int(d / 32), none, x + b, kKeys);
+        tiles.score(i, steps, x);
         for (int r = 0; r < size; r++) {
           const long position = s.position[tokens[(first + r) / g]];
           const float correction = kWeigh[steps - 1](l, x + r * kKeys, std::max(begin, s.first_key(position)) - key, std::min(end, position + 1) - key, state.m[row0 + r],
                                                      state.l[row0 + r]);
           if (correction != 1.f) for (long c = 0; c < d; c += 16) store(acc + r * d + c, load(acc + r * d + c) * set1(correction));
         }
-        for (long c = 0; c < d; c += 32) vector_group<kKeys>(size, x, scratch.v + c * kKeys, steps, none, acc + c, d);
+        tiles.add(i, steps, x, acc);
       }
     }
   }

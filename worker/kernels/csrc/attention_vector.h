@@ -112,7 +112,7 @@ struct Tile {
 // A running softmax over rows: maximum, sum and weighted values so far.
 struct State {
   float *m, *l, *acc;
-  static size_t floats(long rows, long d) { return rows * (d + 2); }
+  static size_t floats(long rows, long d) { return (rows * (d + 2) + 15) / 16 * 16; }  // what lies behind is aligned, too
   State(float* p, long rows) : m(p), l(p + rows), acc(p + 2 * rows) {}
   void clear(long rows, long d) {
     std::fill(m, m + rows, kNegInf);

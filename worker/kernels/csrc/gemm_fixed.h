@@ -1,11 +1,8 @@
-// Products of many rows by AVX2 as fixed-point numbers: of integers of 16 bits one instruction multiplies twice as many as of floats. For compact weights, and for those of 8
-// and 4 bits, whose groups are too short for integers of their own (gemm_avx2.h) to be as fast.
-//
-// A run of k of a row, and of a column of the weight, is written as integers times a power of two, its unit, such that its Euclidean norm is 16000 to 32000 units.
-// So no sum of products leaves 32 bits (Cauchy-Schwarz), and none is rounded. Entries of 128 units and more are what they were, for a bf16 has 8 bits; smaller ones are rounded
-// to whole units, by at most 1/32000 of the norm: a fifth to a fifteenth of the error that rounding activations to bf16 has made before.
+// Products of many rows by AVX2 as fixed-point numbers (fixed_tiles.h). For compact weights, and for those of 8 and 4 bits, whose groups are too short for integers of their own
+// (gemm_avx2.h) to be as fast.
 #pragma once
 
+#include "fixed_tiles.h"
 #include "gemm_avx2.h"
 
 #if !defined(__AVX512F__)
@@ -15,78 +12,8 @@ namespace {
 constexpr int kFixedRows = 9;                     // from which on it pays: of 8 it takes as long as floats
 constexpr int kFixedQuantRows = 96;               // of weights of 8 and 4 bits, which take more work to prepare
 constexpr int kFixedLogitRows = kMostGreedy + 1;  // the largest logit must be the same whether it alone is wanted or all
-constexpr int kFixedSteps = 8;                    // k-steps of a run, whose weights, 16 KiB, stay in L1 while all rows of a chunk meet them
-constexpr int kFixedRun = kFixedSteps * kStep;
 constexpr long kFixedPiece = 1 << 20;   // bytes of the rows of a chunk
 constexpr long kFixedAhead = 16 << 10;  // bytes that the memory is ahead
-
-inline long runs_of(long k_steps) { return (k_steps + kFixedSteps - 1) / kFixedSteps; }
-
-// The units of runs that have these sums of squares. Where they are no finite number, from a norm of 2^64 on, infinite, so that results are not finite either.
-inline __m256 fixed_unit(__m256 squares) {
-  return _mm256_and_ps(_mm256_sqrt_ps(squares) * _mm256_set1_ps(1.f / 16000), _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000)));
-}
-
-// Rows as integers, in groups of at most kMostRows: run by run, in a run group by group, in a group pair of k by pair of k. So a block of the weight reads them front to back.
-class FixedRows {
- public:
-  FixedRows(void* memory, int rows, long k) : values_((int16_t*)memory), units_((float*)(values_ + rows * k + 16)), k_(k), rows_(rows) {}  // eight pairs are stored at a time
-  static size_t bytes(long rows, long k) { return (rows * k + 16) * sizeof(int16_t) + rows * runs_of(k / kStep) * sizeof(float); }
-
-  int groups() const { return (rows_ + kMostRows - 1) / kMostRows; }
-  int begin(int group) const { return int(long(rows_) * group / groups()); }
-  int size(int group) const { return begin(group + 1) - begin(group); }
-  const int16_t* at(int group, long run) const { return values_ + place(group, run); }
-  const float* units(int group, long run) const { return units_ + run * rows_ + begin(group); }
-
-  // x: the first row. A row has `given` elements, and zeros from there on.
-  void fill(const bf16* x, long ldx, long given) const {
-    for (long run = 0; run < runs_of(k_ / kStep); run++)
-      for (int i = 0; i < groups(); i++) {  // in order: what is stored beyond a group is in the next one's place
-        alignas(32) int16_t integers[kMostRows][kFixedRun];
-        for (int r = 0; r < size(i); r++)
-          units_[run * rows_ + begin(i) + r] = fix_row(x + (begin(i) + r) * ldx + run * kFixedRun, std::min(given - run * kFixedRun, count(run)), count(run), integers[r]);
-        interleave(integers, size(i), count(run) / 2, values_ + place(i, run));
-      }
-  }
-
- private:
-  long count(long run) const { return std::min(long(kFixedRun), k_ - run * kFixedRun); }
-  long place(int group, long run) const { return rows_ * run * kFixedRun + begin(group) * count(run); }
-
-  // Returns the unit.
-  static float fix_row(const bf16* x, long given, long count, int16_t* integers) {
-    bf16 padded[kFixedRun];
-    if (given < count) {
-      std::fill(std::copy(x, x + given, padded), padded + count, bf16{0});
-      x = padded;
-    }
-    vf squares = zero();
-    for (long k = 0; k < count; k += 16) squares = fma(load(x + k), load(x + k), squares);
-    const float unit = _mm256_cvtss_f32(fixed_unit(_mm256_set1_ps(reduce_add(squares))));
-    const vf inverse = set1(unit > 0 ? 1.f / unit : 0.f);
-    for (long k = 0; k < count; k += 16) {
-      const vf scaled = load(x + k) * inverse;
-      const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b));
-      _mm256_store_si256((__m256i*)(integers + k), _mm256_permute4x64_epi64(words, 0xd8));
-    }
-    return unit;
-  }
-
-  static void interleave(const int16_t (*integers)[kFixedRun], int rows, long pairs, int16_t* to) {
-    for (long p = 0; p < pairs; p += 8) {
-      __m256i v[8];
-      for (int r = 0; r < 8; r++) v[r] = _mm256_load_si256((const __m256i*)(integers[std::min(r, rows - 1)] + 2 * p));
-      transpose_8x8(v);
-      for (int j = 0; j < 8; j++, to += 2 * rows) _mm256_storeu_si256((__m256i*)to, v[j]);
-    }
-  }
-
-  int16_t* values_;
-  float* units_;  // of each run and row
-  long k_;
-  int rows_;
-};
 
 inline const uint8_t* units_of(const Compact& w, int nb, long run) { return w.units + (nb * runs_of(w.k_steps) + run) * kCols; }
 
@@ -94,59 +21,20 @@ inline const uint8_t* units_of(const Compact& w, int nb, long run) { return w.un
 // compact weight have them, less by `shift`.
 inline void find_units(const bf16* packed, long k, int shift, uint8_t* units) {
   for (long begin = 0; begin < k; begin += kFixedRun, units += kCols)
-    for (int half = 0; half < 4; half++) {  // eight columns
-      const bf16* columns = packed + begin / kStep * kStepElems + half / 2 * (kTileStep / 2) + half % 2 * 16;
+    for (int part = 0; part < 4; part++) {  // eight columns
       const long pairs = (std::min(long(kFixedRun), k - begin) + 1) / 2;
       __m256 even = _mm256_setzero_ps(), odd = even;
       for (long p = 0; p < pairs; p++) {
-        const __m256i both = load_pairs(columns + p / 16 * kStepElems + p % 16 * 32);
+        const __m256i both = load_pairs(packed + begin / kStep * kStepElems + pair_place(part, p));
         even = _mm256_fmadd_ps(evens(both), evens(both), even), odd = _mm256_fmadd_ps(odds(both), odds(both), odd);
       }
       alignas(32) int bits[8];
       _mm256_store_si256((__m256i*)bits, _mm256_castps_si256(fixed_unit(even + odd)));
       for (int c = 0; c < 8; c++) {
         const int exponent = bits[c] >> 23;
-        units[half * 8 + c] = uint8_t(exponent == 0 || exponent == 255 ? exponent : std::clamp(exponent - shift, 0, 254));
+        units[part * 8 + c] = uint8_t(exponent == 0 || exponent == 255 ? exponent : std::clamp(exponent - shift, 0, 254));
       }
     }
-}
-
-// Weights of even k and of odd k in units, as pairs. Adding 1.5 * 2^23 units leaves in a float's lower bits how many units it is.
-inline __m256 magic_of(__m256 unit) { return unit * _mm256_set1_ps(1.5f * (1 << 23)); }
-inline __m256i in_units(__m256 even, __m256 odd, __m256 magic) {
-  return _mm256_blend_epi16(_mm256_castps_si256(even + magic), _mm256_slli_epi32(_mm256_castps_si256(odd + magic), 16), 0xaa);
-}
-
-// y[ROWS][32] += a run of rows x times weights w, `count` k-steps of it.
-template <int ROWS>
-void fixed_products(const int16_t* x, const float* row_units, const int16_t* w, int count, const float* units, Fetch& fetch, float* y) {
-  for (int t = 0; t < 2; t++, w += kTileStep / 2) {
-    const int16_t* at = x;
-    __m256i sums[ROWS * 2];
-    unrolled<ROWS * 2>([&](auto i) { sums[i] = _mm256_setzero_si256(); });
-    for (int s = 0; s < count; s++) {
-      fetch.step();
-      const int16_t* tile = w + s * kTileStep;
-      for (int p = 0; p < 16; p++, at += 2 * ROWS) {
-        const __m256i v[2] = {_mm256_load_si256((const __m256i*)(tile + p * 32)), _mm256_load_si256((const __m256i*)(tile + p * 32 + 16))};
-        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-          int pair;
-          memcpy(&pair, at + 2 * r, 4);
-          const __m256i one = _mm256_set1_epi32(pair);
-          unrolled<2>([&](auto half) __attribute__((always_inline)) {
-            sums[r * 2 + half] = _mm256_add_epi32(sums[r * 2 + half], _mm256_madd_epi16(v[half], one));
-            asm("" : "+x"(sums[r * 2 + half]));  // as in gemm_avx2.h
-          });
-        });
-      }
-    }
-    const vf column_units = load(units + t * 16);
-    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-      float* to = y + r * kCols + t * 16;
-      const vf total = {_mm256_cvtepi32_ps(sums[2 * r]), _mm256_cvtepi32_ps(sums[2 * r + 1])};
-      store(to, fma(total * set1(row_units[r]), column_units, load(to)));
-    });
-  }
 }
 
 // A block of a weight, run by run as integers: those of a run come with their columns' units.
@@ -202,14 +90,14 @@ class FixedQuant {
   const void* stored(int s) const { return q_.step(nb_, s / 2); }
   void fix(int s, int count, int16_t* fixed, float* units) const {
     for (int i = 0; i < count; i += 2) widen(s + i, fixed + i * kStepElems);
-    for (int half = 0; half < 4; half++) {  // eight columns
+    for (int part = 0; part < 4; part++) {  // eight columns
       __m256 squares[4] = {};
-      over_pairs(s, count, half, fixed, [&](int i, int16_t*, __m256 even, __m256 odd) __attribute__((always_inline)) {
+      over_pairs(s, count, part, fixed, [&](int i, int16_t*, __m256 even, __m256 odd) __attribute__((always_inline)) {
         squares[i] = _mm256_fmadd_ps(even, even, squares[i]), squares[i + 2] = _mm256_fmadd_ps(odd, odd, squares[i + 2]);
       });
       const __m256 unit = fixed_unit((squares[0] + squares[1]) + (squares[2] + squares[3])), magic = magic_of(unit);
-      _mm256_storeu_ps(units + half * 8, unit);
-      over_pairs(s, count, half, fixed, [&](int, int16_t* at, __m256 even, __m256 odd) __attribute__((always_inline)) {
+      _mm256_storeu_ps(units + part * 8, unit);
+      over_pairs(s, count, part, fixed, [&](int, int16_t* at, __m256 even, __m256 odd) __attribute__((always_inline)) {
         _mm256_store_si256((__m256i*)at, in_units(even, odd, magic));
       });
     }
@@ -238,13 +126,13 @@ class FixedQuant {
 
   // f(0 or 1, where both are, weights of even k, of odd k) for all pairs of eight columns.
   template <typename F>
-  void over_pairs(int s, int count, int half, int16_t* fixed, F&& f) const {
+  void over_pairs(int s, int count, int part, int16_t* fixed, F&& f) const {
     for (int i = 0; i < count; i++) {
-      const long group = q_.group_at(nb_, (s + i) * kStep) + half / 2 * 16;
+      const long group = q_.group_at(nb_, (s + i) * kStep) + part / 2 * 16;
       const vf scales = load(q_.scales + group), offsets = q_.offsets ? load(q_.offsets + group) : zero();
-      const __m256 scale = half % 2 ? scales.b : scales.a, offset = half % 2 ? offsets.b : offsets.a;
-      int16_t* at = fixed + i * kStepElems + half / 2 * (kTileStep / 2) + half % 2 * 16;
-      for (int p = 0; p < 16; p++, at += 32) {
+      const __m256 scale = part % 2 ? scales.b : scales.a, offset = part % 2 ? offsets.b : offsets.a;
+      for (int p = 0; p < 16; p++) {
+        int16_t* at = fixed + pair_place(part, i * 16 + p);
         const __m256i pairs = _mm256_load_si256((const __m256i*)at);
         f(p % 2, at, _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16)), scale, offset),
           _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16)), scale, offset));
@@ -259,8 +147,6 @@ class FixedQuant {
 // The chunk of rows that begins with row0 times block nb. y: [rows][32], room.
 template <typename W>
 void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, float* y) {
-  using Products = void (*)(const int16_t*, const float*, const int16_t*, int, const float*, Fetch&, float*);
-  static constexpr Products kWays[] = {fixed_products<1>, fixed_products<2>, fixed_products<3>, fixed_products<4>, fixed_products<5>, fixed_products<6>};
   const int passes = 2 * x.groups();
   W weights(g, nb);
   alignas(64) int16_t fixed[kFixedSteps * kStepElems];
@@ -270,7 +156,7 @@ void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, 
     const int run = s / kFixedSteps, count = std::min(kFixedSteps, g.k_steps() - s);
     Fetch fetch{(const char*)weights.stored(s) + kFixedAhead, (W::kLines + passes - 1) / passes};
     weights.fix(s, count, fixed, units);
-    for (int i = 0; i < x.groups(); i++) kWays[x.size(i) - 1](x.at(i, run), x.units(i, run), fixed, count, units, fetch, y + x.begin(i) * kCols);
+    for (int i = 0; i < x.groups(); i++) fixed_group(x, i, run, fixed, count, units, fetch, y + x.begin(i) * kCols, kCols);
   }
   for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
 }
@@ -282,7 +168,7 @@ inline void run_fixed(const Gemm& g, int threads) {
   auto integers = [&](float* memory, int rows) { return FixedRows(memory + rows * kCols, rows, k); };
   over_chunks(
       g, threads, kFixedPiece / (k * sizeof(int16_t)), [&](int rows) { return rows * kCols * sizeof(float) + FixedRows::bytes(rows, k); },
-      [&](float* memory, int row0, int rows) { integers(memory, rows).fill(g.x + row0 * g.ldx, g.ldx, g.k); },
+      [&](float* memory, int row0, int rows) { integers(memory, rows).fill(g.k, [&](int r) { return g.x + (row0 + r) * g.ldx; }); },
       [&](float* memory, int row0, int rows, int nb) { block(g, integers(memory, rows), row0, rows, nb, memory); });
 }
 
