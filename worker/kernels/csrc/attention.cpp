@@ -155,7 +155,7 @@ class Planner {
   // How many tokens a task of one KV head takes, for requests of so many: those of `rows` rows, fewer where that would leave threads idle.
   int tokens_at_once(long rows, const std::vector<int>& counts) const {
     const int g = s_.group();
-    for (; rows > 32; rows /= 2) {
+    for (; rows >= 64; rows /= 2) {  // 32 and more remain
       long tasks = 0;
       for (int count : counts) tasks += (count * g + rows - 1) / rows * l_.num_kv_heads;
       if (tasks >= 4L * threads_) break;
