@@ -3,7 +3,7 @@
 A block holds the keys and values of `block_size` consecutive tokens. A *full* block whose tokens are known has a hash that covers every token before it
 (its parent's hash, its ids, and at the root of the chain whatever else the values depend on), so equal hashes mean equal contents. Such a block is
 *published* in a hash map as soon as it is scheduled: steps run in order, and a layer writes all keys and values of a step before it attends, so even a
-request of the same step may read it.
+request of the same step may read it. Should that step fail, the scheduler computes again whatever was built on the block (`Scheduler._recompute_dependents`).
 
     ref_count > 0              held by that many requests
     ref_count = 0, published   free, but still found by its hash until it is taken for something else (least recently used first)
@@ -149,20 +149,29 @@ class KVCacheManager:
         request.block_ids += block_ids
         return block_ids
 
-    def publish(self, request: Request) -> None:
-        """Publish its full blocks that are scheduled (`num_computed_tokens` says so) and whose token ids are known."""
-        num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+    def publish(self, request: Request) -> list[int]:
+        """Publish its full blocks that are scheduled (`num_computed_tokens` says so) and whose token ids are known. Returns those that are new."""
+        first, num_full = request.num_published, min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        if num_full <= first:
+            return []
         self._extend_hashes(request, num_full)
-        for i in range(request.num_published, num_full):
+        for i in range(first, num_full):
             self.pool.publish(request.block_ids[i], request.block_hashes[i])
-        request.num_published = max(request.num_published, num_full)
+        request.num_published = num_full
+        return request.block_ids[first:num_full]
 
-    def free(self, request: Request, discard: bool = False) -> None:
-        """Release its blocks. They stay findable unless `discard`: after an error nobody knows what they hold."""
+    def free(self, request: Request, discard: bool = False) -> list[int]:
+        """Release its blocks. They stay findable unless `discard`: after an error nobody knows what they hold. Returns the blocks that this publishes."""
+        published = []
         if discard:
             self.pool.forget(request.block_ids)
         else:
-            self.publish(request)  # ids that came back since its last step may have completed a block
+            published = self.publish(request)  # ids that came back since its last step may have completed a block
+        self.release(request)
+        return published
+
+    def release(self, request: Request) -> None:
+        """Release its blocks. What is not published by now will not be."""
         self.pool.release(request.block_ids)
         request.block_ids = []
         request.num_published = 0

@@ -9,12 +9,17 @@ Only counts are needed to schedule the next step, never a token id. So several s
 (b) length stops are predicted; only EOS, stop ids and aborts overshoot, by at most depth - 1 steps, whose outputs `update` skips;
 (c) a preempted request keeps `num_in_flight`, still receives those tokens, and is admitted again once it reaches 0;
 (d) blocks and rows are reusable as soon as they are freed, because the worker runs steps in order.
+
+Blocks are shared before anybody knows whether the step that fills them succeeds. When it fails a request, whoever built on the blocks that this request
+filled, in the same step or in later ones that are in flight, is computed again (`_recompute_dependents`).
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from configs.config import SchedulerConfig
@@ -29,11 +34,16 @@ Outputs = dict[bytes, list[EngineOutput]]  # by client
 
 @dataclass(slots=True)
 class Step:
-    """What runs, and whose it is: `requests[i]` is at batch position i of `input`."""
+    """What runs, and whose it is: `requests[i]` is at batch position i of `input`.
+
+    `published` are the blocks that others could find since this step was scheduled: this step or an earlier one fills them.
+    """
 
     input: StepInput
     requests: list[Request]
     num_tokens: int = 0
+    published: dict[Request, list[int]] = field(default_factory=dict)
+    ignored: set[int] = field(default_factory=set)  # batch positions whose results are void, because they were computed from blocks of a failed request
 
 
 class Scheduler:
@@ -55,6 +65,7 @@ class Scheduler:
         self.running = RequestQueue()
         self.requests: dict[tuple[bytes, str], Request] = {}
         self.free_rows = list(range(ready.max_num_seqs))  # a heap: rows are handed out lowest first
+        self._in_flight: deque[Step] = deque()  # scheduled and not updated
         self.counts = Counts()
         self._num_added = 0
         self._num_steps = 0
@@ -116,6 +127,7 @@ class Scheduler:
         if not step.requests:
             return None
         self._num_steps += 1
+        self._in_flight.append(step)
         self.counts.iteration_tokens.append(step.num_tokens)
         return step
 
@@ -213,7 +225,7 @@ class Scheduler:
         if start < request.num_prompt_tokens:
             self._note_prefill(request, start, min(end, request.num_prompt_tokens))
         if end >= (request.num_published + 1) * self.kv.block_size:
-            self.kv.publish(request)
+            step.published[request] = self.kv.publish(request)
 
     # ---- memory pressure
 
@@ -243,28 +255,40 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request; it will be computed again, or found in the prefix cache."""
         self._vacate(request)
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.counts.num_preemptions += 1
         self.waiting.add(request)
 
     def _vacate(self, request: Request, discard: bool = False) -> None:
+        published = self.kv.free(request, discard)
+        if published and self._in_flight:
+            self._in_flight[-1].published.setdefault(request, []).extend(published)
+        self._leave_row(request)
+
+    def _leave_row(self, request: Request) -> None:
         self.running.remove(request)
-        self.kv.free(request, discard)
         heappush(self.free_rows, request.row)
         request.row = -1
 
     # ---- results
 
     def update(self, step: Step, output: StepOutput) -> Outputs:
-        """Take in what a step sampled. Returns the outputs it brings, by client."""
+        """Take in what a step sampled; the steps come in the order in which they were scheduled. Returns the outputs it brings, by client."""
+        assert self._in_flight[0] is step, "a step was skipped"
         now, outputs = time.time(), {}
-        for i, message in (output.errors or {}).items():
-            self._fail(step.requests[i], message, now, outputs)
+        if errors := {i: message for i, message in (output.errors or {}).items() if i not in step.ignored}:
+            self._recompute_dependents(step, errors.keys())
+            for i, message in errors.items():
+                self._fail(step.requests[i], message, now, outputs)
+        self._in_flight.popleft()
         prompt_logprobs = self._new_prompt_logprobs(step, output)
         for i, token_ids, logprobs in zip(step.input.samples, output.token_ids, output.logprobs or [None] * len(output.token_ids), strict=True):
             request = step.requests[i]
-            if request.status is not Status.FINISHED:
+            if request.status is not Status.FINISHED and i not in step.ignored:
                 self._receive(request, token_ids, logprobs, prompt_logprobs.pop(request, None), now, outputs)
         for request, entries in prompt_logprobs.items():
             if request.sampling.max_tokens:
@@ -301,7 +325,7 @@ class Scheduler:
         for i, entries in (output.prompt_logprobs or {}).items():
             request = step.requests[i]
             new = entries[max(request.num_prompt_logprobs - step.input.num_computed[i], 0):]
-            if new and request.status is not Status.FINISHED:
+            if new and request.status is not Status.FINISHED and i not in step.ignored:
                 request.num_prompt_logprobs += len(new)
                 entries_of[request] = new
         return entries_of
@@ -311,13 +335,56 @@ class Scheduler:
         if len(step.input.samples) == len(step.requests):
             return
         for i, request in enumerate(step.requests):
-            if request.status is Status.FINISHED or request.sampling.max_tokens:
+            if request.status is Status.FINISHED or request.sampling.max_tokens or i in step.ignored:
                 continue
             entries = prompt_logprobs.get(request)
             if step.input.num_computed[i] + step.input.num_scheduled[i] == request.num_prompt_tokens:
                 self._finish(request, "length", now, outputs, [], None, entries)
             elif entries:
                 outputs.setdefault(request.client, []).append(EngineOutput(request.request_id, [], prompt_logprobs=entries))
+
+    def _recompute_dependents(self, step: Step, failed: Collection[int]) -> None:
+        """Nobody may keep anything that was computed from blocks which the requests at the positions `failed` filled in `step` or later.
+
+        Such a block was found by others only since `step`, all of whose successors are still in flight: no token that depends on it has been told. So it
+        suffices to follow, through these steps and in the order of computation, who was admitted on such blocks and what they published in turn.
+        """
+        failing = {step.requests[i] for i in failed}
+        tainted, blocks = set(failing), set()
+        for later in self._in_flight:
+            entered = {new.row: new.block_ids for new in later.input.new}
+            for i, request in enumerate(later.requests):
+                if later is not step or i not in failed:
+                    self._judge_entry(request, entered.get(later.input.rows[i]), later.input.num_computed[i], tainted, blocks)
+                    if request in tainted and i not in later.ignored:
+                        self._ignore(later, i)
+                if request in tainted:
+                    blocks.update(later.published.get(request, ()))
+                else:
+                    blocks.difference_update(later.published.get(request, ()))  # the same block, filled anew
+            for request in later.published.keys() & tainted:
+                blocks.update(later.published[request])  # also what was published when it had left
+        self.kv.pool.forget(list(blocks))
+        for request in tainted - failing:
+            if request.status is Status.RUNNING:
+                self.kv.release(request)
+                self._leave_row(request)
+                self._wait_again(request)
+
+    def _judge_entry(self, request: Request, block_ids: list[int] | None, num_computed: int, tainted: set[Request], blocks: set[int]) -> None:
+        """A request that enters with `block_ids` depends on those of its cached prefix, and on nothing from before."""
+        if block_ids is None:
+            return
+        if blocks.isdisjoint(block_ids[: num_computed // self.kv.block_size]):
+            tainted.discard(request)
+        else:
+            tainted.add(request)
+
+    def _ignore(self, step: Step, position: int) -> None:
+        request = step.requests[position]
+        step.ignored.add(position)
+        if request.status is not Status.FINISHED and position in step.input.samples:
+            request.num_in_flight -= 1
 
     def _fail(self, request: Request, message: str, now: float, outputs: Outputs) -> None:
         if request.status is not Status.FINISHED:

@@ -20,7 +20,7 @@ class RowState(Protocol):
     """What else is known per row (sampling parameters, a LoRA, a grammar ...). The table tells it which request a row holds."""
 
     def add(self, row: int, new: NewRequest) -> None:
-        """`row` now holds `new`. Raises ValueError if the request cannot be served; it then fails alone."""
+        """`row` now holds `new`. Raises if the request cannot be served; it then fails alone."""
 
     def remove(self, row: int) -> None:
         """`row` no longer holds what it held; called before `add`, and for a row this object may never have seen."""
@@ -107,8 +107,10 @@ class RequestTable:
             for state in self._states:
                 state.add(row, new)
             token_ids = new.token_ids
-        except ValueError as error:
-            self._reject(row, str(error))
+        except Exception as error:  # MemoryError, too: whatever a request brings about is its own failure
+            if not isinstance(error, ValueError) and torch.distributed.is_initialized():
+                raise  # the other ranks have taken it in: they cannot go on together
+            self._reject(row, str(error) or type(error).__name__)
             token_ids = [0] * len(new.token_ids)  # it runs, harmlessly, until the scheduler has seen the error
         updates.token_rows.append((row, len(token_ids)))
         updates.token_ids += token_ids

@@ -1,0 +1,196 @@
+"""Requests that fail at random beside others that share their prefixes: nobody else's tokens change, and neither do those of whoever reads the cache later.
+
+The device here computes what it finds: each slot of its cache holds a hash of the token and of the slot before, read through the block table, and the next
+token is made from the last slot. So whoever reads a block that was never filled, or filled wrongly, gets other tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens, extend, next_token
+from engine.messages import SamplingParams
+from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
+from worker.messages import StepOutput, TokenLogprobs
+
+MAX_MODEL_LEN = 64
+EOS_CHANCE = 0.03
+REJECTED, NOT_FINITE, OUT_OF_MEMORY = "injected: rejected", "injected: not finite", "injected: out of memory"
+
+
+class FaultyDevice(FakeExecutor):
+    """Rejects what enters (and computes it with other tokens), finds logits not finite, or runs out of memory within a step, each with probability `rate`."""
+
+    def __init__(self, config, rng: random.Random | None = None, rate: float = 0.0):
+        super().__init__(config, FakeOptions())
+        self.rng, self.rate = rng, rate
+        self.rejected: set[int] = set()  # rows
+        self.num_faults = 0
+        self.tables: dict[int, SimpleNamespace] = {}
+        self.slots = [1 + i for i in range(self.ready.num_blocks * self.ready.block_size)]  # what stands there at first is nobody's
+
+    def fault(self) -> bool:
+        hit = self.rng is not None and self.rng.random() < self.rate
+        self.num_faults += hit
+        return hit
+
+    def execute(self, step):
+        self._check_shape(step)
+        for new in step.new:
+            self.rejected.discard(new.row)
+            tokens = list(new.token_ids)
+            if self.fault():
+                self.rejected.add(new.row)
+                tokens = [0] * len(tokens)
+            self.tables[new.row] = SimpleNamespace(tokens=tokens, blocks=list(new.block_ids), num_prompt=new.num_prompt_tokens, sampling=new.sampling)
+        for row, blocks in zip(step.rows, step.new_blocks):
+            self.tables[row].blocks += blocks
+        memory_ends_at = self.rng.randrange(len(step.rows)) if self.fault() else len(step.rows)
+        token_ids, prompt_logprobs, errors = [], {}, {}
+        for i, row in enumerate(step.rows):
+            token = None
+            if i >= memory_ends_at:
+                errors[i] = OUT_OF_MEMORY
+            else:
+                token = self.run(step, i, self.tables[row], prompt_logprobs)
+                if row in self.rejected:
+                    errors[i] = REJECTED
+                elif i in step.samples and self.fault():
+                    errors[i] = NOT_FINITE
+            if i in step.samples:
+                token_ids.append([] if i in errors else [token])
+        output = StepOutput(step.step, token_ids, None, prompt_logprobs or None, errors or None)
+        return SimpleNamespace(result=lambda: output)
+
+    def run(self, step, i, table, prompt_logprobs):
+        start, end = step.num_computed[i], step.num_computed[i] + step.num_scheduled[i]
+        table.tokens += [0] * (end - len(table.tokens))  # a sample of a failed step is missing
+        state = self.slots[self._slot_of(table, start - 1)] if start else 0
+        entries = []
+        for position in range(start, end):
+            state = self.slots[self._slot_of(table, position)] = extend(state, table.tokens[position])
+            if position + 1 < table.num_prompt:
+                entries.append(TokenLogprobs([table.tokens[position + 1]], [logprob(state)], 1))
+        if table.sampling.prompt_logprobs is not None and entries:
+            prompt_logprobs[i] = entries
+        if i not in step.samples:
+            return None
+        token = next_token(state, table.sampling, end - table.num_prompt, VOCAB, EOS_CHANCE)
+        table.tokens.append(token)
+        return token
+
+    def _slot_of(self, table, position: int) -> int:
+        block, offset = divmod(position, self.ready.block_size)
+        return table.blocks[block] * self.ready.block_size + offset
+
+
+def logprob(state: int) -> float:
+    return -(state % 1009) / 100
+
+
+def expected_prompt_logprobs(prompt: list[int]) -> list[float]:
+    state, values = 0, []
+    for token in prompt[:-1]:
+        state = extend(state, token)
+        values.append(logprob(state))
+    return values
+
+
+@st.composite
+def crowds(draw):
+    """Requests as (turn they arrive at, prompt, sampling, turn they are aborted at or None), most with one of two beginnings."""
+    stems = draw(st.lists(st.lists(st.integers(1, 5), min_size=6, max_size=30), min_size=1, max_size=2))
+    requests = []
+    for _ in range(draw(st.integers(2, 10))):
+        prompt = (draw(st.sampled_from(stems)) + draw(st.lists(st.integers(1, VOCAB - 1), max_size=12)))[:MAX_MODEL_LEN - 1]
+        if draw(st.integers(0, 19)) == 0:
+            prompt.append(VOCAB)  # refused by the scheduler
+        sampling = SamplingParams(max_tokens=draw(st.sampled_from([0, 1, 4, 9, 20])), seed=draw(st.integers(0, 1)), eos_token_ids=[7, 8],
+                                  prompt_logprobs=draw(st.sampled_from([None, None, 0])))
+        requests.append((draw(st.integers(0, 12)), prompt, sampling, draw(st.sampled_from([None, None, None, 3, 6, 12]))))
+    return requests
+
+
+engine_settings = st.fixed_dictionaries({
+    "pipeline_parallel_size": st.sampled_from([1, 1, 1, 2]),
+    "num_gpu_blocks_override": st.sampled_from([36, 60, 200]),
+    "block_size": st.sampled_from([2, 4]),
+    "max_num_seqs": st.integers(2, 8),
+    "max_num_batched_tokens": st.sampled_from([8, 20, 40, 100]),
+    "enable_prefix_caching": st.just(True),
+})
+
+
+def start(config, **options) -> tuple[Engine, FaultyDevice]:
+    device = FaultyDevice(config)
+    with mock.patch("engine.core.get_executor", lambda config: device):
+        engine = Engine(config)
+    for name, value in options.items():  # the first steps, of the engine's own request, have no faults
+        setattr(device, name, value)
+    return engine, device
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@settings(max_examples=200, deadline=None)
+@given(engine_settings, crowds(), st.integers(0, 2**32), st.sampled_from([0.05, 0.15, 0.3]))
+def test_a_failing_request_changes_nobody_elses_tokens(depth, configuration, requests, seed, rate):
+    engine, device = start(fake_config(max_model_len=str(MAX_MODEL_LEN), steps_in_flight=depth, **configuration), rng=random.Random(seed), rate=rate)
+    drive(engine, requests)
+    for i, (_, prompt, sampling, aborted) in enumerate(requests):
+        check(engine.outputs.get((CLIENT, str(i)), []), prompt, sampling, may_end_early=aborted is not None)
+    engine.collect()
+    device.rate = 0.0
+    for i, (_, prompt, *_) in enumerate(requests):  # later readers of what is left in the cache, all at once and alone
+        tokens = [t for output in engine.outputs.get((CLIENT, str(i)), []) for t in output.new_token_ids]
+        conversation = [t for t in prompt if t < VOCAB] + tokens + [3]
+        if len(conversation) < MAX_MODEL_LEN:
+            engine.add(f"reader-{i}", conversation, max_tokens=3)
+            engine.run()
+            limit = min(MAX_MODEL_LEN, (configuration["num_gpu_blocks_override"] - 1) * configuration["block_size"])
+            assert engine.tokens(f"reader-{i}") == expected_tokens(conversation, SamplingParams(max_tokens=3), limit, VOCAB)
+    engine.assert_at_rest()
+
+
+def drive(engine, requests):
+    todo = sorted([(turn, i, "add") for i, (turn, *_) in enumerate(requests)] + [(a, i, "abort") for i, (*_, a) in enumerate(requests) if a is not None])
+    turn = 0
+    while todo or engine.scheduler.requests or engine.core.in_flight or engine.socket.inbox:
+        while todo and todo[0][0] <= turn:
+            _, i, what = todo.pop(0)
+            if what == "abort":
+                engine.abort(str(i))
+            else:
+                engine.add(str(i), requests[i][1], **{f: getattr(requests[i][2], f) for f in SamplingParams.__struct_fields__})
+        turn += 1
+        try:
+            engine.turn()
+        except Idle:
+            engine.collect()
+        assert_invariants(engine)
+        assert turn < 5_000
+
+
+def check(outputs, prompt, sampling, may_end_early):
+    """What came is right so far, and complete unless the request itself failed or was aborted."""
+    if max(prompt) >= VOCAB:
+        assert may_end_early or [bool(output.error) for output in outputs] == [True]
+        return
+    tokens = [t for output in outputs for t in output.new_token_ids]
+    expected = expected_tokens(prompt, sampling, MAX_MODEL_LEN, VOCAB, EOS_CHANCE)
+    entries = [entry for output in outputs for entry in output.prompt_logprobs or []]
+    scores = [] if sampling.prompt_logprobs is None else list(zip(prompt[1:], expected_prompt_logprobs(prompt)))
+    assert tokens == expected[:len(tokens)]
+    assert [(entry.token_ids[0], entry.logprobs[0]) for entry in entries] == scores[:len(entries)]
+    assert not any(output.finish_reason for output in outputs[:-1])
+    if may_end_early and not (outputs and outputs[-1].finish_reason):
+        return
+    if outputs[-1].error is None:
+        assert tokens == expected and len(entries) == len(scores)
+    else:
+        assert outputs[-1].error.startswith("injected")
