@@ -113,13 +113,14 @@ class EngineCore:
 
     def add(self, client: bytes, message: AddRequest) -> None:
         try:
-            output = self.scheduler.add(message, client)
+            outputs = self.scheduler.add(message, client)
         except Exception as error:
             if not isinstance(error, ValueError):
                 logger.exception("request %s cannot be added", message.request_id)
-            output = EngineOutput(message.request_id, [], "error", error=str(error))
-        if output:
-            self.post(client, StepOutputs([output]))
+            kind = "invalid_request" if isinstance(error, ValueError) else "engine"
+            outputs = [EngineOutput(choice.request_id, [], "error", error=str(error), error_kind=kind) for choice in message.choices]
+        if outputs:
+            self.post(client, StepOutputs(outputs))
         self.note_stats()
 
     def call(self, message: Call) -> CallResult:

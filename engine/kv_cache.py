@@ -32,6 +32,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
+        self.watched: set[int] = set()  # published blocks; emptied as soon as one of them no longer is
         # The free queue, next to be taken first. An OrderedDict is a hash map into a doubly linked list, in C.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 
@@ -77,7 +78,7 @@ class BlockPool:
 
     def num_free_among(self, block_ids: list[int]) -> int:
         """How many of these count as free now, and would not once shared."""
-        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+        return list(map(self._ref_counts.__getitem__, block_ids)).count(0)
 
     def forget(self, block_ids: list[int]) -> None:
         """Make sure that nobody finds these blocks any more."""
@@ -90,12 +91,15 @@ class BlockPool:
             return False
         self._hashes = [None] * len(self._hashes)
         self._by_hash.clear()
+        self.watched.clear()
         return True
 
     def _unpublish(self, block_id: int) -> None:
         block_hash, self._hashes[block_id] = self._hashes[block_id], None
         if block_hash is not None:
             del self._by_hash[block_hash]
+            if block_id in self.watched:
+                self.watched.clear()
 
 
 class KVCacheManager:
@@ -105,6 +109,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
+        self._asked: Request | None = None  # whom `match` was for last
 
     @property
     def usage(self) -> float:
@@ -115,18 +120,20 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def match(self, request: Request) -> list[int]:
-        """The published blocks of its longest known prefix. At least the last token is left out: its logits have to be computed."""
+        """The published blocks of its longest known prefix. At least the last token is left out: its logits have to be computed.
+
+        Who waits for room is asked about in every step: what was found is looked up again only after one of these blocks was taken for something else.
+        """
         if not request.reads_cache:
             return []
         num_full = (request.num_tokens - 1) // self.block_size
         self._extend_hashes(request, num_full)
-        block_ids = []
-        for block_hash in request.block_hashes[:num_full]:
-            block_id = self.pool.find(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        return block_ids
+        if request is not self._asked or not self.pool.watched:
+            self._asked, self._matched, self.pool.watched = request, [], set()
+        while len(self._matched) < num_full and (block_id := self.pool.find(request.block_hashes[len(self._matched)])) is not None:
+            self._matched.append(block_id)
+            self.pool.watched.add(block_id)
+        return self._matched[:num_full]
 
     def num_missing(self, request: Request, matched: list[int]) -> int:
         """Free blocks that a request without blocks would use up until all its known tokens are computed."""

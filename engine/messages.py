@@ -6,11 +6,13 @@ Every `AddRequest` is answered by exactly one `EngineOutput` with a `finish_reas
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from worker.messages import MemoryPlan, SamplingParams, TokenLogprobs, WorkerReady
 
-__all__ = ["STACKS_FOLDER", "STACKS_SUFFIX", "AbortRequests", "AddRequest", "Call", "CallResult", "EngineDead", "EngineOutput", "EngineStats", "FromEngine", "Hello", "MemoryPlan",
+__all__ = ["STACKS_FOLDER", "STACKS_SUFFIX", "AbortRequests", "AddRequest", "Call", "CallResult", "Choice", "EngineDead", "EngineOutput", "EngineStats", "FromEngine", "Hello", "MemoryPlan",
            "Progress", "Ready", "RequestTiming", "SamplingParams", "StepOutputs", "ToEngine", "TokenLogprobs", "WorkerReady"]
 
 
@@ -29,17 +31,36 @@ class Hello(_Message):
     """Sent on connecting; answered by `Progress` messages until `Ready`."""
 
 
-class AddRequest(_Message):
+class Choice(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One sequence to generate. `output_token_ids` are outputs it already has: a resubmission after an engine restart goes on behind them."""
+
+    request_id: str
+    seed: int
+    output_token_ids: list[int] = []
+
+
+class AddRequest(_Message):
+    """A prompt to continue: by the sequence `request_id`, and by `siblings`, which differ from it in what a `Choice` has. So the prompt is sent once."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     output_token_ids: list[int] = []
-    arrival_time: float = 0.0  # time.time() at the server
+    age: float = 0.0  # seconds since the server got it, by the server's monotonic clock: the older is served first
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # prefixes are shared only among equal salts
-    group: str | None = None  # the n choices of one request share their prompt's blocks even when prefix caching is off
+    siblings: list[Choice] = []  # they share their prompt's blocks even when prefix caching is off
+
+    @property
+    def choices(self) -> list[Choice]:
+        """All sequences, the first one included."""
+        return [Choice(self.request_id, self.sampling.seed, self.output_token_ids), *self.siblings]
+
+    def having(self, choices: Iterable[Choice], age: float) -> AddRequest:
+        """The same with other choices."""
+        first, *others = choices
+        sampling = self.sampling if first.seed == self.sampling.seed else msgspec.structs.replace(self.sampling, seed=first.seed)
+        return AddRequest(first.request_id, self.prompt_token_ids, sampling, first.output_token_ids, age, self.priority, self.cache_salt, others)
 
 
 class AbortRequests(_Message):
@@ -96,6 +117,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when the request was first scheduled
     error: str | None = None
     timing: RequestTiming | None = None  # with the last output
+    error_kind: str = "engine"  # whose fault an error is: the engine's, or, with "invalid_request", the request's
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from enum import Enum
 from operator import attrgetter
 
-from engine.messages import AddRequest, RequestTiming
+import msgspec
+
+from engine.messages import AddRequest, Choice, RequestTiming
 
 
 class Status(Enum):
@@ -20,7 +22,7 @@ class Status(Enum):
 class Request:
     """Counts and ids of one sequence. Written by `Scheduler` only, but for the block fields, which belong to `KVCacheManager`.
 
-    `token_ids` are the known tokens, prompt then outputs. Three counts tell its progress:
+    `token_ids` are the known tokens, prompt then outputs; until the first output they are the prompt's list, which the n choices of a request share. Three counts tell its progress:
 
         |<------------- num_tokens ------------->|<- num_in_flight ->|
         |<-- num_computed_tokens -->|<--------- num_new ------------>|
@@ -28,23 +30,24 @@ class Request:
     `num_computed_tokens` includes the steps still in flight; `num_in_flight` tokens are sampled by such steps but their ids have not come back.
     """
 
-    __slots__ = ("arrival_time", "block_hashes", "block_ids", "cache_salt", "client", "first_token_time", "group", "key", "max_total_tokens",
+    __slots__ = ("block_hashes", "block_ids", "cache_salt", "client", "first_token_time", "group", "key", "max_total_tokens",
                  "num_cached_tokens", "num_computed_tokens", "num_in_flight", "num_preemptions", "num_prefill_computed", "num_prompt_logprobs",
                  "num_prompt_tokens", "num_published", "priority", "queued_time", "request_id", "row", "sampling", "scheduled_time", "status",
                  "token_ids")
 
-    def __init__(self, message: AddRequest, client: bytes, sequence: int, max_model_len: int, by_priority: bool):
+    def __init__(self, message: AddRequest, choice: Choice, client: bytes, sequence: int, group: int, arrival: float, max_model_len: int, by_priority: bool):
+        """`sequence` is its number in the engine, `group` that of the first of its siblings; `arrival` is by the engine's monotonic clock."""
         self.client = client  # the return address: the ROUTER identity of its server
-        self.request_id = message.request_id
-        self.sampling = message.sampling
+        self.request_id = choice.request_id
+        sampling = message.sampling
+        self.sampling = sampling if choice.seed == sampling.seed else msgspec.structs.replace(sampling, seed=choice.seed)
         self.priority = message.priority
         self.cache_salt = message.cache_salt
-        self.group: str | int = message.group or sequence
+        self.group = group
         self.queued_time = time.time()
-        self.arrival_time = message.arrival_time or self.queued_time
-        self.key = (self.priority if by_priority else 0, self.arrival_time, sequence)  # unique: the order of service
+        self.key = (self.priority if by_priority else 0, arrival, sequence)  # unique: the order of service
 
-        self.token_ids = message.prompt_token_ids + message.output_token_ids
+        self.token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_total_tokens = min(self.num_prompt_tokens + message.sampling.max_tokens, max_model_len)  # known when reached: length stops are predicted
 
@@ -57,12 +60,22 @@ class Request:
         self.num_published = 0  # of block_ids, from the front
 
         # Delivered prompt logprobs. The prompt of a resubmitted request was complete, or it would have no outputs.
-        self.num_prompt_logprobs = self.num_prompt_tokens - 1 if message.output_token_ids else 0
+        self.num_prompt_logprobs = self.num_prompt_tokens - 1 if choice.output_token_ids else 0
         self.num_cached_tokens = -1  # not scheduled yet
         self.num_prefill_computed = 0
         self.num_preemptions = 0
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
+        self.extend(choice.output_token_ids)
+
+    def extend(self, output_token_ids: list[int]) -> None:
+        """Append outputs. With the first ones the tokens become its own."""
+        if not output_token_ids:
+            return
+        if len(self.token_ids) == self.num_prompt_tokens:
+            self.token_ids = self.token_ids + output_token_ids
+        else:
+            self.token_ids += output_token_ids
 
     @property
     def num_tokens(self) -> int:

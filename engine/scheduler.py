@@ -27,6 +27,7 @@ from engine.kv_cache import KVCacheManager
 from engine.messages import AddRequest, EngineOutput, EngineStats
 from engine.request import Request, RequestQueue, Status
 from engine.stats import Counts
+from engine.validation import check_request
 from worker.messages import NewRequest, StepInput, StepOutput, TokenLogprobs, WorkerReady
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
@@ -72,21 +73,29 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def add(self, message: AddRequest, client: bytes = b"") -> EngineOutput | None:
-        """Queue a request. Returns its only output if it needs no step (a resubmission that was complete already).
+    def add(self, message: AddRequest, client: bytes = b"") -> list[EngineOutput]:
+        """Queue the choices of a request. Returns the only outputs of those that need no step (resubmissions that were complete already).
 
-        Raises ValueError for what can never run. Everything in a message that could fail is used here, so that `schedule` cannot fail for one request.
+        Raises ValueError for what can never run, and then adds none of them. Everything in a message that could fail is used here, so that `schedule`
+        cannot fail for one request.
         """
-        if (client, message.request_id) in self.requests:
-            raise ValueError(f"request_id {message.request_id!r} is already in use")
-        self._check(message)
-        self._num_added += 1
-        request = Request(message, client, self._num_added, self.max_model_len, self.by_priority)
-        if message.output_token_ids and (reason := request.finish_reason()):
-            return EngineOutput(request.request_id, [], reason, request.stop_reason() if reason == "stop" else None, timing=request.timing(time.time()))
-        self.requests[client, request.request_id] = request
-        self.waiting.add(request)
-        return None
+        choices = message.choices
+        for choice in choices:
+            if (client, choice.request_id) in self.requests:
+                raise ValueError(f"request_id {choice.request_id!r} is already in use")
+        check_request(message, self.max_model_len, self.vocab_size)
+        first, arrival = self._num_added + 1, time.monotonic() - message.age
+        requests = [Request(message, choice, client, i, first, arrival, self.max_model_len, self.by_priority) for i, choice in enumerate(choices, first)]
+        self._num_added += len(requests)
+        complete = []
+        for request in requests:
+            if request.num_output_tokens and (reason := request.finish_reason()):
+                stop_reason = request.stop_reason() if reason == "stop" else None
+                complete.append(EngineOutput(request.request_id, [], reason, stop_reason, timing=request.timing(time.time())))
+            else:
+                self.requests[client, request.request_id] = request
+                self.waiting.add(request)
+        return complete
 
     def abort(self, request_ids: list[str], client: bytes = b"") -> None:
         """Free these requests at once; unknown and finished ones are ignored. Steps in flight that contain them are skipped by `update`."""
@@ -97,19 +106,6 @@ class Scheduler:
     def abort_client(self, client: bytes) -> None:
         """Free all requests of a server that is gone."""
         self.abort([request_id for owner, request_id in self.requests if owner == client], client)
-
-    def _check(self, message: AddRequest) -> None:
-        prompt, sampling = message.prompt_token_ids, message.sampling
-        token_ids = prompt + message.output_token_ids
-        if not prompt:
-            raise ValueError("prompt_token_ids is empty")
-        if sampling.max_tokens < 0:
-            raise ValueError(f"max_tokens is {sampling.max_tokens}, which is less than 0")
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            raise ValueError(f"prompt_token_ids: a token id is outside 0 .. {self.vocab_size - 1}")
-        if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
-            raise ValueError(f"the prompt has {len(prompt)} tokens, but a request may have {self.max_model_len} in all, "
-                             "prompt and output (the model's context length, or all the KV cache holds)")
 
     # ---- a step
 
@@ -178,7 +174,7 @@ class Scheduler:
         reserve = self._reserve()
         while self.waiting and step.num_tokens < self.token_budget and len(self.running) < self.max_running:
             request = self.waiting.first
-            if request.num_in_flight:  # rule (c)
+            if request.num_in_flight or reserve >= self.kv.pool.num_free:  # rule (c); and each needs a block at least
                 return
             matched = self.kv.match(request)
             if self.kv.num_missing(request, matched) + reserve > self.kv.pool.num_free:
@@ -302,7 +298,7 @@ class Scheduler:
         request.num_in_flight -= 1
         num_received, reason = 0, None
         while num_received < len(token_ids) and not reason:
-            request.token_ids.append(token_ids[num_received])
+            request.extend(token_ids[num_received : num_received + 1])
             num_received += 1
             reason = request.finish_reason()
         if num_received < len(token_ids):

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from engine.messages import TokenLogprobs
-from server.errors import EngineError
+from server.errors import BadRequest, EngineError
 from server.generation import Delta, Generation
 
 
@@ -15,7 +15,7 @@ async def run(generations: list[Generation], total: float | None = None, predict
     """The deltas of all prompts, `index` counting choices across them (prompt index * n + i).
 
     `total` and `predict` are seconds until every unfinished choice ends with finish_reason "length" and stop_reason "timeout": from now, and from the first
-    delta. Closing the generator aborts what still runs. Raises EngineError when a choice fails.
+    delta. Closing the generator aborts what still runs. Raises EngineError when a choice fails, BadRequest when the engine refuses it.
     """
     deltas = aiter(generations[0]) if len(generations) == 1 else _merge(generations)
     try:
@@ -23,7 +23,7 @@ async def run(generations: list[Generation], total: float | None = None, predict
             deltas = _until(deltas, len(generations) * generations[0].request.n, total, predict)
         async for delta in deltas:
             if delta.error is not None:
-                raise EngineError(delta.error)
+                raise BadRequest(delta.error) if delta.error_kind == "invalid_request" else EngineError(delta.error)
             yield delta
     finally:
         for generation in generations:

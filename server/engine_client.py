@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from engine.messages import (
     AddRequest,
     Call,
     CallResult,
+    Choice,
     EngineDead,
     EngineOutput,
     EngineStats,
@@ -31,10 +33,10 @@ from engine.messages import (
     StepOutputs,
     ToEngine,
 )
+from server.quarantine import Quarantine
 
 logger = logging.getLogger("quire.engine_client")
 
-MAX_CRASHES = 2  # a request in the batch of this many is failed: it may be what kills the engine
 _MESSAGES_PER_TURN = 64  # before other tasks of the event loop get their turn
 _RECONNECT_MS = 20  # between attempts while the engine's socket is not there yet
 
@@ -48,16 +50,30 @@ class EngineCallError(RuntimeError):
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request without its last output."""
+class _Prompt:
+    """What the choices of a request have in common."""
 
     request: AddRequest
+    num_open: int
+    created: float  # time.monotonic()
+    computed: bool = False  # as some choice has had an output
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A choice without its last output."""
+
+    prompt: _Prompt
+    choice: Choice  # as it was at first
     stream: OutputStream
     output_token_ids: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0  # received
     num_repeated: int = 0  # prompt logprobs that the present engine sends a second time
-    num_crashes: int = 0
+    num_received: int = 0  # tokens, from the engine that it was last sent to
+    num_crashes: int = 0  # in which it was a suspect
+    is_open: bool = True
     sent: bool = False  # to the present engine
+    waits: bool = False  # until suspects are cleared, perhaps itself
 
 
 class OutputStream:
@@ -121,7 +137,7 @@ def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
     """Both as one, `b` being later. Takes over the lists of `a`, so that a long pile costs no more than its length."""
     a.new_token_ids.extend(b.new_token_ids)
     return EngineOutput(a.request_id, a.new_token_ids, b.finish_reason, b.stop_reason, _extend(a.logprobs, b.logprobs),
-                        _extend(a.prompt_logprobs, b.prompt_logprobs), max(a.num_cached_tokens, b.num_cached_tokens), b.error, b.timing)
+                        _extend(a.prompt_logprobs, b.prompt_logprobs), max(a.num_cached_tokens, b.num_cached_tokens), b.error, b.timing, b.error_kind)
 
 
 def _extend(a: list | None, b: list | None) -> list | None:
@@ -135,6 +151,7 @@ class EngineClient:
     """One engine at a time. All methods belong to one event loop.
 
     `index` is its number among several. `progress`, `ready` and `dead` are what the present engine last said about itself. `on_stats` and `on_progress` are called as messages arrive.
+    After the death of an engine its requests are sent to the next one as `quarantine.py` says.
     """
 
     def __init__(self, on_stats: Callable[[EngineStats], None] | None = None, on_progress: Callable[[Progress], None] | None = None,
@@ -145,6 +162,9 @@ class EngineClient:
         self.dead: str | None = None
         self.num_messages = 0  # received, from all engines
         self.num_elsewhere = 0  # open requests that other servers have at the engine, as far as we were told
+        self.num_waiting_tokens = 0  # of the prompts of ours that have had no output yet; a prompt counts once for all its choices
+        self.died_on_trial = False  # whether the last engine was killed by a request of ours that was suspected of that before
+        self._quarantine = Quarantine()
         self._on_stats = on_stats
         self._on_progress = on_progress
         self._open: dict[str, _Open] = {}  # in order of arrival
@@ -160,10 +180,7 @@ class EngineClient:
     # ---- the engine
 
     async def connect(self, address: str) -> None:
-        """Talk to the engine at `address` from now on. It gets the open requests as soon as it is ready.
-
-        After the death of an engine, requests that were in its batch, and in that of the one before, end with an error.
-        """
+        """Talk to the engine at `address` from now on. It gets the open requests as soon as it is ready; suspects of having killed the last one in turns."""
         self._disconnect("the engine was replaced")
         self.dead = self.progress = None
         self._context = self._context or zmq.Context()
@@ -212,18 +229,23 @@ class EngineClient:
                 future.set_exception(EngineUnavailable(reason))
         self._calls.clear()
         if self.ready is not None:
-            self._count_crash(self.ready.worker.max_num_seqs)
+            self._find_suspects(self.ready.worker.max_num_seqs)
         self.ready = None
         self._wake_waiters()
 
-    def _count_crash(self, max_num_seqs: int) -> None:
-        """Those that could have been in the dead engine's batch are the first in its order. Whoever was there last time, too, is failed."""
-        sent = sorted((entry for entry in self._open.values() if entry.sent), key=lambda entry: entry.request.priority)
-        for position, entry in enumerate(sent):
+    def _find_suspects(self, max_num_seqs: int) -> None:
+        """Those that could have been in the dead engine's batch are the first in its order."""
+        sent = sorted((entry for entry in self._open.values() if entry.sent), key=lambda entry: entry.prompt.request.priority)
+        suspects, self.died_on_trial = self._quarantine.on_death(sent[:max_num_seqs])
+        for entry in sent:
             entry.sent = False
-            entry.num_crashes += position < max_num_seqs
-            if entry.num_crashes >= MAX_CRASHES:
-                self._fail(entry.request.request_id, f"the engine died {entry.num_crashes} times while it ran this request")
+        for entry in suspects:
+            entry.waits = True
+            entry.num_crashes += 1
+        for entry in sent[max_num_seqs:]:
+            entry.waits = True
+        if self.died_on_trial and len(suspects) == 1:
+            self._fail(suspects[0].choice.request_id, f"the engine died {suspects[0].num_crashes} times while it ran this request")
 
     def _wake_waiters(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -235,7 +257,7 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Requests without their last output, each of n choices counting."""
+        """Requests of ours without their last output, each of n choices counting."""
         return len(self._open)
 
     @property
@@ -243,39 +265,70 @@ class EngineClient:
         """Open requests of the engine: ours, and those of other servers."""
         return self.num_open + self.num_elsewhere
 
-    def generate(self, request: AddRequest, *siblings: AddRequest) -> OutputStream:
-        """Send a request, or the n choices of one; all outputs come through the one stream. Waits with sending while there is no engine.
+    def generate(self, request: AddRequest) -> OutputStream:
+        """Send a request; the outputs of all its choices come through the one stream. Waits with sending while there is no engine, and while suspects are tried.
 
         Raises ValueError for a request_id that is in use.
         """
-        requests = (request, *siblings)
-        if taken := [r.request_id for r in requests if r.request_id in self._open]:
+        choices = request.choices
+        if taken := [choice.request_id for choice in choices if choice.request_id in self._open]:
             raise ValueError(f"request_id {taken[0]!r} is in use")
-        stream = OutputStream(self, [r.request_id for r in requests])
-        for one in requests:
-            self._open[one.request_id] = entry = _Open(one, stream)
-            if self._closed is not None:
-                self._fail(one.request_id, self._closed)
-            elif self.ready is not None:
-                self._submit(entry)
+        stream = OutputStream(self, [choice.request_id for choice in choices])
+        prompt = _Prompt(request, len(choices), time.monotonic())
+        self.num_waiting_tokens += len(request.prompt_token_ids)
+        entries = [_Open(prompt, choice, stream, waits=self._quarantine.active) for choice in choices]
+        self._open |= {entry.choice.request_id: entry for entry in entries}
+        if self._closed is not None:
+            for choice in choices:
+                self._fail(choice.request_id, self._closed)
+        elif self.ready is not None and not self._quarantine.active:
+            self._submit(entries)
         return stream
 
-    def _submit(self, entry: _Open) -> None:
-        """Send a request with the outputs it has so far."""
-        request = entry.request
-        if entry.output_token_ids:
-            request = msgspec.structs.replace(request, output_token_ids=[*request.output_token_ids, *entry.output_token_ids])
-        entry.num_repeated = entry.num_prompt_logprobs
-        entry.sent = True
-        self._send(request)
+    def _submit(self, entries: list[_Open]) -> None:
+        """Send these with the outputs they have so far: choices of one prompt, if they follow each other, in one message."""
+        for _, group in itertools.groupby(entries, key=lambda entry: id(entry.prompt)):
+            choices, prompt = [], None
+            for entry in group:
+                choice, prompt = entry.choice, entry.prompt
+                if entry.output_token_ids:
+                    choice = msgspec.structs.replace(choice, output_token_ids=[*choice.output_token_ids, *entry.output_token_ids])
+                choices.append(choice)
+                entry.num_repeated, entry.num_received = entry.num_prompt_logprobs, 0
+                entry.sent, entry.waits = True, False
+            self._send(prompt.request.having(choices, age=time.monotonic() - prompt.created))
+
+    def _go_on(self) -> None:
+        """Some request ended or got further: perhaps the next suspects can be tried, or all are cleared."""
+        if self.ready is None or not self._quarantine.active:
+            return
+        if suspects := self._quarantine.next_trial():
+            self._submit(suspects)
+        elif not self._quarantine.active:
+            self._submit([entry for entry in self._open.values() if entry.waits])
 
     def _abort(self, request_ids: list[str]) -> None:
-        entries = [entry for request_id in request_ids if (entry := self._open.pop(request_id, None))]
-        if sent := [entry.request.request_id for entry in entries if entry.sent]:
+        entries = [self._close_request(request_id) for request_id in request_ids if request_id in self._open]
+        if sent := [entry.choice.request_id for entry in entries if entry.sent]:
             self._send(AbortRequests(sent))
+        self._go_on()
 
     def _fail(self, request_id: str, reason: str) -> None:
-        self._open.pop(request_id).stream._put(EngineOutput(request_id, [], "error", error=reason))
+        self._close_request(request_id).stream._put(EngineOutput(request_id, [], "error", error=reason))
+
+    def _close_request(self, request_id: str) -> _Open:
+        entry = self._open.pop(request_id)
+        entry.is_open = False
+        entry.prompt.num_open -= 1
+        if not entry.prompt.num_open:
+            self._note_computed(entry.prompt)
+        return entry
+
+    def _note_computed(self, prompt: _Prompt) -> None:
+        """The prompt of a request need not be waited for any more."""
+        if not prompt.computed:
+            prompt.computed = True
+            self.num_waiting_tokens -= len(prompt.request.prompt_token_ids)
 
     # ---- utility calls
 
@@ -342,11 +395,14 @@ class EngineClient:
         if entry is None:  # aborted while the output was on its way
             return
         entry.output_token_ids.extend(output.new_token_ids)
+        entry.num_received += len(output.new_token_ids)
+        self._note_computed(entry.prompt)
         if output.prompt_logprobs is not None:
             output = self._without_repeated(entry, output)
         if output.finish_reason is not None:
-            del self._open[output.request_id]
+            self._close_request(output.request_id)
         entry.stream._put(output)
+        self._go_on()
 
     def _without_repeated(self, entry: _Open, output: EngineOutput) -> EngineOutput:
         """A new engine computes the prompt again, and so its logprobs, which come in parts."""
@@ -359,8 +415,8 @@ class EngineClient:
         first = self.ready is None
         self.ready = ready
         if first:
-            for entry in list(self._open.values()):
-                self._submit(entry)
+            self._submit([entry for entry in self._open.values() if not entry.waits or not self._quarantine.active])
+            self._go_on()
         self._wake_waiters()
 
     def _on_call_result(self, result: CallResult) -> None:

@@ -13,6 +13,7 @@ from engine.messages import AddRequest, Ready
 from server.engine_client import EngineClient, OutputStream
 
 _CHUNK = 32  # tokens of a prompt that are looked up at once
+_MAX_PROMPT = 256 * _CHUNK  # tokens from its start: prompts that are so long and differ later share enough
 _MAX_CHUNKS = 1 << 16  # remembered of each engine
 
 
@@ -42,10 +43,14 @@ class EnginePool:
     def load(self) -> int:
         return sum(client.load for client in self.clients)
 
-    def generate(self, request: AddRequest, *siblings: AddRequest) -> OutputStream:
+    @property
+    def num_waiting_tokens(self) -> int:
+        return sum(client.num_waiting_tokens for client in self.clients)
+
+    def generate(self, request: AddRequest) -> OutputStream:
         """To the engine that has most of the prompt cached, unless it is much busier than others. The n choices of a request stay together."""
         loads = [client.load if client.ready is not None else None for client in self.clients]
-        return self.clients[self.router.choose(request.prompt_token_ids, request.cache_salt, loads)].generate(request, *siblings)
+        return self.clients[self.router.choose(request.prompt_token_ids, request.cache_salt, loads)].generate(request)
 
     def forget(self, engine: int) -> None:
         """That engine has died, and its cache with it."""
@@ -101,8 +106,8 @@ class PrefixRouter:
 
 
 def prefix_hashes(token_ids: list[int], salt: str | None) -> Iterator[int]:
-    """One hash for every full chunk of a prompt, of everything up to its end."""
+    """One hash for every full chunk of a prompt's first `_MAX_PROMPT` tokens, of everything up to its end."""
     value = hash(salt)
-    for end in range(_CHUNK, len(token_ids) + 1, _CHUNK):
+    for end in range(_CHUNK, min(len(token_ids), _MAX_PROMPT) + 1, _CHUNK):
         value = hash((value, *token_ids[end - _CHUNK : end]))
         yield value

@@ -98,11 +98,12 @@ class Frontend:
             self.progress("loading tokenizer", 0.0)
             return
         from server.metrics_pool import make_metrics
-        from server.state import ModelInfo
+        from server.state import ModelInfo, known_token_ids
 
         ready = state.client.ready
         worker, first = ready.worker, state.model is None
-        state.model = ModelInfo(worker.max_model_len, worker.vocab_size, state.tokenizer.eos_token_ids, self.sampling_defaults,
+        eos_token_ids = known_token_ids(state.tokenizer.eos_token_ids, worker.vocab_size) if first else state.model.eos_token_ids
+        state.model = ModelInfo(worker.max_model_len, worker.vocab_size, eos_token_ids, self.sampling_defaults,
                                 self.config.server.max_logprobs, self.config.scheduler.scheduling_policy == "priority")
         if first:
             state.metrics = make_metrics(self.config, state.names[0], worker)

@@ -6,11 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from engine.messages import AddRequest, EngineOutput, SamplingParams, TokenLogprobs
+from engine.messages import AddRequest, Choice, EngineOutput, SamplingParams, TokenLogprobs
 from server.detokenizer import Detokenizer
 from server.engine_client import EngineClient, OutputStream
+from server.errors import BadRequest
 from server.tokenizer import Tokenizer
 
 
@@ -47,6 +46,7 @@ class Delta:
     stop_reason: int | str | None
     num_cached_tokens: int
     error: str | None
+    error_kind: str = "engine"  # as in `EngineOutput`
 
 
 class Generation:
@@ -91,14 +91,14 @@ class Generation:
 
     def _start(self) -> None:
         request = self.request
-        requests = []
-        for index in range(request.n):
-            request_id = request.request_id if request.n == 1 else f"{request.request_id}-{index}"
-            sampling = request.sampling if index == 0 else msgspec.structs.replace(request.sampling, seed=_int64(request.sampling.seed + index))
-            requests.append(AddRequest(request_id, request.prompt_token_ids, sampling, arrival_time=request.arrival_time, priority=request.priority,
-                                       cache_salt=request.cache_salt, group=request.request_id if request.n > 1 else None))
-            self._choices[request_id] = _Choice(index, request, self._tokenizer)
-        self._stream = self._client.generate(*requests)
+        ids = [request.request_id] if request.n == 1 else [f"{request.request_id}-{index}" for index in range(request.n)]
+        siblings = [Choice(request_id, _int64(request.sampling.seed + index)) for index, request_id in enumerate(ids) if index]
+        message = AddRequest(ids[0], request.prompt_token_ids, request.sampling, priority=request.priority, cache_salt=request.cache_salt, siblings=siblings)
+        try:
+            self._stream = self._client.generate(message)
+        except ValueError as error:
+            raise BadRequest(str(error), param="request_id") from None
+        self._choices = {request_id: _Choice(index, request, self._tokenizer) for index, request_id in enumerate(ids)}
         if self._metrics is not None:
             self._metrics = self._metrics.of(self._stream.engine)
 
@@ -159,7 +159,7 @@ class _Choice:
             return None
         self.num_taken = num_released
         logprobs = None if self.request.sampling.logprobs is None else self._take(self.logprobs, count)
-        return Delta(self.index, text, self._take(self.token_ids, count), logprobs, output.prompt_logprobs, finish_reason, stop_reason, self.num_cached_tokens, output.error)
+        return Delta(self.index, text, self._take(self.token_ids, count), logprobs, output.prompt_logprobs, finish_reason, stop_reason, self.num_cached_tokens, output.error, output.error_kind)
 
     def _take(self, items: list, count: int) -> list:
         taken = items[:count]

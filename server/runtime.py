@@ -14,7 +14,7 @@ from server.engine_process import EngineProcess
 from server.plan_table import plan_table
 from server.progress import StartProgress
 from server.sampling import read_sampling_defaults
-from server.state import ModelInfo, ServerState
+from server.state import ModelInfo, ServerState, known_token_ids
 from server.supervisor import EngineFailed, Supervisor, in_thread
 from server.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ class Runtime:
             shown.close()
         worker = self.state.client.ready.worker
         logger.info("%s", plan_table(worker))
-        self.state.model = ModelInfo(worker.max_model_len, worker.vocab_size, self.state.tokenizer.eos_token_ids, defaults, self.config.server.max_logprobs,
+        self.state.model = ModelInfo(worker.max_model_len, worker.vocab_size, known_token_ids(self.state.tokenizer.eos_token_ids, worker.vocab_size), defaults, self.config.server.max_logprobs,
                                      self.config.scheduler.scheduling_policy == "priority")
 
     async def _load_tokenizer(self, folder: str) -> Any:

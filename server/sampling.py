@@ -138,6 +138,7 @@ def _bad_words_ids(request: ChatCompletionRequest | CompletionRequest, tokenizer
     for word in request.bad_words or ():
         for text in (word, " " + word.lstrip()):
             ids = tokenizer.encode(text, add_special_tokens=False)
+            _check_ids(ids, "bad_words", model)  # the tokenizer may have more tokens than the model
             if ids and ids not in sequences:
                 sequences.append(ids)
     return sequences or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Any
 from configs.config import Config
 from engine.messages import EngineStats, Ready
 from server.errors import NotFound, Unavailable
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,14 @@ class ModelInfo:
     sampling_defaults: dict[str, Any]  # from generation_config.json, by our parameter names
     max_logprobs: int  # -1: no limit
     priorities: bool  # whether the scheduler heeds them
+
+
+def known_token_ids(token_ids: list[int], vocab_size: int) -> list[int]:
+    """The end-of-sequence ids that the model can sample. Some models name others, which the tokenizer has beyond the vocabulary."""
+    known = [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
+    if len(known) < len(token_ids):
+        logger.warning("ignoring the end-of-sequence ids %s: the model's vocabulary has %d tokens", sorted(set(token_ids) - set(known)), vocab_size)
+    return known
 
 
 @dataclass(slots=True)

@@ -104,7 +104,9 @@ class Supervisor:
     def _judge(self, reason: str) -> None:
         now = time.monotonic()
         self.num_failed_starts += 1  # unless it was ready, which set this to 0
-        self.deaths = [death for death in self.deaths if now - death < DEATH_WINDOW] + [now]
+        self.deaths = [death for death in self.deaths if now - death < DEATH_WINDOW]
+        if not self.client.died_on_trial:  # else a request is to blame, which the client is about to find
+            self.deaths.append(now)
         if not self.was_ready:
             raise EngineFailed(reason)
         if len(self.deaths) >= MAX_DEATHS:

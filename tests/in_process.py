@@ -49,7 +49,7 @@ class InProcessEngine:
         for i, (prompt, one) in enumerate(zip(prompts, params)):
             early = self.scheduler.add(AddRequest(str(i), prompt, one, output_token_ids=outputs[i] if outputs else []))
             if early:
-                self._collect(results, [early])
+                self._collect(results, early)
         in_flight: deque = deque()
         while self.scheduler.requests or in_flight:
             if len(in_flight) < self.depth and (step := self.scheduler.schedule()):

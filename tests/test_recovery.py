@@ -216,20 +216,38 @@ def test_requests_that_come_while_the_engine_is_replaced_wait(model_folder, tmp_
 # ---- when it is not to go on
 
 
-def test_a_request_in_two_crashes_is_failed(model_folder, tmp_path):
-    """Every engine here dies in its 60th step. Whoever is in the batch then for the second time gets an error; the third death ends the server."""
+POISON = 3  # a token id that the prompt of one request has
+
+
+@pytest.mark.parametrize("several", [{}, {"api_server_count": 2}], ids=["one", "api2"])
+def test_a_request_that_kills_the_engine_fails_alone(model_folder, tmp_path, several):
+    """Each engine dies when it takes in the one request. Eight others that run, and some that come meanwhile, get all of their texts, and the server lives: twice in a minute."""
+    with server_process(model_folder, tmp_path, fake=f"fail_on_token={POISON},step_delay=0.01", **several) as server:
+        server.wait_ready()
+        bodies = [request_body(number, 100) for number in range(8)]
+        expected, _ = crowd(server, bodies)
+        for number in range(1 if several else 2):  # where each frontend judges for itself, the parent counts all deaths
+            refused = []
+
+            def disturb(refused=refused) -> None:
+                refused.append(server.http.post("/v1/completions", json={"prompt": [5, POISON, 6], "max_tokens": 10}, timeout=60))
+
+            answers, _ = crowd(server, bodies, disturb, after=0.3)
+            check(answers, expected)
+            assert refused[0].status_code == 500 and "died 2 times while it ran this request" in refused[0].json()["error"]["message"]
+            poll(lambda count=number + 1: server.log.count("is ready again") == 2 * count, 20)
+        assert server.status("/ready") == 200
+
+
+def test_an_engine_that_dies_whatever_it_runs(model_folder, tmp_path):
+    """Every engine here dies in its 60th step, by which time nobody is suspect any more; the third death ends the server."""
     with server_process(model_folder, tmp_path, fake="fail_at_step=60,step_delay=0.005") as server:
         server.wait_ready()
         stream = server.stream(num_tokens=300)
-        answer = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 300, "ignore_eos": True})
-        assert answer.status_code == 500 and "died 2 times while it ran this request" in answer.json()["error"]["message"]
-        lines = [line for line in stream.iter_lines() if line.startswith("data: {")]
-        assert "died 2 times" in json.loads(lines[-1][6:])["error"]["message"]
-        poll(lambda: server.status("/ready") != 200)
-        server.wait_ready()
-        assert server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 20, "ignore_eos": True}).status_code == 200  # the others are served
-        answer = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 300, "ignore_eos": True})
+        answer = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 300, "ignore_eos": True}, timeout=60)
         assert answer.status_code == 503 and "step 60 was to fail" in answer.json()["error"]["message"]
+        lines = [line for line in stream.iter_lines() if line.startswith("data: {")]
+        assert "step 60 was to fail" in json.loads(lines[-1][6:])["error"]["message"]
         assert server.wait(20) == 1 and "3 times within 60 seconds" in server.log
 
 

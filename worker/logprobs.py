@@ -10,12 +10,11 @@ import torch
 from worker.input_batch import InputBatch
 from worker.kernels import cpu_ops
 from worker.kernels.native import KERNELS
-from worker.messages import NewRequest, StepInput, TokenLogprobs
+from worker.messages import LOGPROBS_MODES, NewRequest, StepInput, TokenLogprobs
 from worker.platform import Platform
 from worker.request_table import RequestTable
 from worker.sampling_math import largest
 
-MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 _CHUNK_ROWS, _CHUNK_ELEMENTS = 256, 1 << 24  # of prompt logits at once
 
 
@@ -63,8 +62,8 @@ def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
 
 def is_normalized(mode: str) -> bool:
     """Whether a mode reports log-probabilities. Raises ValueError for one that does not exist."""
-    if mode not in MODES:
-        raise ValueError(f"logprobs_mode {mode!r} does not exist: choose one of {', '.join(MODES)}")
+    if mode not in LOGPROBS_MODES:
+        raise ValueError(f"logprobs_mode {mode!r} does not exist: choose one of {', '.join(LOGPROBS_MODES)}")
     return mode.endswith("logprobs")
 
 

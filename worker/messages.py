@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """How one sequence is sampled. The server fills in every default, so that a request can be replayed after a restart: `seed` is always a number.
 
-    Raises nothing: ranges are checked where the request enters (`server/protocol.py`).
+    Raises nothing: what is out of range is refused where the request enters the server (`server/protocol.py`) and the engine (`engine/validation.py`).
     """
 
     max_tokens: int = 16

@@ -108,7 +108,7 @@ class RequestTable:
                 state.add(row, new)
             token_ids = new.token_ids
         except Exception as error:  # MemoryError, too: whatever a request brings about is its own failure
-            if not isinstance(error, ValueError) and torch.distributed.is_initialized():
+            if not isinstance(error, ValueError) and torch.distributed.is_available() and torch.distributed.is_initialized():
                 raise  # the other ranks have taken it in: they cannot go on together
             self._reject(row, str(error) or type(error).__name__)
             token_ids = [0] * len(new.token_ids)  # it runs, harmlessly, until the scheduler has seen the error

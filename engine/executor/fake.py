@@ -67,6 +67,7 @@ class FakeOptions:
     load_delay: float = 0.0  # seconds that loading takes
     hang_at_step: float = 0.0  # never end this step
     fail_at_step: float = 0.0  # raise in the result of this step (the engine's first request takes steps 1 and 2)
+    fail_on_token: float = -1.0  # raise when a prompt with this token enters
 
     @classmethod
     def from_text(cls, text: str) -> FakeOptions:
@@ -146,7 +147,8 @@ class FakeExecutor(Executor):
             self._write_and_check(step, batch)
         output = StepOutput(step.step, *self._sample(step, batch), self._prompt_logprobs(step, batch))
         self._free_at = max(self._free_at, time.monotonic()) + self.options.step_delay
-        return _Result(output, self._free_at if self.options.step_delay else 0.0, step.step == self.options.fail_at_step, step.step == self.options.hang_at_step)
+        fails = step.step == self.options.fail_at_step or any(self.options.fail_on_token in new.token_ids[: new.num_prompt_tokens] for new in step.new)
+        return _Result(output, self._free_at if self.options.step_delay else 0.0, fails, step.step == self.options.hang_at_step)
 
     def _enter(self, new: NewRequest) -> _Row:
         row = _Row(new.sampling, new.num_prompt_tokens, [], [], list(new.block_ids))

@@ -10,6 +10,7 @@ from engine.core import EngineCore
 from engine.messages import (
     AbortRequests,
     AddRequest,
+    Choice,
     EngineOutput,
     FromEngine,
     Hello,
@@ -73,8 +74,8 @@ class Engine:
         self.socket.inbox.append((client, message))
 
     def add(self, request_id: str, prompt: list[int], client: bytes = CLIENT, *, output_token_ids: list[int] | None = None, priority: int = 0,
-            arrival_time: float = 0.0, cache_salt: str | None = None, group: str | None = None, **sampling: Any) -> AddRequest:
-        message = AddRequest(request_id, prompt, SamplingParams(**sampling), output_token_ids or [], arrival_time, priority, cache_salt, group)
+            age: float = 0.0, cache_salt: str | None = None, siblings: list[Choice] | None = None, **sampling: Any) -> AddRequest:
+        message = AddRequest(request_id, prompt, SamplingParams(**sampling), output_token_ids or [], age, priority, cache_salt, siblings or [])
         self.put(message, client)
         return message
 

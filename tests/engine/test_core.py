@@ -150,7 +150,7 @@ def test_statistics_come_while_running_and_when_the_engine_becomes_idle():
 
 def test_a_queued_request_that_fails_unexpectedly_fails_alone(monkeypatch, caplog):
     engine = Engine(fake_config())
-    monkeypatch.setattr(type(engine.scheduler), "_check", lambda self, message: 1 / 0)
+    monkeypatch.setattr("engine.scheduler.check_request", lambda *args: 1 / 0)
     engine.add("bad", [1])
     engine.run()
     assert engine.last("bad").finish_reason == "error" and "division" in engine.last("bad").error

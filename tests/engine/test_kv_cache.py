@@ -21,8 +21,9 @@ from engine.request import Request
 BLOCK_SIZE = 2
 
 
-def request(prompt: list[int], sequence: int = 0, cache_salt: str | None = None, group: str | None = None, **sampling) -> Request:
-    return Request(AddRequest("r", prompt, SamplingParams(**sampling), cache_salt=cache_salt, group=group), b"", sequence, 1000, False)
+def request(prompt: list[int], sequence: int = 0, cache_salt: str | None = None, group: int | None = None, **sampling) -> Request:
+    message = AddRequest("r", prompt, SamplingParams(**sampling), cache_salt=cache_salt)
+    return Request(message, message.choices[0], b"", sequence, sequence if group is None else group, 0.0, 1000, False)
 
 
 class BlocksAgainstModel(RuleBasedStateMachine):
@@ -139,7 +140,7 @@ def test_hashes_are_computed_once_and_grow_with_the_request(tokens, block_size, 
 
 def test_without_prefix_caching_the_group_is_part_of_every_hash():
     kv = KVCacheManager(20, 2, enable_prefix_caching=False)
-    first, choice, stranger = request([1, 2, 3], 1, group="g"), request([1, 2, 3], 2, group="g"), request([1, 2, 3], 3)
+    first, choice, stranger = request([1, 2, 3], 1, group=1), request([1, 2, 3], 2, group=1), request([1, 2, 3], 3)
     kv.attach(first, [])
     kv.allocate(first, 3)
     first.num_computed_tokens = 3

@@ -8,7 +8,7 @@ import pytest
 
 from engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens
 from engine.kv_cache import KVCacheManager
-from engine.messages import AddRequest, SamplingParams
+from engine.messages import AddRequest, Choice, SamplingParams
 from engine.scheduler import Scheduler
 from tests.engine.harness import CLIENT, VOCAB, Engine, assert_invariants, fake_config
 from worker.messages import NewRequest, StepInput, StepOutput
@@ -48,7 +48,7 @@ def test_a_long_prompt_never_stalls_running_requests():
     for name in "abc":
         scheduler.add(AddRequest(name, [ord(name)], greedy(100)))
     run_step(scheduler, executor)
-    scheduler.add(AddRequest("long", list(range(900)), greedy(1), arrival_time=1.0))  # the oldest, so it leads the running ones, yet decodes go first
+    scheduler.add(AddRequest("long", list(range(900)), greedy(1), age=1000.0))  # the oldest, so it leads the running ones, yet decodes go first
     scheduler.add(AddRequest("after", [5], greedy(100)))
     for _ in range(60):
         step, outputs = run_step(scheduler, executor)
@@ -106,20 +106,21 @@ def test_the_last_full_block_is_cached_at_any_depth(depth):
     assert engine.last("b").num_cached_tokens == 16
 
 
-def test_salts_and_groups_separate_prefixes():
+def test_salts_separate_prefixes():
     engine = Engine(fake_config(block_size=4))
     for i, salt in enumerate([None, "x", "y", "x", None]):
-        engine.add(str(i), list(range(9)), cache_salt=salt, group=f"g{i}", max_tokens=1)
+        engine.add(str(i), list(range(9)), cache_salt=salt, max_tokens=1)
         engine.run()
     assert [engine.last(str(i)).num_cached_tokens for i in range(5)] == [0, 0, 0, 8, 8]
 
 
 def test_without_prefix_caching_only_the_choices_of_one_request_share():
     engine = Engine(fake_config(block_size=4, enable_prefix_caching=False))
-    for i, group in enumerate(["g", "g", "h", None, None]):
-        engine.add(str(i), list(range(9)), group=group, max_tokens=1)
+    engine.add("0", list(range(9)), siblings=[Choice("1", 5)], max_tokens=1)
+    for i in range(2, 4):
+        engine.add(str(i), list(range(9)), max_tokens=1)
     engine.run()
-    assert [engine.last(str(i)).num_cached_tokens for i in range(5)] == [0, 8, 0, 0, 0]
+    assert [engine.last(str(i)).num_cached_tokens for i in range(4)] == [0, 8, 0, 0]
     assert engine.scheduler.stats().prefix_cache_queries == 0
 
 
@@ -206,6 +207,21 @@ def test_a_resubmitted_request_that_was_complete_ends_at_once():
     (AddRequest("x", [1] * 20, greedy()), "20 tokens, but a request may have 12"),
     (AddRequest("x", [1] * 12, greedy()), "12 tokens, but a request may have 12"),
     (AddRequest("x", [1], greedy(-1)), "max_tokens"),
+    (AddRequest("x", [1], greedy(min_tokens=-1)), "min_tokens is -1"),
+    (AddRequest("x", [1], greedy(), output_token_ids=[VOCAB]), "output_token_ids: token id 1000"),
+    (AddRequest("x", [1], greedy(), siblings=[Choice("y", 1, [-5])]), "output_token_ids: token id -5"),
+    (AddRequest("x", [1], greedy(), siblings=[Choice("x", 1)]), "two choices"),
+    (AddRequest("x", [1], greedy(), siblings=[Choice("good", 1)]), "'good' is already in use"),
+    (AddRequest("x", [1], greedy(bad_words_ids=[[1, 2], [VOCAB]])), "bad_words: token id 1000"),
+    (AddRequest("x", [1], greedy(bad_words_ids=[[1] * 13])), "bad_words: one has 13 tokens, but a request may have 12"),
+    (AddRequest("x", [1], greedy(bad_words_ids=[[1] * 12] * 30_000)), "bad_words: 30000 sequences"),
+    (AddRequest("x", [1], greedy(allowed_token_ids=[5, VOCAB])), "allowed_token_ids: token id 1000"),
+    (AddRequest("x", [1], greedy(allowed_token_ids=[5] * 1001)), "allowed_token_ids has 1001 entries, but may have 1000"),
+    (AddRequest("x", [1], greedy(logit_bias={-1: 5.0})), "logit_bias: token id -1"),
+    (AddRequest("x", [1], greedy(stop_token_ids=[VOCAB])), "stop_token_ids: token id 1000"),
+    (AddRequest("x", [1], greedy(stop_token_ids=[1] * 1025)), "stop_token_ids has 1025 entries"),
+    (AddRequest("x", [1], greedy(eos_token_ids=[VOCAB], min_tokens=1)), "eos_token_ids: token id 1000"),
+    (AddRequest("x", [1], greedy(logprobs_mode="loud")), "logprobs_mode 'loud'"),
     (AddRequest("good", [1], greedy()), "already in use"),
 ])
 def test_what_can_never_run_is_refused_alone(message, words):
@@ -214,7 +230,8 @@ def test_what_can_never_run_is_refused_alone(message, words):
     engine.put(message)
     engine.run()
     errors = [output for outputs in engine.outputs.values() for output in outputs if output.error]
-    assert len(errors) == 1 and words in errors[0].error and errors[0].finish_reason == "error"
+    assert len(errors) == len(message.choices) and all(words in error.error and error.finish_reason == "error" for error in errors)
+    assert {error.error_kind for error in errors} == {"invalid_request"}
     assert len(engine.tokens("good")) == 3 and engine.outputs[CLIENT, "good"][-1].finish_reason == "length"
     engine.assert_at_rest()
 
@@ -232,12 +249,41 @@ def test_a_request_may_fill_the_whole_pool(depth):
 
 def test_fcfs_preempts_the_latest_and_resumes_it_first():
     engine = Engine(fake_config(num_gpu_blocks_override=9, block_size=2, max_model_len="16"))
-    for i, name in enumerate("abc"):
-        engine.add(name, [ord(name)] * 3, max_tokens=8, arrival_time=1.0 + i)
+    for name in "abc":
+        engine.add(name, [ord(name)] * 3, max_tokens=8)
     engine.run(lambda: assert_invariants(engine))
     finished = {name: engine.last(name).timing for name in "abc"}
     assert finished["a"].num_preemptions == 0 and finished["c"].num_preemptions >= 1
     assert finished["a"].finished <= finished["b"].finished <= finished["c"].finished
+
+
+def test_the_order_of_service_heeds_no_wall_clock(monkeypatch):
+    """A clock that is set back lets nobody overtake. Who has waited at a server, for another engine, is older."""
+    scheduler, _ = make()
+    for number, age in enumerate([0.0, 0.0, 100.0]):
+        monkeypatch.setattr("time.time", lambda number=number: 1e9 - 3600 * number)
+        scheduler.add(AddRequest(str(number), [1], greedy(), age=age))
+    assert [request.request_id for request in scheduler.waiting] == ["2", "0", "1"]
+
+
+def test_the_choices_of_a_request_share_its_prompt():
+    """In memory, until they have outputs of their own."""
+    engine = Engine(fake_config(max_num_seqs=2))
+    message = engine.add("0", list(range(300)), siblings=[Choice(str(i), i) for i in range(1, 8)], max_tokens=5)
+    engine.turn()
+    requests = list(engine.scheduler.requests.values())
+    assert len(requests) == 8 and sum(request.token_ids is message.prompt_token_ids for request in requests) == 6
+    engine.run()
+    assert all(engine.tokens(str(i)) == expected_tokens(message.prompt_token_ids, greedy(5, seed=i), 4096, VOCAB) for i in range(8))
+    assert len(message.prompt_token_ids) == 300
+
+
+def test_a_choice_that_was_complete_needs_no_step():
+    engine = Engine(fake_config())
+    engine.add("a", [1], output_token_ids=[2], siblings=[Choice("b", 1, [3, 4]), Choice("c", 2)], max_tokens=2)
+    engine.run()
+    assert [(len(engine.tokens(name)), engine.last(name).finish_reason) for name in "abc"] == [(1, "length"), (0, "length"), (2, "length")]
+    engine.assert_at_rest()
 
 
 def test_priority_runs_the_urgent_first_and_preempts_the_least_urgent():
@@ -261,7 +307,7 @@ def test_equal_priorities_do_not_preempt_each_other():
     engine = Engine(fake_config(scheduling_policy="priority", max_num_seqs=1))
     engine.add("first", [1], max_tokens=10, priority=1)
     engine.turn()
-    engine.add("second", [2], max_tokens=10, priority=1, arrival_time=1.0)
+    engine.add("second", [2], max_tokens=10, priority=1, age=1000.0)
     engine.run()
     assert engine.last("first").timing.num_preemptions == 0
 
@@ -269,7 +315,7 @@ def test_equal_priorities_do_not_preempt_each_other():
 def test_fcfs_ignores_priority():
     engine = Engine(fake_config(max_num_seqs=1))
     for i, name in enumerate("ab"):
-        engine.add(name, [1], max_tokens=3, priority=-i, arrival_time=1.0 + i)
+        engine.add(name, [1], max_tokens=3, priority=-i)
     engine.run()
     assert engine.last("a").timing.finished < engine.last("b").timing.scheduled
 
@@ -281,6 +327,24 @@ def test_admission_leaves_running_requests_what_they_are_about_to_need():
         engine.add(str(i), [i + 1] * 10, max_tokens=10)
     engine.run()
     assert sum(engine.last(str(i)).timing.num_preemptions for i in range(40)) <= 6  # 13 without
+
+
+def test_a_request_that_waits_for_room_is_not_matched_anew_in_every_step():
+    """Each block of its prefix is looked up once, until one is evicted."""
+    engine = Engine(fake_config(num_gpu_blocks_override=200, block_size=2, max_model_len="400"))
+    engine.add("first", list(range(300)), max_tokens=1)
+    engine.run()  # leaves 149 blocks that can be found
+    engine.add("running", [7] * 20, max_tokens=70)
+    for _ in range(3):
+        engine.turn()
+    engine.add("waiting", [*range(300), *range(80)], max_tokens=1)
+    pool, lookups = engine.scheduler.kv.pool, []
+    find = pool.find
+    pool.find = lambda block_hash: lookups.append(block_hash) or find(block_hash)
+    engine.run(lambda: assert_invariants(engine))
+    assert engine.last("waiting").timing.scheduled >= engine.last("running").timing.finished
+    assert len(lookups) < 400, "one step looks up 150"
+    assert engine.last("waiting").num_cached_tokens > 200 and engine.last("waiting").error is None
 
 
 def test_preemption_does_not_change_what_was_cached_at_first():

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
+import itertools
 
+import msgspec
 import pytest
 
 from configs.config import Config
@@ -12,6 +15,7 @@ from engine.messages import (
     AddRequest,
     Call,
     CallResult,
+    Choice,
     EngineDead,
     EngineOutput,
     EngineStats,
@@ -28,11 +32,16 @@ def request(request_id="r", prompt=(1, 2, 3), **fields):
     return AddRequest(request_id, list(prompt), SamplingParams(**fields.pop("sampling", {})), **fields)
 
 
+def without_age(message):
+    assert message.age > 0
+    return msgspec.structs.replace(message, age=0.0)
+
+
 def asynchronous(test):
     """Run an async test to its end, at most 30 s."""
+    @functools.wraps(test)
     def run(*args, **kwargs):
         asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
 
 
@@ -100,8 +109,8 @@ class TestRequests:
     @asynchronous
     async def test_choices_share_a_stream(self):
         async with connected() as (client, engine):
-            stream = client.generate(request("r-0"), request("r-1"))
-            await engine.receive(), await engine.receive()
+            stream = client.generate(request("r-0", siblings=[Choice("r-1", 1)]))
+            assert (await engine.receive()).siblings == [Choice("r-1", 1)]
             await engine.send(StepOutputs([EngineOutput("r-1", [1], "stop"), EngineOutput("r-0", [2])]))
             assert {o.request_id: o.new_token_ids for o in [await anext(stream), await anext(stream)]} == {"r-1": [1], "r-0": [2]}
             stream.abort("r-1")  # finished: nothing to do
@@ -130,7 +139,7 @@ class TestRequests:
         async with connected() as (client, _):
             client.generate(request())
             with pytest.raises(ValueError, match="'r' is in use"):
-                client.generate(request("x"), request("r"))
+                client.generate(request("x", siblings=[Choice("r", 0)]))
             assert client.num_open == 1
 
     @asynchronous
@@ -227,9 +236,9 @@ class TestRestart:
             await client.connect(second.address)
             assert client.dead is None
             await second.start()
-            sent = [await second.receive() for _ in range(2)]
-            assert sent == [request("a", sampling={"max_tokens": 9}, output_token_ids=[1, 2]), request("late")]
+            assert without_age(await second.receive()) == request("a", sampling={"max_tokens": 9}, output_token_ids=[1, 2])
             await second.output("a", 4, finish_reason="stop")
+            assert without_age(await second.receive()) == request("late")
             await second.output("late", 5, finish_reason="stop")
             assert [o.new_token_ids async for o in a] == [[4]]
             assert [o.new_token_ids async for o in late] == [[5]]
@@ -254,39 +263,104 @@ class TestRestart:
             assert [e async for o in stream for e in o.prompt_logprobs or ()] == entries[3:]
 
     @asynchronous
-    async def test_two_crashes_in_the_batch_are_enough(self):
-        """Only what the batch had room for can have been in it: a request that waited both times is innocent."""
+    async def test_only_what_the_batch_had_room_for_is_suspect(self):
+        """And of that, the urgent ones first. What waited then goes on waiting until the others are cleared."""
         client = EngineClient()
-        streams = [client.generate(request(str(i))) for i in range(4)]
-        for crash in range(3):
-            async with FakeEngine() as engine:
-                await client.connect(engine.address)
-                await engine.start(max_num_seqs=2)
-                expected = ["0", "1", "2", "3"] if crash < 2 else ["2", "3"]
-                assert [(await engine.receive()).request_id for _ in expected] == expected
-                assert await engine.receives_nothing()
-                client.on_dead("boom")
-        for stream in streams[:2]:
-            (output,) = [o async for o in stream]
-            assert output.finish_reason == "error" and "died 2 times" in output.error
-        assert client.num_open == 2
-        await client.close("given up")
-        for stream in streams[2:]:
-            assert [o.error async for o in stream] == ["boom"]
-
-    @asynchronous
-    async def test_priority_decides_who_was_in_the_batch(self):
-        client = EngineClient()
-        client.generate(request("low", priority=5))
-        urgent = client.generate(request("urgent", priority=-1))
-        for _ in range(2):
+        waited, urgent = client.generate(request("waited", priority=5)), client.generate(request("urgent", priority=-1))
+        for crash in range(2):
             async with FakeEngine() as engine:
                 await client.connect(engine.address)
                 await engine.start(max_num_seqs=1)
-                await engine.receive(), await engine.receive()
+                for name in ["waited", "urgent"][crash:]:
+                    assert (await engine.receive()).request_id == name
+                assert await engine.receives_nothing()
                 client.on_dead("boom")
-        assert (await anext(urgent)).finish_reason == "error"
-        assert client.num_open == 1
+                assert client.died_on_trial == (crash == 1)
+        output = await anext(urgent)
+        assert output.finish_reason == "error" and "died 2 times" in output.error
+        async with FakeEngine() as engine:
+            await client.connect(engine.address)
+            await engine.start(max_num_seqs=1)
+            assert (await engine.receive()).request_id == "waited"
+            client.generate(request("new"))
+            assert (await engine.receive()).request_id == "new"
+            await client.close("given up")
+        assert [o.error async for o in waited] == ["given up"]
+
+    @pytest.mark.parametrize("poison", [0, 3, 8])
+    @pytest.mark.parametrize("tokens_at_death", [0, 20])
+    @asynchronous
+    async def test_one_that_kills_engines_fails_alone(self, poison, tokens_at_death):
+        """Nine requests and one more that comes later; every engine dies as soon as it has the one. At most three do, and the first one alone counts."""
+        client, num_deaths, counted = EngineClient(), 0, 0
+        streams = [client.generate(request(str(i), siblings=[Choice(f"{i}b", 1)] if i == 4 else [])) for i in range(9)]
+        answers = [asyncio.create_task(self.collect(stream)) for stream in streams]
+        names = {str(i) for i in range(9)} | {"4b"}
+        while client.num_open:
+            async with FakeEngine() as engine:
+                await client.connect(engine.address)
+                await engine.start(max_num_seqs=16)
+                if await self.serve(engine, names, str(poison), 0 if num_deaths else tokens_at_death, client):
+                    client.on_dead("boom")
+                    num_deaths += 1
+                    counted += not client.died_on_trial
+                    if num_deaths == 1:
+                        late = client.generate(request("late"))
+                        answers.append(asyncio.create_task(self.collect(late)))
+                        names.add("late")
+        results = await asyncio.gather(*answers)
+        for i, outputs in enumerate(results):
+            if i == poison:
+                assert outputs[-1].finish_reason == "error" and "while it ran this request" in outputs[-1].error
+            else:
+                assert [o.finish_reason for o in outputs if o.finish_reason] == ["length"] * (2 if i == 4 else 1)
+        assert num_deaths == (3 if tokens_at_death else 2) and counted == 1
+        await client.close()
+
+    async def collect(self, stream):
+        return [output async for output in stream]
+
+    async def serve(self, engine, names, poison, tokens_at_death, client):
+        """Run requests until all have ended, or until the one is there and has got `tokens_at_death` tokens: whether the engine dies of it."""
+        running = {}
+        for turn in itertools.count():
+            while not await engine.receives_nothing(0.02):
+                message = await engine.receive()
+                if isinstance(message, AddRequest):
+                    running |= {choice.request_id: len(choice.output_token_ids) for choice in message.choices}
+            if poison in running and turn >= tokens_at_death:
+                return True
+            if not client.num_open:
+                return False
+            for name in list(running):
+                running[name] += 1
+                last = running[name] == 30
+                await engine.output(name, running[name], finish_reason="length" if last else None)
+                if last:
+                    del running[name]
+
+    @asynchronous
+    async def test_what_ends_during_its_trial_is_cleared(self):
+        client = EngineClient()
+        streams = [client.generate(request(str(i))) for i in range(3)]
+        async with FakeEngine() as engine:
+            await client.connect(engine.address)
+            await engine.start()
+            for _ in streams:
+                await engine.receive()
+            client.on_dead("boom")
+        async with FakeEngine() as engine:
+            await client.connect(engine.address)
+            await engine.start()
+            assert (await engine.receive()).request_id == "0" and await engine.receives_nothing()
+            await streams[0].aclose()
+            assert await engine.receive() == AbortRequests(["0"])
+            await streams[2].aclose()  # while it waits
+            assert (await engine.receive()).request_id == "1"
+            await engine.output("1", 5, finish_reason="stop")
+            assert [o.new_token_ids async for o in streams[1]] == [[5]]
+            client.generate(request("new"))
+            assert (await engine.receive()).request_id == "new"
         await client.close()
 
     @asynchronous

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from configs.config import Config
 from engine.executor.fake import expected_tokens
 from engine.messages import AddRequest, EngineOutput, RequestTiming, SamplingParams, TokenLogprobs
+from server import deltas
 from server.engine_client import EngineClient, OutputStream
 from server.engine_process import EngineProcess
+from server.errors import BadRequest, EngineError
 from server.generation import Generation, GenerationRequest
 from server.metrics import Metrics
 from server.tokenizer import Tokenizer
@@ -32,9 +34,11 @@ class ScriptedClient:
         self.requests: list[AddRequest] = []
         self.aborted: list[str] = []
 
-    def generate(self, *requests):
-        self.requests = list(requests)
-        self.stream = OutputStream(self, [r.request_id for r in requests])
+    def generate(self, request):
+        if request.request_id == "taken":
+            raise ValueError("request_id 'taken' is in use")
+        self.requests.append(request)
+        self.stream = OutputStream(self, [choice.request_id for choice in request.choices])
         if self.merged:
             for output in self.outputs:
                 self.stream._put(output)
@@ -174,8 +178,9 @@ class TestChoices:
     def test_requests_of_the_choices(self, tokenizer):
         client = ScriptedClient([*outputs_of([[70]], request_id="r-1"), *outputs_of([[71]], request_id="r-0"), *outputs_of([[72]], request_id="r-2")], merged=True)
         deltas = run(tokenizer, client, n=3, sampling={"seed": 2**63 - 2, "max_tokens": 4}, priority=3, cache_salt="s")
-        assert [(r.request_id, r.sampling.seed, r.group) for r in client.requests] == [("r-0", 2**63 - 2, "r"), ("r-1", 2**63 - 1, "r"), ("r-2", -(2**63), "r")]
-        assert {(r.priority, r.cache_salt, r.sampling.max_tokens) for r in client.requests} == {(3, "s", 4)}
+        (request,) = client.requests
+        assert [(choice.request_id, choice.seed) for choice in request.choices] == [("r-0", 2**63 - 2), ("r-1", 2**63 - 1), ("r-2", -(2**63))]
+        assert (request.priority, request.cache_salt, request.sampling.max_tokens) == (3, "s", 4)
         assert sorted((d.index, d.token_ids[0]) for d in deltas) == [(0, 71), (1, 70), (2, 72)]
 
     def test_one_choice_stops_while_others_go_on(self, tokenizer):
@@ -211,6 +216,20 @@ def test_errors_are_told(tokenizer):
     deltas = run(tokenizer, client)
     assert (deltas[-1].finish_reason, deltas[-1].error) == ("error", "the engine died 2 times while it ran this request")
     assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
+
+
+def test_a_request_that_the_engine_refuses_is_a_bad_request(tokenizer):
+    """400, and 500 for what is the engine's own fault."""
+    async def collect(request_id, **fields):
+        client = ScriptedClient([EngineOutput("r", [], "error", error="bad_words: no", **fields)])
+        await deltas.collect(deltas.run([Generation(client, tokenizer, GenerationRequest(request_id, [5], SamplingParams()))]), 1)
+
+    with pytest.raises(BadRequest, match="bad_words: no"):
+        asyncio.run(collect("r", error_kind="invalid_request"))
+    with pytest.raises(BadRequest, match="'taken' is in use"):
+        asyncio.run(collect("taken"))
+    with pytest.raises(EngineError, match="bad_words: no"):
+        asyncio.run(collect("r"))
 
 
 class TestRecording:

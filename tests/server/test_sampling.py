@@ -12,7 +12,7 @@ from server.errors import BadRequest, ContextLengthExceeded
 from server.parsing import parse
 from server.protocol import ChatCompletionRequest, CompletionRequest
 from server.sampling import fit, read_sampling_defaults, to_sampling_params
-from server.state import ModelInfo
+from server.state import ModelInfo, known_token_ids
 
 MODEL = ModelInfo(max_model_len=100, vocab_size=512, eos_token_ids=[2, 0], sampling_defaults={}, max_logprobs=20, priorities=False)
 
@@ -147,3 +147,18 @@ def test_too_long_a_prompt_names_both_numbers(num_tokens):
         fit(chat(), num_tokens, MODEL, "messages")
     error = caught.value
     assert (error.status, error.param, error.code) == (400, "messages", "context_length_exceeded") and "100" in error.message and str(num_tokens) in error.message
+
+
+def test_bad_words_beyond_the_models_vocabulary_are_a_bad_request():
+    """Many fine-tunes add a token to the tokenizer, such as [PAD], for which the model has no row."""
+    model = ModelInfo(max_model_len=100, vocab_size=300, eos_token_ids=[], sampling_defaults={}, max_logprobs=20, priorities=False)
+    with pytest.raises(BadRequest, match="bad_words: token id 303 is not in the vocabulary, which has 300 entries") as caught:
+        text(model, bad_words=["abc"])
+    assert caught.value.param == "bad_words"
+
+
+def test_end_of_sequence_ids_beyond_the_vocabulary_are_ignored(caplog):
+    assert known_token_ids([2, 32000, 7], 32000) == [2, 7]
+    assert len(caplog.records) == 1 and "ignoring the end-of-sequence ids [32000]" in caplog.text
+    caplog.clear()
+    assert known_token_ids([2, 7], 32000) == [2, 7] and not caplog.records

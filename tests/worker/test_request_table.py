@@ -52,6 +52,19 @@ def kernels(request, monkeypatch):
         monkeypatch.setattr(KERNELS, "lib", None)
 
 
+def test_whatever_a_request_brings_about_is_its_own_error():
+    """MemoryError, too: it used to end the engine."""
+    class Greedy(Recorder):
+        def add(self, row, new):
+            raise MemoryError
+
+    table = RequestTable(2, 10, 4, 100, CPU)
+    table.register(Recorder())
+    table.register(Greedy())
+    _apply(table, _step([NewRequest(1, [7, 8], 2, [5], SamplingParams())], [1], [[]]))
+    assert table.errors == {1: "MemoryError"} and table.token_table[1, :2].tolist() == [0, 0]
+
+
 def test_append_writes_behind_each_row():
     table = RequestTable(3, 4, 4, 100, CPU)
     table.append(torch.tensor([2, 0]), torch.tensor([3, 1]), torch.tensor([50, 60]), max_position=3)
