@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.config import Config, ServerConfig
+from configs.files import check_model_folder
 from configs.sources import embedded_model
 from engine.messages import EngineStats, Ready
 from server import hub
@@ -98,7 +99,7 @@ class Launcher:
     """One life of the server process: starts the engines and watches over them. `front` is what clients talk to, in this process or in several others."""
 
     def __init__(self, config: Config, listener: socket.socket, started: float):
-        """Raises ValueError when `config` names no model, OSError when the port cannot be shared."""
+        """Raises ValueError when `config` names no model or a folder that holds none, OSError when the port cannot be shared."""
         self.config, self.listener, self.started = config, listener, started
         self.engines: list[EngineProcess] = []
         self.supervisors: list[Supervisor] = []
@@ -111,6 +112,7 @@ class Launcher:
         self.front = self._make_front()
 
     def _start_engines(self) -> None:
+        check_model_folder(self.folder)
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=self.folder))
         self.engines = [EngineProcess(config, index) for index in range(config.parallel.data_parallel_size)]
         for engine in self.engines:
