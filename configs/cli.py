@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from configs.options import Option, all_options, suggestion
+from configs.options import Option, advice, all_options, suggestion
 from configs.sources import EMBEDDED_MODEL, Settings, describe, embedded_model, resolve
 
 SECTIONS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "parallel": "Parallelism", "device": "Device", "server": "HTTP server"}
@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
         flag = next((arg.partition("=")[0] for arg in arguments if arg.startswith("-")), None)
         if flag is None:
             self.error(f"unexpected argument {arguments[0]!r}")
-        self.error(f"unknown flag {flag}{suggestion(flag, [name for name in self._option_string_actions if name.startswith('--')])}")
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        self.error(f"unknown flag {flag}{(advice if '--config' in known else suggestion)(flag, known)}")
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def opt(default: Any, help: str, *, everyday: bool = False, choices: tuple[str, ...] | None = None, hidden_choices: tuple[str, ...] = (), repeat: bool = False,
+def opt(default: Any, help: str, *, everyday: bool = False, choices: tuple[str, ...] | None = None, hidden_choices: tuple[str, ...] = (), aliases: dict[str, str] | None = None, repeat: bool = False,
         metavar: str | None = None, unit: str | None = None, minimum: float | None = None, above: float | None = None, maximum: float | None = None, secret: bool = False):
     """A dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`; `repeat` fields take several values.
 
     `unit` is "bytes" (suffixes allowed) or "length" (a number of tokens, or auto). `minimum`, `above` (exclusive) and `maximum` bound a number.
-    `hidden_choices` are accepted but not advertised; a `secret` value is never printed. What checks all this is `configs/options.py`.
+    `hidden_choices` are accepted but not advertised; `aliases` are other spellings of choices; a `secret` value is never printed. What checks all this is `configs/options.py`.
     """
-    metadata = {"help": help, "everyday": everyday, "choices": choices, "hidden_choices": hidden_choices, "repeat": repeat, "metavar": metavar, "unit": unit,
+    metadata = {"help": help, "everyday": everyday, "choices": choices, "hidden_choices": hidden_choices, "aliases": aliases or {}, "repeat": repeat, "metavar": metavar, "unit": unit,
                 "minimum": minimum, "above": above, "maximum": maximum, "secret": secret}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -33,7 +33,8 @@ class ModelConfig:
     tokenizer: str | None = opt(None, "folder or Hub id of the tokenizer, if not the model's")
     revision: str | None = opt(None, "branch, tag or commit on the Hub", everyday=True)
     download_dir: str | None = opt(None, "where Hub files are kept (default: the Hugging Face cache)")
-    dtype: str = opt("auto", "weights and activations", everyday=True, choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = opt("auto", "weights and activations", everyday=True, choices=("auto", "float32", "bfloat16", "float16"),
+                     aliases={"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"})
     quantization: str | None = opt(None, "round the weights to integers at load, in groups of 128 or 64 with a scale each (CPU only; the output head is int8 in either case)", everyday=True, choices=("int8", "int4"))
     max_model_len: str = opt("auto", "context length in tokens (prompt and output), or auto: what the model allows and the memory holds", everyday=True, metavar="N|auto", unit="length")
     load_format: str = opt("auto", "safetensors, or dummy for random weights", choices=("auto", "safetensors", "dummy"))
