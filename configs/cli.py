@@ -177,6 +177,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "chat": _elsewhere("server.console", "chat", "talk to a running server"),
     "complete": _elsewhere("server.console", "complete", "let a running server continue a text"),
     "bench": _elsewhere("server.bench.main", "main", "measure a running server, or this machine offline"),
+    "health": _elsewhere("server.health", "main", "say whether a running server is ready, by the exit status"),
     "check": check,
     "build-kernels": _elsewhere("worker.kernels.build", "main", "compile the native CPU kernels ahead, for a wheel or an image"),
     "collect-env": collect_env,

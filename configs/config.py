@@ -94,6 +94,7 @@ class ServerConfig:
     port: int = opt(8000, "port to listen on (0: any free one)", everyday=True, minimum=0, maximum=65535)
     api_server_count: int = opt(1, "frontend processes that share the port, for loads that keep one busy with tokenizing", everyday=True, minimum=1)
     uds: str | None = opt(None, "listen on this Unix domain socket instead of host and port")
+    address_file: str | None = opt(None, "write where the server listens to this file, for `quire health`", metavar="FILE")
     served_model_name: list[str] = opt([], "names the API answers to; the first is the one in responses (default: the model as given)", everyday=True, repeat=True)
     api_key: list[str] = opt([], "accepted API keys", everyday=True, repeat=True, secret=True)
     chat_template: str | None = opt(None, "file or text of a Jinja template instead of the model's", everyday=True)
