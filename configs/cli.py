@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -121,9 +122,17 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         _refuse_swallowed_model(parser, given)
         _use_embedded_model(parser, settings, need_model and not given["print_config"])
     if given["print_config"]:
-        print(describe(settings))
+        _print_whole(describe(settings))
         parser.exit()
     return settings
+
+
+def _print_whole(text: str) -> None:
+    """Unless the reader wants no more of it: `quire serve --print-config | head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
 
 
 def _refuse_swallowed_model(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ class ServerConfig:
     shutdown_timeout: float = opt(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", minimum=0)
     step_timeout: float = opt(300.0, "seconds without a finished step after which the engine counts as hung: its stacks go to the log and it is started again (0: never)", minimum=0)
     sse_keep_alive_interval: float = opt(15.0, "seconds of silence before a comment is sent on an event stream (0: never)", minimum=0)
-    allowed_origins: list[str] = opt([], "origins that browsers may call from (CORS)", repeat=True)
+    allowed_origins: list[str] = opt([], "web pages (their origins) whose scripts may call the API from a browser", everyday=True, repeat=True)
     vllm_metrics: bool = opt(True, "serve every metric under its vllm: name as well")
     strict_params: bool = opt(False, "refuse unknown request fields with 400 instead of a Warning header")
     log_level: str = opt("info", "how much to log", everyday=True, choices=("debug", "info", "warning", "error"))

@@ -94,9 +94,10 @@ class Installer:
                     break
                 output.append(line)
                 log.write(line)
-                if _STEP.match(line):
-                    doing = line.strip()[:100]
-                if progress := progress_of(line):
+                progress = progress_of(line)
+                if progress or _STEP.match(line):
+                    doing = progress or line.strip()[:100]
+                if progress:
                     last = time.monotonic()
                     say(f"  {progress}")
         process.wait()
@@ -115,7 +116,8 @@ def progress_of(line: str) -> str | None:
     if (match := _DOWNLOAD.match(line)) and float(match[2]) * {"MB": 1, "GB": 1000}[match[3]] >= LARGE_MB:
         return f"downloading {match[1]} ({match[2]} {match[3]})" if "Downloading" in line else f"from pip's cache: {match[1]}"
     if line.startswith("Installing collected packages:"):
-        return f"unpacking {line.count(',') + 1} packages"
+        num_packages = line.count(",") + 1
+        return f"unpacking {num_packages} packages" if num_packages > 1 else "unpacking 1 package"
     return None
 
 

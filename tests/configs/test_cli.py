@@ -277,3 +277,9 @@ def test_collect_env_reports_this_machine():
     assert lines["msgspec"] == msgspec.__version__
     assert "threads:" in lines["torch sees"] and "GiB" in lines["memory"]
     assert collect_env.run(["no-such-program-here"]) == "no-such-program-here not found"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m quire serve --print-config | (read line; exec 0<&-; sleep 1)"
+    ended = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=PRESETS.parent, capture_output=True, text=True, check=False)
+    assert ended.stderr == ""
