@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from configs.options import Option, advice, all_options, suggestion
 from configs.sources import EMBEDDED_MODEL, Settings, describe, embedded_model, resolve
 
+_STDOUT = 1
 SECTIONS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "parallel": "Parallelism", "device": "Device", "server": "HTTP server"}
 EPILOG = ("Every flag is also a YAML key for --config (max_model_len: 4096) and an environment variable (QUIRE_MAX_MODEL_LEN=4096). "
           "A flag beats the environment, the environment beats the file.")
@@ -122,17 +124,9 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         _refuse_swallowed_model(parser, given)
         _use_embedded_model(parser, settings, need_model and not given["print_config"])
     if given["print_config"]:
-        _print_whole(describe(settings))
+        print(describe(settings))
         parser.exit()
     return settings
-
-
-def _print_whole(text: str) -> None:
-    """Unless the reader wants no more of it: `quire serve --print-config | head`."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
 
 
 def _refuse_swallowed_model(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
@@ -194,7 +188,26 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main(argv: list[str]) -> int:
-    """Run `quire ARGV...` and return its exit status."""
+    """Run `quire ARGV...` and return its exit status. A reader of its output that wants no more of it (`quire check | head`) is no error."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads_stdout():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # or Python complains at its end
+        return 0
+
+
+def _nobody_reads_stdout() -> bool:
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(argv: list[str]) -> int:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {run.__doc__}" for name, run in COMMANDS.items())
     parser = Parser(prog="quire", usage="quire COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 GIT_LFS = b"version https://git-lfs"
 GGUF = b"GGUF"
+_POINTER = "{} is a pointer of Git LFS and not the file itself: run `git lfs pull` in its folder, or download the file again"
 
 
 def denied(path: str | os.PathLike) -> str:
@@ -35,7 +36,7 @@ def damaged_weights(path: Path, error: Exception) -> str:
     except OSError as reason:
         return unreadable(path, reason)
     if head == GIT_LFS:
-        return f"{path} is a pointer of Git LFS and not the weights: run `git lfs pull` in its folder, or download the file again"
+        return _POINTER.format(path)
     if head.startswith(GGUF):
         return f"{path} is a GGUF file, which is not supported yet: download the model's safetensors files"
     return f"cannot read the weights in {path}: {error}. The file is incomplete or damaged: download it again"
@@ -56,12 +57,17 @@ def check_model_folder(folder: str) -> None:
 
 
 def check_readable(folder: str, setting: str = "model") -> None:
-    """Raise ValueError naming the first file of configuration or tokenizer in `folder` that may not be read. `setting` is what named the folder."""
+    """Raise ValueError naming the first file of configuration or tokenizer in `folder` that may not be read or is not there in full.
+
+    `setting` is what named the folder.
+    """
     try:
         for name in sorted(os.listdir(folder)):
             if name.endswith((".json", ".jinja", ".txt", ".model")):
                 path = os.path.join(folder, name)
-                open(path, "rb").close()
+                with open(path, "rb") as file:
+                    if file.read(len(GIT_LFS)) == GIT_LFS:
+                        raise ValueError(f"{setting}: {_POINTER.format(path)}")
     except IsADirectoryError:
         raise ValueError(f"{setting}: {path} is a folder and should be a file") from None
     except OSError as error:
@@ -69,11 +75,11 @@ def check_readable(folder: str, setting: str = "model") -> None:
 
 
 def _no_config(folder: str, names: list[str]) -> str:
+    gguf = [name for name in names if name.endswith(".gguf")]
+    if gguf or "gguf" in folder.lower():  # of a repository on the Hub, GGUF files are not downloaded: its name is what tells
+        return (f"{folder} holds {gguf[0] if gguf else 'no config.json'}, and GGUF is not supported yet; give the original model, with its config.json, "
+                "tokenizer and safetensors files")
     if not names:
         return f"the folder {folder} is empty; give the folder of a model with its config.json, tokenizer and safetensors files"
-    gguf = [name for name in names if name.endswith(".gguf")]
-    if gguf:
-        return (f"{folder} holds {gguf[0]}, and GGUF is not supported yet; give a folder with the original model's config.json, tokenizer and "
-                "safetensors files")
     found = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return f"there is no config.json in {folder} (found {found}); give the folder of a model with its config.json, tokenizer and safetensors files"

@@ -41,13 +41,15 @@ class Installer:
         self._create_venv()
         was_cut_off = self.marker.exists()
         self.marker.touch()
-        # Files of a package that was cut off halfway must be overwritten: pip cannot uninstall them, and may take them for complete.
-        repair = ["--ignore-installed"] if was_cut_off else []
-        if self.extra is None:
-            self._pip("PyTorch", [*repair, "torch"])
-            self._pip("quire and the packages that serving needs", [*repair, "-e", "."])
+        quire = f".[{self.extra}]" if self.extra else "."
+        if was_cut_off:
+            # Files of a package that was cut off halfway must be overwritten: pip cannot uninstall them, and may take them for complete.
+            self._pip("everything again, for the last installation was cut off", ["--ignore-installed", "-e", quire])
+        elif self.extra:
+            self._pip(f"the packages of [{self.extra}]", ["-e", quire])
         else:
-            self._pip(f"the packages of [{self.extra}]", [*repair, "-e", f".[{self.extra}]"])
+            self._pip("PyTorch", ["torch"])
+            self._pip("quire and the packages that serving needs", ["-e", quire])
         self.marker.unlink()
         say(note_on_torch(self.venv))
 

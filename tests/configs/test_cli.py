@@ -279,7 +279,10 @@ def test_collect_env_reports_this_machine():
     assert collect_env.run(["no-such-program-here"]) == "no-such-program-here not found"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
-    command = f"{sys.executable} -m quire serve --print-config | (read line; exec 0<&-; sleep 1)"
-    ended = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=PRESETS.parent, capture_output=True, text=True, check=False)
-    assert ended.stderr == ""
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["serve --print-config", "serve --help-all"])
+def test_a_reader_that_has_seen_enough_is_no_error(command, unbuffered):
+    script = f"set -o pipefail; {sys.executable} -m quire {command} | (read line; exec 0<&-; sleep 1)"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(["bash", "-c", script], cwd=PRESETS.parent, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -70,6 +70,17 @@ def test_a_folder_without_a_model(tmp_path):
     assert "model.Q4_K_M.gguf, and GGUF is not supported yet" in refusal(tmp_path)
 
 
+def test_a_repository_of_gguf_files_on_the_hub(tmp_path):
+    """Of which nothing is downloaded."""
+    (tmp_path / "models--org--model-GGUF" / "snapshots").mkdir(parents=True)
+    assert "GGUF is not supported yet; give the original model" in refusal(tmp_path / "models--org--model-GGUF" / "snapshots")
+
+
+def test_a_clone_without_its_large_files(folder):
+    (folder / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert f"{folder}/tokenizer.json is a pointer of Git LFS" in refusal(folder)
+
+
 def test_a_gguf_file():
     with tempfile.NamedTemporaryFile(suffix=".gguf") as file, pytest.raises(ValueError, match=r"is a GGUF file, which is not supported yet; give the folder"):
         hub.local_folder(file.name)
