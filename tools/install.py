@@ -75,7 +75,8 @@ class Installer:
         if process.returncode:
             if process.returncode > 0 and "Installing collected packages" not in output:
                 self.marker.unlink()  # it had not begun to change the environment
-            raise InstallError(f"{output[-6000:]}\ncannot install {title} (the output of pip is above, all of it in {self.venv}/install.log)")
+            reason = ": the package index did not answer" if "Retrying (" in output else ""  # pip's last words are about conflicting versions then
+            raise InstallError(f"{output[-6000:]}\ncannot install {title}{reason} (the output of pip is above, all of it in {self.venv}/install.log)")
         say(f"  done in {time.monotonic() - started:.0f} s")
 
     def _follow(self, process: subprocess.Popen) -> str:

@@ -88,6 +88,12 @@ def test_a_failure_shows_what_pip_said(venv, capsys):
     assert not [call for call in pip_calls(folder) if "--ignore-installed" in call]  # nothing had been changed
 
 
+def test_an_index_that_does_not_answer_is_not_taken_for_a_conflict(venv, capsys):
+    folder = venv("echo 'WARNING: Retrying (Retry(total=0)) after connection broken'; echo 'ERROR: ResolutionImpossible'; exit 1")
+    assert install.main([str(folder)]) == 1
+    assert "cannot install PyTorch: the package index did not answer" in capsys.readouterr().err
+
+
 def test_after_an_interruption_everything_is_written_again(venv, tmp_path):
     folder = venv("echo 'Installing collected packages: torch'; sleep 60")
     process = subprocess.Popen([sys.executable, "tools/install.py", str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True, process_group=0)
