@@ -1,61 +1,103 @@
 # syntax=docker/dockerfile:1
 #
 #   docker build --target cpu  -t quire:cpu --build-arg PIP_EXTRA_INDEX_URL=INDEX .
-#       INDEX is the package index of PyTorch's CPU builds (see "Install" on PyTorch's site): the image stays small. Without it torch brings its CUDA libraries.
+#       INDEX is the package index of PyTorch's CPU builds: "Start Locally" on PyTorch's site shows it for Pip and CPU. Without it torch would bring
+#       some GB of CUDA libraries, so the build refuses; --build-arg TORCH_BUILD=any accepts whatever comes.
 #   docker build --target cuda -t quire:cuda .      PyTorch's CUDA build, which brings its CUDA libraries; the host brings the driver
-#   docker run -p 127.0.0.1:8000:8000 -v quire-cache:/cache quire:cpu Qwen/Qwen3-0.6B
+#   docker run --stop-timeout 40 -p 127.0.0.1:8000:8000 -v quire-cache:/cache quire:cpu Qwen/Qwen3-0.6B
 #
-# What follows the image's name are arguments of `quire serve`.
+# What follows the image's name are arguments of `quire serve`. Layers go from what changes least to what changes most: after an edit of the
+# sources no package is installed again, and the kernels are compiled again only when they or their build script were edited.
 
 ARG PYTHON_VERSION=3.11
 
 # ---- the packages, in a virtual environment that the last stages copy
 
 FROM python:${PYTHON_VERSION}-slim AS build
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python -m venv /opt/quire
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
-COPY constraints.txt ./
+COPY pyproject.toml constraints.txt ./
+RUN python -m venv /opt/quire \
+    && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt
+
+# The native kernels of every instruction-set level, so that the image needs no compiler.
+FROM python:${PYTHON_VERSION}-slim AS kernels
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /kernels
+COPY worker/kernels/build.py ./
+COPY worker/kernels/csrc ./csrc
+RUN python build.py --into prebuilt
 
 FROM build AS build-cpu
-RUN apt-get update && apt-get install -y --no-install-recommends g++
-# "2.13.0+cpu" satisfies "==2.13.0" and counts as newer, so torch comes from this index, if given, and the other packages from the usual one.
-ARG PIP_EXTRA_INDEX_URL=
-RUN /opt/quire/bin/pip install -c constraints.txt torch
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG TORCH_BUILD=cpu
+# "2.13.0+cpu" satisfies "==2.13.0" and counts as newer, so torch comes from the extra index and the other packages from the usual one.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    if [ "$TORCH_BUILD" = cpu ] && [ "$(uname -m)" = x86_64 ] && [ -z "$PIP_INDEX_URL$PIP_EXTRA_INDEX_URL" ]; then \
+        echo "error: set --build-arg PIP_EXTRA_INDEX_URL=INDEX to the package index of PyTorch's CPU builds (see the top of the Dockerfile), or" \
+             "accept the CUDA build with --build-arg TORCH_BUILD=any" >&2; \
+        exit 1; \
+    fi \
+    && /opt/quire/bin/pip install -c constraints.txt torch \
+    && if [ "$TORCH_BUILD" = cpu ]; then \
+        /opt/quire/bin/python -W ignore -c "import sys, torch; \
+sys.exit(torch.version.cuda and f'error: torch {torch.__version__} is a CUDA build: check PIP_EXTRA_INDEX_URL, or set --build-arg TORCH_BUILD=any')"; \
+    fi
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/quire/bin/pip install -c constraints.txt -r requirements.txt
 COPY . .
-# The native kernels of every instruction-set level are compiled here, so that the image needs no compiler. They go into the installed package.
-RUN /opt/quire/bin/pip install -c constraints.txt . \
-    && /opt/quire/bin/quire build-kernels
+COPY --from=kernels /kernels/prebuilt ./worker/kernels/prebuilt
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/quire/bin/pip install -c constraints.txt --no-deps . \
+    && ln -s /opt/quire/lib/python3.*/site-packages/server/health.py /opt/quire/health.py
 
 FROM build AS build-cuda
-RUN /opt/quire/bin/pip install -c constraints.txt torch
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/quire/bin/pip install -c constraints.txt torch
+# hadolint ignore=DL3059
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/quire/bin/pip install -c constraints.txt -r requirements.txt
 COPY . .
-RUN /opt/quire/bin/pip install -c constraints.txt .
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/quire/bin/pip install -c constraints.txt --no-deps . \
+    && ln -s /opt/quire/lib/python3.*/site-packages/server/health.py /opt/quire/health.py
 
 # ---- what both images have in common: a user, a cache, a probe
 
 FROM python:${PYTHON_VERSION}-slim AS base
+LABEL org.opencontainers.image.title="quire" \
+      org.opencontainers.image.description="An OpenAI-compatible inference server for large language models" \
+      org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --create-home --uid 1000 quire \
-    && install -d -o quire -g quire /cache
+    && install -d -o quire -g quire /cache /run/quire
 ENV PATH=/opt/quire/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     XDG_CACHE_HOME=/cache \
     HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton \
     QUIRE_HOST=0.0.0.0 \
-    QUIRE_PORT=8000
+    QUIRE_PORT=8000 \
+    QUIRE_ADDRESS_FILE=/run/quire/address
 USER 1000
 WORKDIR /home/quire
 VOLUME /cache
 EXPOSE 8000
-# /health is 503 until the model is loaded, and again when the engine is gone.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"QUIRE_PORT\"]}/health', timeout=4)"]
+# /health is 503 until the model is loaded, and again when the engine is gone. The check asks where the server said that it listens: --port and --uds
+# may be anything. It is `quire health` without the imports of the quire command.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --start-interval=2s --retries=3 \
+    CMD ["python", "-I", "-S", "/opt/quire/health.py"]
 ENTRYPOINT ["quire", "serve"]
 
 FROM base AS cuda
 # Triton compiles a small C launcher for each of its kernels.
-USER root
+USER 0
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*

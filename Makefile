@@ -1,27 +1,34 @@
 # `make serve [MODEL=...]` and `make test` are all a new machine needs: each creates the virtual environment first.
+# pip's PIP_* variables apply, for another package index or another build of PyTorch.
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?=
 ARGS ?=
-STAMP := $(VENV)/.installed
+SERVE_STAMP := $(VENV)/.installed-serve
+DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: serve test lint install clean
+.PHONY: serve test lint install install-dev clean
 
-install: $(STAMP)
+install: $(SERVE_STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+install-dev: $(DEV_STAMP)
+
+$(SERVE_STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
-serve: $(STAMP)
+# What tests and lint need on top: pytest, ray, triton and the like, over a gigabyte.
+$(DEV_STAMP): $(SERVE_STAMP)
+	@$(PYTHON) tools/install.py $(VENV) dev
+	@touch $@
+
+serve: $(SERVE_STAMP)
 	$(VENV)/bin/quire serve $(MODEL) $(ARGS)
 
-test: $(STAMP)
+test: $(DEV_STAMP)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-lint: $(STAMP)
+lint: $(DEV_STAMP)
 	$(VENV)/bin/ruff check .
 
 clean:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from configs.options import Option, all_options, suggestion
+from configs.options import Option, advice, all_options, suggestion
 from configs.sources import EMBEDDED_MODEL, Settings, describe, embedded_model, resolve
 
+_STDOUT = 1
 SECTIONS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "parallel": "Parallelism", "device": "Device", "server": "HTTP server"}
 EPILOG = ("Every flag is also a YAML key for --config (max_model_len: 4096) and an environment variable (QUIRE_MAX_MODEL_LEN=4096). "
           "A flag beats the environment, the environment beats the file.")
@@ -36,7 +39,8 @@ class Parser(argparse.ArgumentParser):
         flag = next((arg.partition("=")[0] for arg in arguments if arg.startswith("-")), None)
         if flag is None:
             self.error(f"unexpected argument {arguments[0]!r}")
-        self.error(f"unknown flag {flag}{suggestion(flag, [name for name in self._option_string_actions if name.startswith('--')])}")
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        self.error(f"unknown flag {flag}{(advice if '--config' in known else suggestion)(flag, known)}")
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -176,6 +180,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "chat": _elsewhere("server.console", "chat", "talk to a running server"),
     "complete": _elsewhere("server.console", "complete", "let a running server continue a text"),
     "bench": _elsewhere("server.bench.main", "main", "measure a running server, or this machine offline"),
+    "health": _elsewhere("server.health", "main", "say whether a running server is ready, by the exit status"),
     "check": check,
     "build-kernels": _elsewhere("worker.kernels.build", "main", "compile the native CPU kernels ahead, for a wheel or an image"),
     "collect-env": collect_env,
@@ -183,7 +188,26 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main(argv: list[str]) -> int:
-    """Run `quire ARGV...` and return its exit status."""
+    """Run `quire ARGV...` and return its exit status. A reader of its output that wants no more of it (`quire check | head`) is no error."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads_stdout():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # or Python complains at its end
+        return 0
+
+
+def _nobody_reads_stdout() -> bool:
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(argv: list[str]) -> int:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {run.__doc__}" for name, run in COMMANDS.items())
     parser = Parser(prog="quire", usage="quire COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,

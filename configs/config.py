@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def opt(default: Any, help: str, *, everyday: bool = False, choices: tuple[str, ...] | None = None, hidden_choices: tuple[str, ...] = (), repeat: bool = False,
+def opt(default: Any, help: str, *, everyday: bool = False, choices: tuple[str, ...] | None = None, hidden_choices: tuple[str, ...] = (), aliases: dict[str, str] | None = None, repeat: bool = False,
         metavar: str | None = None, unit: str | None = None, minimum: float | None = None, above: float | None = None, maximum: float | None = None, secret: bool = False):
     """A dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`; `repeat` fields take several values.
 
     `unit` is "bytes" (suffixes allowed) or "length" (a number of tokens, or auto). `minimum`, `above` (exclusive) and `maximum` bound a number.
-    `hidden_choices` are accepted but not advertised; a `secret` value is never printed. What checks all this is `configs/options.py`.
+    `hidden_choices` are accepted but not advertised; `aliases` are other spellings of choices; a `secret` value is never printed. What checks all this is `configs/options.py`.
     """
-    metadata = {"help": help, "everyday": everyday, "choices": choices, "hidden_choices": hidden_choices, "repeat": repeat, "metavar": metavar, "unit": unit,
+    metadata = {"help": help, "everyday": everyday, "choices": choices, "hidden_choices": hidden_choices, "aliases": aliases or {}, "repeat": repeat, "metavar": metavar, "unit": unit,
                 "minimum": minimum, "above": above, "maximum": maximum, "secret": secret}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -33,7 +33,8 @@ class ModelConfig:
     tokenizer: str | None = opt(None, "folder or Hub id of the tokenizer, if not the model's")
     revision: str | None = opt(None, "branch, tag or commit on the Hub", everyday=True)
     download_dir: str | None = opt(None, "where Hub files are kept (default: the Hugging Face cache)")
-    dtype: str = opt("auto", "weights and activations", everyday=True, choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = opt("auto", "weights and activations", everyday=True, choices=("auto", "float32", "bfloat16", "float16"),
+                     aliases={"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"})
     quantization: str | None = opt(None, "round the weights to integers at load, in groups of 128 or 64 with a scale each (CPU only; the output head is int8 in either case)", everyday=True, choices=("int8", "int4"))
     max_model_len: str = opt("auto", "context length in tokens (prompt and output), or auto: what the model allows and the memory holds", everyday=True, metavar="N|auto", unit="length")
     load_format: str = opt("auto", "safetensors, or dummy for random weights", choices=("auto", "safetensors", "dummy"))
@@ -93,6 +94,7 @@ class ServerConfig:
     port: int = opt(8000, "port to listen on (0: any free one)", everyday=True, minimum=0, maximum=65535)
     api_server_count: int = opt(1, "frontend processes that share the port, for loads that keep one busy with tokenizing", everyday=True, minimum=1)
     uds: str | None = opt(None, "listen on this Unix domain socket instead of host and port")
+    address_file: str | None = opt(None, "write where the server listens to this file, for `quire health`", metavar="FILE")
     served_model_name: list[str] = opt([], "names the API answers to; the first is the one in responses (default: the model as given)", everyday=True, repeat=True)
     api_key: list[str] = opt([], "accepted API keys", everyday=True, repeat=True, secret=True)
     chat_template: str | None = opt(None, "file or text of a Jinja template instead of the model's", everyday=True)
@@ -103,7 +105,7 @@ class ServerConfig:
     shutdown_timeout: float = opt(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", minimum=0)
     step_timeout: float = opt(300.0, "seconds without a finished step after which the engine counts as hung: its stacks go to the log and it is started again (0: never)", minimum=0)
     sse_keep_alive_interval: float = opt(15.0, "seconds of silence before a comment is sent on an event stream (0: never)", minimum=0)
-    allowed_origins: list[str] = opt([], "origins that browsers may call from (CORS)", repeat=True)
+    allowed_origins: list[str] = opt([], "web pages (their origins) whose scripts may call the API from a browser", everyday=True, repeat=True)
     vllm_metrics: bool = opt(True, "serve every metric under its vllm: name as well")
     strict_params: bool = opt(False, "refuse unknown request fields with 400 instead of a Warning header")
     log_level: str = opt("info", "how much to log", everyday=True, choices=("debug", "info", "warning", "error"))

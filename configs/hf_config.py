@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from configs.files import damaged_weights, unreadable
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -83,8 +85,10 @@ def read_model_spec(folder: str) -> ModelSpec:
     path = Path(folder, "config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot read the model configuration {path}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"the model configuration cannot be had: {unreadable(path, error)}") from error
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"cannot read the model configuration {path}: {error}; download it again") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     spec = parse_model_spec(raw)
@@ -229,7 +233,7 @@ def _dtype_of_weights(folder: str) -> str:
                 (length,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(file.read(min(length, path.stat().st_size)))
         except (OSError, struct.error, ValueError) as error:
-            raise ValueError(f"cannot read the header of {path}: {error}") from error
+            raise ValueError(damaged_weights(path, error)) from error
         for name, entry in header.items():
             if name != "__metadata__" and entry["dtype"] in _SAFETENSORS_DTYPES:
                 return _SAFETENSORS_DTYPES[entry["dtype"]]

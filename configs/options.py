@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from configs.config import Config
+from configs.foreign_settings import FOREIGN_SETTINGS
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
@@ -34,6 +35,7 @@ class Option:
     everyday: bool
     choices: tuple[str, ...] | None
     hidden_choices: tuple[str, ...]
+    aliases: Mapping[str, str]
     repeat: bool
     metavar: str | None
     unit: str | None
@@ -63,6 +65,7 @@ class Option:
             result = self._convert(value)
         except (ValueError, TypeError, OverflowError):
             raise ValueError(f"{spelling}: expected {self._expected()}, got {value!r}") from None
+        result = self.aliases.get(result, result) if self.aliases else result
         if self.choices and result not in (*self.choices, *self.hidden_choices):
             raise ValueError(f"{spelling}: {result!r} is not one of {', '.join(self.choices)}{suggestion(str(result), self.choices)}")
         self._check_range(result, spelling)
@@ -133,6 +136,12 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def advice(name: str, known: Iterable[str]) -> str:
+    """What to do about an unknown setting `name`: what it is called here if it is another server's, else the nearest of `known`."""
+    foreign = FOREIGN_SETTINGS.get(name.lstrip("-").replace("-", "_"))
+    return f": {foreign}" if foreign else suggestion(name, known)
+
+
 @cache
 def all_options() -> dict[str, Option]:
     """Every option by name, in the order of `Config`."""
@@ -163,8 +172,7 @@ def find_option(name: str, spelling: str | None = None) -> Option:
     options = all_options()
     option = options.get(name.replace("-", "_"))
     if option is None:
-        near = suggestion(name.replace("-", "_"), options)
-        raise ValueError(f"unknown setting {spelling or name}{near}")
+        raise ValueError(f"unknown setting {spelling or name}{advice(name.replace('-', '_'), options)}")
     return option
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.config import Config
+from configs.foreign_settings import FOREIGN_SETTINGS
 from configs.options import Option, all_options, find_option, suggestion
 
 PRESETS = Path(__file__).parent
@@ -55,7 +56,8 @@ def _add_environment(settings: Settings, environ: Mapping[str, str]) -> None:
         if not variable.startswith("QUIRE_") or variable in _OTHER_VARIABLES:
             continue
         if variable not in variables:
-            raise ValueError(f"unknown environment variable {variable}{suggestion(variable, variables)}")
+            foreign = FOREIGN_SETTINGS.get(variable.removeprefix("QUIRE_").lower())
+            raise ValueError(f"unknown environment variable {variable}{f': {foreign}' if foreign else suggestion(variable, variables)}")
         option, text = variables[variable], environ[variable]
         value = [part.strip() for part in text.split(",") if part.strip()] if option.repeat else text
         _set(settings, option, value, variable, f"environment {variable}")

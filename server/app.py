@@ -20,6 +20,7 @@ from server.chat import chat_completions, prompt_ids
 from server.completions import completions
 from server.errors import ApiError, BadRequest, EngineError, NotFound, Unavailable, error_body, internal_error_body
 from server.middleware import ApiKeys
+from server.pages import add_pages
 from server.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -42,11 +43,12 @@ CLIENT_CLOSED = 499  # nginx's code, for the log: nobody is left to read the ans
 
 def create_app(state: ServerState) -> ASGIApp:
     """The routes over `state`, behind the layers that the configuration asks for. `Edge` goes around it all."""
-    app = FastAPI(title="quire", version=state.version, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="quire", version=state.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = state
     for path, handler, methods, body, answer in ROUTES:
         for method in methods:
             app.add_api_route(path, handler, methods=[method], response_class=Response, openapi_extra=_documented(body, answer), include_in_schema=method != "HEAD")
+    add_pages(app)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(ClientGone, _client_gone)

@@ -8,6 +8,7 @@ import logging
 import sys
 
 from configs.config import Config
+from configs.files import check_model_folder
 from server import hub
 from server.plan_table import plan_table
 
@@ -31,6 +32,7 @@ def plan(config: Config) -> str:
     options = config.model
     folder = hub.resolve(options.model, revision=options.revision, download_dir=options.download_dir, tokenizer_only=True)
     config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
+    check_model_folder(folder)
     # by name: the server's processes never import the worker, but this one only asks it and ends
     importlib.import_module("worker.loader").check_model(config, files=hub.local_folder(options.model) is not None)
     ready = importlib.import_module("worker.memory").preview(config)

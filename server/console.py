@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 from configs.cli import Parser
 
-CHAT_HELP = "/reset forgets the conversation, /system TEXT sets the system prompt (and forgets), Ctrl-C stops an answer, Ctrl-D ends"
+CHAT_HELP = ("/help shows this, /reset forgets the conversation, /system TEXT sets the system prompt (and forgets), Ctrl-C stops an answer, "
+             "Ctrl-D ends")
 
 
 class ServerError(Exception):
@@ -74,7 +75,7 @@ def error_message(body: bytes) -> str:
 
 def _parser(name: str, description: str) -> Parser:
     parser = Parser(prog=f"quire {name}", description=description)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="base URL of the server's API (default: http://127.0.0.1:8000/v1)")
+    parser.add_argument("--url", "--base-url", metavar="URL", default="http://127.0.0.1:8000/v1", help="base URL of the server's API (default: http://127.0.0.1:8000/v1)")
     parser.add_argument("--api-key", metavar="KEY", default=_default_key(), help="sent as a Bearer token (default: QUIRE_API_KEY or OPENAI_API_KEY)")
     parser.add_argument("--model", "--model-name", metavar="NAME", help="default: the first model the server lists")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the server's)")
@@ -133,6 +134,8 @@ class Conversation:
         elif command == "/system":
             self.system_prompt = rest.strip() or None
             self.reset()
+        elif command == "/help":
+            print(CHAT_HELP, file=sys.stderr)
         elif command.startswith("/") and command[1:].isalpha():
             print(f"unknown command {command}; {CHAT_HELP}", file=sys.stderr)
         elif line.strip():

@@ -69,6 +69,8 @@ class Frontend:
 
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
         self.state.tokenizer = await in_thread(lambda: _tokenizer(tokenizer_folder, self.config))
+        if not self.state.tokenizer.chat_templates:
+            logger.warning("the model has no chat template: /v1/chat/completions answers 400; give one with --chat-template")
         self.open()
 
     def connect(self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Any], None]) -> list[Any]:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from configs.files import denied
+
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -24,10 +26,22 @@ def local_folder(model: str) -> str | None:
     if os.path.isdir(path):
         return os.path.abspath(path)
     if os.path.isfile(path):
-        raise ValueError(f"model: {model} is a file; give the folder that has its config.json and safetensors")
+        kind = "a GGUF file, which is not supported yet" if path.lower().endswith(".gguf") else "a file"
+        raise ValueError(f"model: {model} is {kind}; give the folder that has the model's config.json and safetensors")
+    _require_reachable(path)
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise ValueError(f"model: there is no folder {model}")
     return None
+
+
+def _require_reachable(path: str) -> None:
+    """Raise ValueError for a path that is there or not, which the permissions of a folder above it do not let us see."""
+    try:
+        os.stat(path)
+    except PermissionError:
+        raise ValueError(f"model: {denied(path)}") from None
+    except OSError:
+        pass  # there is none: the caller says so
 
 
 def resolve(model: str, *, revision: str | None = None, download_dir: str | None = None, tokenizer_only: bool = False,

@@ -19,9 +19,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.config import Config, ServerConfig
+from configs.files import check_model_folder
 from configs.sources import embedded_model
 from engine.messages import EngineStats, Ready
-from server import hub
+from server import health, hub
 from server.engine_process import EngineProcess
 from server.frontend import BACKLOG, Frontend, configure_logging
 from server.supervisor import EngineFailed, Supervisor, in_thread
@@ -40,6 +41,8 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
     except OSError as error:
         logger.error("cannot listen on %s: %s", config.server.uds or f"{config.server.host}:{config.server.port}", error.strerror or error)
         return 1
+    if config.server.address_file:
+        _announce_address(config.server.address_file, listener)
     if sources:
         logger.info("settings: %s", ", ".join(f"{name} ({source})" for name, source in sources.items()))
     try:
@@ -49,9 +52,19 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
         return 1
     finally:
         listener.close()
+        if config.server.address_file:
+            health.remove_address(config.server.address_file)
         if config.server.uds:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(config.server.uds)
+
+
+def _announce_address(path: str, listener: socket.socket) -> None:
+    """The server is of use without the file, so that it cannot be written is no reason to end."""
+    try:
+        health.write_address(path, listener)
+    except OSError as error:
+        logger.warning("--address-file: cannot write %s: %s; `quire health` will not find this server", path, error.strerror or error)
 
 
 async def _run(config: Config, listener: socket.socket, started: float) -> int:
@@ -98,7 +111,7 @@ class Launcher:
     """One life of the server process: starts the engines and watches over them. `front` is what clients talk to, in this process or in several others."""
 
     def __init__(self, config: Config, listener: socket.socket, started: float):
-        """Raises ValueError when `config` names no model, OSError when the port cannot be shared."""
+        """Raises ValueError when `config` names no model or a folder that holds none, OSError when the port cannot be shared."""
         self.config, self.listener, self.started = config, listener, started
         self.engines: list[EngineProcess] = []
         self.supervisors: list[Supervisor] = []
@@ -111,6 +124,7 @@ class Launcher:
         self.front = self._make_front()
 
     def _start_engines(self) -> None:
+        check_model_folder(self.folder)
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=self.folder))
         self.engines = [EngineProcess(config, index) for index in range(config.parallel.data_parallel_size)]
         for engine in self.engines:

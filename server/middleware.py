@@ -15,6 +15,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError, Unauthorized, internal_error_body
+from server.pages import PAGES
 from server.state import ServerState
 
 access_logger = logging.getLogger("quire.access")
@@ -103,14 +104,14 @@ def _extra_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 
 class ApiKeys:
-    """Without one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`, only the probes answer: also unknown routes give 401."""
+    """Without one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`, only the probes and the static pages answer: also unknown routes give 401."""
 
     def __init__(self, app: ASGIApp, keys: list[str]):
         self.app = app
         self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PROBES:
+        if scope["type"] == "http" and scope["path"] not in PROBES and not _is_page(scope):
             key = _presented_key(scope)
             if key is None or not self._known(key):
                 what = "Incorrect API key provided." if key else "No API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
@@ -122,6 +123,10 @@ class ApiKeys:
         """In a time that does not tell how much of a key was right, or which."""
         digest = hashlib.sha256(key).digest()
         return sum(hmac.compare_digest(digest, known) for known in self.digests) > 0
+
+
+def _is_page(scope: Scope) -> bool:
+    return scope["path"] in PAGES and scope["method"] in ("GET", "HEAD")
 
 
 def _presented_key(scope: Scope) -> bytes | None:

@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 from configs.config import Config
+from configs.files import check_model_folder
 from server import hub
 from server.engine_client import EngineClient
 from server.engine_process import EngineProcess
@@ -39,6 +40,7 @@ class Runtime:
             options = self.config.model
             folder = await in_thread(lambda: hub.resolve(options.model, revision=options.revision, download_dir=options.download_dir,
                                                          progress=lambda *progress: loop.call_soon_threadsafe(shown.update, *progress)))
+            check_model_folder(folder)
             engine = EngineProcess(dataclasses.replace(self.config, model=dataclasses.replace(options, model=folder)))
             engine.start()  # it loads while the tokenizer does
             self.state.client = EngineClient(on_stats=self._on_stats, on_progress=lambda progress: shown.update(progress.phase, progress.fraction))

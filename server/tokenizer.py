@@ -19,12 +19,14 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
+from configs.files import check_readable
 from server.chat_template import compile_template
 from server.decoding import CleanUpStream, WindowDecoding, clean_up_spaces, decoding_of
 
 logger = logging.getLogger("quire.tokenizer")
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.bpe", "merges*")  # at least one is there, whatever the kind
 # From this many characters on, encoding takes over a millisecond and goes to a thread instead of holding up everyone's tokens.
 _LONG_TEXT = 4096
 
@@ -56,10 +58,15 @@ class Tokenizer:
         Raises ValueError if the folder has no usable tokenizer or the template is not valid.
         """
         folder = Path(folder)
+        if folder.is_dir():
+            check_readable(str(folder), "tokenizer")
         if (folder / "tokenizer.json").is_file():
             tokenizer = _load_fast(cls, folder)
         else:
             tokenizer = _load_with_transformers(cls, folder, trust_remote_code)
+        if tokenizer.vocab_size <= len(tokenizer.special_ids):
+            raise ValueError(f"tokenizer: the vocabulary in {folder} is empty (it has {tokenizer.vocab_size} special tokens and nothing else): "
+                             "download the tokenizer's files again, or name another folder or Hub id with --tokenizer")
         if chat_template is not None:
             tokenizer.chat_templates = {"default": _read_template(chat_template)}
         for source in tokenizer.chat_templates.values():
@@ -296,6 +303,9 @@ def _read_template(value: str) -> str:
 def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_code: bool) -> Tokenizer:
     if not folder.is_dir():
         raise ValueError(f"tokenizer: there is no folder {folder}")
+    if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
+        raise ValueError(f"tokenizer: there are no tokenizer files in {folder} (tokenizer.json, for example): download them, or name another folder or "
+                         "Hub id with --tokenizer")
     logger.info("%s has no tokenizer.json: loading its tokenizer through transformers, which takes a few seconds", folder)
     from transformers import AutoTokenizer
 

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from configs.config import Config
+from configs.files import damaged_weights, unreadable
 from configs.hf_config import ModelSpec, read_model_spec
 from worker import huge_pages
 from worker.layers.linear import Linear, Part
@@ -167,7 +168,7 @@ class Checkpoint:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 self._stack.close()
-                raise ValueError(f"cannot read the weights in {path}: {error}") from error
+                raise ValueError(damaged_weights(path, error)) from error
             for name in file.offset_keys():
                 self._file_of[name] = file
                 self.position[name] = len(self.position)
@@ -212,8 +213,10 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            raise ValueError(f"cannot read {index}: it should be a JSON object with a weight_map") from error
+        except OSError as error:
+            raise ValueError(unreadable(index, error)) from error
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"cannot read {index}: it should be a JSON object with a weight_map; download it again") from error
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]

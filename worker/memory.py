@@ -232,6 +232,10 @@ def _kv_cache_bytes(config: Config, limits: Limits, block: int, free: int, left:
     if asked is not None:
         if asked > left:
             raise ValueError(f"--kv-cache-memory-bytes {asked} ({_size(asked)}) is more than what weights and activations leave: set it to at most {max(left, 0)}")
+        if asked < 2 * block and not config.cache.num_gpu_blocks_override:
+            whole = (-(-limits.max_model_len // limits.attention.block_size) + 1) * block
+            raise ValueError(f"--kv-cache-memory-bytes {asked} is too small for two KV blocks of {block} bytes: set it to at least {2 * block}, "
+                             f"or to {whole} for a whole context of {limits.max_model_len} tokens")
         return asked, []
     if config.cache.num_gpu_blocks_override:
         return config.cache.num_gpu_blocks_override * block, []

@@ -81,7 +81,7 @@ class Client:
     def __init__(self, base_url: str, api_key: str | None = None):
         url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"--base-url: expected http://HOST:PORT, got {base_url!r}")
+            raise ValueError(f"--base-url: expected http://HOST:PORT or http://HOST:PORT/v1, got {base_url!r}")
         self.host, self.port = url.hostname, url.port or (443 if url.scheme == "https" else 80)
         self.path = url.path.rstrip("/")
         self.tls = ssl.create_default_context() if url.scheme == "https" else None

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from configs.cli import Parser, add_config_flags, read_settings
 from server.bench.datasets import non_negative_int, positive_int, random_text
 from server.bench.report import percentile
-from server.bench.throughput import ENGINE_SECTIONS
+from server.bench.throughput import ENGINE_SECTIONS, engine_settings
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     from server.offline import LLM, SamplingParams
 
     try:
-        with LLM(**settings.values) as llm:
+        with LLM(**engine_settings(settings)) as llm:
             rng = random.Random(settings.values.get("seed", 0))
             params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.output_len, ignore_eos=True)
             times = []

@@ -25,7 +25,7 @@ from server.bench.report import METRICS, parse_goodput, render, summarize
 def parser() -> Parser:
     result = Parser(prog="quire bench serve", description="Measure a running OpenAI-compatible server: throughput, and the latencies its users see.")
     server = result.add_argument_group("Server")
-    server.add_argument("--base-url", metavar="URL", help="server and path before the endpoint (default: http://HOST:PORT)")
+    server.add_argument("--base-url", "--url", metavar="URL", help="the server, with or without /v1 at the end (default: http://HOST:PORT)")
     server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     server.add_argument("--port", type=positive_int, default=8000, metavar="N", help="default: 8000")
     server.add_argument("--endpoint", default="/v1/completions", metavar="PATH", help="/v1/completions or /v1/chat/completions (default: /v1/completions)")
@@ -103,10 +103,11 @@ def main(argv: list[str]) -> int:
 
 async def measure(arguments: argparse.Namespace, goodput: dict[str, float]) -> list[dict[str, Any]]:
     """One run for each number of --max-concurrency. Raises RuntimeError when the server does not answer the first request."""
-    client = Client(arguments.base_url or f"http://{arguments.host}:{arguments.port}", arguments.api_key)
+    url, endpoint = server_and_endpoint(arguments.base_url or f"http://{arguments.host}:{arguments.port}", arguments.endpoint)
+    client = Client(url, arguments.api_key)
     with contextlib.closing(client):
         model, root = await find_model(client, arguments.model)
-        target = Target(client, arguments.endpoint, model, arguments.ignore_eos, arguments.temperature, arguments.extra_body)
+        target = Target(client, endpoint, model, arguments.ignore_eos, arguments.temperature, arguments.extra_body)
         encoder = load_encoder(arguments.tokenizer, root)
         await warm_up(target, make_samples(with_prompts(arguments, arguments.num_warmups + 1), encoder, arguments.seed - 1))
         runs = []
@@ -114,6 +115,14 @@ async def measure(arguments: argparse.Namespace, goodput: dict[str, float]) -> l
             samples = make_samples(arguments, encoder, arguments.seed + i)  # new ones for each run, which else finds the last one's in the prefix cache
             runs.append(await measure_once(target, samples, limit, arguments, goodput))
         return runs
+
+
+def server_and_endpoint(url: str, endpoint: str) -> tuple[str, str]:
+    """(server, path of the endpoint). The URL may end with /v1, as clients of OpenAI's API write it; then the endpoint may leave it out."""
+    root = url.rstrip("/").removesuffix("/v1")
+    if root != url.rstrip("/") and not endpoint.startswith("/v1/"):
+        endpoint = "/v1/" + endpoint.lstrip("/")
+    return root, endpoint
 
 
 async def find_model(client: Client, name: str | None) -> tuple[str, str | None]:

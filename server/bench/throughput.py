@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from configs.cli import Parser, add_config_flags, read_settings
+from configs.options import find_option
+from configs.sources import Settings
 from server.bench.datasets import add_dataset_flags, make_samples
 
 ENGINE_SECTIONS = ("model", "cache", "scheduler", "parallel", "device")
+
+
+def engine_settings(settings: Settings) -> dict[str, Any]:
+    """The settings that mean something without HTTP: the environment, a file and the embedded model may set others, too."""
+    return {name: value for name, value in settings.values.items() if find_option(name).section in ENGINE_SECTIONS}
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +34,7 @@ def main(argv: list[str]) -> int:
     from server.offline import LLM, SamplingParams
 
     try:
-        with LLM(**settings.values) as llm:
+        with LLM(**engine_settings(settings)) as llm:
             samples = make_samples(arguments, llm.tokenizer, settings.values.get("seed", 0))
             params = [SamplingParams(temperature=arguments.temperature, max_tokens=sample.output_len, ignore_eos=True) for sample in samples]
             start = time.perf_counter()

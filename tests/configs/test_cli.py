@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs import cli, collect_env, sources
+from configs.foreign_settings import FOREIGN_SETTINGS
 from configs.options import all_options, config_from, parse_count
 from configs.sources import PRESETS
 
@@ -114,6 +115,41 @@ def test_config_file_from_the_environment(served, tmp_path, monkeypatch):
 ])
 def test_wrong_flags_are_named(refused, arguments, expected):
     assert expected in refused(*arguments)
+
+
+@pytest.mark.parametrize("value, expected", [("half", "float16"), ("float", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"), ("auto", "auto")])
+def test_dtype_takes_the_usual_short_names(served, monkeypatch, value, expected):
+    assert served("m", "--dtype", value)[0].model.dtype == expected
+    monkeypatch.setenv("QUIRE_DTYPE", value)
+    assert served("m")[0].model.dtype == expected
+    assert config_from({"dtype": value}).model.dtype == expected
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    (["m", "--ngl", "99"], "unknown flag --ngl: a model is on one kind of device as a whole: set --device cpu or --device cuda"),
+    (["m", "-ngl", "99"], "unknown flag -ngl: a model is"),
+    (["m", "--enable-lora"], "unknown flag --enable-lora: LoRA adapters are not supported yet"),
+    (["m", "--tool-call-parser", "hermes"], "unknown flag --tool-call-parser: tool calls are not supported yet"),
+    (["m", "--enable_auto_tool_choice"], "tool calls are not supported yet"),
+    (["m", "--reasoning-parser=qwen3"], "unknown flag --reasoning-parser: reasoning parsers are not supported yet"),
+    (["m", "-c", "4096"], "unknown flag -c: set --max-model-len"),
+])
+def test_flags_of_other_servers_are_explained(refused, arguments, expected):
+    assert expected in (said := refused(*arguments)) and "did you mean" not in said
+
+
+def test_settings_of_other_servers_are_explained(refused, monkeypatch, tmp_path):
+    (tmp_path / "f.yaml").write_text("ctx_size: 4096")
+    assert "unknown setting ctx_size in" in (said := refused("m", "--config", str(tmp_path / "f.yaml"))) and "set --max-model-len" in said
+    monkeypatch.setenv("QUIRE_TP_SIZE", "2")
+    assert "unknown environment variable QUIRE_TP_SIZE: set --tensor-parallel-size" in refused("m")
+
+
+def test_the_advice_about_other_servers_names_flags_that_exist():
+    flags = {option.flag for option in all_options().values()} | {f"--no-{option.flag[2:]}" for option in all_options().values() if option.type is bool}
+    assert not set(FOREIGN_SETTINGS) & set(all_options())
+    for advice in FOREIGN_SETTINGS.values():
+        assert set(re.findall(r"--[a-z-]+", advice)) <= flags, advice
 
 
 @pytest.mark.parametrize("content, expected", [
@@ -241,3 +277,12 @@ def test_collect_env_reports_this_machine():
     assert lines["msgspec"] == msgspec.__version__
     assert "threads:" in lines["torch sees"] and "GiB" in lines["memory"]
     assert collect_env.run(["no-such-program-here"]) == "no-such-program-here not found"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["serve --print-config", "serve --help-all"])
+def test_a_reader_that_has_seen_enough_is_no_error(command, unbuffered):
+    script = f"set -o pipefail; {sys.executable} -m quire {command} | (read line; exec 0<&-; sleep 1)"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(["bash", "-c", script], cwd=PRESETS.parent, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

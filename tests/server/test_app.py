@@ -107,7 +107,7 @@ def test_openapi_describes_the_bodies(server):
 
 
 def test_unknown_routes_and_methods(server):
-    for method, path in (("GET", "/"), ("GET", "/v1"), ("POST", "/v1/nothing"), ("GET", "/v1/models/"), ("GET", "/%0d%0aX-A:1"), ("GET", "/health/")):
+    for method, path in (("GET", "/v1"), ("POST", "/v1/nothing"), ("GET", "/v1/models/"), ("GET", "/%0d%0aX-A:1"), ("GET", "/health/")):
         assert server.http.request(method, path).status_code == 404 and server.http.request(method, path).json()["error"]["message"]
     for method, path in (("GET", CHAT), ("PUT", "/v1/completions"), ("POST", "/v1/models"), ("DELETE", "/health")):
         answer = server.http.request(method, path)
@@ -217,7 +217,7 @@ def keyed_server(model_folder):
 
 
 ALL_ROUTES = [(method, path.replace("{model_id:path}", MODEL)) for path, _, methods, _, _ in ROUTES for method in methods]
-ALL_ROUTES += [("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/nothing"), ("POST", "/v1/nothing"), ("DELETE", CHAT), ("GET", "/health/"), ("GET", "/live/../metrics")]
+ALL_ROUTES += [("POST", "/docs"), ("GET", "/openapi.json"), ("GET", "/nothing"), ("POST", "/v1/nothing"), ("DELETE", CHAT), ("GET", "/health/"), ("GET", "/live/../metrics")]
 
 
 @pytest.mark.parametrize("method,path", ALL_ROUTES)

@@ -232,6 +232,33 @@ def test_startup_takes_another_servers_command(capsys):
     assert exit.value.code == 2 and "did you mean --num-iters?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["throughput", "latency"])
+def test_offline_benchmarks_need_no_model(kind, folder, tmp_path, capsys, monkeypatch):
+    """The model that comes with quire has a name for the HTTP API, and the environment may hold settings of the server: the engine needs neither."""
+    monkeypatch.setattr("configs.cli.embedded_model", lambda: folder)
+    monkeypatch.setenv("QUIRE_PORT", "8123")
+    sizes = ["--num-prompts", "2"] if kind == "throughput" else ["--batch-size", "1", "--num-iters", "1", "--num-iters-warmup", "0"]
+    assert cli.main(["bench", kind, *FAKE, *sizes, "--input-len", "4", "--output-len", "3", "--disable-tqdm"]) == 0
+    assert "requests/s" in (shown := capsys.readouterr().out) or "Avg latency" in shown
+
+
+@pytest.mark.parametrize("url, endpoint, expected", [
+    ("http://h:1", "/v1/completions", ("http://h:1", "/v1/completions")),
+    ("http://h:1/v1", "/v1/chat/completions", ("http://h:1", "/v1/chat/completions")),
+    ("http://h:1/v1/", "/chat/completions", ("http://h:1", "/v1/chat/completions")),
+    ("http://h:1/sub/v1", "/v1/completions", ("http://h:1/sub", "/v1/completions")),
+    ("http://h:1/sub", "/generate", ("http://h:1/sub", "/generate")),
+])
+def test_the_url_may_end_with_v1(url, endpoint, expected):
+    assert serve.server_and_endpoint(url, endpoint) == expected
+
+
+@pytest.mark.parametrize("flag", ["--base-url", "--url"])
+def test_a_url_of_the_api_is_understood(server, flag):
+    assert bench(server, flag, f"{server.url}/v1", "--num-prompts", "1") == 0
+    assert len(server.requests) == 2
+
+
 def test_throughput_and_latency_count_the_tokens(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("QUIRE_FAKE", "step_delay=0.01")
     assert cli.main(["bench", "throughput", folder, *FAKE, "--num-prompts", "8", "--input-len", "12", "--output-len", "6", "--disable-tqdm", "--output-json", str(tmp_path / "t.json")]) == 0

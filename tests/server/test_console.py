@@ -44,6 +44,13 @@ def test_quick_answers_stream_to_stdout(server, capsys):
     assert server.requests[1] == {"model": "other", "messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}], "stream": True}
 
 
+def test_chat_knows_help_and_the_name_of_the_benchmarks_flag(server, capsys, monkeypatch):
+    type_lines(monkeypatch, "/help")
+    assert console.chat(["--base-url", f"{server.url}/v1"]) == 0
+    assert (said := capsys.readouterr().err).count("/help shows this") == 2 and "unknown command" not in said  # at the start, and again
+    assert not server.requests
+
+
 def test_chat_remembers_resets_and_changes_the_system_prompt(server, capsys, monkeypatch):
     type_lines(monkeypatch, "one", "two", "", "/reset", "three", "/system Be kind", "four", "/what", "/etc/passwd is a file")
     assert console.chat(["--url", server.url]) == 0

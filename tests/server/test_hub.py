@@ -40,9 +40,9 @@ def test_what_can_only_be_a_path_is_refused_at_once(model):
 
 
 def test_a_file_is_refused(tmp_path):
-    (tmp_path / "model.gguf").write_text("x")
+    (tmp_path / "model.bin").write_text("x")
     with pytest.raises(ValueError, match="is a file"):
-        hub.resolve(str(tmp_path / "model.gguf"))
+        hub.resolve(str(tmp_path / "model.bin"))
 
 
 def test_offline_cache(cache):

@@ -126,7 +126,7 @@ class TestLoading:
         assert "".join(stream.push([i]) for i in ids) + stream.finish() == text == tokenizer.decode(ids)
 
     def test_nothing_to_load(self, tmp_path):
-        with pytest.raises(ValueError, match="no tokenizer can be loaded"):
+        with pytest.raises(ValueError, match="there are no tokenizer files in"):
             Tokenizer.load(tmp_path)
         with pytest.raises(ValueError, match="there is no folder"):
             Tokenizer.load(tmp_path / "absent")

@@ -90,6 +90,16 @@ def test_errors_say_what_to_change(folder, settings, words):
         _plan(folder, **settings)
 
 
+def test_a_kv_cache_that_is_too_small_names_its_own_flag(folder):
+    block = kv_bytes_per_token(read_model_spec(folder), 4) * 16
+    with pytest.raises(ValueError) as caught:
+        _plan(folder, kv_cache_memory_bytes=1000, block_size=16)
+    assert f"--kv-cache-memory-bytes 1000 is too small for two KV blocks of {block} bytes: set it to at least {2 * block}" in str(caught.value)
+    whole = int(re.search(r"or to (\d+) for a whole context of 2048 tokens", str(caught.value))[1])
+    assert _plan(folder, kv_cache_memory_bytes=whole, block_size=16).max_model_len == 2048
+    assert _plan(folder, kv_cache_memory_bytes=2 * block, block_size=16).max_model_len == 16
+
+
 def test_the_advice_of_an_error_works(folder):
     with pytest.raises(ValueError) as caught:
         _plan(folder, max_model_len="400", num_gpu_blocks_override=11, block_size=16)

@@ -1,0 +1,85 @@
+"""Well-known settings of other servers that have another name here or are not supported: for these, the nearest name would be misleading advice.
+
+The keys are as in a configuration file: `n_gpu_layers` stands for `--n-gpu-layers`.
+"""
+
+from __future__ import annotations
+
+_LORA = "LoRA adapters are not supported yet"
+_TOOLS = "tool calls are not supported yet"
+_STRUCTURED = "structured output is not supported yet"
+_SPECULATIVE = "speculative decoding is not supported yet"
+_OTHER_TASKS = "this server generates text; embeddings and other tasks are not supported yet"
+_LAYERS = "a model is on one kind of device as a whole: set --device cpu or --device cuda"
+_TLS = "quire speaks HTTP: put a proxy with TLS in front"
+_MODEL = "give the folder or Hub id as MODEL, the first argument"
+_LENGTH = "set --max-model-len (prompt and output together)"
+
+FOREIGN_SETTINGS: dict[str, str] = {
+    # vLLM
+    "enable_lora": _LORA,
+    "lora_modules": _LORA,
+    "max_loras": _LORA,
+    "enable_auto_tool_choice": _TOOLS,
+    "tool_call_parser": _TOOLS,
+    "reasoning_parser": "reasoning parsers are not supported yet: the text comes as the model writes it",
+    "guided_decoding_backend": _STRUCTURED,
+    "structured_outputs_config": _STRUCTURED,
+    "speculative_config": _SPECULATIVE,
+    "speculative_model": _SPECULATIVE,
+    "num_speculative_tokens": _SPECULATIVE,
+    "limit_mm_per_prompt": "images, audio and video are not supported yet",
+    "kv_cache_dtype": "not supported yet: the KV cache has the dtype of the activations",
+    "cpu_offload_gb": "not supported: use a smaller model, or share it among GPUs with --tensor-parallel-size",
+    "swap_space": "nothing is swapped: a preempted request is computed again",
+    "enable_chunked_prefill": "prompts are always prefilled in chunks; --max-num-batched-tokens is the size of a step",
+    "compilation_config": "torch.compile is not used; --enforce-eager turns CUDA graphs off",
+    "disable_log_requests": "set --log-level warning to leave the access log out",
+    "enable_log_requests": "requests are logged with --log-level info",
+    "disable_log_stats": "set --log-stats-interval 0",
+    "uvicorn_log_level": "set --log-level",
+    "task": _OTHER_TASKS,
+    "runner": _OTHER_TASKS,
+    "hf_token": "set the environment variable HF_TOKEN",
+    "override_generation_config": "set --generation-config to a folder with a generation_config.json",
+    "ssl_keyfile": _TLS,
+    "ssl_certfile": _TLS,
+    "root_path": "not needed: let the proxy strip the prefix",
+    "enable_expert_parallel": "mixture-of-experts models are not supported yet",
+    # SGLang and TGI
+    "model_path": _MODEL,
+    "model_id": _MODEL,
+    "tp": "set --tensor-parallel-size",
+    "tp_size": "set --tensor-parallel-size",
+    "num_shard": "set --tensor-parallel-size",
+    "dp_size": "set --data-parallel-size",
+    "context_length": _LENGTH,
+    "max_total_tokens": _LENGTH,
+    "mem_fraction_static": "set --gpu-memory-utilization",
+    "max_running_requests": "set --max-num-seqs",
+    "max_concurrent_requests": "set --max-num-seqs (running) or --max-num-queued-reqs (waiting)",
+    "chunked_prefill_size": "set --max-num-batched-tokens",
+    "disable_radix_cache": "set --no-enable-prefix-caching",
+    "disable_cuda_graph": "set --enforce-eager",
+    "quantize": "set --quantization int8 or int4",
+    # llama.cpp and Ollama
+    "m": _MODEL,
+    "hf_repo": _MODEL,
+    "ngl": _LAYERS,
+    "gpu_layers": _LAYERS,
+    "n_gpu_layers": _LAYERS,
+    "c": _LENGTH,
+    "ctx_size": _LENGTH,
+    "num_ctx": _LENGTH,
+    "t": "set --num-threads",
+    "threads": "set --num-threads",
+    "np": "set --max-num-seqs",
+    "parallel": "set --max-num-seqs",
+    "batch_size": "set --max-num-batched-tokens",
+    "n_predict": "requests limit their output themselves, with max_tokens",
+    "flash_attn": "the attention backend is chosen automatically; --attention-backend forces one",
+    "jinja": "chat templates are always Jinja",
+    "chat_template_file": "set --chat-template to the file",
+    "alias": "set --served-model-name",
+    "embedding": _OTHER_TASKS,
+}

@@ -1,0 +1,83 @@
+"""`quire health`, as a command and as the file that a container's health check runs, against servers on any port and on a socket."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs import cli
+from server import health
+from tests.server.test_launch import ServerProcess, free_port
+
+SCRIPT = Path(health.__file__)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch):
+    for name in ("QUIRE_ADDRESS_FILE", "QUIRE_UDS", "QUIRE_HOST", "QUIRE_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def check_of_a_container(**environment: object) -> subprocess.CompletedProcess:
+    """As the Dockerfile runs it. The port of the image is not that of the server."""
+    variables = {"PATH": os.environ["PATH"], "QUIRE_PORT": "1", **{name: str(value) for name, value in environment.items()}}
+    return subprocess.run([sys.executable, "-I", "-S", SCRIPT], env=variables, capture_output=True, text=True, timeout=20, check=False)
+
+
+@pytest.mark.parametrize("where", ["port", "uds", "wildcard"])
+def test_it_follows_the_server(model_folder, tmp_path, where, monkeypatch):
+    file = tmp_path / "address"
+    settings = {"port": {}, "uds": {"uds": str(tmp_path / "socket")}, "wildcard": {"host": "0.0.0.0"}}[where]
+    assert check_of_a_container(QUIRE_ADDRESS_FILE=file).returncode == 1
+    server = ServerProcess(model_folder, tmp_path, address_file=str(file), **settings)
+    try:
+        while "ready in" not in server.log:
+            assert server.process.poll() is None, server.log
+        asked = check_of_a_container(QUIRE_ADDRESS_FILE=file)
+        assert asked.returncode == 0 and '"ready"' in asked.stdout, asked.stderr
+        monkeypatch.setenv("QUIRE_ADDRESS_FILE", str(file))
+        assert cli.main(["health"]) == 0
+        assert file.read_text() == (f"unix:{tmp_path}/socket" if where == "uds" else f"127.0.0.1:{server.port}")
+        assert cli.main(["health", file.read_text()]) == 0
+    finally:
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+    assert not file.exists() and cli.main(["health"]) == 1
+
+
+def test_a_server_that_loads_is_not_healthy(model_folder, tmp_path, capsys):
+    server = ServerProcess(model_folder, tmp_path, fake="load_delay=30", address_file=str(tmp_path / "address"))
+    try:
+        while not (tmp_path / "address").exists() or server.status("/live") != 200:
+            assert server.process.poll() is None, server.log
+        assert cli.main(["health", f"http://127.0.0.1:{server.port}/"]) == 1
+        assert "HTTP 503" in (said := capsys.readouterr().err) and "loading" in said
+    finally:
+        server.process.terminate()
+        server.process.wait(20)
+
+
+def test_without_a_file_the_variables_of_the_server_count(monkeypatch):
+    assert health.find_address({}) == "127.0.0.1:8000"
+    assert health.find_address({"QUIRE_HOST": "0.0.0.0", "QUIRE_PORT": "9000"}) == "127.0.0.1:9000"
+    assert health.find_address({"QUIRE_UDS": "/run/q"}) == "unix:/run/q"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "unix:/no/such/socket", "nonsense"])
+def test_no_server_is_one_line(address, capsys):
+    assert cli.main(["health", address.format(port=free_port())]) == 1
+    assert capsys.readouterr().err.startswith("not healthy: ")
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_server(model_folder, tmp_path):
+    server = ServerProcess(model_folder, tmp_path, address_file=str(tmp_path / "no" / "folder"))
+    try:
+        server.wait_ready()
+        assert "--address-file: cannot write" in server.log
+    finally:
+        server.process.terminate()
+        assert server.process.wait(20) == 0

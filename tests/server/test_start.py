@@ -1,0 +1,32 @@
+"""What a start says and refuses, seen from the log of a server with the fake executor."""
+
+from __future__ import annotations
+
+import logging
+
+from server.launch import serve
+from tests.server.conftest import make_config, running_server
+from tests.server.light_model import write_light_model
+
+
+def test_a_model_without_a_chat_template_is_pointed_out(tmp_path, caplog):
+    folder = write_light_model(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with caplog.at_level(logging.WARNING), running_server(folder) as server:
+        server.wait_ready()
+    assert "no chat template" in (said := caplog.text) and "--chat-template" in said
+
+
+def test_a_chat_template_needs_no_warning(model_folder, caplog):
+    with caplog.at_level(logging.WARNING), running_server(model_folder) as server:
+        server.wait_ready()
+    assert "chat template" not in caplog.text
+
+
+def test_no_tokenizer_is_no_start(tmp_path, caplog):
+    folder = write_light_model(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    with caplog.at_level(logging.ERROR):
+        assert serve(make_config(folder)) == 1
+    assert f"tokenizer: there are no tokenizer files in {folder}" in caplog.text

@@ -1,0 +1,131 @@
+"""`make serve` and `make test`: what they install, what they show, and what happens after an interruption. pip is a script of canned output here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tools import install
+
+ROOT = Path(__file__).parent.parent.parent
+FAKE_PYTHON = """#!/bin/sh
+echo "$@" >> {calls}
+case "$*" in
+  *"pip --version") exit 0 ;;
+esac
+{script}
+"""
+GOOD = """echo 'Collecting torch'
+echo '  Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.4 MB)'
+echo '  Downloading h11-0.16.0-py3-none-any.whl (0.1 MB)'
+echo 'Installing collected packages: torch, h11'
+echo 'Successfully installed h11-0.16.0 torch-2.13.0'"""
+
+
+@pytest.fixture
+def venv(tmp_path):
+    """Make a folder that looks like a virtual environment whose pip runs `script`."""
+    def make(script: str) -> Path:
+        (tmp_path / "venv" / "bin").mkdir(parents=True, exist_ok=True)
+        python = tmp_path / "venv" / "bin" / "python"
+        python.write_text(FAKE_PYTHON.format(calls=tmp_path / "calls", script=script))
+        python.chmod(0o755)
+        return tmp_path / "venv"
+
+    return make
+
+
+def pip_calls(venv: Path) -> list[str]:
+    return [call for call in (venv.parent / "calls").read_text().splitlines() if " install " in call]
+
+
+def dry_run(target: str, tmp_path: Path) -> str:
+    return subprocess.run(["make", "-n", target, f"VENV={tmp_path}/none"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_serving_installs_nothing_of_the_developers(tmp_path):
+    assert "install.py" in dry_run("serve", tmp_path) and " dev" not in dry_run("serve", tmp_path)
+    assert f"tools/install.py {tmp_path}/none dev" in dry_run("test", tmp_path)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(project["dependencies"]) <= 14
+    names = " ".join(project["dependencies"])
+    assert not [name for name in ("ray", "triton", "hypothesis", "pytest", "matplotlib", "openai") if name in names]
+
+
+def test_a_line_for_each_phase_and_no_noise(venv, capsys):
+    folder = venv(GOOD)
+    assert install.main([str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if not line.startswith("  done in")] == [
+        "installing PyTorch", "  downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.4 MB)", "  unpacking 2 packages",
+        "installing quire and the packages that serving needs", "  downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.4 MB)", "  unpacking 2 packages"]
+    calls = pip_calls(folder)
+    assert calls[0].endswith("-c constraints.txt torch") and calls[1].endswith("-c constraints.txt -e .") and len(calls) == 2
+    assert "Successfully installed" in (folder / "install.log").read_text()
+    assert install.main([str(folder), "dev"]) == 0 and pip_calls(folder)[2].endswith("-e .[dev]")
+
+
+def test_a_silent_pip_does_not_look_dead(venv, capsys, monkeypatch):
+    monkeypatch.setattr(install, "QUIET_SECONDS", 0.5)
+    folder = venv("echo 'Collecting torch'; sleep 3")
+    assert install.main([str(folder), "dev"]) == 0
+    assert "still working: Collecting torch" in capsys.readouterr().out
+
+
+def test_a_failure_shows_what_pip_said(venv, capsys):
+    folder = venv("echo 'ERROR: No matching distribution found for torch'; exit 1")
+    assert install.main([str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert "No matching distribution found" in error and "cannot install PyTorch" in error
+    assert install.main([str(folder)]) == 1
+    assert not [call for call in pip_calls(folder) if "--ignore-installed" in call]  # nothing had been changed
+
+
+def test_an_index_that_does_not_answer_is_not_taken_for_a_conflict(venv, capsys):
+    folder = venv("echo 'WARNING: Retrying (Retry(total=0)) after connection broken'; echo 'ERROR: ResolutionImpossible'; exit 1")
+    assert install.main([str(folder)]) == 1
+    assert "cannot install PyTorch: the package index did not answer" in capsys.readouterr().err
+
+
+def test_after_an_interruption_everything_is_written_again(venv, tmp_path):
+    folder = venv("echo 'Installing collected packages: torch'; sleep 60")
+    process = subprocess.Popen([sys.executable, "tools/install.py", str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True, process_group=0)
+    while "unpacking" not in process.stdout.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    venv(GOOD)
+    assert install.main([str(folder)]) == 0
+    assert pip_calls(folder)[-1].endswith("--ignore-installed -e .") and len(pip_calls(folder)) == 2
+    assert install.main([str(folder)]) == 0
+    assert not any("--ignore-installed" in call for call in pip_calls(folder)[-2:])
+
+
+def test_ctrl_c_ends_in_order(venv):
+    folder = venv("echo 'Installing collected packages: torch'; sleep 60")
+    process = subprocess.Popen([sys.executable, "tools/install.py", str(folder)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    while "unpacking" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 130 and "the next make goes on from here" in error and "Traceback" not in error
+
+
+def test_an_unneeded_cuda_build_is_pointed_out(tmp_path, monkeypatch):
+    version = tmp_path / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
+    version.parent.mkdir(parents=True)
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) != "/proc/driver/nvidia" and exists(path))
+    version.write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n")
+    assert "PIP_EXTRA_INDEX_URL" in install.note_on_torch(tmp_path)
+    version.write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    assert install.note_on_torch(tmp_path) == ""

@@ -1,0 +1,159 @@
+"""`python tools/install.py VENV [EXTRA]`: create the virtual environment VENV and install quire into it from this folder, with the packages of EXTRA.
+
+One line per phase goes to the terminal. The full output of pip goes to VENV/install.log, and to the terminal when an installation fails. pip reads
+its PIP_* variables as always (PIP_EXTRA_INDEX_URL for another build of PyTorch, for example). This script runs before any package is installed: it
+needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OLDEST_PYTHON = (3, 11)
+LARGE_MB = 20.0  # a download from this size on gets a line
+QUIET_SECONDS = 15.0  # after this long without a line, say what pip is doing
+_DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) (?:\S*/)?([^\s/]+) \(([\d.]+) (MB|GB)\)")
+_STEP = re.compile(r"\s*(?:Collecting|Downloading|Building|Preparing|Getting|Installing) ")
+
+
+class InstallError(Exception):
+    """The installation failed; the text says why and what to do."""
+
+
+class Installer:
+    """Runs the phases of one installation, one after another."""
+
+    def __init__(self, venv: Path, extra: str | None):
+        self.venv, self.extra = venv, extra
+        self.python = venv / "bin" / "python"
+        self.marker = venv / ".installing"  # there while pip changes the environment: a leftover tells of an installation that was cut off
+
+    def run(self) -> None:
+        """Raises InstallError."""
+        self._create_venv()
+        was_cut_off = self.marker.exists()
+        self.marker.touch()
+        quire = f".[{self.extra}]" if self.extra else "."
+        if was_cut_off:
+            # Files of a package that was cut off halfway must be overwritten: pip cannot uninstall them, and may take them for complete.
+            self._pip("everything again, for the last installation was cut off", ["--ignore-installed", "-e", quire])
+        elif self.extra:
+            self._pip(f"the packages of [{self.extra}]", ["-e", quire])
+        else:
+            self._pip("PyTorch", ["torch"])
+            self._pip("quire and the packages that serving needs", ["-e", quire])
+        self.marker.unlink()
+        say(note_on_torch(self.venv))
+
+    def _create_venv(self) -> None:
+        if self.python.exists() and subprocess.run([self.python, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0:
+            return
+        say(f"creating a virtual environment in {self.venv}")
+        result = subprocess.run([sys.executable, "-m", "venv", self.venv], capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise InstallError(f"{result.stdout}{result.stderr}cannot create a virtual environment in {self.venv}; on Debian and Ubuntu, apt-get install python3-venv")
+
+    def _pip(self, title: str, arguments: list[str]) -> None:
+        """One call of `pip install`. Raises InstallError with its output."""
+        started = time.monotonic()
+        say(f"installing {title}")
+        command = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-c", "constraints.txt", *arguments]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        try:
+            output = self._follow(process)
+        except KeyboardInterrupt:  # pip got the same signal
+            process.wait()
+            raise
+        if process.returncode:
+            if process.returncode > 0 and "Installing collected packages" not in output:
+                self.marker.unlink()  # it had not begun to change the environment
+            reason = ": the package index did not answer" if "Retrying (" in output else ""  # pip's last words are about conflicting versions then
+            raise InstallError(f"{output[-6000:]}\ncannot install {title}{reason} (the output of pip is above, all of it in {self.venv}/install.log)")
+        say(f"  done in {time.monotonic() - started:.0f} s")
+
+    def _follow(self, process: subprocess.Popen) -> str:
+        """The whole output, which also goes to the log. Shows what takes long."""
+        lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=read_lines, args=(process, lines), daemon=True).start()
+        output, doing, last = [], "pip starts", time.monotonic()
+        with open(self.venv / "install.log", "a", encoding="utf-8") as log:
+            while True:
+                try:
+                    line = lines.get(timeout=1)
+                except queue.Empty:
+                    if time.monotonic() - last > QUIET_SECONDS:
+                        last = time.monotonic()
+                        say(f"  still working: {doing}")
+                    continue
+                if line is None:
+                    break
+                output.append(line)
+                log.write(line)
+                progress = progress_of(line)
+                if progress or _STEP.match(line):
+                    doing = progress or line.strip()[:100]
+                if progress:
+                    last = time.monotonic()
+                    say(f"  {progress}")
+        process.wait()
+        return "".join(output)
+
+
+def read_lines(process: subprocess.Popen, lines: queue.Queue[str | None]) -> None:
+    """Pass on the output of `process` line by line, then None."""
+    for line in process.stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+def progress_of(line: str) -> str | None:
+    """What a line of pip's output is worth telling, or None."""
+    if (match := _DOWNLOAD.match(line)) and float(match[2]) * {"MB": 1, "GB": 1000}[match[3]] >= LARGE_MB:
+        return f"downloading {match[1]} ({match[2]} {match[3]})" if "Downloading" in line else f"from pip's cache: {match[1]}"
+    if line.startswith("Installing collected packages:"):
+        num_packages = line.count(",") + 1
+        return f"unpacking {num_packages} packages" if num_packages > 1 else "unpacking 1 package"
+    return None
+
+
+def note_on_torch(venv: Path) -> str:
+    """One line about PyTorch's build where it does not fit the machine, else nothing."""
+    version = next(venv.glob("lib/python3.*/site-packages/torch/version.py"), None)
+    has_cuda_build = version is not None and re.search(r"^cuda\b[^=]*= *'", version.read_text(encoding="utf-8"), re.MULTILINE)
+    if not has_cuda_build or Path("/proc/driver/nvidia").exists():
+        return ""
+    return ("note: this is PyTorch's CUDA build, and there is no NVIDIA GPU here. It works. To save some GB, set PIP_EXTRA_INDEX_URL to the package index of "
+            "PyTorch's CPU builds (its site names it), then: make clean, and again")
+
+
+def say(text: str) -> None:
+    if text:
+        print(text, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Install; 1 when that fails."""
+    if sys.version_info < OLDEST_PYTHON:
+        say(f"quire needs Python {'.'.join(map(str, OLDEST_PYTHON))} or later, and this is {sys.version.split()[0]}: make PYTHON=/path/to/python3 ...")
+        return 1
+    try:
+        Installer(Path(os.path.abspath(argv[0])), argv[1] if len(argv) > 1 else None).run()
+    except InstallError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the next make goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
