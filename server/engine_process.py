@@ -1,4 +1,5 @@
-"""The engine as a child process: `python -m engine.core ADDRESS`, its configuration on stdin, whose end tells it that we are gone."""
+"""The engine as a child process: `python -m engine.core ADDRESS`, its configuration on stdin. What is written there later asks it to end; the end of stdin tells
+it that we are gone."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ class EngineProcess:
 
     def terminate(self, timeout: float) -> int:
         """Ask it to end, kill it and its workers after `timeout` seconds, and clean up. Returns the exit code. Idempotent."""
-        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or was killed
+            self._process.stdin.write(b"end")
+            self._process.stdin.flush()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
         self.kill()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import os
 import signal
@@ -44,6 +45,7 @@ from server.fleet_messages import (
 )
 from server.frontend import Frontend, configure_logging
 
+_PR_SET_PDEATHSIG = 1
 BUSY_INTERVAL = 0.1  # seconds between looks at how much is open
 SNAPSHOT_INTERVAL = 1.0  # seconds of counts that die with this process
 SCRAPE_TIMEOUT = 5.0  # seconds for the other frontends to say what they counted
@@ -187,6 +189,12 @@ async def _run(listener: socket.socket, end: socket.socket) -> None:
 
 
 def _end_with_parent() -> None:
+    if sys.platform == "linux":  # also while it is stopped, or compiled code holds the interpreter
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+
+
+def _watch_parent() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
@@ -196,7 +204,7 @@ def main() -> None:
     """Run a frontend process. When to end is the parent's to say, whoever else is signalled with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    _end_with_parent()
     listener, end = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     listener.setblocking(False)
     asyncio.run(_run(listener, end))
