@@ -17,6 +17,7 @@ from typing import Any
 
 from configs.config import Config
 from engine.messages import EngineStats, Ready
+from server.descriptors import BACKLOG
 from server.engine_client import EngineClient
 from server.engine_pool import EnginePool
 from server.engine_process import python_environment
@@ -42,7 +43,7 @@ from server.fleet_messages import (
     Snapshot,
     Start,
 )
-from server.frontend import BACKLOG, END_TIMEOUT
+from server.frontend import END_TIMEOUT
 from server.metrics import Counts
 from server.metrics_pool import MetricsPool, make_metrics
 from server.supervisor import DEATH_WINDOW, MAX_DEATHS, describe_exit, in_thread

@@ -16,6 +16,12 @@ from typing import Any
 
 from configs.config import Config
 from engine.messages import EngineStats, Ready
+from server.descriptors import (
+    ACCEPTS_PER_TURN,
+    BACKLOG,
+    complain_once_about_descriptors,
+    max_connections,
+)
 from server.door import Door
 from server.middleware import Edge
 from server.state import ServerState
@@ -24,7 +30,6 @@ from server.supervisor import in_thread
 logger = logging.getLogger("quire")
 
 END_TIMEOUT = 2.0  # seconds for the last error events to reach their clients
-BACKLOG = 2048
 
 
 class Frontend:
@@ -36,6 +41,7 @@ class Frontend:
         self.state = ServerState(config, list(config.server.served_model_name) or [config.model.model], version, _fingerprint(config, version))
         self.door = Door(self.state)
         self.sampling_defaults: dict[str, Any] = {}
+        self.connections: Any = None  # `Connections`, once they can be accepted
         self._http: Any = None
 
     @property
@@ -47,7 +53,10 @@ class Frontend:
 
     async def serve(self) -> None:
         """Until `end`."""
-        self._http = _http_server(Edge(self.door, self.state))
+        from server.connections import Connections, Limits
+
+        self.connections = Connections(Limits(max_connections()))
+        self._http = _http_server(Edge(self.door, self.state), self.connections)
         routes = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
         try:
@@ -171,15 +180,23 @@ def configure_logging(level: str, name: str = "server") -> None:
         logging.getLogger(noisy).setLevel("WARNING")
 
 
-def _http_server(app: Any) -> Any:
+def _http_server(app: Any, connections: Any) -> Any:
     import uvicorn
 
+    from server.connections import Connection
+
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket]) -> None:
+            complain_once_about_descriptors(asyncio.get_running_loop())
+            await super().startup(sockets)
+            for one in sockets:
+                one.listen(BACKLOG)  # to asyncio, the backlog is also how many it accepts in a turn
+
         def capture_signals(self) -> contextlib.AbstractContextManager[None]:
             return contextlib.nullcontext()  # the Launcher says when to end
 
-    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False, backlog=BACKLOG,
-                                 timeout_keep_alive=30, timeout_graceful_shutdown=int(END_TIMEOUT)))
+    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False, backlog=ACCEPTS_PER_TURN,
+                                 http=functools.partial(Connection, shared=connections), ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=1))
 
 
 def _tokenizer(folder: str, config: Config) -> Any:

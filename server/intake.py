@@ -32,6 +32,8 @@ async def read(request: Request, cls: type[T], state: ServerState) -> T:
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("Compressed bodies are not accepted.")
     parsed, unknown = parse(await _body(request), cls, strict=state.config.server.strict_params)
+    if (connection := request.scope.get("state", {}).get("connection")) is not None:
+        connection.forget_body()
     if unknown:
         request.scope["unknown_parameters"] = unknown
     return parsed

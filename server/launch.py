@@ -22,8 +22,9 @@ from configs.config import Config, ServerConfig
 from configs.sources import embedded_model
 from engine.messages import EngineStats, Ready
 from server import hub
+from server.descriptors import BACKLOG, raise_descriptor_limit
 from server.engine_process import EngineProcess
-from server.frontend import BACKLOG, Frontend, configure_logging
+from server.frontend import Frontend, configure_logging
 from server.supervisor import EngineFailed, Supervisor, in_thread
 
 logger = logging.getLogger("quire")
@@ -35,6 +36,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
     """Serve until a signal ends it; returns the exit code. `sources` says where each setting that is no default came from."""
     started = time.monotonic() - _seconds_since_exec()
     configure_logging(config.server.log_level)
+    raise_descriptor_limit()
     try:
         listener = bind(config.server)
     except OSError as error:
