@@ -46,7 +46,13 @@ from server.fleet_messages import (
 from server.frontend import END_TIMEOUT
 from server.metrics import Counts
 from server.metrics_pool import MetricsPool, make_metrics
-from server.supervisor import DEATH_WINDOW, MAX_DEATHS, describe_exit, in_thread
+from server.supervisor import (
+    DEATH_WINDOW,
+    MAX_DEATHS,
+    START_RETRY,
+    describe_exit,
+    in_thread,
+)
 
 logger = logging.getLogger("quire")
 
@@ -76,12 +82,16 @@ class FrontendProcess:
         self.counts: list[Counts] = []  # by engine; as last told
 
     async def start(self, config: Config) -> None:
-        """In a process group of its own, so that Ctrl-C reaches only us."""
+        """In a process group of its own, so that Ctrl-C reaches only us. Raises OSError where the system has no descriptors, memory or processes left."""
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = (self.listener.fileno(), theirs.fileno())
-            self.process = subprocess.Popen([sys.executable, "-P", "-m", "server.fleet_member", *map(str, descriptors)], stdin=subprocess.PIPE, pass_fds=descriptors,
-                                            env=python_environment(), process_group=0)
+            try:
+                self.process = subprocess.Popen([sys.executable, "-P", "-m", "server.fleet_member", *map(str, descriptors)], stdin=subprocess.PIPE, pass_fds=descriptors,
+                                                env=python_environment(), process_group=0)
+            except OSError:
+                ours.close()
+                raise
         self.channel = await Channel.open(ours, FromFrontend)
         self.channel.send(Start(config, self.index))
 
@@ -169,7 +179,12 @@ class Fleet:
     async def _keep(self, member: FrontendProcess) -> None:
         """Process after process in one place."""
         while not self.ending:
-            await member.start(self.config)
+            try:
+                await member.start(self.config)
+            except OSError as error:
+                self._judge(member, f"not started: {error.strerror}")
+                await asyncio.sleep(START_RETRY)
+                continue
             self._brief(member)
             await self._listen(member)
             code = await member.wait()

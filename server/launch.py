@@ -113,10 +113,16 @@ class Launcher:
         self.front = self._make_front()
 
     def _start_engines(self) -> None:
+        """Raises ValueError when the system has no room for a process."""
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=self.folder))
-        self.engines = [EngineProcess(config, index) for index in range(config.parallel.data_parallel_size)]
-        for engine in self.engines:
-            engine.start()
+        for index in range(config.parallel.data_parallel_size):
+            engine = EngineProcess(config, index)
+            try:
+                engine.start()
+            except OSError as error:
+                engine.kill()
+                raise ValueError(f"the engine cannot be started: {error.strerror}") from error
+            self.engines.append(engine)
 
     def _make_front(self) -> Any:
         if self.config.server.api_server_count == 1:

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 DEATH_WINDOW = 60.0  # seconds
+START_RETRY = 5.0  # seconds between attempts to start a process for which the system has no room
 STACKS_TIMEOUT = 1.0  # seconds that a hung engine gets to write its stacks
 
 
@@ -49,8 +50,22 @@ class Supervisor:
             self._judge(reason)
             logger.error("the engine died (%s); starting a new one, which takes over the open requests", reason)
             self.hung = None
-            self.engine = EngineProcess(self.config, self.engine.index)
-            self.engine.start()
+            self.engine = await self._start_another()
+
+    async def _start_another(self) -> EngineProcess:
+        """Raises EngineFailed when the system has no descriptors, memory or processes for it, try after try."""
+        while True:
+            engine = EngineProcess(self.config, self.engine.index)
+            try:
+                engine.start()
+                return engine
+            except OSError as error:
+                engine.kill()
+                self.num_failed_starts += 1
+                if self.num_failed_starts > MAX_DEATHS:
+                    raise EngineFailed(f"{error.strerror}; it could not be started again {MAX_DEATHS} times in a row") from error
+                logger.error("the engine cannot be started (%s); trying again in %g s", error.strerror, START_RETRY)
+                await asyncio.sleep(START_RETRY)
 
     async def _serve(self, ended: asyncio.Future[int]) -> None:
         """From connecting to the engine's death."""

@@ -214,6 +214,38 @@ def test_an_engine_that_keeps_dying_ends_the_server(model_folder, tmp_path):
         assert "cannot go on" in server.log and "3 times" in server.log
 
 
+NO_ROOM = """
+import errno, subprocess
+popen, failures = subprocess.Popen, [False, True, True, False]  # the first engine starts, the second only at the third attempt
+
+def fail_at_times(*args, **kwargs):
+    if failures and failures.pop(0):
+        raise OSError(errno.EMFILE, "Too many open files")
+    return popen(*args, **kwargs)
+
+subprocess.Popen = fail_at_times
+from server import supervisor
+supervisor.START_RETRY = 0.3
+"""
+
+
+def test_a_start_for_which_the_system_has_no_room_is_tried_again(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, fake="step_delay=0.02", script=NO_ROOM + SCRIPT) as server:
+        server.wait_ready()
+        stream = server.stream(num_tokens=100)
+        server.engine().kill()
+        assert "[DONE]" in stream.read().decode()
+        assert server.log.count("the engine cannot be started (Too many open files); trying again") == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0 and not list(tmp_path.glob("quire-*"))
+
+
+def test_a_first_start_for_which_the_system_has_no_room(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, script=NO_ROOM.replace("[False", "[True") + SCRIPT) as server:
+        assert server.wait() == 1 and "the engine cannot be started: Too many open files" in server.log and "Traceback" not in server.log
+        assert not list(tmp_path.glob("quire-*"))
+
+
 def test_an_engine_that_cannot_start_gives_its_reason(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, fake="nonsense=1") as server:
         answers = []
