@@ -24,6 +24,7 @@ from server.descriptors import (
 )
 from server.door import Door
 from server.middleware import Edge
+from server.silence import Silence
 from server.state import ServerState
 from server.supervisor import in_thread
 
@@ -43,6 +44,7 @@ class Frontend:
         self.sampling_defaults: dict[str, Any] = {}
         self.connections: Any = None  # `Connections`, once they can be accepted
         self._http: Any = None
+        self._silences: list[Silence] = []  # one per engine, once there are clients
 
     @property
     def num_in_flight(self) -> int:
@@ -59,13 +61,15 @@ class Frontend:
         self._http = _http_server(Edge(self.door, self.state), self.connections)
         routes = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
+        watching = asyncio.create_task(self._watch())
         try:
             await routes
             await serving
         finally:
             routes.cancel()
+            watching.cancel()
             self._http.should_exit = True
-            await asyncio.gather(routes, serving, return_exceptions=True)
+            await asyncio.gather(routes, watching, serving, return_exceptions=True)
 
     async def _load_routes(self) -> None:
         create_app = await in_thread(lambda: importlib.import_module("server.app").create_app)
@@ -93,6 +97,7 @@ class Frontend:
         self._engine_stats = [EngineStats() for _ in numbers]
         clients = [EngineClient(functools.partial(observe, engine), functools.partial(on_progress, engine), engine) for engine in numbers]
         self.state.client = EnginePool(clients) if len(clients) > 1 else clients[0]
+        self._silences = [Silence(client, functools.partial(_is_busy, client)) for client in clients]
         return clients
 
     def progress(self, phase: str, fraction: float) -> None:
@@ -120,6 +125,17 @@ class Frontend:
             self.on_open(ready)
 
     # ---- life
+
+    async def _watch(self) -> None:
+        """Note an engine that ends no step for `health_stall_timeout` seconds while requests wait for it."""
+        timeout = self.config.server.health_stall_timeout
+        tick = min(timeout / 20, 1.0)
+        while timeout:
+            await asyncio.sleep(tick)
+            for silence in self._silences:
+                silence.tick(tick)
+            longest = max((silence.seconds for silence in self._silences), default=0.0)
+            self.state.stalled = f"no step has ended for {longest:.0f} seconds, and requests wait" if longest >= timeout else None
 
     def _observe_stats(self, engine: int, stats: EngineStats) -> None:
         self._engine_stats[engine] = stats
@@ -171,6 +187,10 @@ class Frontend:
 
     def kill(self) -> None:
         """Nothing to do: it ends with its process."""
+
+
+def _is_busy(client: Any) -> bool:
+    return client.ready is not None and client.load > 0
 
 
 def configure_logging(level: str, name: str = "server") -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from configs.config import Config
 from server.engine_process import EngineProcess
+from server.silence import Silence
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +91,13 @@ class Supervisor:
             self.on_ready(again)
 
     async def _watch(self) -> None:
-        """Kill an engine that has something to do and says nothing for `step_timeout` seconds: it speaks after every step, or 4 times a second.
-
-        The silence is counted in ticks of this loop, so that time in which we could not listen does not count.
-        """
-        timeout, num_messages, silence = self.config.server.step_timeout, -1, 0.0
+        """Kill an engine that has something to do and says nothing for `step_timeout` seconds."""
+        timeout, silence = self.config.server.step_timeout, Silence(self.client, self._is_busy)
         if not timeout:
             return
-        tick = timeout / 20
-        while silence < timeout:
-            await asyncio.sleep(tick)
-            silent = self.client.num_messages == num_messages and self._is_busy()
-            num_messages, silence = self.client.num_messages, silence + tick if silent else 0.0
+        while silence.seconds < timeout:
+            await asyncio.sleep(timeout / 20)
+            silence.tick(timeout / 20)
         self.hung = f"it hung: no step ended for --step-timeout {timeout:g} seconds"
         logger.error("the engine is to be killed, %s", self.hung)
         self.engine.dump_stacks()

@@ -268,6 +268,47 @@ def test_settings_that_name_nothing(model_folder, tmp_path, settings, reason):
         assert server.wait(20) == 1 and reason in server.log and "Traceback" not in server.log
 
 
+# ---- an engine that stalls
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_health_tells_that_no_step_ends(model_folder, tmp_path, count):
+    """Only while somebody waits for one; in a fleet, whichever frontend is asked."""
+    with server_process(model_folder, tmp_path, fake="step_delay=0.05", health_stall_timeout=1.0, api_server_count=count) as server:
+        engine = server.wait_ready().engine()
+
+        def answers() -> list[httpx.Response]:
+            return [httpx.get(f"http://127.0.0.1:{server.port}{path}", trust_env=False) for path in ("/health", "/ready") for _ in range(4 * count)]
+
+        engine.suspend()
+        time.sleep(1.5)
+        assert all(answer.status_code == 200 for answer in answers())
+        stream = server.stream(num_tokens=60)
+        poll(lambda: all(answer.status_code == 503 for answer in answers()), 5)
+        assert answers()[0].json()["status"] == "stalled" and "no step has ended for" in answers()[0].json()["reason"]
+        assert server.status("/live") == 200
+        engine.resume()
+        poll(lambda: all(answer.status_code == 200 for answer in answers()), 5)
+        assert "[DONE]" in stream.read().decode()
+
+
+def test_health_during_a_long_prefill(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, fake="step_delay=0.4", health_stall_timeout=1.0, max_num_batched_tokens=64) as server:
+        server.wait_ready()
+        answers, end = [], threading.Event()
+
+        def watch() -> None:
+            while not end.wait(0.1):
+                answers.append(server.status("/health"))
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        answer = httpx.post(f"http://127.0.0.1:{server.port}/v1/completions", json={"prompt": list(range(100, 500)), "max_tokens": 2}, timeout=30, trust_env=False)
+        end.set()
+        thread.join()
+        assert answer.status_code == 200 and answer.elapsed.total_seconds() > 2 and set(answers) == {200}
+
+
 # ---- where it listens
 
 
