@@ -39,6 +39,8 @@ from server.fleet_messages import (
     Opened,
     Page,
     Phase,
+    Ping,
+    Pong,
     Scrape,
     Snapshot,
     Start,
@@ -57,6 +59,9 @@ from server.supervisor import (
 logger = logging.getLogger("quire")
 
 COLLECT_TIMEOUT = 2.0  # seconds for a frontend to say what it counted; after that, what it said last counts
+PING_INTERVAL = 1.0  # seconds
+STALL_TIMEOUT = 10.0  # seconds without an answer, after which a frontend is killed, and another one takes its place
+MAX_QUEUED = 64 << 20  # bytes that a frontend has not taken: it is stalled, too
 EXIT_TIMEOUT = 5.0  # seconds for a frontend that was told to end
 
 
@@ -80,6 +85,9 @@ class FrontendProcess:
         self.num_open = [0] * self.num_engines
         self.num_in_flight = 0
         self.counts: list[Counts] = []  # by engine; as last told
+        self.is_watched = False  # once it has loaded everything, its event loop has no reason to stand still
+        self.silence = 0.0  # seconds since it answered a `Ping`
+        self.stalled: str | None = None  # why it is being killed
 
     async def start(self, config: Config) -> None:
         """In a process group of its own, so that Ctrl-C reaches only us. Raises OSError where the system has no descriptors, memory or processes left."""
@@ -96,8 +104,23 @@ class FrontendProcess:
         self.channel.send(Start(config, self.index))
 
     def send(self, message: Any) -> None:
-        if self.channel is not None:
+        if self.channel is not None and self.stalled is None:
             self.channel.send(message)
+            if self.channel.num_queued > MAX_QUEUED:
+                self.kill_stalled(f"it stalled: {self.channel.num_queued} bytes wait for it")
+
+    def ping(self) -> None:
+        """Every PING_INTERVAL seconds. They are counted so, and not by a clock: time in which we could not listen does not count."""
+        if self.is_watched and self.stalled is None:
+            if self.silence >= STALL_TIMEOUT:
+                self.kill_stalled(f"it stalled: no answer for {self.silence:.0f} seconds")
+            self.silence += PING_INTERVAL
+            self.send(Ping())
+
+    def kill_stalled(self, reason: str) -> None:
+        """Also one that is stopped."""
+        self.stalled = reason
+        self.kill()
 
     async def wait(self) -> int:
         """Its exit code, once it has ended; nothing can be sent to it afterwards."""
@@ -169,12 +192,21 @@ class Fleet:
     async def serve(self) -> None:
         """Until `end`. Raises FrontendFailed; the other frontends live on then."""
         self._keeping = [asyncio.create_task(self._keep(member)) for member in self.members]
-        refused = asyncio.create_task(self._refusals.get())
-        done, _ = await asyncio.wait({refused, *self._keeping}, return_when=asyncio.FIRST_COMPLETED)
-        refused.cancel()
-        if refused in done:
-            raise FrontendFailed(refused.result())
-        await asyncio.gather(*self._keeping)
+        refused, pinging = asyncio.create_task(self._refusals.get()), asyncio.create_task(self._ping())
+        try:
+            done, _ = await asyncio.wait({refused, *self._keeping}, return_when=asyncio.FIRST_COMPLETED)
+            if refused in done:
+                raise FrontendFailed(refused.result())
+            await asyncio.gather(*self._keeping)
+        finally:
+            refused.cancel()
+            pinging.cancel()
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(PING_INTERVAL)
+            for member in self.members:
+                member.ping()
 
     async def _keep(self, member: FrontendProcess) -> None:
         """Process after process in one place."""
@@ -188,9 +220,10 @@ class Fleet:
             self._brief(member)
             await self._listen(member)
             code = await member.wait()
+            reason = member.stalled or describe_exit(code)
             self._bury(member)
             if not self.ending:
-                self._judge(member, describe_exit(code))
+                self._judge(member, reason)
         member.drained.set()
 
     def _brief(self, member: FrontendProcess) -> None:
@@ -225,6 +258,9 @@ class Fleet:
             match message:
                 case Loaded():
                     member.loaded.set()
+                    member.is_watched = True
+                case Pong():
+                    member.silence = 0.0
                 case CannotStart():
                     self._refusals.put_nowait(message.reason)
                 case Opened():

@@ -38,6 +38,8 @@ from server.fleet_messages import (
     Opened,
     Page,
     Phase,
+    Ping,
+    Pong,
     Scrape,
     Snapshot,
     Start,
@@ -47,6 +49,7 @@ from server.frontend import Frontend, configure_logging
 
 _PR_SET_PDEATHSIG = 1
 BUSY_INTERVAL = 0.1  # seconds between looks at how much is open
+MAX_QUEUED = 1 << 20  # bytes that the parent has not taken, beyond which nothing is added that it did not ask for
 SNAPSHOT_INTERVAL = 1.0  # seconds of counts that die with this process
 SCRAPE_TIMEOUT = 5.0  # seconds for the other frontends to say what they counted
 
@@ -97,6 +100,8 @@ class Member:
                     self._note_elsewhere(message)
                 case Collect():
                     self.channel.send(Snapshot(message.number, self._counts()))
+                case Ping():
+                    self.channel.send(Pong())
                 case Page():
                     if waiting := self._scrapes.pop(message.number, None):
                         waiting.set_result(message.text)
@@ -141,7 +146,7 @@ class Member:
         while True:
             await asyncio.sleep(BUSY_INTERVAL)
             busy = Busy([client.num_open for client in self.clients], self.frontend.num_in_flight)
-            if busy != last:
+            if busy != last and not self._parent_stalls():
                 self.channel.send(busy)
                 last = busy
 
@@ -150,9 +155,13 @@ class Member:
         while True:
             await asyncio.sleep(SNAPSHOT_INTERVAL)
             counts = self._counts()
-            if counts != last:
+            if counts != last and not self._parent_stalls():
                 self.channel.send(Snapshot(0, counts))
                 last = counts
+
+    def _parent_stalls(self) -> bool:
+        """Then what we would tell it can wait: it is about the present only."""
+        return self.channel.num_queued > MAX_QUEUED
 
     def _counts(self) -> list:
         metrics = self.frontend.state.metrics
