@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -246,3 +247,15 @@ def test_all_connections_answering(own_server):
         for answer in answers:
             assert re.search(r"data: \[DONE\]", answer.read().decode())
         assert httpx.post(own_server.url + CHAT, json=body | {"max_tokens": 1}, trust_env=False).status_code == 200
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc_trim")
+def test_the_memory_of_large_bodies_is_given_back(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path) as server:
+        server.wait_ready()
+        process = psutil.Process(server.process.pid)
+        assert server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
+        before = process.memory_info().rss
+        for _ in range(3):
+            server.http.post("/detokenize", json={"tokens": [5] * 2_000_000})
+        poll(lambda: process.memory_info().rss - before < 40 << 20, 20)
