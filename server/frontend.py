@@ -30,7 +30,7 @@ from server.supervisor import in_thread
 
 logger = logging.getLogger("quire")
 
-END_TIMEOUT = 2.0  # seconds for the last error events to reach their clients
+END_TIMEOUT = 1.0  # seconds for the last error events to reach their clients; after that, their connections are cut
 
 
 class Frontend:
@@ -177,8 +177,11 @@ class Frontend:
     async def _end_requests(self) -> None:
         if self.state.client is not None:
             await self.state.client.close()
-        with contextlib.suppress(TimeoutError):
+        try:
             await asyncio.wait_for(self.state.idle.wait(), END_TIMEOUT)
+        except TimeoutError:  # clients that do not read
+            if self.connections is not None:
+                self.connections.abort_all()
 
     async def end(self) -> None:
         """Have `serve` return."""

@@ -166,6 +166,22 @@ def test_a_second_signal_ends_at_once(model_folder, tmp_path):
         poll(lambda: gone(engine), 3)
 
 
+def test_clients_that_do_not_read_are_not_waited_for_twice(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, shutdown_timeout=2.0) as server:
+        server.wait_ready()
+        body = json.dumps({"messages": HELLO, "n": 16, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()
+        readers = [socket.socket() for _ in range(2)]
+        for reader in readers:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", server.port))
+            reader.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(1.0)
+        server.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert server.wait(30) == 0
+        assert "did not finish in time" in server.log and "Traceback" not in server.log and time.monotonic() - started < 15
+
+
 def test_a_signal_while_loading(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, fake="load_delay=20") as server:
         poll(lambda: server.status("/live") == 200)
