@@ -196,7 +196,8 @@ class Connection(H11Protocol):
     # ---- answers
 
     async def _run(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """Between uvicorn and the application."""
+        """Between uvicorn and the application, which learns when the request came."""
+        scope["state"]["arrived"] = self.loop.time()
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may have taken the other one for the end of the request
             self._refuse(400, "A request must not have both Content-Length and Transfer-Encoding.")

@@ -181,6 +181,16 @@ def test_a_long_answer_has_no_deadline(own_server):
     assert answer.status_code == 200 and answer.elapsed.total_seconds() > 1
 
 
+def test_a_request_timeout_counts_from_the_arrival(own_server):
+    body = json.dumps({"messages": HELLO, "max_tokens": 400, "ignore_eos": True}).encode()
+    with connect(port_of(own_server)) as connection:
+        connection.sendall(post(body, X_Request_Timeout="0.7", Connection="close"))
+        time.sleep(1.0)
+        connection.sendall(body)
+        answer = json.loads(read_all(connection).partition(b"\r\n\r\n")[2])
+    assert answer["usage"]["completion_tokens"] < 30 and answer["choices"][0]["stop_reason"] == "timeout"
+
+
 # ---- memory
 
 
