@@ -24,6 +24,7 @@ SPARE_CONNECTIONS = 32  # beyond the limit, when all others are being answered: 
 BODY_BUDGET = 128 << 20  # bytes of all bodies that are being received or parsed
 MIN_PROGRESS = 1024  # bytes of a body within `body_timeout`
 LINGER_BYTES = 128 << 20  # read and dropped behind an early answer
+CANCEL_DELAY = 0.05  # seconds
 LARGE_BODY = 256 << 10  # bytes, after which memory is given back to the system
 TRIM_DELAY = 1.0  # seconds after a large body
 
@@ -117,11 +118,16 @@ class Connection(H11Protocol):
         self._follow()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
         self._expect(None)
         self.forget_body()
         self.shared.open.discard(self)
         self.shared.idle.pop(self, None)
+        if self._busy and self.flow.write_paused:  # the answer waits for room, and much may have piled up behind it: first let it be cancelled
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self.loop.call_later(CANCEL_DELAY, super().connection_lost, exc)
+        else:
+            super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:

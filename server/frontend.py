@@ -16,6 +16,7 @@ from typing import Any
 
 from configs.config import Config
 from engine.messages import EngineStats, Ready
+from server.background_log import BackgroundHandler
 from server.descriptors import (
     ACCEPTS_PER_TURN,
     BACKLOG,
@@ -198,7 +199,7 @@ def _is_busy(client: Any) -> bool:
 
 def configure_logging(level: str, name: str = "server") -> None:
     """Every line with the process's name."""
-    logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s", handlers=[BackgroundHandler(sys.stderr)])
     for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpx2", "filelock"):
         logging.getLogger(noisy).setLevel("WARNING")
 

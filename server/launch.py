@@ -249,6 +249,7 @@ class Launcher:
             for engine in self._current_engines():
                 engine.kill()
             self.front.kill()
+            logging.shutdown()
             os._exit(128 + number)
         self.front.refuse()
         self.stop.set()

@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-LONG_SEND = 0.005  # seconds
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -77,8 +76,6 @@ class EventStream(Response):
             self.comment = b": keep-alive\n\n"
             self.last_sent = clock()
             await send({"type": "http.response.body", "body": frame, "more_body": True})
-            if clock() - self.last_sent > LONG_SEND:  # the client did not read, and what piled up may all be there at once: see first whether it has left
-                await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, receive: Receive, send: Send) -> None:
