@@ -224,6 +224,7 @@ class Connection(H11Protocol):
         """Answer in place of the application, and close the connection."""
         logger.info("%s: refused with %d: %s", "{}:{}".format(*self.client) if self.client else "-", status, message)
         self._expect(None)
+        self.forget_body()
         if self._busy:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
