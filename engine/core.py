@@ -44,7 +44,7 @@ from engine.process import (
     dump_stacks_on,
     end_with_parent,
     kill_descendants,
-    remove_stacks,
+    remove_files,
     set_name,
     start_logging,
     wake_on_signals,
@@ -237,7 +237,7 @@ class EngineCore:
     def kill(self) -> None:
         """End this process, and all that it started, at once, from any thread: the parent is gone, and cannot tidy up either."""
         kill_descendants()
-        remove_stacks()
+        remove_files()
         self.socket.unlink()
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)

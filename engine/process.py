@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
+RENDEZVOUS = "rendezvous"  # in the engine's folder: the file in which ranks of one machine find each other
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
@@ -72,10 +73,10 @@ def dump_stacks_on(number: signal.Signals, name: str) -> None:
     faulthandler.register(number, file, all_threads=True, chain=False)
 
 
-def remove_stacks() -> None:
-    """Remove the files of all processes that write their stacks to the same folder."""
+def remove_files() -> None:
+    """Remove what the processes of this engine have in its folder: stacks, and where the ranks met."""
     if folder := os.environ.get(STACKS_FOLDER):
-        for path in Path(folder).glob("*" + STACKS_SUFFIX):
+        for path in (*Path(folder).glob("*" + STACKS_SUFFIX), Path(folder, RENDEZVOUS)):
             path.unlink(missing_ok=True)
 
 
