@@ -19,14 +19,15 @@ class BackgroundHandler(logging.Handler):
         super().__init__()
         self._stream = stream
         self._lines: queue.Queue[str] = queue.Queue(max_lines)
-        self._num_dropped = 0
+        self._num_dropped, self._counting = 0, threading.Lock()  # not the handler's own lock, which is held during `flush`
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.put_nowait(self.format(record) + "\n")
         except queue.Full:
-            self._num_dropped += 1
+            with self._counting:
+                self._num_dropped += 1
         except Exception:
             self.handleError(record)
 
@@ -38,7 +39,7 @@ class BackgroundHandler(logging.Handler):
     def _write(self) -> None:
         while True:
             line = self._lines.get()
-            with self.lock:
+            with self._counting:
                 num_dropped, self._num_dropped = self._num_dropped, 0
             if num_dropped:
                 line = f"{num_dropped} lines were dropped here: the log was not read\n{line}"

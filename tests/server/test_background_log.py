@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import logging
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 from server.background_log import BackgroundHandler
 
@@ -54,3 +57,10 @@ def test_a_stream_that_fails_stops_nobody():
         handler.handle(record(number))
     handler.flush()
     assert stream.getvalue() == "line 0\nline 1\nline 2\n"
+
+
+def test_the_end_of_the_process_writes_what_is_queued():
+    code = "import logging, sys; from server.background_log import BackgroundHandler\n" \
+           "logging.basicConfig(handlers=[BackgroundHandler(sys.stderr)])\nfor i in range(500): logging.warning('line %d', i)\nsys.exit(1)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, timeout=30)
+    assert ended.returncode == 1 and ended.stderr.splitlines()[-1].endswith("line 499") and len(ended.stderr.splitlines()) == 500
