@@ -104,6 +104,7 @@ class ServerConfig:
     max_num_queued_reqs: int | None = opt(None, "refuse requests with 503 when this many wait (default: no limit)", minimum=1)
     shutdown_timeout: float = opt(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", minimum=0)
     step_timeout: float = opt(300.0, "seconds without a finished step after which the engine counts as hung: its stacks go to the log and it is started again (0: never)", minimum=0)
+    health_stall_timeout: float = opt(20.0, "seconds without a finished step, while requests wait, after which /health and /ready say 503 (0: never)", minimum=0)
     sse_keep_alive_interval: float = opt(15.0, "seconds of silence before a comment is sent on an event stream (0: never)", minimum=0)
     allowed_origins: list[str] = opt([], "web pages (their origins) whose scripts may call the API from a browser", everyday=True, repeat=True)
     vllm_metrics: bool = opt(True, "serve every metric under its vllm: name as well")

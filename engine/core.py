@@ -1,17 +1,20 @@
 """The engine process: receive -> schedule -> execute -> update -> send.
 
 Started as `python -m engine.core ADDRESS`. On stdin the parent writes its `Config` (4 bytes of length, big-endian, then msgpack) and keeps stdin open:
-its end means that the parent is gone, and the engine with it. SIGTERM ends the engine with code 0; SIGINT is left to the parent; a failure of the
-engine itself is logged once, told to every server as `EngineDead`, and ends the process with code 1.
+its end means that the parent is gone, and the engine with it; anything written there later ends the engine in order, with code 0. SIGINT and SIGTERM
+are left to the parent, which may have requests to finish when a whole process group is signalled. A failure of the engine itself is logged once, told
+to every server as `EngineDead`, and ends the process with code 1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -39,18 +42,20 @@ from engine.messages import (
 )
 from engine.process import (
     dump_stacks_on,
+    end_with_parent,
     kill_descendants,
-    on_eof,
-    remove_stacks,
+    remove_files,
     set_name,
     start_logging,
     wake_on_signals,
+    watch_parent,
 )
 from engine.scheduler import Outputs, Scheduler, Step
 
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.25  # seconds between statistics while busy
+END_SIGNAL = signal.SIGUSR1  # to the main thread, from the one that watches stdin
 GRACE = 1.0  # seconds that a dying engine waits for a server to tell
 
 
@@ -160,10 +165,15 @@ class EngineCore:
     def post(self, client: bytes, message: FromEngine) -> None:
         """Send to one server; if it is gone, so are its requests."""
         if not self.socket.send(client, message):
-            logger.warning("a server has gone away; its requests are aborted")
             self.clients.discard(client)
             if self.ready:
-                self.scheduler.abort_client(client)
+                self.abort_client(client)
+
+    def abort_client(self, client: bytes) -> None:
+        """That server is gone. One without requests has ended as it should."""
+        if any(owner == client for owner, _ in self.scheduler.requests):
+            logger.warning("a server has gone away; its requests are aborted")
+            self.scheduler.abort_client(client)
 
     def broadcast(self, message: FromEngine) -> None:
         for client in list(self.clients):
@@ -213,22 +223,22 @@ class EngineCore:
         self.scheduler.take_stats()
 
     def die(self, error: Exception) -> None:
-        """The engine cannot go on: log it, and tell the servers why."""
-        if self.ready is None and isinstance(error, ValueError):
-            reason = str(error)  # the user's to correct; our stack does not help
-            logger.error("cannot start: %s", reason)
-        else:
-            reason = f"{type(error).__name__}: {error}"
+        """The engine cannot go on: tell the servers why, and the log what they cannot know."""
+        correctable = self.ready is None and isinstance(error, ValueError)  # by the user: our stack does not help
+        reason = str(error) if correctable else f"{type(error).__name__}: {error}"
+        if not correctable:
             logger.critical("the engine failed", exc_info=error)
         if not self.clients:
             self.socket.wait(GRACE)  # a failure at once, before the server has connected: it wants to know why
         self.clients.update(client for client, message in self.socket.receive() if isinstance(message, Hello))
+        if correctable and not self.clients:  # otherwise they say it
+            logger.error("cannot start: %s", reason)
         self.broadcast(EngineDead(reason))
 
     def kill(self) -> None:
         """End this process, and all that it started, at once, from any thread: the parent is gone, and cannot tidy up either."""
         kill_descendants()
-        remove_stacks()
+        remove_files()
         self.socket.unlink()
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
@@ -249,14 +259,26 @@ def read_config(fd: int) -> Config:
     return msgspec.msgpack.decode(read(int.from_bytes(read(4), "big")), type=Config)
 
 
-def _terminate(*_: Any) -> None:
+def _end(*_: Any) -> None:
     sys.exit(0)
+
+
+def _ask_to_end() -> None:
+    """From another thread: the signal also interrupts a sleep or a poll of the main one."""
+    signal.pthread_kill(threading.main_thread().ident, END_SIGNAL)
+
+
+def _flush_stderr() -> None:
+    with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone, must not keep us from ending
+        sys.stderr.flush()
 
 
 def main() -> None:
     """Run the engine process. Does not return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides what it means
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(END_SIGNAL, _end)
+    end_with_parent()
     dump_stacks_on(signal.SIGUSR2, "engine")
     set_name("quire-engine")
     socket = ServerSocket(sys.argv[1])
@@ -264,7 +286,7 @@ def main() -> None:
     config = read_config(sys.stdin.fileno())
     start_logging(config.server.log_level, "engine")
     core = EngineCore(config, socket)
-    on_eof(sys.stdin.fileno(), core.kill)
+    watch_parent(sys.stdin.fileno(), _ask_to_end, core.kill)
     exit_code = 1
     try:
         core.start()
@@ -277,11 +299,11 @@ def main() -> None:
             core.executor.kill()  # not `shutdown`, which waits: a rank may wait for one that is dead, a thread for a device that is
         kill_descendants()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(END_SIGNAL, signal.SIG_IGN)
         socket.close()
         if core.executor and exit_code == 0:
             core.executor.shutdown()
-        sys.stderr.flush()
+        _flush_stderr()
         os._exit(exit_code)  # nothing is left to tidy up, and an interpreter with torch takes long to take down
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
+RENDEZVOUS = "rendezvous"  # in the engine's folder: the file in which ranks of one machine find each other
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
@@ -29,6 +30,20 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends. Linux only: elsewhere EOF on the pipe does it, between steps."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process one second after the thread that started it, so that whoever sees the parent's end can tidy up first.
+
+    This works also while compiled code holds the interpreter: the handler is a function of the C library. It is called with the signal's number,
+    and SIGHUP is 1: `alarm(1)`, whose SIGALRM ends the process. Linux only.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        libc.signal(signal.SIGHUP, ctypes.cast(libc.alarm, ctypes.c_void_p))
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
 
 
 def kill_descendants() -> None:
@@ -58,10 +73,10 @@ def dump_stacks_on(number: signal.Signals, name: str) -> None:
     faulthandler.register(number, file, all_threads=True, chain=False)
 
 
-def remove_stacks() -> None:
-    """Remove the files of all processes that write their stacks to the same folder."""
+def remove_files() -> None:
+    """Remove what the processes of this engine have in its folder: stacks, and where the ranks met."""
     if folder := os.environ.get(STACKS_FOLDER):
-        for path in Path(folder).glob("*" + STACKS_SUFFIX):
+        for path in (*Path(folder).glob("*" + STACKS_SUFFIX), Path(folder, RENDEZVOUS)):
             path.unlink(missing_ok=True)
 
 
@@ -79,12 +94,13 @@ def start_logging(level: str, name: str) -> None:
     logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s", stream=sys.stderr)
 
 
-def on_eof(fd: int, then: Callable[[], None]) -> None:
-    """Call `then` from a thread once `fd` has nothing more to read. A blocked read costs nothing and sees it even in the middle of a long step."""
+def watch_parent(fd: int, on_message: Callable[[], None], on_eof: Callable[[], None]) -> None:
+    """From a thread: call `on_message` when something arrives at `fd`, and `on_eof` once that has ended. A blocked read costs nothing and sees both
+    in the middle of a long step."""
 
-    def wait() -> None:
+    def watch() -> None:
         while os.read(fd, 4096):
-            pass
-        then()
+            on_message()
+        on_eof()
 
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

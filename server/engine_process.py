@@ -1,4 +1,5 @@
-"""The engine as a child process: `python -m engine.core ADDRESS`, its configuration on stdin, whose end tells it that we are gone."""
+"""The engine as a child process: `python -m engine.core ADDRESS`, its configuration on stdin. What is written there later asks it to end; the end of stdin tells
+it that we are gone."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ class EngineProcess:
         self.address = f"ipc://{self._folder}/engine"
 
     def start(self) -> None:
-        """Returns at once; the engine binds `address` before it loads anything. It gets a process group of its own, so that Ctrl-C reaches only us."""
+        """Returns at once; the engine binds `address` before it loads anything. It gets a process group of its own, so that Ctrl-C reaches only us.
+
+        Raises OSError where the system has no descriptors, memory or processes left.
+        """
         environment = python_environment() | {STACKS_FOLDER: self._folder}
         if self.config.parallel.data_parallel_size > 1:
             environment["CUDA_VISIBLE_DEVICES"] = _devices(self.config, self.index, environment.get("CUDA_VISIBLE_DEVICES"))
@@ -55,8 +59,10 @@ class EngineProcess:
         return self._process.wait()
 
     def terminate(self, timeout: float) -> int:
-        """Ask it to end, kill it and its workers after `timeout` seconds, and clean up. Returns the exit code. Idempotent."""
-        self._process.send_signal(signal.SIGTERM)
+        """Ask it to end, kill it and its workers after `timeout` seconds, and clean up. Returns the exit code. Idempotent. Only after `start`."""
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or was killed
+            self._process.stdin.write(b"end")
+            self._process.stdin.flush()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
         self.kill()
@@ -76,10 +82,11 @@ class EngineProcess:
         if self._killed:
             return
         self._killed = True  # once: the number may belong to another group later
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        if self._process is not None:  # it may have failed to start
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from configs.config import Config
 from engine.messages import EngineStats, Ready
+from server.descriptors import BACKLOG
 from server.engine_client import EngineClient
 from server.engine_pool import EnginePool
 from server.engine_process import python_environment
@@ -38,18 +39,29 @@ from server.fleet_messages import (
     Opened,
     Page,
     Phase,
+    Ping,
+    Pong,
     Scrape,
     Snapshot,
     Start,
 )
-from server.frontend import BACKLOG, END_TIMEOUT
+from server.frontend import END_TIMEOUT
 from server.metrics import Counts
 from server.metrics_pool import MetricsPool, make_metrics
-from server.supervisor import DEATH_WINDOW, MAX_DEATHS, describe_exit, in_thread
+from server.supervisor import (
+    DEATH_WINDOW,
+    MAX_DEATHS,
+    START_RETRY,
+    describe_exit,
+    in_thread,
+)
 
 logger = logging.getLogger("quire")
 
 COLLECT_TIMEOUT = 2.0  # seconds for a frontend to say what it counted; after that, what it said last counts
+PING_INTERVAL = 1.0  # seconds
+STALL_TIMEOUT = 10.0  # seconds without an answer, after which a frontend is killed, and another one takes its place
+MAX_QUEUED = 64 << 20  # bytes that a frontend has not taken: it is stalled, too
 EXIT_TIMEOUT = 5.0  # seconds for a frontend that was told to end
 
 
@@ -73,20 +85,42 @@ class FrontendProcess:
         self.num_open = [0] * self.num_engines
         self.num_in_flight = 0
         self.counts: list[Counts] = []  # by engine; as last told
+        self.is_watched = False  # once it has loaded everything, its event loop has no reason to stand still
+        self.silence = 0.0  # seconds since it answered a `Ping`
+        self.stalled: str | None = None  # why it is being killed
 
     async def start(self, config: Config) -> None:
-        """In a process group of its own, so that Ctrl-C reaches only us."""
+        """In a process group of its own, so that Ctrl-C reaches only us. Raises OSError where the system has no descriptors, memory or processes left."""
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = (self.listener.fileno(), theirs.fileno())
-            self.process = subprocess.Popen([sys.executable, "-P", "-m", "server.fleet_member", *map(str, descriptors)], stdin=subprocess.PIPE, pass_fds=descriptors,
-                                            env=python_environment(), process_group=0)
+            try:
+                self.process = subprocess.Popen([sys.executable, "-P", "-m", "server.fleet_member", *map(str, descriptors)], stdin=subprocess.PIPE, pass_fds=descriptors,
+                                                env=python_environment(), process_group=0)
+            except OSError:
+                ours.close()
+                raise
         self.channel = await Channel.open(ours, FromFrontend)
         self.channel.send(Start(config, self.index))
 
     def send(self, message: Any) -> None:
-        if self.channel is not None:
+        if self.channel is not None and self.stalled is None:
             self.channel.send(message)
+            if self.channel.num_queued > MAX_QUEUED:
+                self.kill_stalled(f"it stalled: {self.channel.num_queued} bytes wait for it")
+
+    def ping(self) -> None:
+        """Every PING_INTERVAL seconds. They are counted so, and not by a clock: time in which we could not listen does not count."""
+        if self.is_watched and self.stalled is None:
+            if self.silence >= STALL_TIMEOUT:
+                self.kill_stalled(f"it stalled: no answer for {self.silence:.0f} seconds")
+            self.silence += PING_INTERVAL
+            self.send(Ping())
+
+    def kill_stalled(self, reason: str) -> None:
+        """Also one that is stopped."""
+        self.stalled = reason
+        self.kill()
 
     async def wait(self) -> int:
         """Its exit code, once it has ended; nothing can be sent to it afterwards."""
@@ -158,23 +192,38 @@ class Fleet:
     async def serve(self) -> None:
         """Until `end`. Raises FrontendFailed; the other frontends live on then."""
         self._keeping = [asyncio.create_task(self._keep(member)) for member in self.members]
-        refused = asyncio.create_task(self._refusals.get())
-        done, _ = await asyncio.wait({refused, *self._keeping}, return_when=asyncio.FIRST_COMPLETED)
-        refused.cancel()
-        if refused in done:
-            raise FrontendFailed(refused.result())
-        await asyncio.gather(*self._keeping)
+        refused, pinging = asyncio.create_task(self._refusals.get()), asyncio.create_task(self._ping())
+        try:
+            done, _ = await asyncio.wait({refused, *self._keeping}, return_when=asyncio.FIRST_COMPLETED)
+            if refused in done:
+                raise FrontendFailed(refused.result())
+            await asyncio.gather(*self._keeping)
+        finally:
+            refused.cancel()
+            pinging.cancel()
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(PING_INTERVAL)
+            for member in self.members:
+                member.ping()
 
     async def _keep(self, member: FrontendProcess) -> None:
         """Process after process in one place."""
         while not self.ending:
-            await member.start(self.config)
+            try:
+                await member.start(self.config)
+            except OSError as error:
+                self._judge(member, f"not started: {error.strerror}")
+                await asyncio.sleep(START_RETRY)
+                continue
             self._brief(member)
             await self._listen(member)
             code = await member.wait()
+            reason = member.stalled or describe_exit(code)
             self._bury(member)
             if not self.ending:
-                self._judge(member, describe_exit(code))
+                self._judge(member, reason)
         member.drained.set()
 
     def _brief(self, member: FrontendProcess) -> None:
@@ -209,6 +258,9 @@ class Fleet:
             match message:
                 case Loaded():
                     member.loaded.set()
+                    member.is_watched = True
+                case Pong():
+                    member.silence = 0.0
                 case CannotStart():
                     self._refusals.put_nowait(message.reason)
                 case Opened():

@@ -29,6 +29,11 @@ class Channel:
             data = _encode(message)
             self._writer.write(len(data).to_bytes(4, "big") + data)
 
+    @property
+    def num_queued(self) -> int:
+        """Bytes that the other end has not taken yet."""
+        return self._writer.transport.get_write_buffer_size()
+
     async def receive(self) -> Any:
         """The next message, or None when the other end is gone."""
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import os
 import signal
@@ -37,6 +38,8 @@ from server.fleet_messages import (
     Opened,
     Page,
     Phase,
+    Ping,
+    Pong,
     Scrape,
     Snapshot,
     Start,
@@ -44,7 +47,9 @@ from server.fleet_messages import (
 )
 from server.frontend import Frontend, configure_logging
 
+_PR_SET_PDEATHSIG = 1
 BUSY_INTERVAL = 0.1  # seconds between looks at how much is open
+MAX_QUEUED = 1 << 20  # bytes that the parent has not taken, beyond which nothing is added that it did not ask for
 SNAPSHOT_INTERVAL = 1.0  # seconds of counts that die with this process
 SCRAPE_TIMEOUT = 5.0  # seconds for the other frontends to say what they counted
 
@@ -95,6 +100,8 @@ class Member:
                     self._note_elsewhere(message)
                 case Collect():
                     self.channel.send(Snapshot(message.number, self._counts()))
+                case Ping():
+                    self.channel.send(Pong())
                 case Page():
                     if waiting := self._scrapes.pop(message.number, None):
                         waiting.set_result(message.text)
@@ -139,7 +146,7 @@ class Member:
         while True:
             await asyncio.sleep(BUSY_INTERVAL)
             busy = Busy([client.num_open for client in self.clients], self.frontend.num_in_flight)
-            if busy != last:
+            if busy != last and not self._parent_stalls():
                 self.channel.send(busy)
                 last = busy
 
@@ -148,9 +155,13 @@ class Member:
         while True:
             await asyncio.sleep(SNAPSHOT_INTERVAL)
             counts = self._counts()
-            if counts != last:
+            if counts != last and not self._parent_stalls():
                 self.channel.send(Snapshot(0, counts))
                 last = counts
+
+    def _parent_stalls(self) -> bool:
+        """Then what we would tell it can wait: it is about the present only."""
+        return self.channel.num_queued > MAX_QUEUED
 
     def _counts(self) -> list:
         metrics = self.frontend.state.metrics
@@ -187,6 +198,12 @@ async def _run(listener: socket.socket, end: socket.socket) -> None:
 
 
 def _end_with_parent() -> None:
+    if sys.platform == "linux":  # also while it is stopped, or compiled code holds the interpreter
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+
+
+def _watch_parent() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
@@ -196,7 +213,7 @@ def main() -> None:
     """Run a frontend process. When to end is the parent's to say, whoever else is signalled with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    _end_with_parent()
     listener, end = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     listener.setblocking(False)
     asyncio.run(_run(listener, end))

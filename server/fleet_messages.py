@@ -63,6 +63,10 @@ class Collect(_Message):
     number: int
 
 
+class Ping(_Message):
+    """Answered by `Pong`."""
+
+
 class Page(_Message):
     """The answer to `Scrape`."""
 
@@ -121,9 +125,13 @@ class Scrape(_Message):
     number: int
 
 
+class Pong(_Message):
+    """The event loop turns here."""
+
+
 class Drained(_Message):
     """No request is left here."""
 
 
-ToFrontend = Start | Phase | Load | Engine | EngineGone | Elsewhere | Collect | Page | Drain | Fail | End
-FromFrontend = Loaded | CannotStart | Opened | Busy | Snapshot | Scrape | Drained
+ToFrontend = Start | Phase | Load | Engine | EngineGone | Elsewhere | Collect | Ping | Page | Drain | Fail | End
+FromFrontend = Loaded | CannotStart | Opened | Busy | Snapshot | Scrape | Pong | Drained

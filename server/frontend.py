@@ -16,15 +16,22 @@ from typing import Any
 
 from configs.config import Config
 from engine.messages import EngineStats, Ready
+from server.background_log import BackgroundHandler
+from server.descriptors import (
+    ACCEPTS_PER_TURN,
+    BACKLOG,
+    complain_once_about_descriptors,
+    max_connections,
+)
 from server.door import Door
 from server.middleware import Edge
+from server.silence import Silence
 from server.state import ServerState
 from server.supervisor import in_thread
 
 logger = logging.getLogger("quire")
 
-END_TIMEOUT = 2.0  # seconds for the last error events to reach their clients
-BACKLOG = 2048
+END_TIMEOUT = 1.0  # seconds for the last error events to reach their clients; after that, their connections are cut
 
 
 class Frontend:
@@ -36,7 +43,9 @@ class Frontend:
         self.state = ServerState(config, list(config.server.served_model_name) or [config.model.model], version, _fingerprint(config, version))
         self.door = Door(self.state)
         self.sampling_defaults: dict[str, Any] = {}
+        self.connections: Any = None  # `Connections`, once they can be accepted
         self._http: Any = None
+        self._silences: list[Silence] = []  # one per engine, once there are clients
 
     @property
     def num_in_flight(self) -> int:
@@ -47,16 +56,21 @@ class Frontend:
 
     async def serve(self) -> None:
         """Until `end`."""
-        self._http = _http_server(Edge(self.door, self.state))
+        from server.connections import Connections, Limits
+
+        self.connections = Connections(Limits(max_connections()))
+        self._http = _http_server(Edge(self.door, self.state), self.connections)
         routes = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
+        watching = asyncio.create_task(self._watch())
         try:
             await routes
             await serving
         finally:
             routes.cancel()
+            watching.cancel()
             self._http.should_exit = True
-            await asyncio.gather(routes, serving, return_exceptions=True)
+            await asyncio.gather(routes, watching, serving, return_exceptions=True)
 
     async def _load_routes(self) -> None:
         create_app = await in_thread(lambda: importlib.import_module("server.app").create_app)
@@ -86,6 +100,7 @@ class Frontend:
         self._engine_stats = [EngineStats() for _ in numbers]
         clients = [EngineClient(functools.partial(observe, engine), functools.partial(on_progress, engine), engine) for engine in numbers]
         self.state.client = EnginePool(clients) if len(clients) > 1 else clients[0]
+        self._silences = [Silence(client, functools.partial(_is_busy, client)) for client in clients]
         return clients
 
     def progress(self, phase: str, fraction: float) -> None:
@@ -114,6 +129,17 @@ class Frontend:
             self.on_open(ready)
 
     # ---- life
+
+    async def _watch(self) -> None:
+        """Note an engine that ends no step for `health_stall_timeout` seconds while requests wait for it."""
+        timeout = self.config.server.health_stall_timeout
+        tick = min(timeout / 20, 1.0)
+        while timeout:
+            await asyncio.sleep(tick)
+            for silence in self._silences:
+                silence.tick(tick)
+            longest = max((silence.seconds for silence in self._silences), default=0.0)
+            self.state.stalled = f"no step has ended for {longest:.0f} seconds, and requests wait" if longest >= timeout else None
 
     def _observe_stats(self, engine: int, stats: EngineStats) -> None:
         self._engine_stats[engine] = stats
@@ -155,8 +181,11 @@ class Frontend:
     async def _end_requests(self) -> None:
         if self.state.client is not None:
             await self.state.client.close()
-        with contextlib.suppress(TimeoutError):
+        try:
             await asyncio.wait_for(self.state.idle.wait(), END_TIMEOUT)
+        except TimeoutError:  # clients that do not read
+            if self.connections is not None:
+                self.connections.abort_all()
 
     async def end(self) -> None:
         """Have `serve` return."""
@@ -167,22 +196,34 @@ class Frontend:
         """Nothing to do: it ends with its process."""
 
 
+def _is_busy(client: Any) -> bool:
+    return client.ready is not None and client.load > 0
+
+
 def configure_logging(level: str, name: str = "server") -> None:
     """Every line with the process's name."""
-    logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s", handlers=[BackgroundHandler(sys.stderr)])
     for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpx2", "filelock"):
         logging.getLogger(noisy).setLevel("WARNING")
 
 
-def _http_server(app: Any) -> Any:
+def _http_server(app: Any, connections: Any) -> Any:
     import uvicorn
 
+    from server.connections import Connection
+
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket]) -> None:
+            complain_once_about_descriptors(asyncio.get_running_loop())
+            await super().startup(sockets)
+            for one in sockets:
+                one.listen(BACKLOG)  # to asyncio, the backlog is also how many it accepts in a turn
+
         def capture_signals(self) -> contextlib.AbstractContextManager[None]:
             return contextlib.nullcontext()  # the Launcher says when to end
 
-    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False, backlog=BACKLOG,
-                                 timeout_keep_alive=30, timeout_graceful_shutdown=int(END_TIMEOUT)))
+    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False, backlog=ACCEPTS_PER_TURN,
+                                 http=functools.partial(Connection, shared=connections), ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=1))
 
 
 def _tokenizer(folder: str, config: Config) -> Any:

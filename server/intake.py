@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import time
@@ -32,6 +33,8 @@ async def read(request: Request, cls: type[T], state: ServerState) -> T:
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("Compressed bodies are not accepted.")
     parsed, unknown = parse(await _body(request), cls, strict=state.config.server.strict_params)
+    if (connection := request.scope.get("state", {}).get("connection")) is not None:
+        connection.forget_body()
     if unknown:
         request.scope["unknown_parameters"] = unknown
     return parsed
@@ -111,7 +114,7 @@ def priority(request: Request, body: GenerationFields, model: ModelInfo) -> int:
 
 
 def deadlines(request: Request, body: GenerationFields) -> tuple[float | None, float | None]:
-    """Seconds that the request may take in all (the X-Request-Timeout header), and from its first token on (`t_max_predict_ms`)."""
+    """Seconds that the request may still take (the X-Request-Timeout header counts from its arrival), and from its first token on (`t_max_predict_ms`)."""
     total = None
     if (header := request.headers.get("x-request-timeout")) is not None:
         try:
@@ -120,6 +123,8 @@ def deadlines(request: Request, body: GenerationFields) -> tuple[float | None, f
             total = math.nan
         if not 0 < total < math.inf:
             raise BadRequest("The X-Request-Timeout header must be a number of seconds above 0.", param="X-Request-Timeout")
+        now = asyncio.get_running_loop().time()
+        total = max(total - (now - request.scope.get("state", {}).get("arrived", now)), 0.001)
     return total, body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
 
 

@@ -23,8 +23,9 @@ from configs.files import check_model_folder
 from configs.sources import embedded_model
 from engine.messages import EngineStats, Ready
 from server import health, hub
+from server.descriptors import BACKLOG, raise_descriptor_limit
 from server.engine_process import EngineProcess
-from server.frontend import BACKLOG, Frontend, configure_logging
+from server.frontend import Frontend, configure_logging
 from server.supervisor import EngineFailed, Supervisor, in_thread
 
 logger = logging.getLogger("quire")
@@ -36,6 +37,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
     """Serve until a signal ends it; returns the exit code. `sources` says where each setting that is no default came from."""
     started = time.monotonic() - _seconds_since_exec()
     configure_logging(config.server.log_level)
+    raise_descriptor_limit()
     try:
         listener = bind(config.server)
     except OSError as error:
@@ -124,11 +126,17 @@ class Launcher:
         self.front = self._make_front()
 
     def _start_engines(self) -> None:
+        """Raises ValueError for a folder that holds no model, and when the system has no room for a process."""
         check_model_folder(self.folder)
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=self.folder))
-        self.engines = [EngineProcess(config, index) for index in range(config.parallel.data_parallel_size)]
-        for engine in self.engines:
-            engine.start()
+        for index in range(config.parallel.data_parallel_size):
+            engine = EngineProcess(config, index)
+            try:
+                engine.start()
+            except OSError as error:
+                engine.kill()
+                raise ValueError(f"the engine cannot be started: {error.strerror}") from error
+            self.engines.append(engine)
 
     def _make_front(self) -> Any:
         if self.config.server.api_server_count == 1:
@@ -255,6 +263,7 @@ class Launcher:
             for engine in self._current_engines():
                 engine.kill()
             self.front.kill()
+            logging.shutdown()
             os._exit(128 + number)
         self.front.refuse()
         self.stop.set()

@@ -96,6 +96,8 @@ def _printable(path: str) -> str:
 
 def _extra_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     headers = [(b"x-request-id", scope["request_id"].encode("ascii"))]
+    if (connection := scope.get("state", {}).get("connection")) is not None and connection.body_unread:
+        headers.append((b"connection", b"close"))
     if unknown := scope.get("unknown_parameters"):
         names = ", ".join(unknown[:20]).encode("ascii", "backslashreplace").decode("ascii")
         text = "".join(c if c.isprintable() and c not in '"\\' else "?" for c in names)

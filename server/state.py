@@ -55,6 +55,7 @@ class ServerState:
     stats: EngineStats = field(default_factory=EngineStats)  # the engine's latest gauges
     draining: bool = False
     failure: str | None = None  # why the engine is gone for good
+    stalled: str | None = None  # why the engine seems to hang
     num_in_flight: int = 0  # HTTP requests being answered, probes aside
     num_in_flight_elsewhere: int = 0  # by other frontends, as we were last told
     scrape: Callable[[], Awaitable[bytes]] | None = None  # asks for the metrics of all frontends, where there are several; raises TimeoutError
@@ -77,19 +78,22 @@ class ServerState:
 
     @property
     def status(self) -> str:
+        """failed, draining, loading, stalled (requests are taken, and wait) or ready."""
         if self.failure is not None:
             return "failed"
         if self.draining:
             return "draining"
-        return "loading" if self.ready is None else "ready"
+        if self.ready is None:
+            return "loading"
+        return "ready" if self.stalled is None else "stalled"
 
     def health(self) -> dict[str, Any]:
         """The JSON body of /health and /ready; 200 exactly when `status` is "ready"."""
         body: dict[str, Any] = {"status": self.status}
         if self.status == "loading":
             body |= {"phase": self.phase, "percent": round(100 * self.fraction)}
-        if self.failure is not None:
-            body["reason"] = self.failure
+        if (reason := self.failure if self.failure is not None else self.stalled) is not None:
+            body["reason"] = reason
         return body
 
     def require_ready(self) -> ModelInfo:

@@ -13,11 +13,13 @@ from typing import Any
 
 from configs.config import Config
 from server.engine_process import EngineProcess
+from server.silence import Silence
 
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 DEATH_WINDOW = 60.0  # seconds
+START_RETRY = 5.0  # seconds between attempts to start a process for which the system has no room
 STACKS_TIMEOUT = 1.0  # seconds that a hung engine gets to write its stacks
 
 
@@ -49,8 +51,22 @@ class Supervisor:
             self._judge(reason)
             logger.error("the engine died (%s); starting a new one, which takes over the open requests", reason)
             self.hung = None
-            self.engine = EngineProcess(self.config, self.engine.index)
-            self.engine.start()
+            self.engine = await self._start_another()
+
+    async def _start_another(self) -> EngineProcess:
+        """Raises EngineFailed when the system has no descriptors, memory or processes for it, try after try."""
+        while True:
+            engine = EngineProcess(self.config, self.engine.index)
+            try:
+                engine.start()
+                return engine
+            except OSError as error:
+                engine.kill()
+                self.num_failed_starts += 1
+                if self.num_failed_starts > MAX_DEATHS:
+                    raise EngineFailed(f"{error.strerror}; it could not be started again {MAX_DEATHS} times in a row") from error
+                logger.error("the engine cannot be started (%s); trying again in %g s", error.strerror, START_RETRY)
+                await asyncio.sleep(START_RETRY)
 
     async def _serve(self, ended: asyncio.Future[int]) -> None:
         """From connecting to the engine's death."""
@@ -75,18 +91,13 @@ class Supervisor:
             self.on_ready(again)
 
     async def _watch(self) -> None:
-        """Kill an engine that has something to do and says nothing for `step_timeout` seconds: it speaks after every step, or 4 times a second.
-
-        The silence is counted in ticks of this loop, so that time in which we could not listen does not count.
-        """
-        timeout, num_messages, silence = self.config.server.step_timeout, -1, 0.0
+        """Kill an engine that has something to do and says nothing for `step_timeout` seconds."""
+        timeout, silence = self.config.server.step_timeout, Silence(self.client, self._is_busy)
         if not timeout:
             return
-        tick = timeout / 20
-        while silence < timeout:
-            await asyncio.sleep(tick)
-            silent = self.client.num_messages == num_messages and self._is_busy()
-            num_messages, silence = self.client.num_messages, silence + tick if silent else 0.0
+        while silence.seconds < timeout:
+            await asyncio.sleep(timeout / 20)
+            silence.tick(timeout / 20)
         self.hung = f"it hung: no step ended for --step-timeout {timeout:g} seconds"
         logger.error("the engine is to be killed, %s", self.hung)
         self.engine.dump_stacks()

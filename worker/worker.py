@@ -30,6 +30,8 @@ from worker.split_step import Output
 logger = logging.getLogger(__name__)
 
 ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
+WARM_SHARE = 8  # times the model's size: so much of the KV cache on CPU is made resident ahead of use; a small model should not take a machine's memory unasked
+MIN_WARM_BYTES = 64 << 20
 
 
 class Worker:
@@ -91,7 +93,8 @@ class Worker:
         if memory.uses_graphs(config, limits, platform):
             self.runner.use_graphs(ready.max_model_len)
         if platform.device.type == "cpu":
-            self.warmer = kv_cache.Warmer(kv_cache.attention_layers(model))
+            ahead = max(WARM_SHARE * weights, MIN_WARM_BYTES)
+            self.warmer = kv_cache.Warmer(kv_cache.attention_layers(model), min(kv_cache.IDLE_BYTES, ahead), min(kv_cache.BUSY_BYTES, ahead))
         progress("allocating KV cache", 1.0)
         return ready
 

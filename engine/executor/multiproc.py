@@ -11,13 +11,14 @@ import importlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections import deque
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,7 +26,14 @@ import msgspec
 
 from configs.config import Config
 from engine.executor.base import Executor, Pending, ReportProgress
-from engine.process import die_with_parent, dump_stacks_on, set_name, start_logging
+from engine.messages import STACKS_FOLDER
+from engine.process import (
+    RENDEZVOUS,
+    die_with_parent,
+    dump_stacks_on,
+    set_name,
+    start_logging,
+)
 from worker.messages import StepInput, StepOutput, WorkerReady
 
 STEP, CALL = b"S", b"C"  # to a worker
@@ -53,10 +61,12 @@ class MultiprocExecutor(Executor):
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._outputs: deque[StepOutput] = deque()  # arrived, not asked for yet
+        self._rendezvous: Path | None = None
+        self._folder: tempfile.TemporaryDirectory | None = None  # of the rendezvous, when the engine has none
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks and a CUDA context
-        init_method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}" if self._world_size > 1 else None
+        init_method = f"file://{self._make_rendezvous()}" if self._world_size > 1 else None
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
             args = (self.worker_class, self._config, rank, self._world_size, init_method, theirs, rank == self._answering)
@@ -75,6 +85,16 @@ class MultiprocExecutor(Executor):
         if len({(ready.num_blocks, ready.block_size, ready.max_model_len) for ready in found.values()}) > 1:
             raise RuntimeError(f"the ranks do not agree on the size of the KV cache: {found}")
         return found[0]
+
+    def _make_rendezvous(self) -> Path:
+        """Where the ranks find each other: a file in a folder that only we can enter, the engine's own if it has one. A port anybody on this machine could join."""
+        folder = os.environ.get(STACKS_FOLDER)
+        if folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="quire-")
+            folder = self._folder.name
+        self._rendezvous = Path(folder, RENDEZVOUS)
+        self._rendezvous.unlink(missing_ok=True)
+        return self._rendezvous
 
     def execute(self, step: StepInput) -> Pending:
         self._send(STEP + _encode(step))
@@ -97,6 +117,10 @@ class MultiprocExecutor(Executor):
                 process.kill()
                 process.join()
         self._pipes, self._processes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+        elif self._rendezvous is not None:
+            self._rendezvous.unlink(missing_ok=True)
 
     def kill(self) -> None:
         for process in list(self._processes):
@@ -157,13 +181,6 @@ class _Reply:
 
     def result(self) -> StepOutput:
         return self._executor.next_output()
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on at `host` now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def worker_main(worker_class: str, config: Config, rank: int, world_size: int, init_method: str | None, pipe: Connection, answers: bool) -> None:

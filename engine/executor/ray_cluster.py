@@ -6,6 +6,7 @@ Ray places, starts and watches the processes; steps travel as arguments of actor
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import traceback
 from collections import Counter
@@ -33,6 +34,13 @@ _decode_step = msgspec.msgpack.Decoder(StepInput).decode
 _decode_output = msgspec.msgpack.Decoder(StepOutput).decode
 
 
+def free_port() -> int:
+    """A port that nobody listens on now, at any address of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
 class Rank:
     """The actor. `initialize`, `launch` and `call` run in one thread, in order; `collect` and `watch` have one each, so that results are awaited beside the launching."""
 
@@ -43,9 +51,7 @@ class Rank:
 
     def address(self) -> tuple[str, str, int]:
         """(id of the node, its address, a free port on it)"""
-        from engine.executor.multiproc import free_port
-
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port("")
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
     def initialize(self, config: bytes, rank: int, world_size: int, init_method: str, local_size: int) -> bytes:
         """Raises ValueError as the worker does. The rank's GPU is the only one that Ray shows it."""

@@ -14,7 +14,7 @@ class FakeWorker:
 
     def __init__(self, config, rank: int = 0, world_size: int = 1, init_method: str | None = None):
         assert (init_method is not None) == (world_size > 1)
-        self.config, self.rank, self.world_size = config, rank, world_size
+        self.config, self.rank, self.world_size, self.init_method = config, rank, world_size, init_method
         self.fake = FakeExecutor(config, FakeOptions())
         self.stopped = False
 
@@ -36,6 +36,9 @@ class FakeWorker:
 
     def whoami(self, greeting: str) -> str:
         return f"{greeting} {self.rank} of {self.world_size}"
+
+    def rendezvous(self) -> str:
+        return self.init_method
 
     def shutdown(self) -> None:
         self.stopped = True

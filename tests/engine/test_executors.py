@@ -110,6 +110,22 @@ def test_two_ranks_run_every_step():
     assert_gone(pids)
 
 
+@pytest.mark.parametrize("own_folder", [True, False])
+def test_ranks_meet_where_nobody_else_can_go(monkeypatch, tmp_path, own_folder):
+    """Not at a port of this machine, which any user could join."""
+    if own_folder:
+        monkeypatch.setenv("QUIRE_STACKS_FOLDER", str(tmp_path))
+    executor = multiproc(tensor_parallel_size=2)
+    try:
+        executor.initialize(lambda phase, fraction: None)
+        method, _, path = executor.call("rendezvous").partition("://")
+        folder = Path(path).parent
+        assert method == "file" and folder.stat().st_mode & 0o077 == 0 and (folder == tmp_path) == own_folder
+    finally:
+        executor.shutdown()
+    assert not Path(path).exists() and folder.exists() == own_folder
+
+
 @pytest.mark.parametrize("model, words", [("crash-0", r"worker 0 died \(exit code 9\)"), ("crash-1", r"worker 1 died \(exit code 9\)"), ("raise-1", "no kernel for that")])
 def test_a_failing_rank_fails_the_step(model, words):
     executor = multiproc(model, tensor_parallel_size=2)

@@ -42,6 +42,11 @@ class EngineProcess:
         self.process.stdin.flush()
         self.address = address
 
+    def ask_to_end(self) -> None:
+        """As its parent does."""
+        self.process.stdin.write(b"end")
+        self.process.stdin.flush()
+
     def wait(self) -> tuple[int, float]:
         """(exit code, seconds until it ended)"""
         start = time.monotonic()
@@ -129,7 +134,7 @@ def test_a_life(start):
     server.socket.send(b"\xc1 no message of ours")
     assert len(server.generate("still there", [1], max_tokens=3)) == 3
 
-    engine.process.terminate()
+    engine.ask_to_end()
     assert engine.wait()[0] == 0
     assert b"none of ours" in engine.process.stderr.read()
 
@@ -157,7 +162,7 @@ def test_the_end_of_stdin_ends_it_at_once(start, busy):
 
 
 @pytest.mark.parametrize("when", ["loading", "stepping", "idle"])
-def test_sigterm_is_a_clean_end(start, when):
+def test_a_message_is_a_clean_end(start, when):
     engine, server = start({"loading": "load_delay=10", "stepping": "step_delay=0.05", "idle": ""}[when])
     if when == "loading":
         server.until(Progress)
@@ -166,18 +171,95 @@ def test_sigterm_is_a_clean_end(start, when):
     if when == "stepping":
         server.send(AddRequest("long", [1], SamplingParams(max_tokens=4000)))
         server.until(StepOutputs)
-    engine.process.terminate()
+    engine.ask_to_end()
     code, seconds = engine.wait()
     assert code == 0 and seconds < 2
     assert engine.process.stderr.read() == b""
+
+
+def test_sigterm_is_for_the_parent(start):
+    """It may reach the whole process group while the parent lets requests finish."""
+    engine, server = start("step_delay=0.01")
+    server.until(Ready)
+    engine.process.terminate()
+    assert len(server.generate("a", [1], max_tokens=50)) == 50 and engine.process.poll() is None
+
+
+def test_no_complaint_about_a_server_that_leaves_in_order(start):
+    engine, server = start()
+    server.until(Ready)
+    other = Server(engine)
+    assert isinstance(other.receive(), Ready)
+    other.generate("a", [1], max_tokens=3)
+    other.socket.close()
+    for number in range(3):
+        server.generate(str(number), [1], max_tokens=3)
+        time.sleep(0.3)  # until statistics are due
+    engine.ask_to_end()
+    assert engine.wait()[0] == 0 and engine.process.stderr.read() == b""
+
+
+HOLDS_THE_INTERPRETER = """
+import sys, threading
+from engine.executor import fake
+
+def result(self):
+    if self.output.step == 5:
+        print("busy", flush=True)
+        3 ** (10 ** 9)  # minutes in C, without a look at signals or at other threads
+    return self.output
+
+fake._Result.result = result
+sys.argv = ["engine", sys.argv[1]]
+from engine.core import main
+main()
+"""
+
+PARENT = """
+import subprocess, sys
+import msgspec
+from tests.engine.harness import fake_config
+engine = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdin=subprocess.PIPE)
+config = msgspec.msgpack.encode(fake_config())
+engine.stdin.write(len(config).to_bytes(4, "big") + config)
+engine.stdin.flush()
+print(engine.pid, flush=True)
+engine.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+def test_the_parents_death_ends_an_engine_whose_interpreter_is_held(tmp_path):
+    address = f"ipc://{tmp_path}/engine"
+    with subprocess.Popen([sys.executable, "-c", PARENT, HOLDS_THE_INTERPRETER, address], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        engine = psutil.Process(int(parent.stdout.readline()))
+        try:
+            socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket.connect(address)
+            socket.send(msgspec.msgpack.encode(AddRequest("a", [1], SamplingParams(max_tokens=50))))
+            assert parent.stdout.readline() == "busy\n"
+            parent.kill()
+            parent.wait()
+            psutil.wait_procs([engine], timeout=5)
+            assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        finally:
+            socket.close(linger=0)
+            if engine.is_running():
+                engine.kill()
 
 
 def test_a_start_that_cannot_succeed_says_why(start):
     engine, server = start("speed=9")
     assert server.until(EngineDead)[-1] == EngineDead("QUIRE_FAKE: unknown option speed")
     assert engine.wait()[0] == 1
-    errors = engine.process.stderr.read().decode()
-    assert errors.count("unknown option speed") == 1 and "Traceback" not in errors
+    assert engine.process.stderr.read() == b"", "the server says it"
+
+
+def test_a_start_that_cannot_succeed_says_why_to_nobody(start):
+    engine, server = start("speed=9")
+    server.socket.close()
+    assert engine.wait()[0] == 1
+    assert engine.process.stderr.read().count(b"unknown option speed") == 1
 
 
 @pytest.mark.parametrize("depth", [1, 2])

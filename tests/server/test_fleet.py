@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +18,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from configs.options import all_options
-from server.fleet import share
+from server.fleet import FrontendProcess, share
+from server.fleet_channel import Channel
+from server.fleet_messages import FromFrontend, Page
 from tests.server.conftest import poll
 from tests.server.test_chat import events
-from tests.server.test_launch import CHAT, ServerProcess, gone, server_process
+from tests.server.test_launch import (
+    CHAT,
+    SCRIPT,
+    ServerProcess,
+    gone,
+    server_process,
+)
 
 
 def frontends(server: ServerProcess) -> list[psutil.Process]:
@@ -182,6 +191,48 @@ def test_a_frontend_that_is_killed(model_folder, tmp_path):
             poll(lambda http=http: http.get("/ready").status_code == 200)
             assert http.post(CHAT, json=body(0, 80)).json()["choices"][0]["message"]["content"] == whole
         assert "a server has gone away; its requests are aborted" in server.log and len(server.engines()) == 1
+
+
+QUICK_STALL = """
+from server import fleet
+fleet.PING_INTERVAL, fleet.STALL_TIMEOUT = 0.2, 2.0
+"""
+
+
+def test_a_frontend_that_stalls_is_replaced(model_folder, tmp_path):
+    """Its successor takes over its share of the port; the requests of the others go on."""
+    with fleet(model_folder, tmp_path, fake="step_delay=0.02", script=QUICK_STALL + SCRIPT) as server:
+        wait_open(server)
+        (_, kept) = connections(server)
+        stream = kept.send(kept.build_request("POST", CHAT, json=body(0, 250) | {"stream": True}), stream=True)
+        victim = frontends(server)[0]
+        time.sleep(2.5)  # an idle one that answers is left alone
+        assert victim.is_running()
+        victim.suspend()
+        poll(lambda: "frontend 0 died (it stalled: no answer for 2 seconds)" in server.log)
+        stream.read()
+        assert events(stream)[-2]["choices"][0]["finish_reason"] == "length"
+        poll(lambda: len(frontends(server)) == 2 and victim.pid not in [process.pid for process in frontends(server)])
+        for _ in range(20):
+            assert httpx.get(f"http://127.0.0.1:{server.port}/live", timeout=5, trust_env=False).status_code == 200
+        for http in connections(server):
+            poll(lambda http=http: http.get("/health").status_code == 200)
+        assert gone(victim)
+
+
+def test_messages_to_a_stalled_frontend_do_not_pile_up():
+    async def main() -> None:
+        member = FrontendProcess(0, socket.socket(), 1)
+        ours, theirs = socket.socketpair()
+        with theirs, subprocess.Popen(["sleep", "100"]) as member.process:
+            member.channel = await Channel.open(ours, FromFrontend)
+            for _ in range(2000):
+                member.send(Page(1, bytes(100_000)))
+            assert member.channel.num_queued < 70 << 20 and "stalled" in member.stalled
+            assert member.process.wait(5) == -signal.SIGKILL
+            member.channel.close()
+
+    asyncio.run(main())
 
 
 def test_a_frontend_that_keeps_dying_ends_the_server(model_folder, tmp_path):

@@ -139,6 +139,21 @@ def test_requests_finish_after_a_signal(model_folder, tmp_path):
         assert server.wait() == 0
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_signal_to_all_processes_loses_no_stream(model_folder, tmp_path, count):
+    """As systemd's KillMode=control-group sends it. A new engine would take longer to load than the requests have."""
+    with server_process(model_folder, tmp_path, fake="load_delay=6,step_delay=0.02", shutdown_timeout=6.0, api_server_count=count) as server:
+        server.wait_ready()
+        streams = [server.stream(num_tokens=60) for _ in range(8)]
+        for process in [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]:
+            process.terminate()
+        for stream in streams:
+            stream.read()
+            assert events(stream)[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
+        assert "died" not in server.log and "gone away" not in server.log and "Traceback" not in server.log
+
+
 def test_a_second_signal_ends_at_once(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, fake="step_delay=0.1", shutdown_timeout=30.0) as server:
         server.wait_ready()
@@ -149,6 +164,22 @@ def test_a_second_signal_ends_at_once(model_folder, tmp_path):
         server.process.send_signal(signal.SIGINT)
         assert server.wait(3) == 128 + signal.SIGINT
         poll(lambda: gone(engine), 3)
+
+
+def test_clients_that_do_not_read_are_not_waited_for_twice(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, shutdown_timeout=2.0) as server:
+        server.wait_ready()
+        body = json.dumps({"messages": HELLO, "n": 16, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()
+        readers = [socket.socket() for _ in range(2)]
+        for reader in readers:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", server.port))
+            reader.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(1.0)
+        server.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert server.wait(30) == 0
+        assert "did not finish in time" in server.log and "Traceback" not in server.log and time.monotonic() - started < 15
 
 
 def test_a_signal_while_loading(model_folder, tmp_path):
@@ -172,8 +203,7 @@ def test_a_killed_server_leaves_no_engine(model_folder, tmp_path):
 # ---- the engine dies
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
-def test_streams_go_on_behind_a_new_engine(model_folder, tmp_path, signal_number):
+def test_streams_go_on_behind_a_new_engine(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, fake="step_delay=0.02") as server:
         server.wait_ready()
         whole = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 80, "ignore_eos": True, "seed": 1}).json()["choices"][0]["message"]["content"]
@@ -181,7 +211,7 @@ def test_streams_go_on_behind_a_new_engine(model_folder, tmp_path, signal_number
         lines = stream.iter_lines()
         received = [next(lines) for _ in range(20)]
         first = server.engine()
-        first.send_signal(signal_number)
+        first.kill()
         poll(lambda: server.status("/ready") == 503)
         received += list(lines)
         chunks = [json.loads(line[6:]) for line in received if line.startswith("data: {")]
@@ -198,6 +228,38 @@ def test_an_engine_that_keeps_dying_ends_the_server(model_folder, tmp_path):
             poll(lambda: server.status("/ready") != 200)
         assert server.wait() == 1
         assert "cannot go on" in server.log and "3 times" in server.log
+
+
+NO_ROOM = """
+import errno, subprocess
+popen, failures = subprocess.Popen, [False, True, True, False]  # the first engine starts, the second only at the third attempt
+
+def fail_at_times(*args, **kwargs):
+    if failures and failures.pop(0):
+        raise OSError(errno.EMFILE, "Too many open files")
+    return popen(*args, **kwargs)
+
+subprocess.Popen = fail_at_times
+from server import supervisor
+supervisor.START_RETRY = 0.3
+"""
+
+
+def test_a_start_for_which_the_system_has_no_room_is_tried_again(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, fake="step_delay=0.02", script=NO_ROOM + SCRIPT) as server:
+        server.wait_ready()
+        stream = server.stream(num_tokens=100)
+        server.engine().kill()
+        assert "[DONE]" in stream.read().decode()
+        assert server.log.count("the engine cannot be started (Too many open files); trying again") == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0 and not list(tmp_path.glob("quire-*"))
+
+
+def test_a_first_start_for_which_the_system_has_no_room(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, script=NO_ROOM.replace("[False", "[True") + SCRIPT) as server:
+        assert server.wait() == 1 and "the engine cannot be started: Too many open files" in server.log and "Traceback" not in server.log
+        assert not list(tmp_path.glob("quire-*"))
 
 
 def test_an_engine_that_cannot_start_gives_its_reason(model_folder, tmp_path):
@@ -220,6 +282,47 @@ def test_a_tokenizer_that_cannot_be_loaded(model_folder, tmp_path):
 def test_settings_that_name_nothing(model_folder, tmp_path, settings, reason):
     with server_process(settings.pop("model", model_folder), tmp_path, **settings) as server:
         assert server.wait(20) == 1 and reason in server.log and "Traceback" not in server.log
+
+
+# ---- an engine that stalls
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_health_tells_that_no_step_ends(model_folder, tmp_path, count):
+    """Only while somebody waits for one; in a fleet, whichever frontend is asked."""
+    with server_process(model_folder, tmp_path, fake="step_delay=0.05", health_stall_timeout=1.0, api_server_count=count) as server:
+        engine = server.wait_ready().engine()
+
+        def answers() -> list[httpx.Response]:
+            return [httpx.get(f"http://127.0.0.1:{server.port}{path}", trust_env=False) for path in ("/health", "/ready") for _ in range(4 * count)]
+
+        engine.suspend()
+        time.sleep(1.5)
+        assert all(answer.status_code == 200 for answer in answers())
+        stream = server.stream(num_tokens=60)
+        poll(lambda: all(answer.status_code == 503 for answer in answers()), 5)
+        assert answers()[0].json()["status"] == "stalled" and "no step has ended for" in answers()[0].json()["reason"]
+        assert server.status("/live") == 200
+        engine.resume()
+        poll(lambda: all(answer.status_code == 200 for answer in answers()), 5)
+        assert "[DONE]" in stream.read().decode()
+
+
+def test_health_during_a_long_prefill(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, fake="step_delay=0.4", health_stall_timeout=1.0, max_num_batched_tokens=64) as server:
+        server.wait_ready()
+        answers, end = [], threading.Event()
+
+        def watch() -> None:
+            while not end.wait(0.1):
+                answers.append(server.status("/health"))
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        answer = httpx.post(f"http://127.0.0.1:{server.port}/v1/completions", json={"prompt": list(range(100, 500)), "max_tokens": 2}, timeout=30, trust_env=False)
+        end.set()
+        thread.join()
+        assert answer.status_code == 200 and answer.elapsed.total_seconds() > 2 and set(answers) == {200}
 
 
 # ---- where it listens

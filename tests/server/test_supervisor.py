@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import threading
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ class ScriptedEngine:
         made.append(self)
 
     def start(self) -> None:
-        return
+        if failures:
+            raise OSError(failures.pop(), "no room")
 
     def wait(self) -> int:
         self._ended.wait()
@@ -37,6 +39,7 @@ class ScriptedEngine:
 
 
 made: list[ScriptedEngine] = []
+failures: list[int] = []  # of the next starts
 
 
 class Client:
@@ -119,6 +122,7 @@ def asynchronous(test):
 @pytest.fixture(autouse=True)
 def _clean():
     made.clear()
+    failures.clear()
     yield
     for engine in made:
         engine.kill()
@@ -190,4 +194,27 @@ async def test_three_starts_in_a_row_that_fail(monkeypatch):
     assert not watched.task.done()
     await watched.die()
     with pytest.raises(EngineFailed, match="could not be started again 3 times in a row"):
+        await watched.task
+
+
+@asynchronous
+async def test_a_start_without_descriptors_or_memory_is_tried_again(monkeypatch):
+    monkeypatch.setattr(module, "START_RETRY", 0.01)
+    watched = Watched(monkeypatch)
+    await watched.up()
+    failures.extend([errno.EMFILE, errno.EAGAIN])
+    await watched.die()
+    assert not watched.task.done() and not failures and len(made) == 4
+    await watched.up()
+    await watched.end()
+
+
+@asynchronous
+async def test_starts_without_room_are_given_up(monkeypatch):
+    monkeypatch.setattr(module, "START_RETRY", 0.01)
+    watched = Watched(monkeypatch)
+    await watched.up()
+    failures.extend([errno.ENOMEM] * 10)
+    await watched.die()
+    with pytest.raises(EngineFailed, match="no room; it could not be started again 3 times in a row"):
         await watched.task

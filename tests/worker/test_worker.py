@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import time
 
 import pytest
 import torch
@@ -40,6 +41,22 @@ def test_initialize_reports_phases_and_what_it_found(checkpoint):
     assert all(layer.k_cache[0].count_nonzero() == 0 and layer.v_cache[0].count_nonzero() == 0 for layer in layers)
     assert sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in layers) == ready.plan.kv_cache
     worker.shutdown()
+    worker.shutdown()
+
+
+def test_a_small_model_keeps_little_of_its_cache_resident(checkpoint):
+    """Also when it idles, and the cache is large: 8 times the model, or 64 MiB, are enough ahead of use."""
+    worker = _worker(checkpoint("qwen3"), max_num_seqs=64, max_model_len="512", num_gpu_blocks_override=1 << 14)
+    ready = worker.initialize(lambda phase, fraction: None)
+    most = (64 << 20) + (2 << 20) * 6  # whole pages, of six tensors
+    assert ready.plan.kv_cache > 2 * most
+    tensors = [cache for layer in kv_cache.attention_layers(worker.runner.model) for cache in (layer.k_cache, layer.v_cache)]
+    size = len(tensors) * worker.warmer._idle_bytes
+    assert size <= most and len(tensors) * worker.warmer._busy_bytes <= most
+    deadline = time.monotonic() + 30
+    while not worker.warmer._complete and worker.warmer._thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(tensors) * worker.warmer._resident <= most
     worker.shutdown()
 
 

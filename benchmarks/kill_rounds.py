@@ -1,0 +1,336 @@
+"""What clients lose when processes are killed, stopped or signalled, and when connections are abused. Prints the tables of RELIABILITY.md.
+
+python benchmarks/kill_rounds.py [--tree FOLDER] [--rounds NAME,...]      (needs httpx and psutil; FOLDER: another checkout of quire, to compare with; some four minutes)
+
+The engine has the fake executor, which computes nothing: 20 ms a step, and what a request's tokens are depends on the request alone. Every load is bounded in number and time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
+
+from configs.sources import EMBEDDED_MODEL
+from server.bench.process import free_port
+
+ROOT = Path(__file__).parent.parent
+CHAT = "/v1/chat/completions"
+LATE = 2.0  # seconds in which a probe has to answer
+
+
+class Server:
+    """`quire serve` out of `tree`."""
+
+    def __init__(self, tree: Path, fake: str, options: Sequence[str], max_files: int | None):
+        self.port, self.folder = free_port(), Path(tempfile.mkdtemp(prefix="kr"))
+        self.log_path = self.folder / "log"
+        (self.folder / "tmp").mkdir()
+        environment = os.environ | {"PYTHONPATH": str(tree), "QUIRE_FAKE": fake, "TMPDIR": str(self.folder / "tmp")}
+        command = [sys.executable, "-m", "quire", "serve", str(EMBEDDED_MODEL), "--distributed-executor-backend", "fake", "--port", str(self.port),
+                   "--max-model-len", "2048", "--max-num-seqs", "64", *options]
+        limit = None if max_files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+        with open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=limit, start_new_session=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def children(self, text: str = "") -> list[psutil.Process]:
+        """The processes below it whose command line has `text`."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if child.status() != psutil.STATUS_ZOMBIE and text in " ".join(child.cmdline()):
+                    found.append(child)
+        return found
+
+    def engine(self) -> psutil.Process:
+        return self.children("engine.core")[0]
+
+    def status(self, path: str = "/health") -> int | None:
+        """None for no answer in time."""
+        try:
+            return httpx.get(self.url + path, timeout=LATE, trust_env=False).status_code
+        except httpx.HTTPError:
+            return None
+
+    def exit_code(self, timeout: float = 60.0) -> int | None:
+        """None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(timeout)
+
+    def end(self) -> None:
+        for process in [*(self.children() if self.process.poll() is None else []), self.process]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def serving(tree: Path, *options: str, fake: str = "step_delay=0.02", max_files: int | None = None) -> Iterator[Server]:
+    server = Server(tree, fake, options, max_files)
+    try:
+        until(lambda: "ready in " in server.log and server.status() == 200, 60)
+        yield server
+    finally:
+        server.end()
+
+
+def until(condition: Callable[[], object], timeout: float) -> float | None:
+    """The seconds until `condition` holds, or None."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > timeout:
+            return None
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def streams(server: Server, count: int, num_tokens: int, disturb: Callable[[], object] = lambda: None) -> tuple[list[str], float]:
+    """What `count` streams received at once, "" for one that did not end with [DONE]; `disturb` runs a second later. And the seconds until the last ended."""
+
+    async def one(http: httpx.AsyncClient, number: int) -> str:
+        body = {"messages": [{"role": "user", "content": f"number {number}"}], "max_tokens": num_tokens, "ignore_eos": True, "seed": number, "stream": True}
+        text, done = "", False
+        with suppress(httpx.HTTPError):
+            async with http.stream("POST", CHAT, json=body) as answer:
+                async for line in answer.aiter_lines():
+                    event = json.loads(line[6:]) if line.startswith("data: {") else {}
+                    text += "".join(choice["delta"].get("content") or "" for choice in event.get("choices", []))
+                    done = (done or line == "data: [DONE]") and "error" not in event
+                    if "error" in event:
+                        return ""
+        return text if done else ""
+
+    async def everybody() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)) as http:
+            tasks = [asyncio.create_task(one(http, number)) for number in range(count)]
+            await asyncio.sleep(1.0)
+            await asyncio.to_thread(disturb)
+            return await asyncio.gather(*tasks)
+
+    start = time.monotonic()
+    return asyncio.run(everybody()), time.monotonic() - start
+
+
+def completed(texts: list[str], expected: list[str] | None = None) -> str:
+    """How many were completed, and with the expected texts."""
+    same = "" if expected is None else f", {sum(bool(a) and a == b for a, b in zip(texts, expected, strict=True))} with the same text"
+    return f"{sum(map(bool, texts))} of {len(texts)} streams completed{same}"
+
+
+def gone(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def connect(server: Server, data: bytes = b"", receive_buffer: int | None = None) -> socket.socket:
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(LATE)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(data)
+    return connection
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server has not closed it. Drops what it has sent."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(65536):
+            pass
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def describe(codes: list[int | None]) -> str:
+    return ", ".join(f"{codes.count(code)} x {code or 'no answer'}" for code in dict.fromkeys(codes))
+
+
+def seconds(value: float | None) -> str:
+    return "never" if value is None else f"after {value:.1f} s"
+
+
+# ---- kill rounds
+
+
+def engine_killed(tree: Path) -> str:
+    with serving(tree) as server:
+        expected, _ = streams(server, 24, 200)
+        texts, duration = streams(server, 24, 200, lambda: server.engine().kill())
+        return f"{completed(texts, expected)}, {duration:.1f} s"
+
+
+def group_terminated(tree: Path) -> str:
+    with serving(tree, "--shutdown-timeout", "6", fake="step_delay=0.02,load_delay=12") as server:
+        texts, _ = streams(server, 16, 150, lambda: [process.terminate() for process in (psutil.Process(server.process.pid), *server.children())])
+        return f"{completed(texts)}, exit code {server.exit_code()}"
+
+
+def server_killed(tree: Path) -> str:
+    with serving(tree) as server:
+        children = server.children()
+
+        def kill() -> None:
+            server.process.kill()
+            server.process.wait()
+
+        streams(server, 24, 200, kill)
+        ended = until(lambda: all(map(gone, children)), 20)
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        return f"engine gone {'at once' if ended is not None and ended < 0.1 else seconds(ended)}, {len(list((server.folder / 'tmp').iterdir()))} files left"
+
+
+def frontend_killed(tree: Path) -> str:
+    with serving(tree, "--api-server-count", "2") as server:
+        victim = server.children("server.fleet_member")[0]
+        texts, _ = streams(server, 24, 200, victim.kill)
+        replaced = until(lambda: len(server.children("server.fleet_member")) == 2, 20)
+        return f"{completed(texts)}, the others were its own; replaced: {'no' if replaced is None else 'yes'}"
+
+
+def frontend_stopped(tree: Path) -> str:
+    with serving(tree, "--api-server-count", "2") as server:
+        victim = server.children("server.fleet_member")[0]
+        victim.suspend()
+        replaced = until(lambda: gone(victim), 15)
+        until(lambda: len(server.children("server.fleet_member")) == 2, 5)
+        time.sleep(3)
+        return f"replaced {seconds(replaced)}; 30 times /health then: {describe([server.status() for _ in range(30)])}"
+
+
+def engine_stopped(tree: Path) -> str:
+    with serving(tree) as server:
+        answers = []
+
+        def stop() -> None:
+            engine = server.engine()
+            engine.suspend()
+            stopped = time.monotonic()
+            answers.append(until(lambda: server.status() == 503, 30))
+            answers.append(time.monotonic() - stopped)
+            engine.resume()
+
+        texts, _ = streams(server, 4, 200, stop)
+        return f"/health 503: {seconds(answers[0])}; {completed(texts)} after it was continued"
+
+
+def stalled_readers(tree: Path) -> str:
+    with serving(tree, "--shutdown-timeout", "5", fake="") as server:
+        body = json.dumps({"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()
+        request = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        readers = [connect(server, request, receive_buffer=4096) for _ in range(3)]
+        time.sleep(2)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        code = server.exit_code()
+        for reader in readers:
+            reader.close()
+        return f"exit code {code} after {time.monotonic() - start:.1f} s"
+
+
+# ---- connections
+
+
+def idle_connections(tree: Path) -> str:
+    with serving(tree, max_files=256) as server:
+        connections = [connect(server) for _ in range(300)]
+        codes = [server.status() for _ in range(5)]
+        size = server.log_path.stat().st_size
+        server.engine().kill()
+        again = until(lambda: "is ready again" in server.log or server.process.poll() is not None, 20)
+        replaced = "the server ended" if server.process.poll() is not None else "replaced " + seconds(again)
+        for connection in connections:
+            connection.close()
+        return f"/health: {describe(codes)}; log {size / 1000:,.0f} kB; engine killed meanwhile: {replaced}"
+
+
+def slowloris(tree: Path) -> str:
+    with serving(tree) as server:
+        heads = [connect(server, f"POST {CHAT} HTTP/1.1\r\nHost:".encode()) for _ in range(200)]
+        bodies = [connect(server, f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 60000000\r\n\r\n".encode() + b" " * 100_000) for _ in range(20)]
+        time.sleep(40)
+        return f"open after 40 s: {sum(map(is_open, heads))} of 200 half-sent headers, {sum(map(is_open, bodies))} of 20 stalled bodies"
+
+
+def uploads(tree: Path) -> str:
+    """20 times 8 of 60 MB; those that are refused are closed by us."""
+    with serving(tree) as server:
+        process = psutil.Process(server.process.pid)
+        before = process.memory_info().rss
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 60000000\r\n\r\n".encode()
+        connections = []
+        for _ in range(20):
+            connections.append(connect(server, head))
+            with suppress(OSError):
+                connections[-1].sendall(b" " * 8_000_000)
+        time.sleep(1)
+        during = process.memory_info().rss
+        time.sleep(39)
+        return f"{before >> 20} MiB before, {during >> 20} with the uploads, {process.memory_info().rss >> 20} after 40 s"
+
+
+KILLS = {
+    "engine": ("kill -9 of the engine under 24 streams", engine_killed),
+    "group": ("SIGTERM to every process under 16 streams; an engine takes 12 s to load, --shutdown-timeout 6", group_terminated),
+    "server": ("kill -9 of the server under 24 streams", server_killed),
+    "frontend": ("kill -9 of one of two frontends under 24 streams", frontend_killed),
+    "stopped": ("one of two frontends stopped", frontend_stopped),
+    "stalled": ("engine stopped under 4 streams", engine_stopped),
+    "readers": ("SIGTERM with 3 clients that do not read, --shutdown-timeout 5", stalled_readers),
+}
+CONNECTIONS = {
+    "idle": ("300 idle connections, 256 descriptors", idle_connections),
+    "slowloris": ("200 half-sent headers, 20 stalled bodies", slowloris),
+    "uploads": ("20 stalled uploads of 8 of 60 MB: resident memory of the server", uploads),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout whose server is measured (default: this one)")
+    parser.add_argument("--rounds", default=",".join([*KILLS, *CONNECTIONS]), help="default: all, %(default)s")
+    arguments = parser.parse_args(argv)
+    wanted = arguments.rounds.split(",")
+    for title, rounds in (("Kill rounds", KILLS), ("Connections", CONNECTIONS)):
+        print(f"## {title}\n\n| round | what clients saw |\n|---|---|")
+        for name, (text, run) in rounds.items():
+            if name in wanted:
+                print(f"| {text} | {run(arguments.tree.resolve())} |", flush=True)
+        print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

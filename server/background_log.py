@@ -1,0 +1,49 @@
+"""A log handler that never waits: whoever reads stderr may stall, and the event loop must not stall with it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from typing import TextIO
+
+MAX_LINES = 10_000  # that wait to be written; what comes then is dropped, and counted
+FLUSH_TIMEOUT = 1.0  # seconds at the end of the process
+
+
+class BackgroundHandler(logging.Handler):
+    """Writes to `stream` from a thread."""
+
+    def __init__(self, stream: TextIO, max_lines: int = MAX_LINES):
+        super().__init__()
+        self._stream = stream
+        self._lines: queue.Queue[str] = queue.Queue(max_lines)
+        self._num_dropped, self._counting = 0, threading.Lock()  # not the handler's own lock, which is held during `flush`
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record) + "\n")
+        except queue.Full:
+            with self._counting:
+                self._num_dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Until all is written, for FLUSH_TIMEOUT seconds."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_TIMEOUT)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            with self._counting:
+                num_dropped, self._num_dropped = self._num_dropped, 0
+            if num_dropped:
+                line = f"{num_dropped} lines were dropped here: the log was not read\n{line}"
+            with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
+                self._stream.write(line)
+                self._stream.flush()
+            self._lines.task_done()

@@ -1,0 +1,51 @@
+"""How many files and connections this process may have open, and what happens beyond that."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import time
+from typing import Any
+
+logger = logging.getLogger("quire")
+
+BACKLOG = 1024  # connections that the kernel holds until we accept them
+ACCEPTS_PER_TURN = 16  # of the event loop: so few have a descriptor before they are counted
+RESERVED_DESCRIPTORS = 128  # for everything but connections: engines, files, and connections that are not counted yet or are being closed
+MOST_DESCRIPTORS = 1 << 20
+ACCEPT_LOG_INTERVAL = 10.0  # seconds between complaints that no connection can be accepted
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its children open as many files and connections as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (ValueError, OSError) as error:  # macOS has a second limit, which it does not tell
+            logger.warning("the limit of %d open files cannot be raised: %s", soft, error)
+
+
+def max_connections() -> int:
+    """What the limit of descriptors has room for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    return max(soft - RESERVED_DESCRIPTORS, soft // 2)
+
+
+def complain_once_about_descriptors(loop: asyncio.AbstractEventLoop) -> None:
+    """asyncio reports every connection that cannot be accepted, of which there may be thousands in a second: one line in ten seconds is enough."""
+    silent_until = 0.0
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal silent_until
+        if not isinstance(context.get("exception"), OSError) or not isinstance(context.get("socket"), (socket.socket, asyncio.trsock.TransportSocket)):
+            loop.default_exception_handler(context)
+        elif time.monotonic() >= silent_until:
+            silent_until = time.monotonic() + ACCEPT_LOG_INTERVAL
+            logger.error("cannot accept connections: %s", context["exception"])
+
+    loop.set_exception_handler(handle)

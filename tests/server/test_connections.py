@@ -1,0 +1,271 @@
+"""HTTP below the routes: how many connections, how long a request may take to arrive, and what is answered to one that is no HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+import psutil
+import pytest
+
+from server.connections import Limits
+from tests.server.conftest import RunningServer, poll, running_server
+from tests.server.test_chat import HELLO
+from tests.server.test_launch import CHAT, SCRIPT, gone, server_process
+
+FEW_DESCRIPTORS = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n" + SCRIPT
+QUICK = {"header_timeout": 0.5, "body_timeout": 0.5, "linger_timeout": 1.0}
+
+
+@pytest.fixture(scope="module")
+def own_server(model_folder) -> Iterator[RunningServer]:
+    with running_server(model_folder, fake="step_delay=0.01") as running:
+        yield running.wait_ready()
+
+
+@contextmanager
+def limits(server: RunningServer, **values) -> Iterator[None]:
+    """For connections that are made meanwhile."""
+    connections = server.launcher.front.connections
+    before, connections.limits = connections.limits, Limits(**{"max_connections": 1000} | values)
+    try:
+        yield
+    finally:
+        connections.limits = before
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def port_of(server: RunningServer) -> int:
+    return server.listener.getsockname()[1]
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes."""
+    data = b""
+    while part := connection.recv(65536):
+        data += part
+    return data
+
+
+def post(body: bytes, **headers: str) -> bytes:
+    fields = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body)), **{name.replace("_", "-"): value for name, value in headers.items()}}
+    return f"POST {CHAT} HTTP/1.1\r\n".encode() + "".join(f"{name}: {value}\r\n" for name, value in fields.items() if value).encode() + b"\r\n"
+
+
+def error_of(answer: bytes, status: int) -> dict:
+    """The error object of an answer, which has to be the only one, and to say that the connection ends."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"connection: close" in head.lower() and b"content-type: application/json" in head.lower()
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+# ---- no HTTP
+
+
+@pytest.mark.parametrize("request_bytes", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /live HTTP/1.1\r\n\r\n",
+                                           b"GET /live HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"])
+def test_malformed_requests_get_json(own_server, request_bytes):
+    with connect(port_of(own_server)) as connection:
+        connection.sendall(request_bytes)
+        error = error_of(read_all(connection), 400)
+    assert error["type"] == "invalid_request_error" and "not valid HTTP" in error["message"]
+
+
+def test_headers_that_are_too_long(own_server):
+    with connect(port_of(own_server)) as connection:
+        connection.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 70_000)
+        assert error_of(read_all(connection), 431)["type"] == "invalid_request_error"
+
+
+def test_a_broken_chunk_in_a_body(own_server):
+    with connect(port_of(own_server)) as connection:
+        connection.sendall(post(b"", Content_Length="", Transfer_Encoding="chunked") + b"5\r\nabcde\r\nnot a size\r\n")
+        assert "not valid HTTP" in error_of(read_all(connection), 400)["message"]
+
+
+def test_two_lengths_are_refused(own_server):
+    """One proxy may believe the one, the next the other."""
+    body = b'{"messages": []}'
+    with connect(port_of(own_server)) as connection:
+        connection.sendall(post(body, Transfer_Encoding="chunked") + b"%x\r\n%s\r\n0\r\n\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n" % (len(body), body))
+        assert "both Content-Length and Transfer-Encoding" in error_of(read_all(connection), 400)["message"]
+
+
+# ---- answers before the body has been read
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_after_a_413_the_connection_is_closed(own_server, declared):
+    """Once the client has had time to read it: it sends more than the sockets hold before it looks."""
+    size = 80 << 20
+    with connect(port_of(own_server)) as connection, limits(own_server, linger_timeout=10.0):
+        if declared:
+            connection.sendall(post(b"", Content_Length=str(size)))
+        else:
+            connection.sendall(post(b"", Content_Length="", Transfer_Encoding="chunked") + b"%x\r\n" % size)
+        for _ in range(size >> 20):
+            connection.sendall(b" " * (1 << 20))
+        assert "larger than" in error_of(read_all(connection), 413)["message"]
+    assert own_server.http.get("/live").status_code == 200
+
+
+def test_a_client_that_goes_on_sending_is_cut_off(own_server):
+    with limits(own_server, linger_timeout=0.5):
+        with connect(port_of(own_server)) as connection:
+            connection.sendall(post(b"", Content_Length=str(1 << 40)))
+            started = time.monotonic()
+            with pytest.raises(OSError):
+                while time.monotonic() - started < 10:
+                    connection.sendall(b" " * 1000)
+                    time.sleep(0.01)
+        assert time.monotonic() - started < 5
+
+
+# ---- deadlines
+
+
+def test_slow_headers(own_server):
+    with limits(own_server, **QUICK):
+        silent, partial, later = (connect(port_of(own_server)) for _ in range(3))
+        partial.sendall(b"GET /live HTTP/1.1\r\nHost:")
+        later.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        while b'"live"}' not in answer:
+            answer += later.recv(65536)
+        later.sendall(b"GET /live HT")
+        for byte in b"TP/1.1\r\nHo":  # a trickle is no progress
+            time.sleep(0.1)
+            with suppress(OSError):
+                later.sendall(bytes([byte]))
+        assert read_all(silent) == b""
+        assert "headers did not arrive within 0.5 seconds" in error_of(read_all(partial), 408)["message"]
+        assert "headers did not arrive" in error_of(read_all(later), 408)["message"]
+        for connection in (silent, partial, later):
+            connection.close()
+
+
+def test_a_body_that_makes_no_progress(own_server):
+    with limits(own_server, **QUICK), connect(port_of(own_server)) as connection:
+        connection.sendall(post(b"", Content_Length="100000") + b"{" * 5000)
+        assert "no progress for 0.5 seconds" in error_of(read_all(connection), 408)["message"]
+    poll(lambda: own_server.state.num_in_flight == 0)
+    assert own_server.launcher.front.connections.body_bytes == 0
+
+
+def test_a_slow_body_that_progresses_is_accepted(own_server):
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "user": "x" * 20_000}).encode()
+    with limits(own_server, **QUICK), connect(port_of(own_server)) as connection:
+        connection.sendall(post(body))
+        for start in range(0, len(body), 3000):
+            connection.sendall(body[start : start + 3000])
+            time.sleep(0.2)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_long_answer_has_no_deadline(own_server):
+    with limits(own_server, **QUICK):
+        answer = httpx.post(own_server.url + CHAT, json={"messages": HELLO, "max_tokens": 150, "ignore_eos": True}, trust_env=False)
+    assert answer.status_code == 200 and answer.elapsed.total_seconds() > 1
+
+
+def test_a_request_timeout_counts_from_the_arrival(own_server):
+    body = json.dumps({"messages": HELLO, "max_tokens": 400, "ignore_eos": True}).encode()
+    with connect(port_of(own_server)) as connection:
+        connection.sendall(post(body, X_Request_Timeout="0.7", Connection="close"))
+        time.sleep(1.0)
+        connection.sendall(body)
+        answer = json.loads(read_all(connection).partition(b"\r\n\r\n")[2])
+    assert answer["usage"]["completion_tokens"] < 30 and answer["choices"][0]["stop_reason"] == "timeout"
+
+
+# ---- memory
+
+
+def test_the_bodies_in_flight_have_a_budget(own_server):
+    with limits(own_server, body_budget=200_000):
+        big = connect(port_of(own_server))
+        big.sendall(post(b"", Content_Length="1000000") + b" " * 300_000)  # alone it may be larger
+        poll(lambda: own_server.launcher.front.connections.body_bytes > 200_000)
+        with connect(port_of(own_server)) as connection:
+            connection.sendall(post(b"{" * 10_000) + b"{" * 10_000)
+            answer = read_all(connection)
+        assert error_of(answer, 503)["code"] == "overloaded" and b"Retry-After: 2" in answer
+        big.close()
+        poll(lambda: own_server.launcher.front.connections.body_bytes == 0)
+        assert own_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
+
+
+# ---- descriptors
+
+
+def test_the_soft_limit_is_raised(model_folder, tmp_path):
+    script = "import resource\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\nresource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))\n" + SCRIPT
+    with server_process(model_folder, tmp_path, script=script) as server:
+        server.wait_ready()
+        soft, hard = psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+        assert soft == min(hard, 1 << 20) > 300
+
+
+@pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="Linux only")
+@pytest.mark.parametrize("begin", [b"", b"GET /v1/models HTTP/1.1\r\nHost:"], ids=["idle", "slowloris"])
+def test_more_idle_connections_than_descriptors(model_folder, tmp_path, begin):
+    """Health answers, the log stays small, and an engine that dies meanwhile is replaced."""
+    with server_process(model_folder, tmp_path, fake="step_delay=0.01", script=FEW_DESCRIPTORS) as server:
+        server.wait_ready()
+        stream = server.stream(num_tokens=300)
+        idle = []
+        for _ in range(300):
+            idle.append(connect(server.port))
+            idle[-1].sendall(begin)
+        for _ in range(5):
+            assert httpx.get(f"http://127.0.0.1:{server.port}/health", timeout=5, trust_env=False).status_code == 200
+        engine = server.engine()
+        engine.kill()
+        poll(lambda: gone(engine) and "is ready again" in server.log, 20)
+        for connection in idle:  # and all at once
+            connection.close()
+        assert "[DONE]" in stream.read().decode(), "a connection with a request is not closed"
+        assert server.status("/health") == 200 and len(server.log) < 20_000 and "Traceback" not in server.log
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_all_connections_answering(own_server):
+    """Then there is no room for another, but for probes."""
+    with limits(own_server, max_connections=3):
+        streams = [httpx.Client(trust_env=False, base_url=own_server.url, timeout=20) for _ in range(3)]
+        body = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        answers = [http.send(http.build_request("POST", CHAT, json=body), stream=True) for http in streams]
+        while len(own_server.launcher.front.connections.idle):  # left by earlier tests
+            own_server.launcher.front.connections.close_longest_idle()
+        assert httpx.get(own_server.url + "/health", trust_env=False).status_code == 200
+        refused = httpx.post(own_server.url + CHAT, json=body, trust_env=False)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded" and int(refused.headers["retry-after"])
+        for answer in answers:
+            assert re.search(r"data: \[DONE\]", answer.read().decode())
+        assert httpx.post(own_server.url + CHAT, json=body | {"max_tokens": 1}, trust_env=False).status_code == 200
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc_trim")
+def test_the_memory_of_large_bodies_is_given_back(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path) as server:
+        server.wait_ready()
+        process = psutil.Process(server.process.pid)
+        assert server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
+        before = process.memory_info().rss
+        for _ in range(3):
+            server.http.post("/detokenize", json={"tokens": [5] * 2_000_000})
+        poll(lambda: process.memory_info().rss - before < 40 << 20, 20)
