@@ -56,6 +56,7 @@ def _prepare(request: Request, body: ChatCompletionRequest, state: ServerState) 
     state.require_room()
     sampling = to_sampling_params(body, model, state.tokenizer)
     ids = intake.truncate(prompt_ids(body, state), body, sampling, model)
+    body.messages, body.documents, body.chat_template_kwargs = [], None, None  # told; to free many takes long, so here
     return intake.generation_request(ids, body, sampling, model, request_id=f"chatcmpl-{intake.request_id(request, body)}", priority=priority, param="messages",
                                      tenant=request.scope.get("tenant"))
 

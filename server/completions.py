@@ -51,6 +51,7 @@ def _prepare(request: Request, body: CompletionRequest, state: ServerState) -> t
     sampling = to_sampling_params(body, model, state.tokenizer)
     texts, prompts = prompt_ids(body, state)
     prompts = [intake.truncate(ids, body, sampling, model) for ids in prompts]
+    body.prompt = ""  # told; to free many takes long, so here
     request_id = f"cmpl-{intake.request_id(request, body)}"
     return texts, [intake.generation_request(ids, body, sampling, model, request_id=request_id, priority=priority, param="prompt", tenant=request.scope.get("tenant"))
                    for ids in prompts]

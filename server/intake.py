@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from engine.messages import SamplingParams
 from server import sse
 from server.detokenizer import StopStrings
-from server.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType
+from server.errors import ApiError, BadRequest, PayloadTooLarge, UnsupportedMediaType
 from server.generation import GenerationRequest
 from server.parsing import parse
 from server.protocol import GenerationFields
@@ -38,7 +38,7 @@ _serial = itertools.count()
 
 
 async def take(request: Request, cls: type[T], state: ServerState, use: Callable[[T], R]) -> R:
-    """What `use` makes of the body, parsed as `cls`. Unknown fields leave a note that becomes the response's `Warning` header.
+    """What `use` makes of the body, parsed as `cls`; what it keeps of a large one is freed on the event loop. Unknown fields leave a note that becomes the response's `Warning` header.
 
     Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, what `use` raises, and ClientGone when the client leaves meanwhile, which ends work that waits for a thread.
     """
@@ -49,16 +49,22 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
         raise UnsupportedMediaType("Compressed bodies are not accepted.")
     raw = await _body(request, max_body_bytes(state))
 
-    def work() -> tuple[R, list[str]]:
-        parsed, unknown = parse(raw, cls, strict=state.config.server.strict_params)
-        return use(parsed), unknown
+    def work() -> tuple[R | None, list[str], ApiError | None]:
+        try:
+            parsed, unknown = parse(raw, cls, strict=state.config.server.strict_params)
+            return use(parsed), unknown, None
+        except ApiError as error:  # without the frames that hold what was parsed: to free a large body takes long, too
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            return None, [], error
 
     # a request's own template is a program: how long it takes has nothing to do with its size
     size = max(len(raw), SMALL) if state.config.server.trust_request_chat_template else len(raw)
     if state.threads.takes_long(size):
-        used, unknown = await sse.unless_disconnected(request, state.threads.run(size, work))
+        used, unknown, refusal = await sse.unless_disconnected(request, state.threads.run(size, work))
     else:
-        used, unknown = await state.threads.run(size, work)
+        used, unknown, refusal = await state.threads.run(size, work)
+    if refusal is not None:
+        raise refusal
     if unknown:
         request.scope["unknown_parameters"] = unknown
         _log_once(unknown, state)
@@ -143,7 +149,7 @@ def generation_request(ids: list[int], body: GenerationFields, sampling: Samplin
     sampling = fit(sampling, len(ids), model, param)
     check_max_tokens(body, len(ids), model)
     if ids and max(ids) >= model.vocab_size:  # an added token that the model was never given
-        raise BadRequest(f"{param}: token id {max(ids)} is not in the model's vocabulary, which has {model.vocab_size} entries.", param=param)
+        raise BadRequest(f"{param}: token ids must be between 0 and {model.vocab_size - 1}, not {max(ids)}.", param=param)
     return GenerationRequest(
         request_id=f"{request_id}-{next(_serial)}",  # clients may send one id twice
         prompt_token_ids=ids, sampling=sampling, n=body.n or 1, stop=StopStrings([body.stop] if isinstance(body.stop, str) else body.stop or []),
