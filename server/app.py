@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from server import intake
 from server.chat import chat_completions, prompt_ids
 from server.completions import completions
 from server.errors import ApiError, BadRequest, EngineError, NotFound, Unavailable, error_body, internal_error_body
-from server.middleware import ApiKeys
+from server.middleware import ApiKeys, Hosts, is_loopback, note_refusal
 from server.pages import add_pages
 from server.protocol import (
     ChatCompletion,
@@ -55,8 +56,11 @@ def create_app(state: ServerState) -> ASGIApp:
     app.add_exception_handler(Exception, _unexpected)
     app.openapi = lambda: _openapi(app)
     layers: ASGIApp = app
-    if state.config.server.api_key:
-        layers = ApiKeys(layers, state.config.server.api_key)
+    server = state.config.server
+    if server.api_key:
+        layers = ApiKeys(layers, server.api_key, server.share_prefix_cache)
+    if "*" not in server.allowed_hosts and (server.allowed_hosts or (server.uds is None and is_loopback(server.host))):
+        layers = Hosts(layers, [server.host, *server.allowed_hosts])
     if state.config.server.allowed_origins:
         layers = CORSMiddleware(layers, allow_origins=state.config.server.allowed_origins, allow_methods=["*"], allow_headers=["*"],
                                 expose_headers=["x-request-id", "retry-after", "warning"])
@@ -92,7 +96,9 @@ async def model(request: Request) -> Response:
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
-    return ModelCard(id=name, created=state.created, root=state.config.model.model, max_model_len=state.model and state.model.max_model_len)
+    model = state.config.model.model
+    root = os.path.basename(os.path.normpath(model)) if os.path.isabs(model) else model  # a folder of the operator's is nobody's business
+    return ModelCard(id=name, created=state.created, root=root, max_model_len=state.model and state.model.max_model_len)
 
 
 # ---- tokens
@@ -101,28 +107,34 @@ def _card(state: ServerState, name: str) -> ModelCard:
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or a conversation."""
     state = request.app.state.server
-    body = await intake.read(request, TokenizeRequest, state)
+    return JsonResponse(await intake.take(request, TokenizeRequest, state, lambda body: _tokenized(body, state)))
+
+
+def _tokenized(body: TokenizeRequest, state: ServerState) -> bytes:
     model = state.require_ready()
     state.require_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("Give exactly one of prompt and messages.", param="prompt")
     if body.messages is not None:
-        ids = await prompt_ids(body, state)
+        ids = prompt_ids(body, state)
     else:
-        ids = await intake.encode(body.prompt, body.add_special_tokens is not False, state, "prompt", may_truncate=True)
-    strings = [state.tokenizer.id_to_token(token_id) for token_id in ids] if body.return_token_strs else None
-    return JsonResponse(TokenizeResponse(len(ids), model.max_model_len, ids, strings))
+        ids = intake.encode([body.prompt], body.add_special_tokens is not False, state, "prompt", may_truncate=True)[0]
+    strings = [state.tokenizer.vocabulary_entry(token_id) for token_id in ids] if body.return_token_strs else None
+    return msgspec.json.encode(TokenizeResponse(len(ids), model.max_model_len, ids, strings))
 
 
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state = request.app.state.server
-    body = await intake.read(request, DetokenizeRequest, state)
+    return JsonResponse(await intake.take(request, DetokenizeRequest, state, lambda body: _detokenized(body, state)))
+
+
+def _detokenized(body: DetokenizeRequest, state: ServerState) -> bytes:
     model = state.require_ready()
     state.require_model(body.model)
     if body.tokens and max(body.tokens) >= model.vocab_size:
         raise BadRequest(f"tokens: ids must be below the vocabulary size of {model.vocab_size}.", param="tokens")
-    return JsonResponse(DetokenizeResponse(state.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    return msgspec.json.encode(DetokenizeResponse(state.tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
 
 # ---- operations
@@ -173,6 +185,7 @@ def _shown(config: Config) -> dict[str, Any]:
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget cached prefixes; `success` is false when running requests hold them."""
+    intake.require_deliberate(request)
     state = request.app.state.server
     state.require_ready()
     try:
@@ -189,18 +202,28 @@ async def reset_prefix_cache(request: Request) -> Response:
 async def _api_error(request: Request, error: ApiError) -> Response:
     if isinstance(error, EngineError) and request.app.state.server.status in ("draining", "failed"):  # worth another try elsewhere
         error = Unavailable(error.message, code="shutting_down", retry_after=5)
+    note_refusal(request.scope, error)
     return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
 async def _http_exception(request: Request, error: HTTPException) -> Response:
     """Starlette's own: no such route, wrong method."""
-    message = error.detail
+    message, path = error.detail, request.scope["path"]
     if error.status_code == 404:
-        message = f"There is no {request.method} {request.url.path[:200]}."
+        message = f"There is no {request.method} {path[:200]}{_hint(path)}."
     elif error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}."
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JsonResponse(error_body(message, kind), status_code=error.status_code, headers=error.headers)
+        message = f"{path[:200]} does not take {request.method}."
+    answer = BadRequest(message) if error.status_code < 500 else EngineError(message)
+    note_refusal(request.scope, answer)
+    return JsonResponse(error_body(message, answer.type), status_code=error.status_code, headers=error.headers)
+
+
+def _hint(path: str) -> str:
+    """Where a route was probably meant: one under /v1, or without a slash too many."""
+    plain = "/" + "/".join(part for part in path.split("/") if part)
+    known = {route[0] for route in ROUTES}
+    meant = next((candidate for candidate in (plain, f"/v1{plain}") if candidate in known and candidate != path), None)
+    return f"; the path is {meant}" if meant else ""
 
 
 async def _client_gone(request: Request, error: ClientGone) -> Response:
@@ -216,8 +239,8 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 ROUTES = [
     ("/v1/chat/completions", chat, ["POST"], ChatCompletionRequest, ChatCompletion),
     ("/v1/completions", complete, ["POST"], CompletionRequest, Completion),
-    ("/v1/models", models, ["GET"], None, ModelList),
-    ("/v1/models/{model_id:path}", model, ["GET"], None, ModelCard),
+    ("/v1/models", models, ["GET", "HEAD"], None, ModelList),
+    ("/v1/models/{model_id:path}", model, ["GET", "HEAD"], None, ModelCard),
     ("/tokenize", tokenize, ["POST"], TokenizeRequest, TokenizeResponse),
     ("/detokenize", detokenize, ["POST"], DetokenizeRequest, DetokenizeResponse),
     ("/live", live, ["GET", "HEAD"], None, None),

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from server import deltas, intake, sse
 from server.errors import BadRequest
-from server.generation import Delta, Generation
+from server.generation import Delta, Generation, GenerationRequest
 from server.logprobs import Formatter
 from server.protocol import (
     ROLES,
@@ -36,26 +36,32 @@ RESERVED_KWARGS = frozenset({"messages", "tools", "documents", "add_generation_p
 
 async def chat_completions(request: Request, state: ServerState) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
-    body = await intake.read(request, ChatCompletionRequest, state)
-    model = state.require_ready()
-    state.require_model(body.model)
-    state.require_room()
-    intake.check_options(body)
-    priority, (total, predict) = intake.priority(request, body, model), intake.deadlines(request, body)
-    sampling = to_sampling_params(body, model, state.tokenizer)
-    ids = intake.truncate(await prompt_ids(body, state), body, sampling, model)
-    answer_id = f"chatcmpl-{intake.request_id(request, body)}"
-    generation = Generation(state.client, state.tokenizer, intake.generation_request(ids, body, sampling, model, request_id=answer_id, priority=priority,
-                                                                                    param="messages"), state.metrics)
-    chat = _Chat(body, state, answer_id, ids)
-    stream = deltas.run([generation], total, predict)
+    body, one = await intake.take(request, ChatCompletionRequest, state, lambda body: (body, _prepare(request, body, state)))
+    total, predict = intake.deadlines(request, body)
+    intake.reserve_room(request, state, [one], "messages")
+    answer_id = f"chatcmpl-{request.scope['request_id']}"
+    chat = _Chat(body, state, answer_id, one.prompt_token_ids)
+    stream = deltas.run([Generation(state.client, state.tokenizer, one, state.metrics)], total, predict)
     if body.stream:
         return sse.EventStream(sse.to_the_end(chat.frames(stream), chat.id), state.config.server.sse_keep_alive_interval)
     choices = await sse.unless_disconnected(request, deltas.collect(stream, body.n or 1))
-    return sse.JsonResponse(chat.whole(choices))
+    return await state.threads.run(deltas.answer_size(choices), lambda: sse.JsonResponse(chat.whole(choices)))
 
 
-async def prompt_ids(body: ChatCompletionRequest | TokenizeRequest, state: ServerState) -> list[int]:
+def _prepare(request: Request, body: ChatCompletionRequest, state: ServerState) -> GenerationRequest:
+    model = state.require_ready()
+    state.require_model(body.model)
+    intake.check_options(body)
+    priority = intake.priority(request, body, model)
+    state.require_room()
+    sampling = to_sampling_params(body, model, state.tokenizer)
+    ids = intake.truncate(prompt_ids(body, state), body, sampling, model)
+    body.messages, body.documents, body.chat_template_kwargs = [], None, None  # told; to free many takes long, so here
+    return intake.generation_request(ids, body, sampling, model, request_id=f"chatcmpl-{intake.request_id(request, body)}", priority=priority, param="messages",
+                                     tenant=request.scope.get("tenant"))
+
+
+def prompt_ids(body: ChatCompletionRequest | TokenizeRequest, state: ServerState) -> list[int]:
     """The messages through the chat template and the tokenizer. Raises BadRequest naming the message or the option at fault."""
     if body.chat_template is not None and not state.config.server.trust_request_chat_template:
         raise BadRequest("chat_template is only accepted by a server with --trust-request-chat-template.", param="chat_template")
@@ -70,13 +76,13 @@ async def prompt_ids(body: ChatCompletionRequest | TokenizeRequest, state: Serve
     try:
         if "developer" not in state.tokenizer.template_source(body.chat_template):  # templates older than the role know it as system
             messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
-        text = await state.tokenizer.render_chat_async(
+        text = state.tokenizer.render_chat(
             messages, add_generation_prompt=intake.resolve(body.add_generation_prompt, not body.continue_final_message),
-            continue_final_message=bool(body.continue_final_message), documents=body.documents, chat_template=body.chat_template, **kwargs)
+            continue_final_message=bool(body.continue_final_message), documents=body.documents, chat_template=body.chat_template, variables=kwargs)
     except ValueError as error:
         raise BadRequest(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="messages") from error
-    return await intake.encode(text, bool(body.add_special_tokens), state, "messages",
-                               may_truncate=isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is not None)
+    may_truncate = isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is not None
+    return intake.encode([text], bool(body.add_special_tokens), state, "messages", may_truncate=may_truncate)[0]
 
 
 def template_message(message: Message, path: str) -> dict[str, Any]:

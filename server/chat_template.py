@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -19,6 +22,9 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own: a template that looks at the text behaves the same under both
+MAX_SECONDS = 1.0  # of CPU time for a template that came with a request
+MAX_CHARS = 2**24  # that it may write
+_MAX_POWER_BITS = 2**16
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names for the same thing; templates read the first
 
 
@@ -78,6 +84,43 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Products and powers whose size explodes are refused: they run in C, where no time limit reaches them."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_POWER_BITS:
+            raise jinja2.exceptions.SecurityError("a power is too large")
+        if operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, (str, list, tuple)) and isinstance(other, int) and len(one) * other > MAX_CHARS:
+                    raise jinja2.exceptions.SecurityError("a repetition is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Limit(ValueError):
+    """A stranger's template went too far."""
+
+
+def _within_limits(function: Callable[[], str]) -> str:
+    """The result of `function`, or ValueError when this thread has computed for it for `MAX_SECONDS`. Every line of Python looks at the clock, those of
+    loops, macros and filters included, which costs a multiple of the time: strangers' templates pay it."""
+    end = time.thread_time() + MAX_SECONDS
+
+    def trace(frame, event, argument):
+        if time.thread_time() > end:
+            raise _Limit(f"the chat template computes for more than {MAX_SECONDS:g} seconds")
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return function()
+    finally:
+        sys.settrace(outer)
+
+
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> ChatTemplate:
     """The template of this text, compiled once per process. Raises ValueError with line and reason if it is not valid Jinja."""
@@ -88,7 +131,7 @@ class ChatTemplate:
     """One compiled template. Rendering is thread-safe."""
 
     def __init__(self, source: str):
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_PlainDict(), namespace=_Namespace)
         self.source = source
@@ -96,11 +139,15 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid: {error.message} (line {error.lineno})") from error
+        except Exception as error:  # the compiler's own limits, such as RecursionError for what is nested deeply
+            raise ValueError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         self.accepts_text, self.accepts_parts = self._probe_content()
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: list[dict] | None = None, documents: list[dict] | None = None,
-               add_generation_prompt: bool = True, continue_final_message: bool = False, variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt for `messages` (plain JSON data). `variables` are further template variables, special tokens among them.
+               add_generation_prompt: bool = True, continue_final_message: bool = False, variables: Mapping[str, Any] | None = None,
+               limited: bool = False) -> str:
+        """The prompt for `messages` (plain JSON data). `variables` are further template variables, special tokens among them; `limited` bounds the time
+        and the length (`MAX_SECONDS`, `MAX_CHARS`).
 
         Raises ValueError for whatever the template refuses, and for what `continue_final_message` cannot continue.
         """
@@ -116,12 +163,22 @@ class ChatTemplate:
         for name in ("messages", "tools", "documents", "add_generation_prompt"):
             if name in variables:
                 raise ValueError(f"{name} cannot be a template variable: it has a field of its own")
-        text = self._run(messages=messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt, **variables)
+        variables |= {"messages": messages, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
+        text = _within_limits(lambda: self._run(variables, MAX_CHARS)) if limited else self._run(variables)
         return text if final is None else _cut_at_tag(text, final)
 
-    def _run(self, **variables: Any) -> str:
+    def _run(self, variables: dict[str, Any], max_chars: float = math.inf) -> str:
+        """`variables` are one mapping, for their names come from requests: "self" is one."""
+        parts, size = [], 0
         try:
-            return self._template.render(**variables)
+            for part in self._template.generate(variables):
+                size += len(part)
+                if size > max_chars:
+                    raise _Limit(f"the chat template writes more than {max_chars} characters")
+                parts.append(part)
+            return "".join(parts)
+        except _Limit:
+            raise
         except jinja2.UndefinedError as error:
             raise ValueError(f"the chat template needs a value that is missing: {error}") from error
         except jinja2.TemplateError as error:
@@ -137,8 +194,8 @@ class ChatTemplate:
         """
         def attempt(content: Any) -> str:
             try:
-                return self._run(messages=[{"role": "user", "content": content}], tools=None, documents=None, add_generation_prompt=True,
-                                 bos_token="", eos_token="")
+                return _within_limits(lambda: self._run({"messages": [{"role": "user", "content": content}], "tools": None, "documents": None,
+                                                         "add_generation_prompt": True, "bos_token": "", "eos_token": ""}, MAX_CHARS))
             except ValueError:
                 return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -13,9 +14,9 @@ from starlette.responses import Response
 from engine.messages import TokenLogprobs
 from server import deltas, intake, sse
 from server.errors import BadRequest
-from server.generation import Delta, Generation
+from server.generation import Delta, Generation, GenerationRequest
 from server.logprobs import Formatter
-from server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
+from server.protocol import MAX_PROMPTS, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from server.sampling import to_sampling_params
 from server.state import ServerState
 
@@ -24,53 +25,58 @@ MAX_CHOICES = 16384  # prompts times n
 
 async def completions(request: Request, state: ServerState) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
-    body = await intake.read(request, CompletionRequest, state)
-    model = state.require_ready()
-    state.require_model(body.model)
-    state.require_room()
-    intake.check_options(body)
-    if body.best_of not in (None, body.n or 1):
-        raise BadRequest(f"best_of must equal n ({body.n or 1}): candidates are not ranked here.", param="best_of")
-    priority, (total, predict) = intake.priority(request, body, model), intake.deadlines(request, body)
-    sampling = to_sampling_params(body, model, state.tokenizer)
-    texts, prompts = await prompt_ids(body, state)
-    prompts = [intake.truncate(ids, body, sampling, model) for ids in prompts]
-    answer_id = f"cmpl-{intake.request_id(request, body)}"
-    requests = [intake.generation_request(ids, body, sampling, model, request_id=answer_id, priority=priority, param="prompt") for ids in prompts]
+    body, texts, requests = await intake.take(request, CompletionRequest, state, lambda body: (body, *_prepare(request, body, state)))
+    total, predict = intake.deadlines(request, body)
+    intake.reserve_room(request, state, requests, "prompt")
     generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
-    completion = _Completion(body, state, answer_id, prompts, texts)
+    prompts = [one.prompt_token_ids for one in requests]
+    completion = _Completion(body, state, f"cmpl-{request.scope['request_id']}", prompts, texts)
     stream = deltas.run(generations, total, predict)
     if body.stream:
         return sse.EventStream(sse.to_the_end(completion.frames(stream), completion.id), state.config.server.sse_keep_alive_interval)
     choices = await sse.unless_disconnected(request, deltas.collect(stream, len(prompts) * (body.n or 1)))
-    return sse.JsonResponse(completion.whole(choices))
+    size = deltas.answer_size(choices) + (sum(map(completion._echo_size, range(len(choices)))) if body.echo else 0)
+    return await state.threads.run(size, lambda: sse.JsonResponse(completion.whole(choices)))
 
 
-async def prompt_ids(body: CompletionRequest, state: ServerState) -> tuple[list[str | None], list[list[int]]]:
-    """The prompts' texts, where they were given as text, and their ids. Raises BadRequest for `prompt`."""
+def _prepare(request: Request, body: CompletionRequest, state: ServerState) -> tuple[list[str | None], list[GenerationRequest]]:
+    """The prompts' texts, where they were given as text and are not cut, and a request for each."""
+    model = state.require_ready()
+    state.require_model(body.model)
+    intake.check_options(body)
+    if body.best_of not in (None, body.n or 1):
+        raise BadRequest(f"best_of must equal n ({body.n or 1}): candidates are not ranked here.", param="best_of")
+    priority = intake.priority(request, body, model)
+    state.require_room()
+    sampling = to_sampling_params(body, model, state.tokenizer)
+    texts, prompts = prompt_ids(body, state)
+    prompts = [intake.truncate(ids, body, sampling, model) for ids in prompts]
+    body.prompt = ""  # told; to free many takes long, so here
+    request_id = f"cmpl-{intake.request_id(request, body)}"
+    return texts, [intake.generation_request(ids, body, sampling, model, request_id=request_id, priority=priority, param="prompt", tenant=request.scope.get("tenant"))
+                   for ids in prompts]
+
+
+def prompt_ids(body: CompletionRequest, state: ServerState) -> tuple[list[str | None], list[list[int]]]:
+    """The prompts' texts, where they were given as text and are not cut, and their ids. Raises BadRequest for `prompt`."""
     prompts = _as_list(body.prompt)
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(f"prompt: {len(prompts)} prompts are more than {MAX_PROMPTS}.", param="prompt")
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise BadRequest(f"prompt: {len(prompts)} prompts times n are more than {MAX_CHOICES} choices.", param="prompt")
-    texts, all_ids = [], []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            ids = await intake.encode(prompt, body.add_special_tokens is not False, state, "prompt", may_truncate=body.truncate_prompt_tokens is not None)
-        else:
-            ids = prompt
-            if ids and not 0 <= min(ids) <= max(ids) < state.model.vocab_size:
-                raise BadRequest(f"prompt: token ids must be between 0 and {state.model.vocab_size - 1}.", param="prompt")
-        if not ids:
-            raise BadRequest("prompt must not be empty.", param="prompt")
-        texts.append(prompt if isinstance(prompt, str) and body.truncate_prompt_tokens is None else None)
-        all_ids.append(ids)
-    return texts, all_ids
+    if isinstance(prompts[0], str):
+        all_ids = intake.encode(prompts, body.add_special_tokens is not False, state, "prompt", may_truncate=body.truncate_prompt_tokens is not None)
+    else:
+        all_ids = prompts
+    if not all(all_ids):
+        raise BadRequest("prompt must not be empty.", param="prompt")
+    kept = isinstance(prompts[0], str) and body.truncate_prompt_tokens is None
+    return prompts if kept else [None] * len(prompts), all_ids
 
 
 def _as_list(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
-    if not prompt:
-        raise BadRequest("prompt must not be empty.", param="prompt")
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise BadRequest("prompt must be a string, a list of strings, a list of token ids, or a list of such lists; not a mixture.", param="prompt")
@@ -86,7 +92,6 @@ class _Completion:
         self.model = state.names[0]
         self.n = body.n or 1
         self.counter = deltas.Counter(sum(map(len, prompts)), self.n)
-        self.discard_output = body.max_tokens == 0
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.running_usage = bool(options and options.continuous_usage_stats)
@@ -102,7 +107,7 @@ class _Completion:
         for i, choice in enumerate(choices):
             echo = self._echo(i, choice.prompt_logprobs)
             out.append(self._output(i, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason, echo))
-            self.counter.add(i, 0 if self.discard_output else len(choice.token_ids), choice.num_cached_tokens)
+            self.counter.add(i, len(choice.token_ids), choice.num_cached_tokens)
             if self.body.prompt_logprobs is not None:
                 out[-1].prompt_logprobs = Formatter(self.state.tokenizer, self.body.prompt_logprobs).prompt(choice.prompt_logprobs)
             if self.body.return_token_ids:
@@ -117,6 +122,10 @@ class _Completion:
             self.formatters[index] = Formatter(self.state.tokenizer, self.body.logprobs or 0, as_ids=bool(self.body.return_tokens_as_token_ids),
                                                skip_special_tokens=self.body.skip_special_tokens is not False)
         return self.formatters[index]
+
+    def _echo_size(self, index: int) -> int:
+        """How much work the echo is, for `Threads.run`."""
+        return len(self.prompts[index // self.n]) * (1 if self.body.logprobs is None else deltas.POSITION_SIZE)
 
     def _echo(self, index: int, prompt_logprobs: list[TokenLogprobs]) -> tuple[str, CompletionLogprobs | None]:
         """Text and log-probabilities of the prompt that go before the output; nothing when it is not echoed."""
@@ -133,9 +142,6 @@ class _Completion:
     def _output(self, index: int, text: str, ids: list[int], logprobs: list[TokenLogprobs], finish_reason: str | None, stop_reason: int | str | None,
                 echo: tuple[str, CompletionLogprobs | None] = ("", None)) -> CompletionChoice:
         """A choice with these tokens behind the echo."""
-        if self.discard_output:
-            text, ids, logprobs, stop_reason = "", [], [], None
-            finish_reason = finish_reason and "length"
         prompt_text, formatted = echo
         if self.body.logprobs is not None:
             new = self._formatter(index).completion(logprobs)
@@ -146,8 +152,12 @@ class _Completion:
         """Bytes of whole events. Closing it aborts the generation."""
         try:
             async for delta in stream:
-                self.counter.add(delta.index, 0 if self.discard_output else len(delta.token_ids), delta.num_cached_tokens)
-                if frame := self._frame(delta):
+                self.counter.add(delta.index, len(delta.token_ids), delta.num_cached_tokens)
+                if self.body.echo and delta.index not in self.started:
+                    frame = await self.state.threads.run(self._echo_size(delta.index), partial(self._frame, delta))
+                else:
+                    frame = self._frame(delta)
+                if frame:
                     yield frame
             if self.include_usage:
                 yield self._event([], self.usage())

@@ -100,6 +100,14 @@ class Choice:
         return "".join(self.texts)
 
 
+POSITION_SIZE = 64  # bytes of work (`threads.py`) that the log-probabilities of one position are
+
+
+def answer_size(choices: list[Choice]) -> int:
+    """How much work it is to write down the whole answer, for `Threads.run`."""
+    return sum(16 + len(choice.token_ids) // 4 + (len(choice.logprobs) + len(choice.prompt_logprobs)) * POSITION_SIZE for choice in choices)
+
+
 async def collect(deltas: AsyncGenerator[Delta, None], num_choices: int) -> list[Choice]:
     """Every choice, complete. Raises EngineError."""
     choices = [Choice() for _ in range(num_choices)]

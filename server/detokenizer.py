@@ -2,10 +2,83 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 from server.tokenizer import Tokenizer
+
+
+class StopStrings:
+    """Finds stop strings in a text that arrives in parts, at the same cost for one and for many (the automaton of Aho and Corasick).
+
+    A state stands for the longest end of the text that begins a stop string; 0 is that of the empty end. Immutable: the choices of a request share one.
+    """
+
+    def __init__(self, stop: Sequence[str]):
+        self.strings = list(stop)
+        self.depth = [0]  # of each state: characters of that end
+        self.held = [0]  # of each state: characters of the longest end that may still grow into a stop string
+        self._next: list[dict[str, int]] = [{}]
+        self._fail = [0]  # the state of the next shorter such end
+        self._hit = [-1]  # of each state: the first in `stop` of the strings that are complete with it
+        for index, string in enumerate(self.strings):
+            self._add(index, string)
+        self._link()
+        first = "".join(sorted(self._next[0]))
+        self._skip = re.compile(f"[^{re.escape(first)}]*").match if first else None
+
+    def __len__(self) -> int:
+        return len(self.strings)
+
+    def _add(self, index: int, string: str) -> None:
+        state = 0
+        for char in string:
+            following = self._next[state].get(char)
+            if following is None:
+                following = self._next[state][char] = len(self._next)
+                self._next.append({})
+                self.depth.append(self.depth[state] + 1)
+                self.held.append(0)
+                self._fail.append(0)
+                self._hit.append(-1)
+            state = following
+        if self._hit[state] < 0:
+            self._hit[state] = index
+
+    def _link(self) -> None:
+        """Breadth first, so that what is shorter is linked already."""
+        queue = deque([0])
+        while queue:
+            state = queue.popleft()
+            shorter = self._fail[state]
+            self.held[state] = self.depth[state] if self._next[state] else self.held[shorter]
+            hits = [hit for hit in (self._hit[state], self._hit[shorter]) if hit >= 0]
+            self._hit[state] = min(hits, default=-1)
+            for char, child in self._next[state].items():
+                self._fail[child] = self.step(shorter, char) if state else 0
+                queue.append(child)
+
+    def step(self, state: int, char: str) -> int:
+        while (following := self._next[state].get(char)) is None:
+            if state == 0:
+                return 0
+            state = self._fail[state]
+        return following
+
+    def scan(self, state: int, text: str, match: bool) -> tuple[int, int, int]:
+        """Read `text` from `state` on, if `match` up to the end of the first stop string: the new state, how much was read, and that string's index or -1."""
+        position, end = 0, len(text)
+        while position < end:
+            if state == 0:
+                position = self._skip(text, position).end()
+                if position == end:
+                    break
+            state = self.step(state, text[position])
+            position += 1
+            if match and self._hit[state] >= 0:
+                return state, position, self._hit[state]
+        return state, end, -1
 
 
 class Detokenizer:
@@ -18,15 +91,14 @@ class Detokenizer:
     first in `stop`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = (), include_stop_str_in_output: bool = False,
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] | StopStrings = (), include_stop_str_in_output: bool = False,
                  skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True, min_tokens: int = 0):
         self.stopped: str | None = None  # the stop string that was hit
         self.num_tokens = 0  # pushed, up to the one that completed a stop string
         self.num_released = 0
         self._stream = tokenizer.stream(prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
-        self._stop = list(stop)
-        self._first_chars = {s[0] for s in self._stop}
-        self._longest = max(map(len, self._stop), default=0)
+        self._stop = stop if isinstance(stop, StopStrings) else StopStrings(stop)
+        self._state = 0  # of `_stop`, at the end of the text decoded so far
         self._include = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._tail = ""
@@ -77,29 +149,12 @@ class Detokenizer:
     def _before_stop(self, text: str) -> str:
         """Append `text` to the tail; return what leaves it: all up to a stop string, or all that cannot be the beginning of one."""
         buffer = self._tail + text
-        if self.num_tokens > self._min_tokens and (hit := self._find_stop(buffer)):
-            self.stopped, cut = hit
+        self._state, num_read, hit = self._stop.scan(self._state, text, self.num_tokens > self._min_tokens)
+        if hit >= 0:
+            self.stopped = self._stop.strings[hit]
+            end = len(self._tail) + num_read
             self._tail = ""
-            return buffer[:cut]
-        start = self._start_of_partial_stop(buffer)
+            return buffer[:end if self._include else end - len(self.stopped)]
+        start = len(buffer) - self._stop.held[self._state]
         self._tail = buffer[start:]
         return buffer[:start]
-
-    def _find_stop(self, buffer: str) -> tuple[str, int] | None:
-        """The stop string that is complete first within the new part of `buffer`, and where to cut."""
-        best, best_end = None, len(buffer) + 1
-        for stop in self._stop:
-            start = buffer.find(stop, max(0, len(self._tail) - len(stop) + 1))  # it must end behind the tail, which was searched before
-            if start >= 0 and start + len(stop) < best_end:
-                best, best_end = stop, start + len(stop)
-        if best is None:
-            return None
-        return best, best_end if self._include else best_end - len(best)
-
-    def _start_of_partial_stop(self, buffer: str) -> int:
-        for start in range(max(0, len(buffer) - self._longest + 1), len(buffer)):
-            if buffer[start] in self._first_chars:
-                end = buffer[start:]
-                if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stop):
-                    return start
-        return len(buffer)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import ApiError
 from server.middleware import PROBES, send_error, send_json
 from server.state import ServerState
+
+POLL_SECONDS = 0.02
 
 
 class Door:
@@ -20,13 +24,20 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.app is not None:
             await self.app(scope, receive, send)
+        elif scope["path"].startswith("/v1/models") and self.state.status == "loading":  # clients ask first of all: soon it can be told
+            await self._wait()
+            await self(scope, receive, send)
         elif scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):
             await self._probe(scope["path"], send)
         else:
             try:
                 self.state.require_ready()
             except ApiError as error:
-                await send_error(send, error)
+                await send_error(scope, send, error)
+
+    async def _wait(self) -> None:
+        while self.app is None and self.state.status == "loading":
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _probe(self, path: str, send: Send) -> None:
         if path == "/live":

@@ -4,6 +4,7 @@ ApiError
 +-- BadRequest            400  the caller can mend it; `param` names the field by its dotted path
 |   +-- ContextLengthExceeded  code context_length_exceeded
 +-- Unauthorized          401  code invalid_api_key
++-- Forbidden             403  a Host that is not ours
 +-- NotFound              404  code model_not_found, or none for a route
 +-- PayloadTooLarge       413
 +-- UnsupportedMediaType  415
@@ -55,6 +56,11 @@ class Unauthorized(ApiError):
     @property
     def headers(self) -> dict[str, str]:
         return {"WWW-Authenticate": "Bearer"}
+
+
+class Forbidden(ApiError):
+    status = 403
+    type = "invalid_request_error"
 
 
 class NotFound(ApiError):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from engine.messages import AddRequest, Choice, EngineOutput, SamplingParams, TokenLogprobs
-from server.detokenizer import Detokenizer
+from server.detokenizer import Detokenizer, StopStrings
 from server.engine_client import EngineClient, OutputStream
 from server.errors import BadRequest
 from server.tokenizer import Tokenizer
+
+SLICE = 64  # tokens of a pile that are turned into text before others get their turn
 
 
 @dataclass(slots=True)
@@ -21,7 +26,7 @@ class GenerationRequest:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     n: int = 1
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] | StopStrings = field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -60,6 +65,7 @@ class Generation:
         self._stream: OutputStream | None = None
         self._choices: dict[str, _Choice] = {}  # the unfinished ones, by their engine request
         self._num_output_tokens = 0  # of the longest finished choice
+        self._rest: EngineOutput | None = None  # of a pile
 
     def __aiter__(self) -> Generation:
         return self
@@ -68,7 +74,7 @@ class Generation:
         if self._stream is None:
             self._start()
         while True:
-            output = await self._stream.__anext__()
+            output = await self._next_output()
             choice = self._choices[output.request_id]
             if self._metrics is not None:
                 choice.observe(self._metrics, output)
@@ -78,6 +84,17 @@ class Generation:
             if delta.finish_reason is not None:
                 self._finish(output, delta, choice)
             return delta
+
+    async def _next_output(self) -> EngineOutput:
+        """What piled up for a choice comes in slices, with a turn of the event loop between them."""
+        if self._rest is None:
+            output = await self._stream.__anext__()
+        else:
+            output, self._rest = self._rest, None
+            await asyncio.sleep(0)
+        if len(output.new_token_ids) > SLICE:
+            output, self._rest = _split(output)
+        return output
 
     async def aclose(self) -> None:
         """Abort what still runs. Idempotent."""
@@ -104,6 +121,7 @@ class Generation:
 
     def _finish(self, output: EngineOutput, delta: Delta, choice: _Choice) -> None:
         del self._choices[output.request_id]
+        self._rest = None  # a stop string may end a choice before its pile does
         if output.finish_reason is None:  # a stop string, of which the engine knows nothing
             self._stream.abort(output.request_id)
         if self._metrics is None:
@@ -113,6 +131,14 @@ class Generation:
         self._metrics.observe_request(self.request, delta.finish_reason, num_tokens, choice.first_token_time, output.timing)
         if not self._choices:
             self._metrics.observe_group(self.request, self._num_output_tokens)
+
+
+def _split(output: EngineOutput) -> tuple[EngineOutput, EngineOutput]:
+    """The first `SLICE` tokens, and the rest with all that ends the request."""
+    logprobs = output.logprobs
+    first = EngineOutput(output.request_id, output.new_token_ids[:SLICE], logprobs=logprobs and logprobs[:SLICE], prompt_logprobs=output.prompt_logprobs,
+                         num_cached_tokens=output.num_cached_tokens)
+    return first, msgspec.structs.replace(output, new_token_ids=output.new_token_ids[SLICE:], logprobs=logprobs and logprobs[SLICE:], prompt_logprobs=None)
 
 
 def _int64(value: int) -> int:

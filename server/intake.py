@@ -1,60 +1,119 @@
-"""What every generating route does first: read and judge the body, tokenize, check lengths, and form the `GenerationRequest`."""
+"""What every route with a body does first: read and judge it, tokenize, check lengths, and form the `GenerationRequest`.
+
+All of that but the reading is one function call (`take`), which runs in a thread unless the body is small. So nothing in it may wait, or write to what others see.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from engine.messages import SamplingParams
-from server.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType
+from server import sse
+from server.detokenizer import StopStrings
+from server.errors import ApiError, BadRequest, PayloadTooLarge, UnsupportedMediaType
 from server.generation import GenerationRequest
 from server.parsing import parse
 from server.protocol import GenerationFields
-from server.sampling import fit, too_long
+from server.sampling import check_max_tokens, fit, too_long
 from server.state import ModelInfo, ServerState
+from server.threads import SMALL
+
+logger = logging.getLogger("quire.intake")
 
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 
-MAX_BODY_BYTES = 64 * 2**20
+MIN_BODY_BYTES = 2 * 2**20  # the default limit
+BYTES_PER_TOKEN = 32  # the default limit in long contexts; JSON writes a character in up to 6 bytes
+_MAX_NAMES = 1000  # unknown names that the log has seen
 _serial = itertools.count()
 
 
-async def read(request: Request, cls: type[T], state: ServerState) -> T:
-    """The body as `cls`. Unknown fields leave a note that becomes the response's `Warning` header. Raises BadRequest, PayloadTooLarge, UnsupportedMediaType."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+async def take(request: Request, cls: type[T], state: ServerState, use: Callable[[T], R]) -> R:
+    """What `use` makes of the body, parsed as `cls`; what it keeps of a large one is freed on the event loop. Unknown fields leave a note that becomes the response's `Warning` header.
+
+    Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, what `use` raises, and ClientGone when the client leaves meanwhile, which ends work that waits for a thread.
+    """
+    content_type = _content_type(request)
     if content_type != "application/json":  # also keeps web pages from posting here without a CORS check
         raise UnsupportedMediaType(f"The body must be sent with Content-Type: application/json, not '{content_type[:100]}'.")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("Compressed bodies are not accepted.")
-    parsed, unknown = parse(await _body(request), cls, strict=state.config.server.strict_params)
+    raw = await _body(request, max_body_bytes(state))
+
+    def work() -> tuple[R | None, list[str], ApiError | None]:
+        try:
+            parsed, unknown = parse(raw, cls, strict=state.config.server.strict_params)
+            return use(parsed), unknown, None
+        except ApiError as error:  # without the frames that hold what was parsed: to free a large body takes long, too
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            return None, [], error
+
+    # a request's own template is a program: how long it takes has nothing to do with its size
+    size = max(len(raw), SMALL) if state.config.server.trust_request_chat_template else len(raw)
+    if state.threads.takes_long(size):
+        used, unknown, refusal = await sse.unless_disconnected(request, state.threads.run(size, work))
+    else:
+        used, unknown, refusal = await state.threads.run(size, work)
     if (connection := request.scope.get("state", {}).get("connection")) is not None:
         connection.forget_body()
+    if refusal is not None:
+        raise refusal
     if unknown:
         request.scope["unknown_parameters"] = unknown
-    return parsed
+        _log_once(unknown, state)
+    return used
 
 
-async def _body(request: Request) -> bytes:
+def require_deliberate(request: Request) -> None:
+    """For a POST that takes no body: it must have what a web page cannot send to a stranger without a CORS check. Raises UnsupportedMediaType."""
+    if _content_type(request) != "application/json" and not any(name in request.headers for name in ("x-requested-with", "authorization", "x-api-key")):
+        raise UnsupportedMediaType("This POST must be sent with Content-Type: application/json or with an X-Requested-With header, which web pages of others cannot.")
+
+
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def max_body_bytes(state: ServerState) -> int:
+    limit = state.config.server.max_body_size
+    return limit or max(MIN_BODY_BYTES, BYTES_PER_TOKEN * (state.model.max_model_len if state.model else 0))
+
+
+async def _body(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise _too_large()
+    if declared.isdigit() and int(declared[:20]) > limit:
+        raise _too_large(limit)
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise _too_large()
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise _too_large(limit)
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise sse.ClientGone from None
     return b"".join(chunks)
 
 
-def _too_large() -> PayloadTooLarge:
-    return PayloadTooLarge(f"The body is larger than {MAX_BODY_BYTES} bytes.")
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The body is larger than {limit} bytes, the limit that --max-body-size sets.")
+
+
+def _log_once(unknown: list[str], state: ServerState) -> None:
+    for name in unknown:
+        if name not in state.unknown_fields and len(state.unknown_fields) < _MAX_NAMES:
+            state.unknown_fields.add(name)
+            logger.warning("requests have a field that is not known and is ignored (--strict-params refuses it): %s", name.encode("unicode_escape").decode("ascii"))
 
 
 def check_options(body: GenerationFields) -> None:
@@ -65,12 +124,13 @@ def check_options(body: GenerationFields) -> None:
         raise BadRequest("truncate_prompt_tokens must be at least 1, or -1.", param="truncate_prompt_tokens")
 
 
-async def encode(text: str, add_special_tokens: bool, state: ServerState, param: str, *, may_truncate: bool = False) -> list[int]:
-    """Token ids. A text that no tokenization could fit into the context is refused before it costs time, unless it may be cut."""
+def encode(texts: Sequence[str], add_special_tokens: bool, state: ServerState, param: str, *, may_truncate: bool = False) -> list[list[int]]:
+    """Token ids of each. A text that no tokenization could fit into the context is refused before it costs time, unless it may be cut."""
     longest = state.tokenizer.max_token_chars
-    if not may_truncate and len(text) > state.model.max_model_len * longest:
-        raise too_long(len(text) // longest, state.model, param, at_least=True)
-    return await state.tokenizer.encode_async(text, add_special_tokens)
+    for text in texts:
+        if not may_truncate and len(text) > state.model.max_model_len * longest:
+            raise too_long(len(text) // longest, state.model, param, at_least=True)
+    return state.tokenizer.encode_batch(texts, add_special_tokens)
 
 
 def truncate(ids: list[int], body: GenerationFields, sampling: SamplingParams, model: ModelInfo) -> list[int]:
@@ -87,15 +147,26 @@ def truncate(ids: list[int], body: GenerationFields, sampling: SamplingParams, m
 
 
 def generation_request(ids: list[int], body: GenerationFields, sampling: SamplingParams, model: ModelInfo, *, request_id: str, priority: int,
-                       param: str) -> GenerationRequest:
-    """Raises ContextLengthExceeded for the field `param`."""
+                       param: str, tenant: str | None = None) -> GenerationRequest:
+    """`tenant` keeps apart the cached prefixes of those who have different ones. Raises BadRequest for the field `param`."""
     sampling = fit(sampling, len(ids), model, param)
+    check_max_tokens(body, len(ids), model)
+    if ids and max(ids) >= model.vocab_size:  # an added token that the model was never given
+        raise BadRequest(f"{param}: token ids must be between 0 and {model.vocab_size - 1}, not {max(ids)}.", param=param)
     return GenerationRequest(
         request_id=f"{request_id}-{next(_serial)}",  # clients may send one id twice
-        prompt_token_ids=ids, sampling=sampling, n=body.n or 1, stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
+        prompt_token_ids=ids, sampling=sampling, n=body.n or 1, stop=StopStrings([body.stop] if isinstance(body.stop, str) else body.stop or []),
         include_stop_str_in_output=bool(body.include_stop_str_in_output), skip_special_tokens=body.skip_special_tokens is not False,
-        spaces_between_special_tokens=body.spaces_between_special_tokens is not False, priority=priority, cache_salt=body.cache_salt,
-        arrival_time=time.time())
+        spaces_between_special_tokens=body.spaces_between_special_tokens is not False, priority=priority,
+        cache_salt=body.cache_salt if tenant is None else f"{tenant}/{body.cache_salt or ''}", arrival_time=time.time())  # no salt of a request has a slash
+
+
+def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
+    """Raises Unavailable when the queue is full. `Edge` gives the room back when the answer has ended."""
+    room = sum(one.n for one in requests), sum(one.n * len(one.prompt_token_ids) for one in requests)
+    state.require_room(*room, param)
+    state.reserve(*room)
+    request.scope["reserved_room"] = room
 
 
 def priority(request: Request, body: GenerationFields, model: ModelInfo) -> int:

@@ -1,4 +1,4 @@
-"""Plain ASGI layers around the routes, outermost first: `Edge` (request id, access log, last resort for exceptions), CORS, `ApiKeys`.
+"""Plain ASGI layers around the routes, outermost first: `Edge` (request id, access log, last resort for exceptions), CORS, `Hosts`, `ApiKeys`.
 
 Not Starlette's BaseHTTPMiddleware: that passes every chunk of a stream through a queue.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import time
@@ -14,7 +15,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError, Unauthorized, internal_error_body
+from server.errors import ApiError, Forbidden, Unauthorized, internal_error_body
 from server.pages import PAGES
 from server.state import ServerState
 
@@ -35,7 +36,13 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+def note_refusal(scope: Scope, error: ApiError) -> None:
+    """For the access log: the operator of a client that hides the message would be blind."""
+    scope["refusal"] = f" {error.type} {error.param or '-'}: {error.message}"
+
+
+async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
+    note_refusal(scope, error)
     await send_json(send, error.status, error.body(), error.headers)
 
 
@@ -75,14 +82,53 @@ class Edge:
         finally:
             if not probe:
                 self.state.leave()
+                if room := scope.get("reserved_room"):
+                    self.state.release(*room)
                 self._log(scope, status, time.perf_counter() - started)
                 if self.state.metrics is not None and status is not None:
                     self.state.metrics.observe_http(getattr(scope.get("route"), "path", "none"), scope["method"], status)
 
     def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
         client = scope.get("client")
-        access_logger.info('%s "%s %s" %s %.0f ms %s', f"{client[0]}:{client[1]}" if client else "-", scope["method"], _printable(scope["path"]), status,
-                           1000 * seconds, scope["request_id"])
+        access_logger.info('%s "%s %s" %s %.0f ms %s%s', f"{client[0]}:{client[1]}" if client else "-", scope["method"], _printable(scope["path"]), status,
+                           1000 * seconds, scope["request_id"], _printable(scope.get("refusal", "")))
+
+
+class Hosts:
+    """Refuses names in the Host header that are not `allowed`: a web page whose own name was made to point here could otherwise read the answers as its own.
+
+    Addresses, and names without a dot such as localhost, are no such page's.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: list[str]):
+        self.app, self.allowed = app, {name.lower() for name in allowed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROBES and not self._ours(name := host_name(header(scope, b"host") or b"")):
+            await send_error(scope, send, Forbidden(f"This server does not answer to the host name '{name[:200]}': start it with --allowed-hosts {name[:200]}."))
+            return
+        await self.app(scope, receive, send)
+
+    def _ours(self, name: str) -> bool:
+        return "." not in name.rstrip(".") or name in self.allowed or name.endswith(".localhost") or _is_address(name)
+
+
+def host_name(host: bytes) -> str:
+    """Of a Host header: without the port, and an IPv6 address without its brackets."""
+    text = host.decode("latin-1").strip().lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def _usable(request_id: bytes | None) -> str | None:
@@ -106,10 +152,14 @@ def _extra_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 
 class ApiKeys:
-    """Without one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`, only the probes and the static pages answer: also unknown routes give 401."""
+    """Without one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`, only the probes and the static pages answer: also unknown routes give 401.
 
-    def __init__(self, app: ASGIApp, keys: list[str]):
+    Who has which key is noted in the scope as "tenant", unless they are to share cached prefixes.
+    """
+
+    def __init__(self, app: ASGIApp, keys: list[str], share_prefix_cache: bool = False):
         self.app = app
+        self.apart = len(set(keys)) > 1 and not share_prefix_cache
         self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,8 +167,10 @@ class ApiKeys:
             key = _presented_key(scope)
             if key is None or not self._known(key):
                 what = "Incorrect API key provided." if key else "No API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
-                await send_error(send, Unauthorized(what))
+                await send_error(scope, send, Unauthorized(what))
                 return
+            if self.apart:
+                scope["tenant"] = hashlib.sha256(b"prefix cache of " + key).hexdigest()[:32]
         await self.app(scope, receive, send)
 
     def _known(self, key: bytes) -> bool:

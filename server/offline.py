@@ -203,7 +203,7 @@ class LLM:
         requests, texts = [], []
         for fields, body in zip(prompts, bodies, strict=True):
             body = msgspec.structs.replace(body, **fields)
-            _, (ids,) = await prompt_ids(body, self._runtime.state)
+            _, (ids,) = prompt_ids(body, self._runtime.state)
             requests.append(self._generation_request(ids, body))
             texts.append(body.prompt if isinstance(body.prompt, str) and body.truncate_prompt_tokens is None else None)
         return await self._run_all(requests, texts, bodies, use_tqdm)
@@ -212,7 +212,7 @@ class LLM:
         requests = []
         for conversation, body in zip(conversations, bodies, strict=True):
             conversation.truncate_prompt_tokens = body.truncate_prompt_tokens
-            requests.append(self._generation_request(await chat_prompt_ids(conversation, self._runtime.state), body))
+            requests.append(self._generation_request(chat_prompt_ids(conversation, self._runtime.state), body))
         texts = [self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False) for request in requests]
         return await self._run_all(requests, texts, bodies, use_tqdm)
 

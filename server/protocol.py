@@ -1,6 +1,7 @@
 """Contract 1, client <-> server: the OpenAI request and response types, with vLLM's extensions under vLLM's names.
 
-A field that is `None` was absent or null, which mean the same. Ranges stand in the types, so that the parser, its messages and the OpenAPI document agree.
+A field that is `None` was absent or null, which mean the same. Every list, text and number has its range in its type, so that the parser, its messages and
+the OpenAPI document agree, and nothing behind the parser needs to fear what is larger.
 Fields a request type does not declare fall in three classes (see `parsing.py`):
 `harmless` ones change nothing about the answer and are accepted; `unsupported` ones mean something we cannot do and are refused unless they hold a
 neutral value (null, or one listed); any other is unknown, and answered with a `Warning` header, or refused under `--strict-params`.
@@ -15,6 +16,18 @@ from msgspec import UNSET, Meta, UnsetType
 
 INT64_MAX = 2**63 - 1
 MAX_N = 128
+MAX_TEXT = 2**24  # characters of any text; --max-body-size is the lower limit unless it is raised
+MAX_TOKENIZE = 2**21  # characters of a text for /tokenize
+MAX_IDS = 2**22  # token ids of a prompt; the context is the lower limit
+MAX_PROMPTS = 2048
+MAX_MESSAGES, MAX_PARTS = 10_000, 1_000
+MAX_STOP, MAX_STOP_CHARS = 64, 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 256, 128
+MAX_CHOSEN_IDS = 2**14  # entries of allowed_token_ids, and of logit_bias
+MAX_DOCUMENTS, MAX_DOCUMENT_FIELDS = 1_000, 64
+MAX_TEMPLATE = 2**18  # characters of a chat template
+MAX_TEMPLATE_KWARGS, MAX_TEMPLATE_KWARGS_BYTES = 64, 2**16
 ROLES = ["system", "developer", "user", "assistant"]
 
 Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
@@ -22,8 +35,18 @@ NonNegative = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 AtLeastMinusOne = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=MAX_N)]
-NonEmptyStr = Annotated[str, Meta(min_length=1)]
+Bias = Annotated[float, Meta(ge=-1e6, le=1e6, description="beyond -100 and 100 it counts as these")]
 TokenId = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Name = Annotated[str, Meta(max_length=256)]
+Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+Template = Annotated[str, Meta(max_length=MAX_TEMPLATE)]
+TemplateKwargs = Annotated[dict[Name, Any], Meta(max_length=MAX_TEMPLATE_KWARGS, description=f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON")]
+Document = Annotated[dict[Name, Text | Int64 | Annotated[float, Meta(ge=-1e300, le=1e300)] | bool | None], Meta(max_length=MAX_DOCUMENT_FIELDS)]
+Documents = Annotated[list[Document], Meta(max_length=MAX_DOCUMENTS)]
+Prompts = Annotated[list[Text | TokenId | Annotated[list[TokenId], Meta(max_length=MAX_IDS)]],
+                    Meta(min_length=1, max_length=MAX_IDS, description=f"token ids of one prompt, or at most {MAX_PROMPTS} prompts")]
 
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
                       "prediction", "moderation"})
@@ -56,7 +79,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What chat and text completions share."""
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # sampling
@@ -68,18 +91,18 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     seed: Int64 | None = None  # -1 is none
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
-    bad_words: list[NonEmptyStr] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] | None = None
+    logit_bias: Annotated[dict[Annotated[str, Meta(max_length=20)], Bias], Meta(max_length=MAX_CHOSEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_CHOSEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     # where to stop
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
-    stop: NonEmptyStr | list[NonEmptyStr] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOP)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    t_max_predict_ms: Annotated[float, Meta(ge=0)] | None = None  # from the first token on; 0 is no limit
+    t_max_predict_ms: Annotated[float, Meta(ge=0, le=1e9)] | None = None  # from the first token on; 0 is no limit
     # what to return
     prompt_logprobs: AtLeastMinusOne | None = None
     return_token_ids: bool | None = None
@@ -97,19 +120,19 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+    type: Name
+    text: Text | None = None
+    refusal: Text | None = None
 
     harmless: ClassVar = frozenset({"cache_control", "annotations"})
     unsupported: ClassVar[dict[str, tuple]] = {"image_url": (), "input_audio": (), "audio_url": (), "video_url": (), "file": (), "image": (), "video": (), "audio": ()}
 
 
 class Message(msgspec.Struct, kw_only=True):
-    role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    refusal: str | None = None
+    role: Annotated[str, Meta(max_length=256, extra_json_schema={"enum": ROLES})]
+    content: Text | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
+    name: Name | None = None
+    refusal: Text | None = None
 
     harmless: ClassVar = frozenset({"annotations"})
     unsupported: ClassVar[dict[str, tuple]] = {"tool_calls": ([],), "tool_call_id": (), "function_call": (), "audio": (), "reasoning": (), "reasoning_content": ()}
@@ -118,16 +141,16 @@ class Message(msgspec.Struct, kw_only=True):
 class ChatCompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: NonNegative | None = None
     logprobs: bool | None = None
     top_logprobs: AtLeastMinusOne | None = None
     # how the messages become a prompt
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None  # only with --trust-request-chat-template
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    chat_template: Template | None = None  # only with --trust-request-chat-template
+    chat_template_kwargs: TemplateKwargs | None = None
+    documents: Documents | None = None
 
     harmless: ClassVar = HARMLESS | {"parallel_tool_calls"}
     unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | TOOLS_AND_REASONING | {
@@ -137,7 +160,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
 class CompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Text | Prompts
     echo: bool | None = None
     best_of: Count | None = None  # only n itself
     logprobs: AtLeastMinusOne | None = None
@@ -149,17 +172,17 @@ class CompletionRequest(GenerationFields, kw_only=True):
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /tokenize: exactly one of `prompt` and `messages`."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    model: Name | None = None
+    prompt: Annotated[str, Meta(max_length=MAX_TOKENIZE)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages, whose template writes them
     return_token_strs: bool | None = None
     # with `messages`, as for a chat completion
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None  # only with --trust-request-chat-template
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    chat_template: Template | None = None  # only with --trust-request-chat-template
+    chat_template_kwargs: TemplateKwargs | None = None
+    documents: Documents | None = None
 
     harmless: ClassVar = HARMLESS
     unsupported: ClassVar[dict[str, tuple]] = {"tools": ([],), "mm_processor_kwargs": ()}
@@ -168,8 +191,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /detokenize"""
 
-    tokens: list[TokenId]
-    model: str | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
+    model: Name | None = None
 
     harmless: ClassVar = HARMLESS
     unsupported: ClassVar[dict[str, tuple]] = {}

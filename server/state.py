@@ -11,7 +11,8 @@ from typing import Any
 
 from configs.config import Config
 from engine.messages import EngineStats, Ready
-from server.errors import NotFound, Unavailable
+from server.errors import BadRequest, NotFound, Unavailable
+from server.threads import Threads
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,10 @@ class ServerState:
     num_in_flight_elsewhere: int = 0  # by other frontends, as we were last told
     scrape: Callable[[], Awaitable[bytes]] | None = None  # asks for the metrics of all frontends, where there are several; raises TimeoutError
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while num_in_flight is 0
+    threads: Threads = field(default_factory=Threads)
+    unknown_fields: set[str] = field(default_factory=set)  # of requests, that the log has named
+    num_reserved: int = 0  # choices of the HTTP requests that were let in, until their answers have ended
+    num_reserved_tokens: int = 0  # of their prompts
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -107,14 +112,29 @@ class ServerState:
                 raise Unavailable(f"The model is loading: {self.phase} {100 * self.fraction:.0f}%.", code="model_loading", retry_after=2)
         return self.model
 
-    def require_room(self) -> None:
-        """Raises Unavailable when --max-num-queued-reqs requests wait already. The servers' own count covers what the engine has not reported yet."""
-        limit = self.config.server.max_num_queued_reqs
-        if limit is None:
-            return
-        num_waiting = max(self.client.load - (self.ready.worker.max_num_seqs if self.ready else 0), min(self.stats.num_waiting, self.client.load))
-        if num_waiting >= limit:
-            raise Unavailable(f"{num_waiting} requests are waiting already, and the limit is {limit}.", retry_after=1)
+    def require_room(self, num_choices: int = 1, num_tokens: int = 0, param: str | None = None) -> None:
+        """Raises Unavailable when with these more choices would wait than --max-num-queued-reqs, or their prompts (`num_tokens`) have more tokens than
+        --max-num-queued-tokens; BadRequest for the field `param` when there would be no room even if nobody else were here."""
+        server, load = self.config.server, max(self.client.load, self.num_reserved)
+        num_open = load + num_choices
+        num_waiting = max(num_open - (self.ready.worker.max_num_seqs if self.ready else 0), 0)
+        if stuck := min(self.stats.num_waiting, self.client.load):  # the memory is full before all rows are
+            num_waiting = max(num_waiting, stuck + num_choices)
+        num_waiting_tokens = (self.num_reserved_tokens + num_tokens) * num_waiting // num_open  # whose turn it is only the engine knows
+        for count, limit, what, flag in ((num_waiting, server.max_num_queued_reqs, "choices of requests", "--max-num-queued-reqs"),
+                                         (num_waiting_tokens, server.max_num_queued_tokens, "tokens of prompts", "--max-num-queued-tokens")):
+            if limit and count > limit:
+                if not load and param is not None:
+                    raise BadRequest(f"{param}: {count} {what} would have to wait, and this server's limit is {limit} ({flag}).", param=param)
+                raise Unavailable(f"With this request {count} {what} would wait, and the limit is {limit} ({flag}).", retry_after=1)
+
+    def reserve(self, num_choices: int, num_tokens: int) -> None:
+        self.num_reserved += num_choices
+        self.num_reserved_tokens += num_tokens
+
+    def release(self, num_choices: int, num_tokens: int) -> None:
+        self.num_reserved -= num_choices
+        self.num_reserved_tokens -= num_tokens
 
     def require_model(self, name: str | None) -> None:
         """Raises NotFound unless `name` is absent, empty or one of ours."""

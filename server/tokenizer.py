@@ -6,13 +6,11 @@ texts and prompts. Folders without tokenizer.json go through transformers once, 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,8 @@ logger = logging.getLogger("quire.tokenizer")
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.bpe", "merges*")  # at least one is there, whatever the kind
-# From this many characters on, encoding takes over a millisecond and goes to a thread instead of holding up everyone's tokens.
-_LONG_TEXT = 4096
 
-# One text is encoded per call, so the library's own thread pool only costs: and it warns whenever the process starts the engine.
+# Texts are encoded in threads of ours (`threads.py`), so the library's own thread pool only costs: and it warns whenever the process starts the engine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -49,7 +45,6 @@ class Tokenizer:
         self._added_texts = {token_id: token.content for token_id, token in added.items()}
         self._clean_up = clean_up
         self._decoding = decoding_of(backend) if isinstance(backend, tokenizers.Tokenizer) else WindowDecoding(backend.decode, backend.id_to_token)
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     @classmethod
     def load(cls, folder: str | os.PathLike, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
@@ -77,8 +72,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises ValueError for a text with unpaired surrogates, which has no UTF-8."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The ids of each text. Raises as `encode` does."""
         try:
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
         except TypeError as error:
             raise ValueError("the text is not valid Unicode: it has unpaired surrogates") from error
 
@@ -105,6 +104,10 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str:
         r"""The token's own text, as logprobs show it: bytes that are no whole character are written like `\xf0\x9f`."""
         return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
+
+    def vocabulary_entry(self, token_id: int) -> str:
+        """The token as the vocabulary writes it (`Ġwor`, `▁wor`, `<0xE4>`); empty for an id that has none."""
+        return self._backend.id_to_token(token_id) or ""
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -135,29 +138,18 @@ class Tokenizer:
         raise ValueError("this model has no chat template: start the server with --chat-template, or use the completions endpoint")
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, continue_final_message: bool = False,
-                    tools: list[dict] | None = None, documents: list[dict] | None = None, chat_template: str | None = None, **kwargs: Any) -> str:
-        """The prompt text for a conversation; encode it with `add_special_tokens=False`. `kwargs` are further template variables.
+                    tools: list[dict] | None = None, documents: list[dict] | None = None, chat_template: str | None = None,
+                    variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt text for a conversation; encode it with `add_special_tokens=False`. `variables` are further ones of the template, of any name.
 
-        Content may be text or a list of {"type": "text", "text": ...} parts, whatever the template takes. Raises ValueError for what it refuses.
+        Content may be text or a list of {"type": "text", "text": ...} parts, whatever the template takes. A template that is not one of the model's is a
+        stranger's program and gets limits (`chat_template.py`). Raises ValueError for what the template refuses.
         """
-        template = compile_template(self.template_source(chat_template, tools))
+        source = self.template_source(chat_template, tools)
+        template = compile_template(source)
         return template.render(messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt,
-                               continue_final_message=continue_final_message, variables={**self.special_tokens, **kwargs})
-
-    # ---- the same, off the event loop when it takes long
-
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return await self._run(len(text), partial(self.encode, text, add_special_tokens))
-
-    async def render_chat_async(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
-        contents = [message.get("content") or "" for message in messages]
-        size = sum(len(content) if isinstance(content, str) else _LONG_TEXT for content in contents)
-        return await self._run(size, partial(self.render_chat, messages, **kwargs))
-
-    async def _run(self, size: int, function: Callable[[], Any]) -> Any:
-        if size < _LONG_TEXT:
-            return function()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+                               continue_final_message=continue_final_message, variables={**self.special_tokens, **(variables or {})},
+                               limited=source not in self.chat_templates.values())
 
 
 # ---- loading

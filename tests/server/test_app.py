@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import logging
 import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -16,7 +19,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from server.app import ROUTES
-from server.intake import MAX_BODY_BYTES
+from server.intake import MIN_BODY_BYTES
 from server.middleware import PROBES
 from server.protocol import ChatCompletionRequest, CompletionRequest
 from tests.server.conftest import MODEL, poll, running_server
@@ -41,12 +44,21 @@ def test_models(server):
     with pytest.raises(openai.NotFoundError) as caught:
         server.openai.models.retrieve("no/such/model")
     assert caught.value.code == "model_not_found"
+    assert server.http.head("/v1/models").status_code == 200
+
+
+def test_models_show_no_folder_of_the_operators(server):
+    assert server.config.model.model.startswith("/")
+    for card in server.http.get("/v1/models").json()["data"]:
+        assert card["root"] == Path(server.config.model.model).name
+    assert server.config.model.model not in server.http.get("/v1/models").text
 
 
 def test_tokenize_and_detokenize(server):
     answer = server.http.post("/tokenize", json={"model": MODEL, "prompt": "Hello é🙂", "return_token_strs": True}).json()
     ids = server.state.tokenizer.encode("Hello é🙂")
-    assert answer == {"count": len(ids), "max_model_len": 512, "tokens": ids, "token_strs": [server.state.tokenizer.id_to_token(i) for i in ids]}
+    assert answer == {"count": len(ids), "max_model_len": 512, "tokens": ids, "token_strs": [server.state.tokenizer.vocabulary_entry(i) for i in ids]}
+    assert "Ġ" in "".join(answer["token_strs"]) and not set("é🙂 ") & set("".join(answer["token_strs"]))  # vocabulary entries, as vLLM has them
     assert server.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello é🙂"}
     chat = server.http.post("/tokenize", json={"messages": HELLO}).json()
     assert chat["token_strs"] is None
@@ -76,8 +88,12 @@ def test_reset_prefix_cache(server):
 
     cached()
     assert cached() > 0
-    assert server.http.post("/reset_prefix_cache").json() == {"success": True}
+    for headers in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded", "origin": "http://evil.example"}):  # what any page may send
+        assert is_error(server.http.post("/reset_prefix_cache", headers=headers), 415)
+    assert cached() > 0
+    assert server.http.post("/reset_prefix_cache", headers={"content-type": "application/json"}).json() == {"success": True}
     assert cached() == 0
+    assert server.http.post("/reset_prefix_cache", headers={"x-requested-with": "curl"}).json() == {"success": True}
 
 
 def test_metrics(server):
@@ -114,6 +130,17 @@ def test_unknown_routes_and_methods(server):
         assert is_error(answer, 405) and "allow" in answer.headers
 
 
+@pytest.mark.parametrize("path,shown,meant", [("/chat/completions", "/chat/completions", CHAT), ("//v1/models", "//v1/models", "/v1/models"),
+                                              ("/v1/models/", None, "/v1/models"), ("/completions", "/completions", "/v1/completions"), ("/health/", None, "/health")])
+def test_a_wrong_path_is_told_the_right_one(server, path, shown, meant):
+    connection = http.client.HTTPConnection(*server.listener.getsockname()[:2], timeout=10)
+    connection.request("GET", path)
+    message = json.loads(connection.getresponse().read())["error"]["message"]
+    connection.close()
+    assert f"the path is {meant}." in message or (shown is None and "does not exist" in message)
+    assert shown is None or f"There is no GET {shown};" in message
+
+
 @pytest.mark.parametrize("path", [path for path, _, _, body, _ in ROUTES if body])
 def test_what_is_no_json_object(server, path):
     headers = {"content-type": "application/json; charset=utf-8"}
@@ -126,7 +153,7 @@ def test_what_is_no_json_object(server, path):
 
 def test_a_body_too_large_is_refused_before_it_is_read(server):
     with socket.create_connection((server.listener.getsockname()[0], server.listener.getsockname()[1])) as connection:
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n".encode())
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {MIN_BODY_BYTES + 1}\r\n\r\n".encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
 
 
@@ -134,7 +161,7 @@ def test_a_chunked_body_too_large_is_cut_off(server):
     block = b"x" * 2**20
 
     def body():
-        for _ in range(MAX_BODY_BYTES // len(block) + 2):
+        for _ in range(MIN_BODY_BYTES // len(block) + 2):
             yield block
 
     try:
@@ -152,8 +179,67 @@ def test_unknown_fields_give_a_warning(server):
     assert "warning" not in server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "user": "u"}).headers
 
 
+def test_the_log_names_an_unknown_field_once_and_why_a_request_was_refused(server, caplog):
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "tempratur\ne": 1})
+    poll(lambda: caplog.text.count("POST /v1/chat/completions") >= 3)
+    assert caplog.text.count("tempratur\\ne") == 1
+    server.http.post(CHAT, json={"messages": HELLO, "model": "a\nb" * 30})
+    server.http.post(CHAT, json={"messages": HELLO, "temperature": 5})
+    server.http.get("/no/such/route")
+    lines = poll(lambda: [record.getMessage() for record in caplog.records if record.name == "quire.access" and "There is no" in record.getMessage()] and
+                 [record.getMessage() for record in caplog.records if record.name == "quire.access"])
+    assert "404" in lines[-3] and "invalid_request_error model: The model 'a\\nb" in lines[-3] and "\n" not in lines[-3] and len(lines[-3]) < 600
+    assert "400" in lines[-2] and "invalid_request_error temperature: " in lines[-2]
+    assert "404" in lines[-1] and "There is no GET /no/such/route" in lines[-1]
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_error_of_ours(server, caplog):
+    """ClientDisconnect while a body is read: 499, without a traceback."""
+    def count() -> int:
+        return sum(family.count("") for family in re.findall(r'^quire:http_requests_total{.*status="5xx".*} (\S+)$', server.http.get("/metrics").text, re.MULTILINE))
+
+    before = count()
+    for _ in range(3):
+        with socket.create_connection(server.listener.getsockname()[:2]) as connection:
+            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.05)
+    poll(lambda: server.state.num_in_flight == 0)
+    lines = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not lines and count() == before
+
+
+def test_any_name_may_be_a_template_variable(server):
+    for name in ("self", "environment", "args", "variables", ""):
+        answer = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {name: 1}})
+        assert answer.status_code == 200, answer.text
+
+
+def test_an_echo_of_a_prompt_as_long_as_the_context(server):
+    ids = [5 + i % 300 for i in range(512)]
+    body = {"prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 1, "return_token_ids": True}
+    answer = server.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert choice["prompt_token_ids"] == ids and choice["token_ids"] == [] and len(choice["logprobs"]["tokens"]) == 512 and choice["finish_reason"] == "length"
+    assert answer.json()["usage"]["completion_tokens"] == 0
+    assert is_error(server.http.post("/v1/completions", json=body | {"prompt": [*ids, 5]}), 400, "context_length_exceeded", "prompt")
+    assert is_error(server.http.post("/v1/completions", json=body | {"max_tokens": 1}), 400, "context_length_exceeded", "prompt")
+
+
+@pytest.mark.parametrize("host,status", [("localhost:8000", 200), ("127.0.0.1:8000", 200), ("[::1]:8000", 200), ("testserver", 200), ("quire.localhost", 200), ("192.168.1.5", 200),
+                                         ("evil.example", 403), ("evil.example:8000", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403)])
+def test_a_page_that_renamed_itself_to_us_reads_nothing(server, host, status):
+    answer = server.http.get("/v1/models", headers={"host": host})
+    assert answer.status_code == status
+    if status == 403:
+        assert is_error(answer, 403) and "--allowed-hosts" in answer.json()["error"]["message"]
+        assert server.http.get("/health", headers={"host": host}).status_code == 200  # probes tell nothing
+
+
 def test_an_unexpected_exception_is_a_500_without_details(server, monkeypatch):
-    monkeypatch.setattr(server.state.tokenizer, "encode_async", lambda *args: 1 / 0, raising=False)
+    monkeypatch.setattr(server.state.tokenizer, "encode_batch", lambda *args: 1 / 0, raising=False)
     answer = server.http.post(CHAT, json={"messages": HELLO})
     assert is_error(answer, 500, "internal_error") and "ZeroDivision" not in answer.text and answer.headers["x-request-id"]
     monkeypatch.undo()
@@ -307,7 +393,7 @@ def occupy(server, count: int, num_tokens: int = 400) -> list[httpx.Response]:
 def test_a_full_queue_refuses(slow_server):
     streams = occupy(slow_server, 12)  # 4 run, 8 wait
     answer = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
-    assert is_error(answer, 503, "overloaded") and int(answer.headers["retry-after"]) > 0 and "8" in answer.json()["error"]["message"]
+    assert is_error(answer, 503, "overloaded") and int(answer.headers["retry-after"]) > 0 and "limit is 8 (--max-num-queued-reqs)" in answer.json()["error"]["message"]
     for stream in streams:
         stream.close()
     poll(lambda: slow_server.state.client.num_open == 0)
@@ -388,6 +474,9 @@ def test_while_loading(model_folder):
     with running_server(model_folder, fake="load_delay=1.5") as server:
         http = server.http
         assert http.get("/live").status_code == 200
+        models = http.get("/v1/models")  # from the first moment on
+        assert models.status_code == 200 and models.json()["data"][0]["id"] == MODEL
+        assert server.state.status == "ready" or models.json()["data"][0]["max_model_len"] is None
         seen = set()
         while (answer := http.get("/ready")).status_code == 503:
             body = answer.json()

@@ -1,14 +1,17 @@
 """Chat templates against transformers' apply_chat_template."""
 
+import sys
+import time
+
 import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.chat_template import compile_template
+from server.chat_template import MAX_SECONDS, compile_template
 from server.tokenizer import Tokenizer
 from tests.server.templates import CHATML, GEMMA3_PARTS, LLAMA2, LLAMA3, MISTRAL, PARTS_ONLY, QWEN3, RAG, TEMPLATES
-from tests.server.tokenizer_kinds import llama2
+from tests.server.tokenizer_kinds import KINDS, llama2
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,7 +53,9 @@ def outcome(function, *errors):
 def check_equal(pair, source, messages, **options):
     """Both render the same text, or both refuse."""
     ours, reference = pair
-    got = outcome(lambda: ours.render_chat(messages, chat_template=source, **options), ValueError)
+    fields = {name: value for name, value in options.items() if name in ("tools", "documents", "add_generation_prompt", "continue_final_message")}
+    variables = {name: value for name, value in options.items() if name not in fields}
+    got = outcome(lambda: ours.render_chat(messages, chat_template=source, variables=variables, **fields), ValueError)
     expected = outcome(lambda: reference.apply_chat_template(messages, chat_template=source, tokenize=False, **options),
                        ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError)
     assert (got is ValueError) == isinstance(expected, type), (got, expected)
@@ -135,6 +140,28 @@ class TestErrors:
     def test_variables_that_have_a_field(self, pair):
         with pytest.raises(ValueError, match="messages cannot be a template variable"):
             compile_template(CHATML).render([{"role": "user", "content": "x"}], variables={"messages": []})
+
+    def test_a_variable_may_have_any_name(self, pair):
+        names = ["self", "variables", "limited", "max_chars", "environment", "context", "loop", "args", "kwargs", "", "a b", "1"]
+        for name in names:
+            assert pair[0].render_chat(CONVERSATIONS["user"], chat_template="x{{ mood }}", variables={name: 1, "mood": "!"}) == "x!"
+
+    @pytest.mark.parametrize("source", [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(90) }}",
+        "{{ range(99999) | map('string') | sum(start='') }}{% for a in range(99999) %}{{ range(99999) | map('string') | list | length }}{% endfor %}",
+        "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}", "{{ 'a' * 10 ** 10 }}", "{{ (10 ** 10) * 'a' }}", "{{ 10 ** (10 ** 10) }}",
+        "{% set x = 'a' * 10 ** 7 %}{{ x }}{{ x }}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 500 + "{% endif %}" * 500,
+    ])
+    def test_a_strangers_template_ends_soon(self, pair, source):
+        started = time.thread_time()
+        self.refuse(pair, source)
+        assert time.thread_time() - started < 5 * MAX_SECONDS
+        assert sys.gettrace() is None or "coverage" in sys.modules
+
+    def test_the_models_own_template_has_no_limits(self, tmp_path):
+        tokenizer = Tokenizer.load(KINDS["llama3"](tmp_path / "m"), chat_template="{% set x = 'a' * 10 ** 7 %}{{ x }}{{ x }}")
+        assert len(tokenizer.render_chat(CONVERSATIONS["user"])) == 2 * 10**7
 
     def test_continue_final_message(self, pair):
         options = {"continue_final_message": True, "add_generation_prompt": False}

@@ -163,7 +163,7 @@ def test_special_tokens(server):
 
 @pytest.mark.parametrize("fields,param", [
     ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": ["a", ""]}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": ["a", 1]}, "prompt"),
-    ({"prompt": [[1], 2]}, "prompt"), ({"prompt": [VOCAB_SIZE]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [[3], [-1]]}, "prompt"),
+    ({"prompt": [[1], 2]}, "prompt"), ({"prompt": [VOCAB_SIZE]}, "prompt"), ({"prompt": [-1]}, "prompt.0"), ({"prompt": [[3], [-1]]}, "prompt.1.0"),
     ({"prompt": ["a"] * 200, "n": 100}, "prompt"), ({"prompt": "word " * 600}, "prompt"), ({"prompt": [5] * 512}, "prompt"), ({"best_of": 2}, "best_of"),
     ({"best_of": 2, "n": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
     ({"n": 2, "temperature": 0}, "n"), ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"), ({"response_format": {"type": "json_object"}}, "response_format"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.decoding import ByteDecoding, CleanUpStream, PieceDecoding, WindowDecoding, clean_up_spaces
-from server.detokenizer import Detokenizer
+from server.detokenizer import Detokenizer, StopStrings
 from server.tokenizer import Tokenizer
 from tests.server.tokenizer_kinds import CORPUS, KINDS
 
@@ -237,3 +237,74 @@ def test_cost_per_token_does_not_grow(tokenizers):
 
         first, _, last = cost(ids[:1000]), cost(ids[1000:19_000]), cost(ids[19_000:])
         assert last < 5 * first
+
+
+# ---- stop strings against their plain definition
+
+
+def plainly(parts: list[str], stop: list[str], include: bool, min_tokens: int) -> tuple[str, str | None]:
+    """All of the text up to the stop string that is complete first, and that string: every end of every prefix of the text is looked at."""
+    text = ""
+    for number, part in enumerate(parts, start=1):
+        for length in range(len(text) + 1, len(text) + len(part) + 1):
+            so_far = (text + part)[:length]
+            hit = next((one for one in stop if so_far.endswith(one)), None)
+            if hit is not None and number > min_tokens:
+                return so_far if include else so_far[:-len(hit)], hit
+        text += part
+    return text, None
+
+
+class _Parts:
+    """A tokenizer whose token i is parts[i]."""
+
+    def __init__(self, parts: list[str]):
+        self.parts = parts
+
+    def stream(self, *options: object) -> "_Parts":
+        return self
+
+    held = False
+
+    def push(self, ids: tuple[int, ...]) -> str:
+        return "".join(self.parts[i] for i in ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+LETTERS = st.text(alphabet="ab", max_size=5)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(parts=st.lists(LETTERS, max_size=12), stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=6), include=st.booleans(), min_tokens=st.integers(0, 4))
+def test_stop_strings_are_found_as_their_definition_says(parts, stop, include, min_tokens):
+    detokenizer = Detokenizer(_Parts(parts), [], stop, include, min_tokens=min_tokens)
+    sent = ""
+    for i in range(len(parts)):
+        sent += detokenizer.push([i])
+        if detokenizer.stopped is not None:
+            break
+        so_far = "".join(parts[:i + 1])
+        grows = [k for k in range(1, len(so_far) + 1) if any(len(one) > k and one.startswith(so_far[-k:]) for one in stop)]
+        assert sent == so_far[:len(so_far) - max(grows, default=0)], "sent is all but the longest end that may grow into a stop string"
+    sent += detokenizer.finish()
+    assert (sent, detokenizer.stopped) == plainly(parts, stop, include, min_tokens)
+
+
+def test_64_stop_strings_cost_what_one_does():
+    """Of the same text, which begins all of them again and again: a step of the automaton for each character, give or take one."""
+    text = "word wor 1 wo\n" * 2000
+
+    class Counting(StopStrings):
+        num_steps = 0
+
+        def step(self, state: int, char: str) -> int:
+            self.num_steps += 1
+            return super().step(state, char)
+
+    one, many = (Counting([f"word {i} is complete" for i in range(number)]) for number in (1, 64))
+    for stop in (one, many):
+        stop.num_steps = 0
+        stop.scan(0, text, True)
+    assert many.num_steps <= 1.5 * one.num_steps <= 1.5 * len(text)

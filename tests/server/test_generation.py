@@ -15,7 +15,7 @@ from server import deltas
 from server.engine_client import EngineClient, OutputStream
 from server.engine_process import EngineProcess
 from server.errors import BadRequest, EngineError
-from server.generation import Generation, GenerationRequest
+from server.generation import SLICE, Generation, GenerationRequest
 from server.metrics import Metrics
 from server.tokenizer import Tokenizer
 from tests.server.tokenizer_kinds import CORPUS, byte_level, llama2
@@ -106,7 +106,9 @@ class TestText:
         start = data.draw(st.integers(0, max(0, len(text) - 2)))
         stop = [text[start:start + data.draw(st.integers(1, 4))]] if data.draw(st.booleans()) and text else []
         client = ScriptedClient(outputs_of(chunks, logprobs=True), merged=data.draw(st.booleans()))
-        deltas = run(tokenizer, client, prompt=[], stop=stop, sampling={"logprobs": 0})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("server.generation.SLICE", data.draw(st.sampled_from([1, 3, SLICE])))
+            deltas = run(tokenizer, client, prompt=[], stop=stop, sampling={"logprobs": 0})
         got = "".join(d.text for d in deltas)
         got_ids = [i for d in deltas for i in d.token_ids]
         assert [e.token_ids[0] for d in deltas for e in d.logprobs] == got_ids
@@ -299,3 +301,30 @@ def test_with_the_engine_process(tokenizer):
             engine.terminate(5)
 
     asyncio.run(main())
+
+
+def test_a_pile_is_read_in_slices(tokenizer):
+    """However much piled up for a choice, others get their turn, and the deltas are those of the whole."""
+    tokens = [100 + i % 300 for i in range(10 * SLICE + 3)]
+    outputs = outputs_of([tokens], logprobs=True)
+    turns = 0
+
+    async def main() -> list:
+        nonlocal turns
+        generation = Generation(ScriptedClient(outputs, merged=True), tokenizer, GenerationRequest("r", [3], SamplingParams(logprobs=0), stop=["never there"]))
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counter = asyncio.create_task(count())
+        deltas = [delta async for delta in generation]
+        counter.cancel()
+        return deltas
+
+    deltas = asyncio.run(main())
+    assert turns >= 10 and len(deltas) == 11
+    assert [i for delta in deltas for i in delta.token_ids] == tokens and sum(len(delta.logprobs) for delta in deltas) == len(tokens)
+    assert "".join(delta.text for delta in deltas) == tokenizer.decode(tokens) and [delta.finish_reason for delta in deltas] == [None] * 10 + ["length"]

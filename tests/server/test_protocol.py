@@ -67,7 +67,7 @@ NESTED = [
     (CHAT | {"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
     (CHAT | {"stop": ["a", ""]}, "stop.1"),
     (CHAT | {"stop": ""}, "stop"),
-    (CHAT | {"logit_bias": {"5": 101}}, "logit_bias"),
+    (CHAT | {"logit_bias": {"5": 1e7}}, "logit_bias"),
     (CHAT | {"logit_bias": {"5": "x"}}, "logit_bias"),
     (CHAT | {"stop_token_ids": [1, -1]}, "stop_token_ids.1"),
     (CHAT | {"allowed_token_ids": []}, "allowed_token_ids"),
@@ -124,12 +124,61 @@ def test_bad_json_is_a_400(body):
     assert error_of(body).status == 400
 
 
-@pytest.mark.parametrize("name", ["chat_template_kwargs", "documents"])
-def test_deep_nesting_is_refused_where_it_would_reach_templates(name):
+def test_deep_nesting_is_refused_where_it_would_reach_templates():
     deep: Any = 1
     for _ in range(MAX_NESTING + 1):
         deep = {"a": deep}
-    assert error_of(CHAT | {name: deep if name == "chat_template_kwargs" else [deep]}).param == name
+    assert error_of(CHAT | {"chat_template_kwargs": deep}).param == "chat_template_kwargs"
+    assert error_of(CHAT | {"documents": [deep]}).param == "documents.0"
+
+
+TOO_MANY = [
+    ("stop", ["a"] * 65, "64"), ("stop", "x" * 257, "256"), ("stop", ["x" * 257], "256"), ("stop_token_ids", [1] * 129, "128"), ("bad_words", ["a"] * 257, "256"),
+    ("bad_words", ["x" * 129], "128"), ("allowed_token_ids", [1] * (2**14 + 1), "16384"), ("logit_bias", {str(i): 1 for i in range(2**14 + 1)}, "16384"),
+    ("model", "x" * 257, "256"), ("repetition_penalty", 1001, "1000"), ("t_max_predict_ms", 1e10, "0"),
+]
+
+
+@pytest.mark.parametrize("cls,base", [(ChatCompletionRequest, CHAT), (CompletionRequest, TEXT)])
+@pytest.mark.parametrize("name,value,limit", TOO_MANY)
+def test_too_much_names_field_and_limit(cls, base, name, value, limit):
+    error = error_of(base | {name: value}, cls)
+    assert error.param.split(".")[0] == name and name in error.message and limit in error.message
+
+
+@pytest.mark.parametrize("data,param", [
+    ({"messages": CHAT["messages"] * 10_001}, "messages"), ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1001}]}, "messages.0.content"),
+    (CHAT | {"documents": [{}] * 1001}, "documents"), (CHAT | {"chat_template_kwargs": {str(i): 1 for i in range(65)}}, "chat_template_kwargs"),
+    (CHAT | {"chat_template_kwargs": {"a": "x" * 70_000}}, "chat_template_kwargs"), (CHAT | {"chat_template": "x" * (2**18 + 1)}, "chat_template"),
+    (CHAT | {str(i): 1 for i in range(300)}, None), ({"messages": [CHAT["messages"][0] | {str(i): 1 for i in range(300)}]}, "messages.0"),
+])
+def test_conversations_are_bounded(data, param):
+    assert error_of(data).param == param
+
+
+def bounded(schema: dict[str, Any], path: str, components: dict[str, Any]) -> list[str]:
+    """Where in `schema` a list, a text, a number or an object of any names has no maximum."""
+    if "$ref" in schema:
+        return bounded(components[schema["$ref"].rpartition("/")[2]], path, components)
+    wrong = [found for key in ("anyOf", "allOf") for i, one in enumerate(schema.get(key, [])) for found in bounded(one, path, components)]
+    kind = schema.get("type")
+    maxima = {"string": ("maxLength", "enum"), "array": ("maxItems",), "integer": ("maximum",), "number": ("maximum",)}
+    if kind in maxima and not any(name in schema for name in maxima[kind]):
+        wrong.append(path)
+    if kind == "object" and "properties" not in schema and "maxProperties" not in schema:
+        wrong.append(path)
+    for name, one in schema.get("properties", {}).items():
+        wrong += bounded(one, f"{path}.{name}", components)
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            wrong += bounded(schema[key], f"{path}.{key}", components)
+    return wrong
+
+
+@pytest.mark.parametrize("cls", [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
+def test_everything_in_a_request_has_a_maximum_in_the_openapi_document(cls):
+    (schema,), components = msgspec.json.schema_components([cls])
+    assert bounded(schema, cls.__name__, components) == []
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])

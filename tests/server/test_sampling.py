@@ -11,7 +11,7 @@ from engine.messages import SamplingParams
 from server.errors import BadRequest, ContextLengthExceeded
 from server.parsing import parse
 from server.protocol import ChatCompletionRequest, CompletionRequest
-from server.sampling import fit, read_sampling_defaults, to_sampling_params
+from server.sampling import MAX_BAD_WORD_TOKENS, check_max_tokens, fit, read_sampling_defaults, to_sampling_params
 from server.state import ModelInfo, known_token_ids
 
 MODEL = ModelInfo(max_model_len=100, vocab_size=512, eos_token_ids=[2, 0], sampling_defaults={}, max_logprobs=20, priorities=False)
@@ -20,9 +20,9 @@ MODEL = ModelInfo(max_model_len=100, vocab_size=512, eos_token_ids=[2, 0], sampl
 class Words:
     """Two ids a word: one for a leading space, one for the letters."""
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         assert not add_special_tokens
-        return [300 * text.startswith(" ") + len(text.strip()), 7]
+        return [[300 * text.startswith(" ") + len(text.strip()), 7] for text in texts]
 
 
 def chat(model: ModelInfo = MODEL, **fields) -> SamplingParams:
@@ -99,8 +99,7 @@ def test_where_the_defaults_come_from(tmp_path):
 
 REFUSED = [
     (chat, {"n": 2, "temperature": 0}, "n", "greedy"), (chat, {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "4"),
-    (chat, {"max_tokens": 101}, "max_tokens", "100"), (chat, {"max_completion_tokens": 101}, "max_completion_tokens", "100"),
-    (chat, {"max_tokens": 0}, "max_tokens", "1"), (text, {"max_tokens": 0}, "max_tokens", "echo"), (text, {"max_tokens": 101}, "max_tokens", "100"),
+    (chat, {"max_tokens": 0}, "max_tokens", "1"), (text, {"max_tokens": 0}, "max_tokens", "echo"),
     (chat, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "max_completion_tokens"),
     (chat, {"stop_token_ids": [512]}, "stop_token_ids", "512"), (chat, {"allowed_token_ids": [600]}, "allowed_token_ids", "512"),
     (chat, {"logit_bias": {"512": 1}}, "logit_bias", "512"), (chat, {"logit_bias": {"-1": 1}}, "logit_bias", "-1"), (chat, {"logit_bias": {"x": 1}}, "logit_bias", "ids"),
@@ -130,7 +129,46 @@ def test_echo_asks_for_logprobs_of_the_prompt():
     assert text(echo=True, logprobs=0, prompt_logprobs=2).prompt_logprobs == 2
     unlimited = ModelInfo(100, 512, [2], {}, -1, False)
     assert text(unlimited, echo=True, logprobs=-1, prompt_logprobs=2).prompt_logprobs == -1
-    assert text(echo=True, logprobs=1, max_tokens=0).max_tokens == 1  # the engine samples one token, which the answer leaves out
+    assert text(echo=True, logprobs=1, max_tokens=0).max_tokens == 0
+
+
+@pytest.mark.parametrize("cls,name", [(ChatCompletionRequest, "max_tokens"), (ChatCompletionRequest, "max_completion_tokens"), (CompletionRequest, "max_tokens")])
+def test_a_max_tokens_beyond_the_context_is_told_what_fits_now(cls, name):
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if cls is ChatCompletionRequest else {"prompt": "x"}
+    request, _ = parse(json.dumps(prompt | {name: 101}).encode(), cls)
+    with pytest.raises(BadRequest) as caught:
+        check_max_tokens(request, 60, MODEL)
+    assert caught.value.param == name and all(word in caught.value.message for word in (name, "101", "100", "60", "40"))
+    check_max_tokens(parse(json.dumps(prompt | {name: 100}).encode(), cls)[0], 60, MODEL)
+
+
+def test_ids_count_once_and_bias_is_clamped():
+    params = chat(stop_token_ids=[4, 4, 3, 4], allowed_token_ids=[7, 7], logit_bias={"5": 1000, "6": -101, "7": 2})
+    assert (params.stop_token_ids, params.allowed_token_ids, params.logit_bias) == ([4, 3], [7], {5: 100.0, 6: -100.0, 7: 2.0})
+
+
+def test_bad_words_are_bounded_in_all():
+    class Long(Words):
+        def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+            return [[i % 512] * (MAX_BAD_WORD_TOKENS // 4) for i, _ in enumerate(texts)]
+
+    def convert(words: list[str]) -> SamplingParams:
+        return to_sampling_params(parse(json.dumps({"prompt": "x", "bad_words": words}).encode(), CompletionRequest)[0], MODEL, Long())
+
+    assert len(convert(["a", "b"]).bad_words_ids) == 4
+    with pytest.raises(BadRequest) as caught:
+        convert(["a", "b", "c"])
+    assert caught.value.param == "bad_words" and str(MAX_BAD_WORD_TOKENS) in caught.value.message
+
+
+def test_a_bad_word_that_the_model_does_not_have_is_refused():
+    class Beyond(Words):
+        def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+            return [[512]] * len(texts)
+
+    with pytest.raises(BadRequest) as caught:
+        to_sampling_params(parse(b'{"prompt": "x", "bad_words": ["<extra>"]}', CompletionRequest)[0], MODEL, Beyond())
+    assert caught.value.param == "bad_words" and "512" in caught.value.message
 
 
 def test_fit_clips_to_the_context():
@@ -138,6 +176,7 @@ def test_fit_clips_to_the_context():
     assert fit(chat(max_tokens=10), 60, MODEL, "messages").max_tokens == 10
     clipped = fit(chat(max_tokens=80, min_tokens=70), 60, MODEL, "messages")
     assert (clipped.max_tokens, clipped.min_tokens) == (40, 40)
+    assert fit(text(echo=True, max_tokens=0), 100, MODEL, "prompt").max_tokens == 0  # nothing to sample: the prompt may fill the context
     assert fit(chat(), 99, MODEL, "messages").max_tokens == 1
 
 

@@ -1,10 +1,8 @@
 """The tokenizer against transformers, over every kind of tokenizer."""
 
-import asyncio
 import json
 import subprocess
 import sys
-import threading
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 
 from server.tokenizer import Tokenizer
-from tests.server.tokenizer_kinds import CHATML, KINDS, byte_level, llama2, llama3
+from tests.server.tokenizer_kinds import CHATML, KINDS, byte_level, llama3
 
 transformers = pytest.importorskip("transformers")
 
@@ -179,22 +177,3 @@ class TestSpacesBetweenSpecialTokens:
         assert tokenizer.decode(ids, False) == "[CLS] fox [SEP] [CLS] fox [SEP]"
         assert tokenizer.decode(ids, False, False) == "[CLS] fox [SEP][CLS] fox [SEP]"
         assert tokenizer.decode(ids, True, False) == "fox fox"
-
-
-def test_long_inputs_leave_the_event_loop(tmp_path):
-    tokenizer = Tokenizer.load(llama2(tmp_path / "m"), chat_template="{{ where() }}{{ messages[0].content }}")
-    threads = []
-
-    def where():
-        threads.append(threading.current_thread().name)
-        return ""
-
-    async def main():
-        for content in ("short", "long " * 2000):
-            text = await tokenizer.render_chat_async([{"role": "user", "content": content}], where=where)
-            assert text == content
-            assert await tokenizer.encode_async(text) == tokenizer.encode(text)
-
-    asyncio.run(main())
-    assert threads[0] == threading.current_thread().name
-    assert threads[1].startswith("tokenizer")

@@ -1,0 +1,42 @@
+"""Work whose cost grows with a request: on the event loop while it is small, in a thread when it would hold up everyone's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+SMALL = 2048  # bytes of input: about a millisecond at worst, as much as a few trips to a thread
+PER_TURN = 4 * SMALL  # bytes of small inputs in one turn of the event loop
+LARGE = 2**18  # bytes from which on work has threads of its own, so that all others wait for nothing that takes long
+SWITCH_INTERVAL = 0.001  # seconds that the loop waits for a thread to let go of the interpreter; Python's default is 5 ms
+
+
+class Threads:
+    """Belongs to one event loop. A size is in bytes of the request's body, or of as much work as that many of them make."""
+
+    def __init__(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="work")
+        self._pool_for_large = ThreadPoolExecutor(max_workers=2, thread_name_prefix="large-work")
+        self._spent = 0  # bytes of small inputs in this turn
+
+    def takes_long(self, size: int) -> bool:
+        return size >= SMALL or self._spent + size > PER_TURN
+
+    async def run(self, size: int, function: Callable[[], T]) -> T:
+        """The result of `function`. Work that has not begun when the caller is cancelled is dropped."""
+        loop = asyncio.get_running_loop()
+        if self.takes_long(size):
+            return await loop.run_in_executor(self._pool_for_large if size >= LARGE else self._pool, function)
+        if self._spent == 0:
+            loop.call_soon(self._next_turn)
+        self._spent += max(size, 1)
+        return function()
+
+    def _next_turn(self) -> None:
+        self._spent = 0

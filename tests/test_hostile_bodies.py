@@ -1,0 +1,238 @@
+"""Bodies made from the OpenAPI document, at and beyond every bound, sent to a real server with innocent streams beside them: none is changed, lost, or much slower.
+
+The suite sends a few dozen. Before a release: python -m pytest tests/test_hostile_bodies.py -m slow
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.hostile_bodies import CHAT, crowd, memory
+from server.bench.process import ServerProcess, free_port
+from server.protocol import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tests.server.conftest import poll
+
+PATHS = {"ChatCompletionRequest": CHAT, "CompletionRequest": "/v1/completions", "TokenizeRequest": "/tokenize", "DetokenizeRequest": "/detokenize"}
+STREAMS, TOKENS = 4, 64
+MAX_COMPUTED = 20_000  # characters or ids of prompts, times n: how much a caller may have computed is the scheduler's business, not that of bodies
+LONGEST = 70_000  # elements or characters of what is drawn
+ENGINE_MIB, SERVER_MIB = 1500, 700  # beyond what was there before; the warmer of an idle server alone takes 0.9 GiB of KV cache
+
+
+# ---- a strategy out of a schema
+
+
+def values(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrategy:
+    """What `schema` allows, at its bounds and around them."""
+    if "$ref" in schema:
+        return objects(components[schema["$ref"].rpartition("/")[2]], components)
+    if "anyOf" in schema:
+        return st.one_of([values(one, components) for one in schema["anyOf"]])
+    if "enum" in schema:
+        return st.sampled_from([*schema["enum"], "other"])
+    match schema.get("type"):
+        case "null":
+            return st.none()
+        case "boolean":
+            return st.booleans()
+        case "integer" | "number":
+            return numbers(schema)
+        case "string":
+            return texts(schema)
+        case "array":
+            return lists(schema, components)
+        case "object" if "properties" in schema:
+            return objects(schema, components)
+        case "object":
+            return mappings(schema, components)
+    return st.recursive(st.none() | st.integers(-5, 5) | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=5)
+
+
+def numbers(schema: dict[str, Any]) -> st.SearchStrategy:
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum", -1)), schema.get("maximum", 2**63)
+    edges = [low, low - 1, low + 1, high, high - 1, high + 1, 0, 1, 511, 2047, 2048, 10**20]
+    within = st.integers(int(max(low, -1000)), int(min(high, 1000))) if schema["type"] == "integer" else st.floats(float(max(low, -1e6)), float(min(high, 1e6)))
+    return within | within | st.sampled_from(edges)
+
+
+def around(limit: int) -> st.SearchStrategy:
+    """Lengths: mostly short ones."""
+    limit = min(limit, LONGEST)
+    return st.one_of(st.integers(0, 4), st.integers(0, 4), st.sampled_from([limit - 1, limit, limit + 1]), st.integers(0, limit))
+
+
+def texts(schema: dict[str, Any]) -> st.SearchStrategy:
+    units = st.sampled_from(["a", " ", "word ", "é", "\U0001f98a", "\u200d", "\\", '"', "<|im_end|>", "\n", "{{ x }}", "0", "7"]) | st.text(min_size=1, max_size=3)
+    return st.builds(lambda unit, count: (unit * (count // len(unit) + 1))[:count], units, around(schema.get("maxLength", 50)))
+
+
+def lists(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrategy:
+    """A few different elements, repeated up to the length."""
+    some = st.lists(values(schema["items"], components), min_size=1, max_size=3)
+    return st.builds(lambda items, count: (items * (count // len(items) + 1))[:count], some, around(schema.get("maxItems", 50)))
+
+
+def mappings(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrategy:
+    inner = schema.get("additionalProperties")
+    names = st.sampled_from(["{}", "5", "-{}", "self", "x{}", "messages", ""])
+    some = values(inner if isinstance(inner, dict) else {}, components)
+    return st.builds(lambda name, value, count: {name.format(i): value for i in range(count)}, names, some, around(schema.get("maxProperties", 50)))
+
+
+def objects(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrategy:
+    """Required fields, and up to four of the others; now and then one that nobody knows."""
+    fields = {name: values(one, components) for name, one in schema["properties"].items()}
+    required = schema.get("required", [])
+
+    @st.composite
+    def draw_object(draw) -> dict[str, Any]:
+        names = draw(st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True))
+        body = {name: draw(fields[name]) for name in dict.fromkeys([*required, *names])}
+        return body | {draw(st.text(max_size=300)): 1} if draw(st.integers(0, 20)) == 0 else body
+
+    return draw_object()
+
+
+def bodies() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+    types = [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
+    _, components = msgspec.json.schema_components(types)
+    return st.sampled_from(types).flatmap(lambda cls: st.tuples(st.just(cls.__name__), objects(components[cls.__name__], components)))
+
+
+# ---- the server, and the innocent
+
+
+class Innocents:
+    """Streams that come again and again while `running`; every one is to have its reference's text."""
+
+    def __init__(self, url: str):
+        self.url, self.times, self.errors, self.running = url, [], [], True
+        self.references = asyncio.run(self._round())
+
+    async def _round(self) -> list[str]:
+        async with httpx.AsyncClient(base_url=self.url, timeout=120, trust_env=False) as client:
+            streams, _ = await crowd(client, STREAMS, TOKENS)
+            self.times += [stream.duration for stream in streams]
+            return [stream.text for stream in streams]
+
+    def run(self) -> None:
+        while self.running:
+            try:
+                texts = asyncio.run(self._round())
+                if texts != self.references:
+                    self.errors.append(f"texts changed: {texts}")
+            except Exception as error:
+                self.errors.append(repr(error))
+
+    def median(self, seconds: float | None = None, work: Any = None) -> float:
+        """Of the streams' times while `work` runs, or for some seconds."""
+        self.times, self.running = [], True
+        thread = threading.Thread(target=self.run)
+        thread.start()
+        try:
+            time.sleep(seconds) if work is None else work()
+        finally:
+            self.running = False
+            thread.join()
+        assert not self.errors, self.errors[:3]
+        return statistics.median(self.times)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[tuple[str, psutil.Process]]:
+    port = free_port()
+    command = [sys.executable, "-c", "import quire; quire.main()", "serve", "--port", str(port), "--deterministic", "--num-threads", "1", "--log-level", "error"]
+    with ServerProcess(command, port) as server:
+        address = f"http://127.0.0.1:{port}"
+        poll(lambda: server.process.poll() is not None or _is_up(address), 180)
+        yield address, psutil.Process(server.process.pid)
+        server.log.seek(0)
+        assert not re.search(rb"Traceback.*", server.log.read()), "the server's log has a traceback"
+
+
+def _is_up(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _calm(fields: dict[str, Any]) -> dict[str, Any]:
+    """Asks for few tokens, and of what is within the bounds for few prompts."""
+    fields = {name: value for name, value in fields.items() if name not in ("min_tokens", "max_completion_tokens")} | {"max_tokens": 2}
+    prompt = fields.get("prompt", "")
+    size = sum(len(one) if isinstance(one, (str, list)) else 1 for one in prompt)
+    if isinstance(prompt, list) and len(prompt) <= MAX_PROMPTS and size > MAX_COMPUTED:
+        fields["prompt"] = prompt[:max(1, len(prompt) * MAX_COMPUTED // size)]
+    if isinstance(fields.get("n"), int) and 8 < fields["n"] <= 128:
+        fields["n"] = 8
+    return fields
+
+
+def send_generated(url: str, number: int) -> list[str]:
+    """What was wrong with the answers."""
+    wrong: list[str] = []
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+
+        @settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(bodies())
+        def send(drawn: tuple[str, dict[str, Any]]) -> None:
+            name, fields = drawn
+            path = PATHS[name]
+            if path.startswith("/v1"):
+                fields = _calm(fields)
+            try:
+                answer = client.post(path, content=msgspec.json.encode(fields), headers={"content-type": "application/json"})
+            except httpx.TransportError as error:
+                if len(msgspec.json.encode(fields)) < 2**21:  # a larger one may be refused before it was read
+                    wrong.append(f"{path} {error!r} {str(fields)[:300]}")
+                return
+            event(str(answer.status_code))
+            if answer.status_code not in (200, 400, 404, 413, 503) or "internal_error" in answer.text or "engine_error" in answer.text:
+                wrong.append(f"{path} {answer.status_code} {answer.text[:300]} {str(fields)[:300]}")
+
+        send()
+    return wrong
+
+
+def check(url: tuple[str, psutil.Process], number: int, threads: int) -> None:
+    address, process = url
+    innocents = Innocents(address)
+    before = memory(process)
+    alone = innocents.median(seconds=3.0)
+    wrong: list[str] = []
+
+    def hostile() -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            for found in pool.map(lambda _: send_generated(address, number // threads), range(threads)):
+                wrong.extend(found)
+
+    beside = innocents.median(work=hostile)
+    assert not wrong, wrong[:5]
+    assert beside < 3 * alone + 1.0, f"a stream took {beside:.2f} s beside the hostile bodies and {alone:.2f} s alone"
+    after = memory(process)
+    assert after[0] - before[0] < SERVER_MIB and after[1] - before[1] < ENGINE_MIB, (before, after)
+
+
+def test_some_generated_bodies_hurt_nobody(url):
+    check(url, 32, 2)
+
+
+@pytest.mark.slow
+def test_two_thousand_generated_bodies_hurt_nobody(url):
+    check(url, 2000, 2)
