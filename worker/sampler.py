@@ -60,7 +60,7 @@ class SamplingRows:
         self.floats = torch.zeros(3, max_num_reqs, dtype=torch.float64)  # temperature, 0 where a row is greedy; top_p, min_p
         self.ints = torch.zeros(2, max_num_reqs, dtype=torch.int64)  # top_k or 0, state of the seed
         self._floats, self._ints = self.floats.numpy(), self.ints.numpy()  # the same memory
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # what `tables` gave; None when that is out of date
+        self._tables: tuple[torch.Tensor, ...] | None = None  # what `tables` gave; None when that is out of date
 
     def add(self, row: int, new: NewRequest) -> None:
         sampling = new.sampling
@@ -87,18 +87,18 @@ class SamplingRows:
         self.top_p.discard(row)
         self.min_p.discard(row)
 
-    def any_filter(self) -> bool:
-        return bool(self.top_k or self.top_p or self.min_p)
+    def any_filter(self, rows: list[int]) -> bool:
+        """Whether one of `rows` has a top_k, top_p or min_p."""
+        return any(filtering and not filtering.isdisjoint(rows) for filtering in (self.top_k.keys(), self.top_p, self.min_p))
 
-    def filters(self, row: int) -> bool:
-        """Whether `row` has a top_k, top_p or min_p."""
-        return row in self.top_k or row in self.top_p or row in self.min_p
-
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(temperature float32, 0 where a row is greedy; the seed's state int64), each `[max_num_reqs]` on the device. Sent only after a change."""
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """What the fused sampler reads, each `[max_num_reqs]` on the device: temperature float32, 0 where a row is greedy; the seed's state
+        int64; top_k int64, 0: off; top_p float64, 1: off; min_p float32. Sent only after a change.
+        """
         if self._tables is None:
-            floats, states = self.platform.to_device(np.stack([self._floats[0].view(np.int64), self._ints[1]]))
-            self._tables = floats.view(torch.float64).float(), states
+            sent = self.platform.to_device(np.concatenate([self._floats.view(np.int64), self._ints]))
+            temperature, top_p, min_p = sent[:3].view(torch.float64)
+            self._tables = temperature.float(), sent[4], sent[3], top_p, min_p.float()
         return self._tables
 
     def gather(self, rows: list[int], positions: torch.Tensor) -> RandomRows:
@@ -141,18 +141,17 @@ class Sampler:
         params, rows = self.params, batch.rows
         if KERNELS.serve(logits.device):
             return cpu_ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
-        if self.fused:  # all rows at once; those with filters are then done over
-            values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *params.tables())
-            others = [i for i, row in enumerate(rows) if params.filters(row)] if params.any_filter() else []
-        elif not params.random or params.random.isdisjoint(rows):
+        if self.fused:
+            tables = params.tables()
+            values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *(tables if params.any_filter(rows) else tables[:2]))
+            return torch.where(values.isfinite(), token_ids, -1)
+        if not params.random or params.random.isdisjoint(rows):
             values, token_ids = sampling_math.best(logits)
-            others = []
-        else:
-            values, token_ids = torch.empty(len(rows), device=logits.device), torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-            others = range(len(rows))
+            return torch.where(values.isfinite(), token_ids, -1)
+        values, token_ids = torch.empty(len(rows), device=logits.device), torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         groups: dict[tuple[bool, bool, bool], list[int]] = {}  # batch indices by (random, has top_k, has top_p): each takes the way that is cheapest for it
-        for i in others:
-            groups.setdefault((rows[i] in params.random, rows[i] in params.top_k, rows[i] in params.top_p), []).append(i)
+        for i, row in enumerate(rows):
+            groups.setdefault((row in params.random, row in params.top_k, row in params.top_p), []).append(i)
         for (random, *_), which in groups.items():
             where = self._indices(which, batch)
             if random:
