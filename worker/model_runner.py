@@ -131,6 +131,11 @@ class ModelRunner:
         """From now on replay recorded forward passes where every request has one token. `record` is for tests without a GPU."""
         self.forward = CudaGraphs(self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record)
 
+    @torch.inference_mode()
+    def work_idle(self) -> bool:
+        """Do a piece of what was put off until no request is there: record a graph. Whether more is left."""
+        return isinstance(self.forward, CudaGraphs) and self.forward.record_next()
+
     def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states `[T, H]` of the step's tokens, or those that are wanted, behind this stage's layers."""
         self.backend.build(batch.attn)

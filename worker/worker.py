@@ -90,6 +90,7 @@ class Worker:
         self.runner = _make_runner(model, spec, platform, limits, num_blocks, ready.max_model_len, stage, config.parallel.debug_check_ranks)
         if memory.uses_graphs(config, limits, platform):
             self.runner.use_graphs(ready.max_model_len)
+            ready = msgspec.structs.replace(ready, works_idle=True)
         if platform.device.type == "cpu":
             self.warmer = kv_cache.Warmer(kv_cache.attention_layers(model))
         progress("allocating KV cache", 1.0)
@@ -107,6 +108,11 @@ class Worker:
             return self.runner.execute(step)
         finally:
             self.warmer.rest()
+
+    def work_idle(self) -> bool:
+        """Do a piece of what was put off until no step is in flight, some tenths of a second at most. Whether more is left."""
+        assert self.runner is not None, "initialize first"
+        return self.runner.work_idle()
 
     def shutdown(self) -> None:
         """Give the memory back and leave the process groups. Idempotent."""
