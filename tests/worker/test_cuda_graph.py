@@ -1,5 +1,6 @@
 """Padded replay of decode steps. A recorder that runs the function again stands in for CUDA's, so that the padding and the dispatch are tested without a GPU."""
 
+import itertools
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -106,7 +107,7 @@ def test_a_busy_server_records_seldom(checkpoint):
     engine.generate([[9 + i] * (1 + 3 * i) for i in range(5)],
                     [SamplingParams(max_tokens=sum(request), temperature=0.0, ignore_eos=True) for request in requests])
     assert runner.forward._num_steps > 256 and 2 <= len(at) <= 3 and at[0] >= 8
-    assert all(later - earlier >= 128 for earlier, later in zip(at, at[1:])), at
+    assert all(later - earlier >= 128 for earlier, later in itertools.pairwise(at)), at
     engine.close()
 
 
