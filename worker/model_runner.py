@@ -16,7 +16,7 @@ from worker.logprobs import Entries, PromptLogprobs, prompt_messages
 from worker.messages import StepInput, StepOutput, TokenLogprobs
 from worker.parallel import tp
 from worker.pipeline import SingleStage
-from worker.platform import Event, Platform
+from worker.platform import Event, Platform, is_out_of_memory
 from worker.request_table import RequestTable
 from worker.sampler import RowLogprobs, Sampled, Sampler
 from worker.split_step import Failed, Output, SplitOutput, halves
@@ -81,8 +81,8 @@ class ModelRunner:
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend)
         try:
             return self._run(batch)
-        except torch.OutOfMemoryError as error:
-            if not self.alone:
+        except RuntimeError as error:
+            if not self.alone or not is_out_of_memory(error):
                 raise
             logger.warning("step %d needs more memory than there is, and is cut in two: %s", step.step, error)
         return self._run_halves(step)  # out here, where nothing refers to the failed attempt's tensors any more

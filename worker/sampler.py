@@ -24,6 +24,7 @@ from worker.request_table import RequestTable
 from worker.sampling_math import RandomRows
 
 _MIN_TEMPERATURE = 1e-5  # below, the softmax has one token in any case: greedy
+_LOGPROBS_ELEMENTS = 1 << 24  # logits whose log-probabilities are computed at once, which takes a few copies of them
 _CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24  # logits sampled at once: per thread, to stay in its cache; of a share of a GPU's memory
 
 
@@ -127,11 +128,14 @@ class Sampler:
         """One token for each row of logits `[S, V]` float32, which are overwritten."""
         wanted = self.logprobs.wanted(batch)
         active = [processor for processor in self.processors if processor.needed(batch)]
-        raw = {key: logits[self._indices(which, batch)].clone() for key, which in wanted.items() if not key[0]} if active and wanted else {}
+        raw = {key: self._copy(logits, which, batch) for key, which in wanted.items() if not key[0]} if active else {}
         for processor in active:
             processor.apply(logits, batch)
         token_ids = self._choose(logits, batch)
-        return Sampled(token_ids, [self._row_logprobs(key, which, raw.get(key), logits, token_ids, batch) for key, which in wanted.items()])
+        size = max(1, _LOGPROBS_ELEMENTS // logits.shape[1])
+        return Sampled(token_ids, [
+            self._row_logprobs(key, which[i : i + size], raw[key][i : i + size] if key in raw else None, logits, token_ids, batch)
+            for key, which in wanted.items() for i in range(0, len(which), size)])
 
     def only_largest(self, batch: SamplingBatch) -> bool:
         """Whether all that is wanted of a step's logits is the largest of each row."""
@@ -163,6 +167,10 @@ class Sampler:
     def _indices(self, which: list[int], batch: SamplingBatch) -> torch.Tensor | slice:
         """`which` as an index of the batch's tensors."""
         return slice(None) if len(which) == len(batch.rows) else self.platform.to_device(np.array(which, dtype=np.int64))
+
+    def _copy(self, logits: torch.Tensor, which: list[int], batch: SamplingBatch) -> torch.Tensor:
+        where = self._indices(which, batch)
+        return logits.clone() if isinstance(where, slice) else logits[where]
 
     def _pick(self, logits: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
         size = max(1, self._elements // logits.shape[1])

@@ -15,7 +15,7 @@ from worker.split_step import halves
 SETTINGS = dict(block_size=4, num_gpu_blocks_override=200, max_num_batched_tokens=48, max_num_seqs=8, max_model_len="200")
 
 
-def limit_tokens(engine: InProcessEngine, limit: int) -> list[int]:
+def limit_tokens(engine: InProcessEngine, limit: int, error: RuntimeError | None = None) -> list[int]:
     """From now on a forward pass over more than `limit` tokens is out of memory, after it has computed its first layer. Returns the sizes tried."""
     runner, tried = engine.executor._worker.runner, []
     forward = runner.forward
@@ -24,7 +24,7 @@ def limit_tokens(engine: InProcessEngine, limit: int) -> list[int]:
         tried.append(len(batch.input_ids))
         hidden = forward(batch)
         if len(batch.input_ids) > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error or torch.OutOfMemoryError("CUDA out of memory")
         return hidden
 
     runner.forward = limited
@@ -86,3 +86,28 @@ def test_halves_are_the_whole_in_order(scheduled, data):
     assert tokens(first.step, first.positions) + tokens(second.step, second.positions) == [(i, rows[i], computed[i] + k) for i in range(len(rows)) for k in range(scheduled[i])]
     assert [part.positions[i] for part in parts for i in part.step.samples] == samples
     assert min(sum(part.step.num_scheduled) for part in parts) >= 1
+
+
+@pytest.mark.parametrize("message", [
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"])
+def test_other_signs_of_too_little_memory(checkpoint, message):
+    """A library's workspace, or pinned memory: RuntimeErrors, which the step survives in parts too."""
+    results = []
+    for limit in (10**6, 7):
+        engine = InProcessEngine(checkpoint("qwen3"), **SETTINGS)
+        limit_tokens(engine, limit, RuntimeError(message))
+        results.append([result.token_ids for result in engine.generate(*requests())])
+        engine.close()
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("message", ["CUDA error: an illegal memory access was encountered",
+                                     "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"])
+def test_what_is_no_lack_of_memory_is_not_tried_again(checkpoint, message):
+    engine = InProcessEngine(checkpoint("qwen3"), **SETTINGS)
+    tried = limit_tokens(engine, 7, RuntimeError(message))
+    with pytest.raises(RuntimeError, match=message):
+        engine.generate(*requests())
+    assert len(tried) == 1
+    engine.close()

@@ -11,7 +11,7 @@ from torch import nn
 
 from worker.huge_pages import Workspace
 from worker.kernels.screen import Screen
-from worker.layers.linear import PLAIN, Linear, LinearMethod, Part, empty_parameter
+from worker.layers.linear import PLAIN, Linear, LinearMethod, Part, PlainLinear, empty_parameter
 from worker.layers.packed import PackedMethod
 from worker.parallel import tp
 
@@ -80,7 +80,10 @@ class ParallelLMHead(Linear):
                 embedding.weight, embedding.lookup = None, self.method.rows
 
     def forward(self, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        logits = self.group.all_gather(self.method.apply_float32(self, x, workspace))
+        if self.group.size > 1 and isinstance(self.method, PlainLinear):  # whose products have x's type: half the bytes to exchange
+            logits = self.group.all_gather(self.method.apply(self, x)).float()
+        else:
+            logits = self.group.all_gather(self.method.apply_float32(self, x, workspace))
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
