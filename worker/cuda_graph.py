@@ -102,8 +102,8 @@ class CudaGraphs:
         try:
             return self._record(size)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            if tp().size > 1:
-                raise  # the other ranks now wait for this one
+            if tp().size > 1:  # the other ranks now wait for this one, and nothing says for what
+                raise RuntimeError(f"no CUDA graph for {size} requests on rank {tp().rank}") from error
             logger.warning("no CUDA graph for %d requests, these steps run eagerly: %s: %s", size, type(error).__name__, error)
             return None
 

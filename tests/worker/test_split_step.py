@@ -7,9 +7,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.hf_config import read_model_spec
 from engine.messages import SamplingParams
 from tests.in_process import InProcessEngine
-from worker.messages import StepInput
+from tests.worker.ranks import run_ranks, thread_groups
+from tests.worker.steps import Script
+from worker import kv_cache
+from worker.attention.cpu_paged import CpuPagedAttention
+from worker.kernels.native import KERNELS
+from worker.loader import load_weights
+from worker.messages import StepInput, StepOutput
+from worker.model_runner import ModelRunner
+from worker.models import build_model
+from worker.parallel import use_groups
+from worker.platform import CpuPlatform
+from worker.request_table import RequestTable
 from worker.split_step import halves
 
 SETTINGS = dict(block_size=4, num_gpu_blocks_override=200, max_num_batched_tokens=48, max_num_seqs=8, max_model_len="200")
@@ -111,3 +123,86 @@ def test_what_is_no_lack_of_memory_is_not_tried_again(checkpoint, message):
         engine.generate(*requests())
     assert len(tried) == 1
     engine.close()
+
+
+def ranks_of(folder: str, size: int) -> list[ModelRunner]:
+    """Runners that share a model over `size` ranks, each for a thread of its own."""
+    spec, runners = read_model_spec(folder), []
+    for group in thread_groups(size):
+        with use_groups(tp=group):
+            model = build_model(spec, torch.float32, torch.device("cpu"))
+            load_weights(model, spec, folder, "auto", seed=0)
+            kv_cache.allocate(kv_cache.attention_layers(model), 60, 4, torch.float32, torch.device("cpu"))
+            table = RequestTable(4, 60, 4, spec.vocab_size, torch.device("cpu"))
+            runners.append(ModelRunner(model, table, CpuPagedAttention(), CpuPlatform(), 48))
+    return runners
+
+
+@pytest.mark.parametrize("where", ["embedding", "first layer", "last layer", "head"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_fail_a_step_together(checkpoint, monkeypatch, where, failing):
+    """One of two ranks runs out of memory somewhere in a step: on both its requests fail, that of an unfinished prompt too, and the next step is as if nothing had been."""
+    monkeypatch.setattr(KERNELS, "lib", None)
+    runners = ranks_of(checkpoint("qwen3"), 2)
+    model = runners[failing].model
+    module = {"embedding": model.model.embed_tokens, "first layer": model.model.layers["0"].mlp, "last layer": model.model.layers["2"].self_attn, "head": model.lm_head}[where]
+
+    def play(fails: bool) -> list[list[StepOutput]]:
+        script, outputs = Script(4), []
+        for row in range(3):
+            script.add(row, [7 + row + i for i in range(9)])
+        for number, scheduled in enumerate([{0: 9}, {0: 1, 1: 9, 2: 5}, {0: 1, 1: 1}]):
+            step = script.step(scheduled)
+
+            def run(rank):
+                if not (fails and rank == failing and number == 1):
+                    return runners[rank].execute(step).result()
+                with monkeypatch.context() as patch:
+                    patch.setattr(module, "forward", out_of_memory)
+                    return runners[rank].execute(step).result()
+
+            outputs.append(run_ranks(run, 2))
+            script.receive(step, outputs[-1][0])
+            for row in ([0, 1] if number == 1 else []):  # those that have failed come back as new ones would
+                if fails:
+                    script.preempt(row)
+                    script.rows[row].outputs = list(want_outputs[row])
+                else:
+                    want_outputs[row] = list(script.rows[row].outputs)
+                    script.preempt(row)
+            if number == 1:
+                again = script.step({0: 9 + len(script.rows[0].outputs), 1: 9 + len(script.rows[1].outputs)})
+                outputs.append(run_ranks(lambda rank: runners[rank].execute(again).result(), 2))
+                script.receive(again, outputs[-1][0])
+        return outputs
+
+    def out_of_memory(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    want_outputs: dict[int, list[int]] = {}
+    want, got = play(False), play(True)
+    for rank in (0, 1):
+        if where == "head" and rank != failing:  # keys and values are all right; whoever sampled fails
+            assert set(got[1][rank].errors) == {0, 1} and got[1][rank].token_ids == [[], []]
+        else:
+            assert all("out of memory" in got[1][rank].errors[i] for i in range(3)), got[1][rank]
+        assert [output[rank].token_ids for output in got[2:]] == [output[rank].token_ids for output in want[2:]]
+
+
+def test_ranks_that_may_have_sampled_differently_do_not_go_on(checkpoint, monkeypatch):
+    """Behind the exchange of logits the other rank cannot be told any more."""
+    monkeypatch.setattr(KERNELS, "lib", None)
+    runners = ranks_of(checkpoint("qwen3"), 2)
+    script = Script(4)
+    script.add(0, [5, 6, 7])
+    step = script.step({0: 3})
+    monkeypatch.setattr(runners[1].sampler, "sample", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+
+    def run(rank):
+        try:
+            return runners[rank].execute(step).result()
+        except torch.OutOfMemoryError as error:
+            return error
+
+    fine, failed = run_ranks(run, 2)
+    assert not fine.errors and isinstance(failed, torch.OutOfMemoryError)

@@ -86,6 +86,12 @@ class ParallelLMHead(Linear):
             logits = self.group.all_gather(self.method.apply_float32(self, x, workspace))
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
 
+    def abstain(self, num_rows: int) -> None:
+        """Take part in the ranks' `forward` of `num_rows` with NaN instead of logits."""
+        dtype = self.weight.dtype if isinstance(self.method, PlainLinear) else torch.float32
+        device = next(tensor for tensor in (*self.parameters(), *self.buffers())).device
+        self.group.all_gather(torch.full((num_rows, self.out_features), float("nan"), dtype=dtype, device=device))
+
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """The first of the largest logits of each row, int64 `[S]`, where they are found faster than by computing all; else None."""
         return self.screen.largest(x) if self.screen else None
