@@ -138,55 +138,64 @@ def ranks_of(folder: str, size: int) -> list[ModelRunner]:
     return runners
 
 
+class Ranks:
+    """Runs steps on the ranks of `folder`'s model; `failing` is out of memory in `where` while it runs the step that is told to fail."""
+
+    def __init__(self, folder: str, failing: int, where: str, monkeypatch: pytest.MonkeyPatch):
+        self.runners, self.failing, self.monkeypatch = ranks_of(folder, 2), failing, monkeypatch
+        model = self.runners[failing].model
+        self.module = {"embedding": model.model.embed_tokens, "first layer": model.model.layers["0"].mlp,
+                       "last layer": model.model.layers["2"].self_attn, "head": model.lm_head}[where]
+
+    def run(self, step: StepInput, fails: bool = False) -> list[StepOutput]:
+        """Each rank's output."""
+
+        def out_of_memory(*args):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with self.monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(self.module, "forward", out_of_memory)
+            return run_ranks(lambda rank: self.runners[rank].execute(step).result(), 2)
+
+
 @pytest.mark.parametrize("where", ["embedding", "first layer", "last layer", "head"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_ranks_fail_a_step_together(checkpoint, monkeypatch, where, failing):
-    """One of two ranks runs out of memory somewhere in a step: on both its requests fail, that of an unfinished prompt too, and the next step is as if nothing had been."""
+    """One of two ranks runs out of memory somewhere in a step: on both its requests fail, that of an unfinished prompt
+    too, and the next step is as if nothing had been.
+    """
     monkeypatch.setattr(KERNELS, "lib", None)
-    runners = ranks_of(checkpoint("qwen3"), 2)
-    model = runners[failing].model
-    module = {"embedding": model.model.embed_tokens, "first layer": model.model.layers["0"].mlp, "last layer": model.model.layers["2"].self_attn, "head": model.lm_head}[where]
+    ranks = Ranks(checkpoint("qwen3"), failing, where, monkeypatch)
+    prompts = [[7 + row + i for i in range(9)] for row in range(3)]
 
     def play(fails: bool) -> list[list[StepOutput]]:
         script, outputs = Script(4), []
-        for row in range(3):
-            script.add(row, [7 + row + i for i in range(9)])
-        for number, scheduled in enumerate([{0: 9}, {0: 1, 1: 9, 2: 5}, {0: 1, 1: 1}]):
+
+        def run(scheduled: dict[int, int], fails: bool = False) -> None:
             step = script.step(scheduled)
-
-            def run(rank):
-                if not (fails and rank == failing and number == 1):
-                    return runners[rank].execute(step).result()
-                with monkeypatch.context() as patch:
-                    patch.setattr(module, "forward", out_of_memory)
-                    return runners[rank].execute(step).result()
-
-            outputs.append(run_ranks(run, 2))
+            outputs.append(ranks.run(step, fails))
             script.receive(step, outputs[-1][0])
-            for row in ([0, 1] if number == 1 else []):  # those that have failed come back as new ones would
-                if fails:
-                    script.preempt(row)
-                    script.rows[row].outputs = list(want_outputs[row])
-                else:
-                    want_outputs[row] = list(script.rows[row].outputs)
-                    script.preempt(row)
-            if number == 1:
-                again = script.step({0: 9 + len(script.rows[0].outputs), 1: 9 + len(script.rows[1].outputs)})
-                outputs.append(run_ranks(lambda rank: runners[rank].execute(again).result(), 2))
-                script.receive(again, outputs[-1][0])
+
+        for row, prompt in enumerate(prompts):
+            script.add(row, prompt)
+        run({0: 9})
+        run({0: 1, 1: 9, 2: 5}, fails)
+        for row in (0, 1):  # whoever has failed, or not, makes room for a new request
+            script.add(row, prompts[row])
+        run({0: 9, 1: 9})
+        run({0: 1, 1: 1})
         return outputs
 
-    def out_of_memory(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    want_outputs: dict[int, list[int]] = {}
     want, got = play(False), play(True)
     for rank in (0, 1):
+        assert not want[1][rank].errors
         if where == "head" and rank != failing:  # keys and values are all right; whoever sampled fails
             assert set(got[1][rank].errors) == {0, 1} and got[1][rank].token_ids == [[], []]
         else:
             assert all("out of memory" in got[1][rank].errors[i] for i in range(3)), got[1][rank]
-        assert [output[rank].token_ids for output in got[2:]] == [output[rank].token_ids for output in want[2:]]
+        for after, before in zip(got[2:], want[2:]):
+            assert after[rank].token_ids == before[rank].token_ids and not after[rank].errors
 
 
 def test_ranks_that_may_have_sampled_differently_do_not_go_on(checkpoint, monkeypatch):
