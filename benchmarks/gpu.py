@@ -39,7 +39,12 @@ SAMPLED = {  # ways to sample, beside the random one without filters of the othe
     "top_p 0.95": {"top_p": 0.95},
     "temperature 2, top_p 0.99": {"temperature": 2.0, "top_p": 0.99},
     "min_p 0.05": {"min_p": 0.05},
-    "min_tokens, bias, bad words": {"min_tokens": 500, "stop_token_ids": [301, 302], "logit_bias": {303: 1.0}, "bad_words_ids": [[304, 305], [306]]},
+    "min_tokens, bias, bad words": {
+        "min_tokens": 500,
+        "stop_token_ids": [301, 302],
+        "logit_bias": {303: 1.0},
+        "bad_words_ids": [[304, 305], [306]],
+    },
     "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
     "logprobs 20": {"logprobs": 20},
 }
@@ -214,7 +219,13 @@ class Measurement:
         with torch.inference_mode():
             self.note(ramp=self.ramp(engine))
             recordings = engine.work_idle()
-            self.note(recordings={"number": len(recordings), "seconds": sum(recordings), "longest": max(recordings, default=0.0)})
+            self.note(
+                recordings={
+                    "number": len(recordings),
+                    "seconds": sum(recordings),
+                    "longest": max(recordings, default=0.0),
+                }
+            )
             for batch in self.batches:
                 if batch > engine.ready.max_num_seqs or batch * (self.context + 512) > engine.ready.num_blocks * engine.ready.block_size:
                     print(f"batch {batch} does not fit")
@@ -236,7 +247,9 @@ class Measurement:
         engine.executor.shutdown()
 
     def ramp(self, engine: Engine) -> dict[str, Any]:
-        """Requests arrive at an engine without graphs every other step: what those that run wait for a token, in milliseconds, prompts and recordings included."""
+        """Requests arrive at an engine without graphs every other step: what those that run wait for a token, in
+        milliseconds, prompts and recordings included.
+        """
         rng, times = random.Random(0), []
         for i in range(2 * (RAMP if self.gpu else 4)):
             if i % 2 == 0:

@@ -3,9 +3,9 @@
 Eager steps and graphs read the same `InputBuffers`; a replay only fills the padding. Padding rows are requests of one token in the null block, so they
 touch nothing that anybody reads.
 
-Sizes are recorded while no request is there, one at a time, the largest first, since the others then find room in its memory. A server
-that is never idle records a size that has come up often, and then none for many steps: a recording takes as long as a few eager steps,
-which is what a running request may wait for it.
+Sizes are recorded while no request is there, one at a time, the largest first, since the others then find room in its
+memory. A server that is never idle records a size that has come up often, and then none for many steps: a recording
+takes as long as a few eager steps, which is what a running request may wait for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _STEPS_BETWEEN = 128  # from one recording among steps to the next
 
 
 def padded_sizes(max_num_seqs: int, largest: int = 1024) -> list[int]:
-    """1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512 and of 64 above: padding costs at most an eighth of a large step."""
+    """1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512 and of 64 above: padding costs at most an
+    eighth of a large step.
+    """
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, largest + 1, 64)]
     return [size for size in sizes if size < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= largest else [])
 
@@ -49,7 +51,7 @@ class CudaGraphs:
         self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
         self.record = record or _CudaRecorder()
         self._seen: Counter[int] = Counter()
-        self._num_steps, self._may_record_at = 0, 0  # counted in steps, not seconds, so that all ranks record in the same step
+        self._num_steps = self._may_record_at = 0  # in steps, not seconds: all ranks must record in the same step
         self._graphs: dict[int, tuple[Replay, torch.Tensor] | None] = {}  # padded size -> (replay, hidden states [size, H] that it overwrites); None: runs eagerly
 
     def __call__(self, batch: InputBatch) -> torch.Tensor:
@@ -71,7 +73,7 @@ class CudaGraphs:
         return hidden[:num_reqs]
 
     def record_next(self) -> bool:
-        """Record the largest size that is not yet. Only while no step runs: the buffers change. Whether more are left."""
+        """Record the largest size that is not yet. Only while no step runs: the buffers change. Says if more are left."""
         missing = [size for size in self.sizes if size not in self._graphs]
         if missing:
             self._pad(0, missing[-1])
@@ -124,8 +126,9 @@ class CudaGraphs:
 class _CudaRecorder:
     """Capture with torch, after a run that lets kernels compile and libraries allocate their workspaces, on the stream that then records.
 
-    Errors are this thread's only: meanwhile others wait for events (the engine for a step's result, NCCL's watchdog), which the stricter mode forbids.
-    Without `torch.cuda.graph`, which waits for the device and gives all unused memory back to it: the next steps would ask for it anew.
+    Errors are this thread's only: meanwhile others wait for events (the engine for a step's result, NCCL's watchdog),
+    which the stricter mode forbids. Without `torch.cuda.graph`, which waits for the device and gives all unused memory
+    back to it: the next steps would ask for it anew.
     """
 
     def __init__(self) -> None:

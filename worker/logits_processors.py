@@ -1,8 +1,9 @@
 """What changes a row's logits before sampling: a list of row states, each with the rows that use it, each one file-local rule.
 
-They run in the order of `logits_processors()`: masks, then bias, then penalties; an excluded token is -inf and stays so. A step in which no sampling
-row uses a processor does not call it. A processor changes all its rows at once: what they have in common is put together when the rows of the batch
-change, and kept while they stay the same, so that a step takes a few launches however many rows there are.
+They run in the order of `logits_processors()`: masks, then bias, then penalties; an excluded token is -inf and stays
+so. A step in which no sampling row uses a processor does not call it. A processor changes all its rows at once: what
+they have in common is put together when the rows of the batch change, and kept while they stay the same, so that a step
+takes a few launches however many rows there are.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ class BadWords(LogitsProcessor):
         differs = self.table.token_table.view(-1)[start + position.clamp(min=0)] != words.before
         differs |= position < 0  # a sequence longer than the context cannot have begun
         misses = torch.zeros_like(words.ends).scatter_add_(0, words.word, differs.long())
-        hits = torch.zeros_like(words.last).scatter_add_(0, words.ends, (misses == 0).long())  # several may end in one token
+        # Several may end in one token.
+        hits = torch.zeros_like(words.last).scatter_add_(0, words.ends, (misses == 0).long())
         flat.scatter_(0, elements, flat.index_select(0, elements).masked_fill_(hits > 0, _EXCLUDED))
 
 

@@ -71,7 +71,8 @@ class ModelRunner:
         self.model, self.table, self.backend, self.platform = model, table, backend, platform
         self.stage = stage or SingleStage()
         self.group = tp()
-        self.alone = self.group.size == 1 and self.stage.first and self.stage.last  # ranks that work together cannot each cut a step as they like
+        # Ranks that work together cannot each cut a step as they like.
+        self.alone = self.group.size == 1 and self.stage.first and self.stage.last
         self._reached = _FORWARD
         self.buffers = InputBuffers(table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device)
         self.sampler = sampler or Sampler(table, platform)
@@ -91,24 +92,29 @@ class ModelRunner:
         except RuntimeError as error:
             if not is_out_of_memory(error) or not (self.alone or self._can_abandon(step)):
                 raise
-            logger.warning("step %d needs more memory than there is, and %s: %s", step.step, "is cut in two" if self.alone else "its requests fail", error)
+            what = "is cut in two" if self.alone else "its requests fail"
+            logger.warning("step %d needs more memory than there is, and %s: %s", step.step, what, error)
         # Out here nothing refers to the failed attempt's tensors any more.
         return self._run_halves(step) if self.alone else self._abandon(batch, self.group.num_exchanges - before)
 
     def _can_abandon(self, step: StepInput) -> bool:
-        """Whether the other ranks' part of the step can be brought to an end without this rank's, so that they learn of it: not
-        once they may have sampled, nor where they exchange more than is known here (a pipeline, prompt logprobs, --debug-check-ranks).
+        """Whether the other ranks' part of the step can be brought to an end without this rank's, so that they learn of
+        it: not once they may have sampled, nor where they exchange more than is known here (a pipeline, prompt
+        logprobs, --debug-check-ranks).
         """
-        known = self.stage.first and self.stage.last and type(self.sampler) is Sampler and not self.prompt_logprobs.concern(step)
-        return known and self._reached < _SAMPLING
+        known = self.stage.first and self.stage.last and type(self.sampler) is Sampler
+        return known and self._reached < _SAMPLING and not self.prompt_logprobs.concern(step)
 
     def _abandon(self, batch: InputBatch, num_done: int) -> Failed:
-        """Take part with NaN in what the step still exchanges: from all hidden states being NaN every rank knows that the step has failed."""
+        """Take part with NaN in what the step still exchanges: from all hidden states being NaN every rank knows that
+        the step has failed.
+        """
         self.platform.release_memory()
         num_tokens = len(batch.input_ids)
         if self._reached == _FORWARD:
             like = next(tensor for tensor in self.model.parameters() if tensor.is_floating_point())
-            for rows in self.model.exchanges(num_tokens, num_tokens if batch.wanted is None else len(batch.wanted))[num_done:]:
+            num_wanted = num_tokens if batch.wanted is None else len(batch.wanted)
+            for rows in self.model.exchanges(num_tokens, num_wanted)[num_done:]:
                 self.group.all_reduce(like.new_full((rows, self.model.spec.hidden_size), float("nan")))
         if batch.step.samples:
             self.model.lm_head.abstain(len(batch.step.samples))

@@ -16,7 +16,7 @@ from worker import host
 from worker.kernels.build import BuildError
 from worker.kernels.native import KERNELS
 
-_OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # a library's workspace; pinned memory, or what the driver takes
+_OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # the latter of pinned memory, too
 _CORES_PER_RANK = 4  # below, a core that spins while it waits for the device is missed elsewhere
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -218,7 +218,8 @@ class CudaPlatform(Platform):
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error means that the device had no memory left, and nothing else is wrong: what failed may be tried again with less.
+    """Whether an error means that the device had no memory left, and nothing else is wrong: what failed may be tried
+    again with less.
 
     Not so NCCL's errors of this kind, after which its communicator is of no use.
     """

@@ -90,11 +90,13 @@ class SamplingRows:
 
     def any_filter(self, rows: list[int]) -> bool:
         """Whether one of `rows` has a top_k, top_p or min_p."""
-        return any(filtering and not filtering.isdisjoint(rows) for filtering in (self.top_k.keys(), self.top_p, self.min_p))
+        filtering = self.top_k.keys(), self.top_p, self.min_p
+        return any(some and not some.isdisjoint(rows) for some in filtering)
 
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """What the fused sampler reads, each `[max_num_reqs]` on the device: temperature float32, 0 where a row is greedy; the seed's state
-        int64; top_k int64, 0: off; top_p float64, 1: off; min_p float32. Sent only after a change.
+        """What the fused sampler reads, each `[max_num_reqs]` on the device: temperature float32, 0 where a row is
+        greedy; the seed's state int64; top_k int64, 0: off; top_p float64, 1: off; min_p float32. Sent only after a
+        change.
         """
         if self._tables is None:
             sent = self.platform.to_device(np.concatenate([self._floats.view(np.int64), self._ints]))
@@ -133,9 +135,12 @@ class Sampler:
             processor.apply(logits, batch)
         token_ids = self._choose(logits, batch)
         size = max(1, _LOGPROBS_ELEMENTS // logits.shape[1])
-        return Sampled(token_ids, [
-            self._row_logprobs(key, which[i : i + size], raw[key][i : i + size] if key in raw else None, logits, token_ids, batch)
-            for key, which in wanted.items() for i in range(0, len(which), size)])
+        logprobs = []
+        for key, which in wanted.items():
+            for part in (slice(i, i + size) for i in range(0, len(which), size)):
+                copies = raw[key][part] if key in raw else None
+                logprobs.append(self._row_logprobs(key, which[part], copies, logits, token_ids, batch))
+        return Sampled(token_ids, logprobs)
 
     def only_largest(self, batch: SamplingBatch) -> bool:
         """Whether all that is wanted of a step's logits is the largest of each row."""
@@ -146,13 +151,13 @@ class Sampler:
         if KERNELS.serve(logits.device):
             return cpu_ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
         if self.fused:
-            tables = params.tables()
-            values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *(tables if params.any_filter(rows) else tables[:2]))
+            tables = params.tables() if params.any_filter(rows) else params.tables()[:2]
+            values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *tables)
             return torch.where(values.isfinite(), token_ids, -1)
         if not params.random or params.random.isdisjoint(rows):
             values, token_ids = sampling_math.best(logits)
             return torch.where(values.isfinite(), token_ids, -1)
-        values, token_ids = torch.empty(len(rows), device=logits.device), torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        values, token_ids = logits.new_empty(len(rows)), logits.new_empty(len(rows), dtype=torch.int64)
         groups: dict[tuple[bool, bool, bool], list[int]] = {}  # batch indices by (random, has top_k, has top_p): each takes the way that is cheapest for it
         for i, row in enumerate(rows):
             groups.setdefault((row in params.random, row in params.top_k, row in params.top_p), []).append(i)

@@ -114,7 +114,9 @@ class Worker:
             self.warmer.rest()
 
     def work_idle(self) -> bool:
-        """Do a piece of what was put off until no step is in flight, some tenths of a second at most. Whether more is left."""
+        """Do a piece of what was put off until no step is in flight, some tenths of a second at most. Whether more is
+        left.
+        """
         assert self.runner is not None, "initialize first"
         return self.runner.work_idle()
 
@@ -159,16 +161,19 @@ def _make_runner(model: CausalLM, spec: ModelSpec, platform: Platform, limits: m
 def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, stage: SingleStage) -> int:
     """Bytes of device memory that the largest step needs besides weights and KV cache, found by running it over a cache of a few blocks.
 
-    All requests share the same blocks: what is computed means nothing. Every row is sampled in the way that takes most: at random, with penalties and with
-    log-probabilities of the logits before these, of which a copy is kept; and one scores its prompt, so that the hidden states of all tokens are kept.
+    All requests share the same blocks: what is computed means nothing. Every row is sampled in the way that takes most:
+    at random, with penalties and with log-probabilities of the logits before these, of which a copy is kept; and one
+    scores its prompt, so that the hidden states of all tokens are kept.
     """
     num_reqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     lengths = [min(limits.max_num_batched_tokens // num_reqs + (i < limits.max_num_batched_tokens % num_reqs), limits.max_model_len) for i in range(num_reqs)]
     blocks = list(range(1, -(-max(lengths) // limits.attention.block_size) + 1))
     num_logprobs = min(_MEASURED_LOGPROBS, spec.vocab_size)
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=num_logprobs)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
+                              logprobs=num_logprobs)
     scoring = msgspec.structs.replace(sampling, prompt_logprobs=num_logprobs)
-    new = [NewRequest(i, [0] * length, length, blocks[: -(-length // limits.attention.block_size)], sampling if i else scoring) for i, length in enumerate(lengths)]
+    new = [NewRequest(i, [0] * length, length, blocks[: -(-length // limits.attention.block_size)],
+                      sampling if i else scoring) for i, length in enumerate(lengths)]
     step = StepInput(0, new, list(range(num_reqs)), [0] * num_reqs, lengths, [[] for _ in new], list(range(num_reqs)))
     platform.release_memory()
     before, _ = platform.memory_in_use()

@@ -73,7 +73,9 @@ def test_graphs_and_eager_give_the_same_tokens(name, checkpoint):
 
 
 def test_sizes_are_recorded_while_idle_the_largest_first(checkpoint):
-    """Between requests: what the requests before left in the cache is read by those after, and their tokens do not change."""
+    """Between requests: what the requests before left in the cache is read by those after, and their tokens do not
+    change.
+    """
     settings = dict(block_size=4, num_gpu_blocks_override=120, max_num_seqs=7, max_model_len="200")
     prompts = [[7 * i + 5 + j for j in range(30)] for i in range(3)]
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -96,7 +98,9 @@ def test_sizes_are_recorded_while_idle_the_largest_first(checkpoint):
 
 
 def test_a_busy_server_records_seldom(checkpoint):
-    """One recording at most in any 128 steps, and none for a size that comes up now and then: each is a gap for all that run."""
+    """One recording at most in any 128 steps, and none for a size that comes up now and then: each is a gap for all
+    that run.
+    """
     settings = dict(block_size=4, num_gpu_blocks_override=300, max_num_seqs=7, max_model_len="400")
     engine = InProcessEngine(checkpoint("llama3"), **settings)
     runner = engine.executor._worker.runner
@@ -141,8 +145,12 @@ class FakeCuda:
         return FakeStream("side", self)
 
     def CUDAGraph(self):
-        return SimpleNamespace(replay=lambda: self.events.append("replay"), pool=lambda: "pool", capture_begin=self.capture_begin,
-                               capture_end=self.capture_end)
+        return SimpleNamespace(
+            replay=lambda: self.events.append("replay"),
+            pool=lambda: "pool",
+            capture_begin=self.capture_begin,
+            capture_end=self.capture_end,
+        )
 
     def current_stream(self):
         return FakeStream(self.current, self)
@@ -182,8 +190,15 @@ def test_recording_warms_up_where_it_captures_and_shares_the_pool(monkeypatch):
     record = _CudaRecorder()
     replay = record(lambda: cuda.events.append(f"runs on {cuda.current}"))
     replay()
-    assert cuda.events == ["side waits for main", "runs on side", "main waits for side", ("capture", None, "thread_local"), "runs on side",
-                           "ends", "replay"]
+    assert cuda.events == [
+        "side waits for main",
+        "runs on side",
+        "main waits for side",
+        ("capture", None, "thread_local"),
+        "runs on side",
+        "ends",
+        "replay",
+    ]
     record(lambda: None)
     assert cuda.events[-2:] == [("capture", "pool", "thread_local"), "ends"] and cuda.current == "main"
 

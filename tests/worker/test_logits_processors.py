@@ -160,7 +160,12 @@ def _defined(logits: torch.Tensor, prompt: list[int], outputs: list[int], sampli
         if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
             result[token] = -INF
         for word in sampling.bad_words_ids or []:
-            if word and word[-1] == token and len(word) <= len(context) + 1 and context[len(context) - len(word) + 1:] == word[:-1]:
+            if (
+                word
+                and word[-1] == token
+                and len(word) <= len(context) + 1
+                and context[len(context) - len(word) + 1 :] == word[:-1]
+            ):
                 result[token] = -INF
         if len(outputs) < sampling.min_tokens and token in [*sampling.stop_token_ids, *sampling.eos_token_ids]:
             result[token] = -INF
@@ -170,10 +175,20 @@ def _defined(logits: torch.Tensor, prompt: list[int], outputs: list[int], sampli
 
 _id = st.integers(0, 4)  # few, so that words are met and end in the same tokens
 _words = st.lists(st.lists(_id, max_size=5), max_size=6)
-_row = st.tuples(st.lists(_id, min_size=1, max_size=6), st.lists(_id, max_size=4), st.builds(
-    SamplingParams, allowed_token_ids=st.none() | st.lists(_id, min_size=1, max_size=6), bad_words_ids=st.none() | _words, min_tokens=st.integers(0, 4),
-    stop_token_ids=st.lists(_id, max_size=3), eos_token_ids=st.lists(st.integers(5, 7), max_size=2), logit_bias=st.none() | st.dictionaries(_id, st.floats(-5, 5, width=32)),
-    frequency_penalty=st.sampled_from([0.0, 0.5])))
+_row = st.tuples(
+    st.lists(_id, min_size=1, max_size=6),
+    st.lists(_id, max_size=4),
+    st.builds(
+        SamplingParams,
+        allowed_token_ids=st.none() | st.lists(_id, min_size=1, max_size=6),
+        bad_words_ids=st.none() | _words,
+        min_tokens=st.integers(0, 4),
+        stop_token_ids=st.lists(_id, max_size=3),
+        eos_token_ids=st.lists(st.integers(5, 7), max_size=2),
+        logit_bias=st.none() | st.dictionaries(_id, st.floats(-5, 5, width=32)),
+        frequency_penalty=st.sampled_from([0.0, 0.5]),
+    ),
+)
 
 
 @settings(max_examples=80, deadline=None)
@@ -184,7 +199,9 @@ def test_batches_are_their_rows_by_definition(requests, seed, data):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(3):
         rows = data.draw(st.lists(st.integers(0, len(requests) - 1), min_size=1, unique=True))
-        logits = torch.randn(len(rows), VOCAB_SIZE + 3, generator=generator)[:, :VOCAB_SIZE]  # not contiguous, as with a padded vocabulary
+        logits = torch.randn(len(rows), VOCAB_SIZE + 3, generator=generator)[
+            :, :VOCAB_SIZE
+        ]  # not contiguous, as with a padded vocabulary
         got = setup.process(logits, rows)
         for i, row in enumerate(rows):
             prompt, outputs, sampling = requests[row]
@@ -201,7 +218,11 @@ def test_batches_are_their_rows_by_definition(requests, seed, data):
 def test_bad_words_take_memory_for_their_tokens_alone():
     """One long sequence does not lengthen the others: 300 words and one of 20,000 tokens were tables of 6,000,000."""
     words = [[1, 2]] * 300 + [[3] * 20_000]
-    processor = next(p for p in logits_processors(RequestTable(1, 64, 16, VOCAB_SIZE, torch.device("cpu")), CpuPlatform()) if isinstance(p, module.BadWords))
+    processor = next(
+        p
+        for p in logits_processors(RequestTable(1, 64, 16, VOCAB_SIZE, torch.device("cpu")), CpuPlatform())
+        if isinstance(p, module.BadWords)
+    )
     tracemalloc.start()
     try:
         processor.add(0, NewRequest(0, [1], 1, [1], SamplingParams(bad_words_ids=words)))
@@ -224,8 +245,16 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(allowed_token_ids=[1, 2]), SamplingParams(bad_words_ids=WORDS), SamplingParams(min_tokens=9, eos_token_ids=[2]),
-                                      SamplingParams(logit_bias={3: 1.0}), SamplingParams(repetition_penalty=1.1)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(allowed_token_ids=[1, 2]),
+        SamplingParams(bad_words_ids=WORDS),
+        SamplingParams(min_tokens=9, eos_token_ids=[2]),
+        SamplingParams(logit_bias={3: 1.0}),
+        SamplingParams(repetition_penalty=1.1),
+    ],
+)
 def test_a_step_launches_no_more_for_many_rows(sampling):
     counts = []
     for num_rows in (1, 16):
@@ -239,11 +268,18 @@ def test_a_step_launches_no_more_for_many_rows(sampling):
 
 def test_penalties_copy_a_bounded_number_of_rows(monkeypatch):
     """In chunks of rows the result is the same."""
-    requests = [([1, 2, i], [3, i], SamplingParams(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.25)) for i in range(7)]
+    requests = [
+        ([1, 2, i], [3, i], SamplingParams(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.25))
+        for i in range(7)
+    ]
     logits = torch.randn(7, VOCAB_SIZE)
     want = Setup(requests).process(logits)
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 2 * VOCAB_SIZE)
     sizes = []
     apply = module.Penalties._apply
-    monkeypatch.setattr(module.Penalties, "_apply", lambda self, logits, batch, using: (sizes.append(len(using)), apply(self, logits, batch, using)))
+    monkeypatch.setattr(
+        module.Penalties,
+        "_apply",
+        lambda self, logits, batch, using: (sizes.append(len(using)), apply(self, logits, batch, using)),
+    )
     assert torch.equal(Setup(requests).process(logits), want) and sizes == [2, 2, 2, 1]

@@ -35,8 +35,13 @@ def test_waiting_for_a_gpu_spins_only_where_cores_are_many(monkeypatch, cores, r
         def record(self, stream):
             pass
 
-    for name, value in {"set_device": lambda device: None, "Stream": lambda device: None, "get_device_name": lambda device: "a GPU",
-                        "current_stream": lambda device: None, "Event": Event}.items():
+    for name, value in {
+        "set_device": lambda device: None,
+        "Stream": lambda device: None,
+        "get_device_name": lambda device: "a GPU",
+        "current_stream": lambda device: None,
+        "Event": Event,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(host, "num_cores", lambda: cores)
     platform = CudaPlatform(0)

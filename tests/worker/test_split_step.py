@@ -139,7 +139,9 @@ def ranks_of(folder: str, size: int) -> list[ModelRunner]:
 
 
 class Ranks:
-    """Runs steps on the ranks of `folder`'s model; `failing` is out of memory in `where` while it runs the step that is told to fail."""
+    """Runs steps on the ranks of `folder`'s model; `failing` is out of memory in `where` while it runs the step that is
+    told to fail.
+    """
 
     def __init__(self, folder: str, failing: int, where: str, monkeypatch: pytest.MonkeyPatch):
         self.runners, self.failing, self.monkeypatch = ranks_of(folder, 2), failing, monkeypatch
@@ -205,7 +207,9 @@ def test_ranks_that_may_have_sampled_differently_do_not_go_on(checkpoint, monkey
     script = Script(4)
     script.add(0, [5, 6, 7])
     step = script.step({0: 3})
-    monkeypatch.setattr(runners[1].sampler, "sample", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+    monkeypatch.setattr(
+        runners[1].sampler, "sample", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    )
 
     def run(rank):
         try:

@@ -138,7 +138,9 @@ def test_two_processes_over_gloo(checkpoint, tmp_path):
 
 
 def test_logits_are_gathered_in_the_models_type(checkpoint, monkeypatch):
-    """Half the bytes of float32, which holds no more of them. (The native CPU kernels compute in float32, and gather that.)"""
+    """Half the bytes of float32, which holds no more of them. (The native CPU kernels compute in float32, and gather
+    that.)
+    """
     monkeypatch.setattr(native.KERNELS, "lib", None)
     folder, gathered = checkpoint("qwen3"), []
     models = []

@@ -74,7 +74,9 @@ def test_reads_caches_of_any_layout():
 
 
 def test_the_number_of_splits_compiles_nothing():
-    """It changes with the batch, in the middle of serving: only whether keys are split at all is part of the compiled kernels."""
+    """It changes with the batch, in the middle of serving: only whether keys are split at all is part of the compiled
+    kernels.
+    """
     for kernel in (triton_paged._attend_kernel, triton_paged._combine_kernel):
         arguments = inspect.signature(kernel.fn).parameters
         constants = {name for name, parameter in arguments.items() if "constexpr" in str(parameter.annotation)}

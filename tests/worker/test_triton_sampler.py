@@ -122,7 +122,10 @@ def twin_weights(monkeypatch):
 
 def random_logits(num_rows, size, generator):
     """Spread and nearly flat rows, ties, masks, single tokens."""
-    logits = torch.randn(num_rows, size, generator=generator) * torch.tensor([0.1, 1.0, 3.0, 8.0])[torch.arange(num_rows) % 4, None]
+    logits = (
+        torch.randn(num_rows, size, generator=generator)
+        * torch.tensor([0.1, 1.0, 3.0, 8.0])[torch.arange(num_rows) % 4, None]
+    )
     for i in range(num_rows):
         if i % 3 == 0:
             logits[i] = (logits[i] * 2).round() / 2
@@ -160,24 +163,43 @@ TOP_K, TOP_P, MIN_P = [0, 1, 3, 20, 10**6], [1.0, 0.95, 0.5, 1e-6, 0.9999], [0.0
 @needs_loops
 @pytest.mark.parametrize("size, candidates", [(30, 4096), (700, 4096), (1000, 16), (200, 1)])
 def test_filters_are_the_twins(size, candidates, monkeypatch, twin_weights):
-    """Every combination of filters, in one batch with greedy rows and rows without; few candidates send rows to the bisection."""
+    """Every combination of filters, in one batch with greedy rows and rows without; few candidates send rows to the
+    bisection.
+    """
     monkeypatch.setattr(triton_sampler, "CANDIDATES", candidates)
     if candidates < 4096:
         monkeypatch.setattr(triton_sampler, "TILE", 256)
     generator = torch.Generator().manual_seed(size)
     pick = lambda values: values[int(torch.randint(len(values), (1,), generator=generator))]  # noqa: E731
-    params = [SamplingParams(temperature=pick([0.0, 0.3, 1.0, 2.5]), top_k=pick([*TOP_K, size - 1, size]),
-                             top_p=pick(TOP_P), min_p=pick(MIN_P), seed=i) for i in range(50 if candidates >= 4096 else 25)]
+    params = [
+        SamplingParams(
+            temperature=pick([0.0, 0.3, 1.0, 2.5]),
+            top_k=pick([*TOP_K, size - 1, size]),
+            top_p=pick(TOP_P),
+            min_p=pick(MIN_P),
+            seed=i,
+        )
+        for i in range(50 if candidates >= 4096 else 25)
+    ]
     compare(size, params, generator)
 
 
 @needs_loops
 @pytest.mark.slow
 def test_a_large_vocabulary(monkeypatch, twin_weights):
-    """Qwen3's, with the tiles that a GPU uses: what is collected suffices for usual settings, not for a flat distribution."""
+    """Qwen3's, with the tiles that a GPU uses: what is collected suffices for usual settings, not for a flat
+    distribution.
+    """
     monkeypatch.setattr(triton_sampler, "TILE", 4096)
-    params = [SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=1), SamplingParams(top_p=0.9, seed=2), SamplingParams(min_p=0.05, seed=3),
-              SamplingParams(top_k=1000, seed=4), SamplingParams(temperature=0.0), SamplingParams(seed=6), SamplingParams(temperature=1.5, top_p=0.99, seed=7)]
+    params = [
+        SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=1),
+        SamplingParams(top_p=0.9, seed=2),
+        SamplingParams(min_p=0.05, seed=3),
+        SamplingParams(top_k=1000, seed=4),
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=6),
+        SamplingParams(temperature=1.5, top_p=0.99, seed=7),
+    ]
     compare(151936, params, torch.Generator().manual_seed(5))
 
 

@@ -25,9 +25,11 @@ def cumulative(seq_lens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-_FORWARD = {"cu_seqlens_q", "seqused_k", "max_seqlen_q", "page_table", "softmax_scale", "is_causal", "window_size_left", "window_size_right",
-            "softcap", "scheduler_metadata", "num_splits"}  # arguments, by name, that FlashAttention 3's operators must have
-_METADATA = {"cu_seqlens_q", "page_size", "is_causal", "window_size_left", "window_size_right", "has_softcap", "num_splits"}
+# Arguments, by name, that FlashAttention 3's operators must have.
+_FORWARD = {"cu_seqlens_q", "seqused_k", "max_seqlen_q", "page_table", "softmax_scale", "is_causal", "window_size_left",
+            "window_size_right", "softcap", "scheduler_metadata", "num_splits"}
+_METADATA = {"cu_seqlens_q", "page_size", "is_causal", "window_size_left", "window_size_right", "has_softcap",
+             "num_splits"}
 
 
 def _operator(name: str, arguments: set[str]) -> Callable[..., Any] | None:
@@ -64,9 +66,10 @@ class _FlashAttention(AttentionBackend):
 class FlashAttention3(_FlashAttention):
     """Hopper's own kernels; any page size.
 
-    They are called as the operators that the package registers: its Python wrapper costs tens of microseconds in each layer. How they share the
-    work out (scheduler metadata) depends on the lengths and the kind of layer alone, so the first layer of a kind computes it for the others.
-    A package that registers no such operators is called as it wants to be.
+    They are called as the operators that the package registers: its Python wrapper costs tens of microseconds in each
+    layer. How they share the work out (scheduler metadata) depends on the lengths and the kind of layer alone, so the
+    first layer of a kind computes it for the others. A package that registers no such operators is called as it wants
+    to be.
     """
 
     name = "flash_attn_3"
@@ -85,13 +88,16 @@ class FlashAttention3(_FlashAttention):
             return self._call_wrapper(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap)
         left, right = window_size(sliding_window)
         return self._forward(
-            q, k_cache, v_cache, cu_seqlens_q=meta.query_start_loc, seqused_k=meta.seq_lens, max_seqlen_q=meta.max_query_len, page_table=meta.block_table,
-            softmax_scale=scale, is_causal=True, window_size_left=left, window_size_right=right, softcap=soft_cap or 0.0,
+            q, k_cache, v_cache, cu_seqlens_q=meta.query_start_loc, seqused_k=meta.seq_lens,
+            max_seqlen_q=meta.max_query_len, page_table=meta.block_table, softmax_scale=scale, is_causal=True,
+            window_size_left=left, window_size_right=right, softcap=soft_cap or 0.0,
             scheduler_metadata=self._scheduler_metadata(q, k_cache, meta, sliding_window, soft_cap), num_splits=0)[0]
 
-    def _scheduler_metadata(self, q: torch.Tensor, k_cache: torch.Tensor, meta: AttentionMetadata, sliding_window: int | None,
-                            soft_cap: float | None) -> torch.Tensor | None:
-        """Of this step for layers of this kind: the same sizes as in the call itself, which chooses the number of splits by them."""
+    def _scheduler_metadata(self, q: torch.Tensor, k_cache: torch.Tensor, meta: AttentionMetadata,
+                            sliding_window: int | None, soft_cap: float | None) -> torch.Tensor | None:
+        """Of this step for layers of this kind: the same sizes as in the call itself, which chooses the number of
+        splits by them.
+        """
         if self._metadata is None:
             return None
         kind = sliding_window, bool(soft_cap)
@@ -99,13 +105,14 @@ class FlashAttention3(_FlashAttention):
             left, right = window_size(sliding_window)
             page_size = k_cache.shape[1]
             meta.extra[kind] = self._metadata(
-                len(meta.seq_lens), meta.max_query_len, meta.block_table.shape[1] * page_size, q.shape[1], k_cache.shape[2], q.shape[2], q.shape[2],
-                q.dtype, meta.seq_lens, cu_seqlens_q=meta.query_start_loc, page_size=page_size, is_causal=True, window_size_left=left,
-                window_size_right=right, has_softcap=bool(soft_cap), num_splits=0)
+                len(meta.seq_lens), meta.max_query_len, meta.block_table.shape[1] * page_size, q.shape[1],
+                k_cache.shape[2], q.shape[2], q.shape[2], q.dtype, meta.seq_lens, cu_seqlens_q=meta.query_start_loc,
+                page_size=page_size, is_causal=True, window_size_left=left, window_size_right=right,
+                has_softcap=bool(soft_cap), num_splits=0)
         return meta.extra[kind]
 
-    def _call_wrapper(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
-                      sliding_window: int | None, soft_cap: float | None) -> torch.Tensor:
+    def _call_wrapper(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata,
+                      scale: float, sliding_window: int | None, soft_cap: float | None) -> torch.Tensor:
         return self._module.flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=meta.seq_lens, page_table=meta.block_table, cu_seqlens_q=meta.query_start_loc,
             max_seqlen_q=meta.max_query_len, softmax_scale=scale, causal=True, window_size=window_size(sliding_window), softcap=soft_cap or 0.0)

@@ -80,7 +80,7 @@ class ParallelLMHead(Linear):
                 embedding.weight, embedding.lookup = None, self.method.rows
 
     def forward(self, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        if self.group.size > 1 and isinstance(self.method, PlainLinear):  # whose products have x's type: half the bytes to exchange
+        if self.group.size > 1 and isinstance(self.method, PlainLinear):  # products of x's type: half the bytes
             logits = self.group.all_gather(self.method.apply(self, x)).float()
         else:
             logits = self.group.all_gather(self.method.apply_float32(self, x, workspace))

@@ -157,7 +157,9 @@ class CausalLM(nn.Module):
         return self.lm_head(hidden, workspace)
 
     def exchanges(self, num_tokens: int, num_wanted: int) -> list[int]:
-        """How many rows `[_, H]` each sum over the tensor-parallel ranks has, in order, in a forward pass of that many tokens in a single stage."""
+        """How many rows `[_, H]` each sum over the tensor-parallel ranks has, in order, in a forward pass of that many
+        tokens in a single stage.
+        """
         return [num_tokens] * (2 * len(self.model.layers) - 1) + [num_wanted] * 2
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
