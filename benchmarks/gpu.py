@@ -33,6 +33,22 @@ from configs.hf_config import read_model_spec
 BATCHES, CONTEXT, PREFILLS = (1, 8, 64, 256), 1024, (1024, 8192, 32768)
 WORKLOAD = {"requests": 256, "lengths": (100, 1024)}  # that of nano-vllm and mini-sglang: input and output lengths uniform, seed 0
 PROFILED = (1, 64)  # batches of which ten steps are profiled
+SAMPLED = {  # ways to sample, beside the random one without filters of the other measurements, of the largest batch
+    "greedy": {"temperature": 0.0},
+    "top_p 0.95, top_k 20": {"top_p": 0.95, "top_k": 20},
+    "top_p 0.95": {"top_p": 0.95},
+    "temperature 2, top_p 0.99": {"temperature": 2.0, "top_p": 0.99},
+    "min_p 0.05": {"min_p": 0.05},
+    "min_tokens, bias, bad words": {
+        "min_tokens": 500,
+        "stop_token_ids": [301, 302],
+        "logit_bias": {303: 1.0},
+        "bad_words_ids": [[304, 305], [306]],
+    },
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    "logprobs 20": {"logprobs": 20},
+}
+RAMP = 64  # requests that arrive one after another at an engine that has just started
 
 
 def main() -> int:
@@ -120,11 +136,21 @@ class Engine:
         self.in_flight: deque = deque()
         self.num_added = 0
 
-    def add(self, prompt: list[int], max_tokens: int) -> None:
+    def add(self, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
         from engine.messages import AddRequest, SamplingParams
 
         self.num_added += 1
-        self.scheduler.add(AddRequest(str(self.num_added), prompt, SamplingParams(max_tokens=max_tokens, seed=self.num_added, ignore_eos=True)))
+        params = SamplingParams(max_tokens=max_tokens, seed=self.num_added, ignore_eos=True, **sampling)
+        self.scheduler.add(AddRequest(str(self.num_added), prompt, params))
+
+    def work_idle(self) -> list[float]:
+        """Have the worker do what it puts off until no request is there (it records graphs). Seconds of each piece."""
+        seconds, more = [], self.ready.works_idle
+        while more:
+            begin = time.perf_counter()
+            more = self.executor.call("work_idle")
+            seconds.append(time.perf_counter() - begin)
+        return seconds
 
     def step(self) -> None:
         """Launch what there is room for, then take in the oldest step."""
@@ -189,14 +215,29 @@ class Measurement:
         self.note(plan=msgspec.to_builtins(engine.ready.plan), choices=engine.ready.choices)
         device = json.loads(self.results.read_text(encoding="utf-8"))["device"]
         self.copy_rate, self.matmul_rate = device["copy_rate"], device["matmul_rate"]
-        found: dict[str, Any] = {"decode": [], "prefill": [], "profile": {}}
+        found: dict[str, Any] = {"decode": [], "sampled": [], "prefill": [], "profile": {}}
         with torch.inference_mode():
+            self.note(ramp=self.ramp(engine))
+            recordings = engine.work_idle()
+            self.note(
+                recordings={
+                    "number": len(recordings),
+                    "seconds": sum(recordings),
+                    "longest": max(recordings, default=0.0),
+                }
+            )
             for batch in self.batches:
                 if batch > engine.ready.max_num_seqs or batch * (self.context + 512) > engine.ready.num_blocks * engine.ready.block_size:
                     print(f"batch {batch} does not fit")
                     continue
-                found["decode"].append(self.decode(engine, batch, found["profile"]))
+                found["decode"].append(self.decode(engine, batch, self.context, found["profile"]))
                 self.note(**found)
+            if found["decode"]:
+                batch = found["decode"][-1]["batch"]
+                for name, sampling in SAMPLED.items():
+                    row = {"sampling": name, **self.decode(engine, batch, 16, **sampling)}
+                    found["sampled"].append(row)
+                    self.note(sampled=found["sampled"])
             for length in self.prefills:
                 if length < engine.ready.max_model_len:
                     found["prefill"].append(self.prefill(engine, length))
@@ -205,14 +246,30 @@ class Measurement:
             self.note(peak_memory=torch.cuda.max_memory_reserved())
         engine.executor.shutdown()
 
-    def decode(self, engine: Engine, batch: int, profiles: dict[str, Any]) -> dict[str, Any]:
+    def ramp(self, engine: Engine) -> dict[str, Any]:
+        """Requests arrive at an engine without graphs every other step: what those that run wait for a token, in
+        milliseconds, prompts and recordings included.
+        """
+        rng, times = random.Random(0), []
+        for i in range(2 * (RAMP if self.gpu else 4)):
+            if i % 2 == 0:
+                engine.add(self.prompt(rng, 16), max_tokens=500)
+            begin = time.perf_counter()
+            engine.step()
+            times.append(1e3 * (time.perf_counter() - begin))
+        engine.finish()
+        times = times[8:] or times  # the first ones compile
+        return {"median_ms": statistics.median(times), "worst_ms": max(times)}
+
+    def decode(self, engine: Engine, batch: int, context: int, profiles: dict[str, Any] | None = None,
+               **sampling: Any) -> dict[str, Any]:
         """Seconds of a step in which all of `batch` requests get a token, the median of three runs of steps."""
         rng = random.Random(batch)
         for _ in range(batch):
-            engine.add(self.prompt(rng, self.context), max_tokens=500)
+            engine.add(self.prompt(rng, context), 500, **sampling)
         while any(len(request.token_ids) <= request.num_prompt_tokens for request in engine.scheduler.requests.values()):
             engine.step()
-        for _ in range(6):  # compile, record
+        for _ in range(6):  # compile
             engine.step()
         begin = time.perf_counter()
         for _ in range(4):
@@ -224,10 +281,10 @@ class Measurement:
             for _ in range(count):
                 engine.step()
             windows.append((time.perf_counter() - begin) / count)
-        if batch in PROFILED or not self.gpu:
+        if profiles is not None and (batch in PROFILED or not self.gpu):
             profiles[str(batch)] = self.profile(engine, batch)
         engine.finish()
-        context = self.context + 10 + 2 * count  # on average
+        context += 10 + 2 * count  # on average
         limit = gpu_report.decode_limit(self.spec, batch, context, 2, self.copy_rate, self.matmul_rate)
         seconds = statistics.median(windows)
         row = {"batch": batch, "context": context, "ms": 1e3 * seconds, "ms_of_runs": [1e3 * window for window in windows], "tokens_per_s": batch / seconds, "limit_ms": 1e3 * limit,

@@ -30,7 +30,7 @@ if [ -z "${SKIP_TESTS:-}" ]; then
   part tests 130 "$python" "${pytest[@]}" "${parallel[@]}" -k "not takes_all_memory"
   part "tests that take all memory" 30 "$python" "${pytest[@]/%tests\/worker/tests/worker/test_gpu.py}" -k takes_all_memory
 fi
-measure steps "$largest" 75
+measure steps "$largest" 110
 measure http "$largest" 70
 for model in $models; do [ "$model" = "$largest" ] || measure steps "$model" 40; done
 measure offline "$largest" 60

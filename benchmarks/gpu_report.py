@@ -91,7 +91,21 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
         lines += [f"| decode, batch {row['batch']}, context {row['context']} | {row['ms']:.3f} | {row['tokens_per_s']:.0f} | {row['limit_ms']:.3f} | {row['fraction']:.2f} |"
                   for row in model.get("decode", [])]
         lines += [f"| prefill of {row['length']} | {row['ms']:.2f} | {row['tokens_per_s']:.0f} | {row['limit_ms']:.2f} | {row['fraction']:.2f} |" for row in model.get("prefill", [])]
+        lines += [
+            f"| decode, batch {row['batch']}, context {row['context']}, {row['sampling']} | {row['ms']:.3f} | {row['tokens_per_s']:.0f} | {row['limit_ms']:.3f} "
+            f"| {row['fraction']:.2f} |"
+            for row in model.get("sampled", [])
+        ]
         lines.append("")
+    if "ramp" in model:
+        lines.append(
+            f"requests arriving before anything is recorded: a step takes {model['ramp']['median_ms']:.1f} ms, the worst {model['ramp']['worst_ms']:.1f} ms"
+        )
+    if "recordings" in model:
+        recordings = model["recordings"]
+        lines.append(
+            f"{recordings['number']} graphs recorded while idle in {recordings['seconds']:.1f} s, the slowest in {1e3 * recordings['longest']:.0f} ms"
+        )
     for batch, profile in model.get("profile", {}).items():
         gap = "no device events" if profile["gap"] is None else f"gaps {100 * profile['gap']:.1f} % of the time"
         top = ", ".join(f"{name[:48]} {ms:.3f}" for name, ms in list(profile["ms_per_step"].items())[:6])

@@ -71,6 +71,7 @@ class EngineCore:
         self.early: list[tuple[bytes, ToEngine]] = []  # what arrived before we were ready
         self.executor: Executor | None = None
         self.in_flight: deque[tuple[Step, Pending]] = deque()
+        self.works_idle = False  # whether the workers have put something off until there is nothing to run
         self.stats_due = 0.0  # time.monotonic() of the next statistics; 0 when there is nothing new to tell
 
     # ---- the loop
@@ -91,12 +92,13 @@ class EngineCore:
             self.send(self.scheduler.update(step, future.result()))
         else:
             assert not self.scheduler.requests, "there are requests, but none can run"
+            self.works_idle = self.works_idle and self.executor.call("work_idle")
 
     def receive(self) -> None:
         """Handle what has arrived. With nothing to run, sleep until something does."""
         if not self.in_flight and not self.scheduler.requests:
             self.send_stats()
-            if self.socket.wait():
+            if self.socket.wait(0 if self.works_idle else None):
                 raise RuntimeError("a worker process died")
         for client, message in self.socket.receive():
             self.handle(client, message)
@@ -187,7 +189,7 @@ class EngineCore:
         ready = self.executor.initialize(self.report_progress)
         for fd in self.executor.sentinels():
             self.socket.watch(fd)
-        self.depth = steps_in_flight(self.config, ready)
+        self.depth, self.works_idle = steps_in_flight(self.config, ready), ready.works_idle
         kv = KVCacheManager(ready.num_blocks, ready.block_size, self.config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(self.config.scheduler, ready, kv, self.config.parallel.pipeline_parallel_size)
         self.report_progress("warming up", 0.0)

@@ -32,16 +32,18 @@ def bytes_per_block(layers: list[Attention], block_size: int, dtype: torch.dtype
 def allocate(layers: list[Attention], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Give every layer its `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]`.
 
-    On CPU the memory is only reserved: a page, of 2 MiB where the system gives such, becomes resident when a block in it is first written. And there what a block
-    has of one head lies together, as it is read: with a page of 4 KiB for each the hardware fetches ahead. The null block is zeroed, since padding reads it.
+    On CPU the memory is only reserved: a page, of 2 MiB where the system gives such, becomes resident when a block in
+    it is first written. And there what a block has of one head lies together, as it is read: with a page of 4 KiB for
+    each the hardware fetches ahead. All of it is zero: padding reads the null block, and a kernel that loads whole
+    pages multiplies what lies behind a request's last token by 0, which makes NaN of the NaN that memory used before
+    may hold.
     """
     for layer in layers:
         heads, dim = layer.num_kv_heads, layer.head_dim
         if device.type == "cpu":
             cache = huge_pages.zeros(2, num_blocks, heads, block_size, dim, dtype=dtype).transpose(2, 3)
         else:
-            cache = torch.empty(2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
-            cache[:, 0].zero_()
+            cache = torch.zeros(2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
         layer.k_cache, layer.v_cache = cache[0], cache[1]
 
 

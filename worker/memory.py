@@ -73,9 +73,14 @@ def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int, quant
 
 
 def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes a step needs at its largest besides weights and KV cache: the widest layer, the logits, gathered keys and values, tables."""
+    """Bytes a step needs at its largest besides weights and KV cache: the widest layer, the logits, gathered keys and
+    values, tables.
+
+    Of the logits there are three copies: in the model's type or of this rank's share, as float32, and those from before
+    penalties and masks, for log-probabilities.
+    """
     layer = limits.max_num_batched_tokens * _layer_bytes(spec, limits, tp)
-    logits = limits.max_num_seqs * spec.vocab_size * 4 * 2
+    logits = limits.max_num_seqs * spec.vocab_size * 4 * 3
     gathered = max(8192, limits.max_model_len) * _kv_width(spec, tp) * limits.dtype.itemsize  # the torch backend's copy of one long sequence
     tables = limits.max_num_seqs * limits.max_model_len * 4 * 2
     scratch = 256 << 20  # sampling of some rows, prompt logprobs of some positions, attention scores of some queries

@@ -104,3 +104,4 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     default_depth: int  # steps in flight
     plan: MemoryPlan
     choices: list[tuple[str, str, str]] = []  # (setting, value, reason)
+    works_idle: bool = False  # whether `Worker.work_idle` has something to do

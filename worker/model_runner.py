@@ -16,13 +16,14 @@ from worker.logprobs import Entries, PromptLogprobs, prompt_messages
 from worker.messages import StepInput, StepOutput, TokenLogprobs
 from worker.parallel import tp
 from worker.pipeline import SingleStage
-from worker.platform import Event, Platform
+from worker.platform import Event, Platform, is_out_of_memory
 from worker.request_table import RequestTable
 from worker.sampler import RowLogprobs, Sampled, Sampler
 from worker.split_step import Failed, Output, SplitOutput, halves
 
 logger = logging.getLogger(__name__)
 
+_FORWARD, _LOGITS, _SAMPLING = range(3)  # what a step has reached
 _NOT_FINITE = "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, logit_bias) leave no token"
 
 
@@ -36,6 +37,7 @@ class AsyncOutput:
     prompt_logprobs: dict[int, tuple[int, list[Entries]]]
     errors: dict[int, str]  # batch position -> what was wrong with the request from the start
     event: Event
+    abandoned: torch.Tensor | None = None  # with several ranks: whether one of them had no memory for this step
     failed: bool = False  # for lack of memory; see split_step.py
 
     def done(self) -> bool:
@@ -44,6 +46,8 @@ class AsyncOutput:
 
     def result(self) -> StepOutput:
         self.event.synchronize()
+        if self.abandoned is not None and bool(self.abandoned):
+            return Failed(self.step).result()
         token_ids = self.token_ids.tolist() if self.token_ids is not None else []
         errors = {i: _NOT_FINITE for i, token in zip(self.step.samples, token_ids) if token < 0} | self.errors
         sampled = [[] if i in errors else [token] for i, token in zip(self.step.samples, token_ids)]
@@ -66,7 +70,10 @@ class ModelRunner:
                  stage: SingleStage | None = None, sampler: Sampler | None = None) -> None:
         self.model, self.table, self.backend, self.platform = model, table, backend, platform
         self.stage = stage or SingleStage()
-        self.alone = tp().size == 1 and self.stage.first and self.stage.last  # ranks that work together cannot each cut a step as they like
+        self.group = tp()
+        # Ranks that work together cannot each cut a step as they like.
+        self.alone = self.group.size == 1 and self.stage.first and self.stage.last
+        self._reached = _FORWARD
         self.buffers = InputBuffers(table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device)
         self.sampler = sampler or Sampler(table, platform)
         self.prompt_logprobs = PromptLogprobs(table, platform)
@@ -79,13 +86,39 @@ class ModelRunner:
         """Launch `step`; in parts, if memory does not suffice. What one request alone causes is reported in the output's `errors`. Only the last stage's output says what was sampled."""
         self.stage.await_token_ids(step, self.table)
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend)
+        before, self._reached = self.group.num_exchanges, _FORWARD
         try:
             return self._run(batch)
-        except torch.OutOfMemoryError as error:
-            if not self.alone:
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or not (self.alone or self._can_abandon(step)):
                 raise
-            logger.warning("step %d needs more memory than there is, and is cut in two: %s", step.step, error)
-        return self._run_halves(step)  # out here, where nothing refers to the failed attempt's tensors any more
+            what = "is cut in two" if self.alone else "its requests fail"
+            logger.warning("step %d needs more memory than there is, and %s: %s", step.step, what, error)
+        # Out here nothing refers to the failed attempt's tensors any more.
+        return self._run_halves(step) if self.alone else self._abandon(batch, self.group.num_exchanges - before)
+
+    def _can_abandon(self, step: StepInput) -> bool:
+        """Whether the other ranks' part of the step can be brought to an end without this rank's, so that they learn of
+        it: not once they may have sampled, nor where they exchange more than is known here (a pipeline, prompt
+        logprobs, --debug-check-ranks).
+        """
+        known = self.stage.first and self.stage.last and type(self.sampler) is Sampler
+        return known and self._reached < _SAMPLING and not self.prompt_logprobs.concern(step)
+
+    def _abandon(self, batch: InputBatch, num_done: int) -> Failed:
+        """Take part with NaN in what the step still exchanges: from all hidden states being NaN every rank knows that
+        the step has failed.
+        """
+        self.platform.release_memory()
+        num_tokens = len(batch.input_ids)
+        if self._reached == _FORWARD:
+            like = next(tensor for tensor in self.model.parameters() if tensor.is_floating_point())
+            num_wanted = num_tokens if batch.wanted is None else len(batch.wanted)
+            for rows in self.model.exchanges(num_tokens, num_wanted)[num_done:]:
+                self.group.all_reduce(like.new_full((rows, self.model.spec.hidden_size), float("nan")))
+        if batch.step.samples:
+            self.model.lm_head.abstain(len(batch.step.samples))
+        return Failed(batch.step)
 
     def _run_halves(self, step: StepInput) -> Output:
         """Once a part has found no memory at all, the parts after it, which may build on what it should have computed, are not tried."""
@@ -104,22 +137,28 @@ class ModelRunner:
         scored = self.prompt_logprobs.concern(step)
         batch.wanted = None if scored or not self.stage.last else self._sampled(batch)
         hidden = self.forward(batch)
+        self._reached = _LOGITS
         if not self.stage.last:
             self.stage.send_hidden(batch, hidden)
             return AsyncOutput(step, None, [], {}, {}, self.platform.event())
         prompt_logprobs = self.prompt_logprobs.compute(batch, hidden, self.model.logits) if scored else {}
         token_ids, logprobs = None, []
+        abandoned = self.platform.to_host(hidden.isnan().all()) if self.group.size > 1 else None
         if step.samples:
             sampled = self._sample(hidden[batch.sampling.logits_indices] if scored else hidden, batch.sampling)
             # The copy starts before the table is written, so that nothing of the next step delays it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
             self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, sampled.token_ids, batch.attn.max_seq_len)
             self.stage.send_token_ids(sampled.token_ids)
-        return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event())
+        return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event(), abandoned)
 
     def _sample(self, hidden: torch.Tensor, sampling: SamplingBatch) -> Sampled:
         token_ids = self.model.largest(hidden) if self.sampler.only_largest(sampling) else None
-        return self.sampler.sample(self.model.logits(hidden, self.logits), sampling) if token_ids is None else Sampled(token_ids, [])
+        if token_ids is not None:
+            return Sampled(token_ids, [])
+        logits = self.model.logits(hidden, self.logits)
+        self._reached = _SAMPLING
+        return self.sampler.sample(logits, sampling)
 
     def _sampled(self, batch: InputBatch) -> torch.Tensor | None:
         """`InputBatch.wanted` where only sampling reads hidden states: the tokens behind which one is sampled. One at least: kernels take no empty batch."""
@@ -130,6 +169,11 @@ class ModelRunner:
     def use_graphs(self, max_model_len: int, record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
         """From now on replay recorded forward passes where every request has one token. `record` is for tests without a GPU."""
         self.forward = CudaGraphs(self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record)
+
+    @torch.inference_mode()
+    def work_idle(self) -> bool:
+        """Do a piece of what was put off until no request is there: record a graph. Whether more is left."""
+        return isinstance(self.forward, CudaGraphs) and self.forward.record_next()
 
     def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states `[T, H]` of the step's tokens, or those that are wanted, behind this stage's layers."""

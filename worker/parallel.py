@@ -20,6 +20,7 @@ class Group:
 
     rank = 0
     size = 1
+    num_exchanges = 0  # sums and gathers that this rank has taken part in
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, of the same shape. May reuse x."""
@@ -56,11 +57,13 @@ class ProcessGroup(Group):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x, group=self._group)
+        self.num_exchanges += 1
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         gathered = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         _all_gather(gathered.view(self.size * x.shape[0], *x.shape[1:]), x.contiguous(), group=self._group)
+        self.num_exchanges += 1
         return torch.cat(gathered.unbind(0), dim)
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:

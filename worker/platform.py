@@ -16,6 +16,9 @@ from worker import host
 from worker.kernels.build import BuildError
 from worker.kernels.native import KERNELS
 
+_OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # the latter of pinned memory, too
+_CORES_PER_RANK = 4  # below, a core that spins while it waits for the device is missed elsewhere
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -175,6 +178,7 @@ class CudaPlatform(Platform):
 
     def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1) -> list[tuple[str, str, str]]:
         torch.cuda.set_device(self.device)
+        self._blocking = host.num_cores() < _CORES_PER_RANK * world_size + num_frontends
         self._copies = torch.cuda.Stream(self.device)
         self._copying = False
         return [("device", str(self.device), torch.cuda.get_device_name(self.device))]
@@ -204,13 +208,22 @@ class CudaPlatform(Platform):
         return result
 
     def event(self) -> Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=self._blocking)
         event.record(self._copies if self._copying else torch.cuda.current_stream(self.device))
         self._copying = False
         return event
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error means that the device had no memory left, and nothing else is wrong: what failed may be tried
+    again with less.
+
+    Not so NCCL's errors of this kind, after which its communicator is of no use.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
 def get_platform(device: str, rank: int = 0) -> Platform:

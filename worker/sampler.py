@@ -24,6 +24,7 @@ from worker.request_table import RequestTable
 from worker.sampling_math import RandomRows
 
 _MIN_TEMPERATURE = 1e-5  # below, the softmax has one token in any case: greedy
+_LOGPROBS_ELEMENTS = 1 << 24  # logits whose log-probabilities are computed at once, which takes a few copies of them
 _CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24  # logits sampled at once: per thread, to stay in its cache; of a share of a GPU's memory
 
 
@@ -60,7 +61,7 @@ class SamplingRows:
         self.floats = torch.zeros(3, max_num_reqs, dtype=torch.float64)  # temperature, 0 where a row is greedy; top_p, min_p
         self.ints = torch.zeros(2, max_num_reqs, dtype=torch.int64)  # top_k or 0, state of the seed
         self._floats, self._ints = self.floats.numpy(), self.ints.numpy()  # the same memory
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # what `tables` gave; None when that is out of date
+        self._tables: tuple[torch.Tensor, ...] | None = None  # what `tables` gave; None when that is out of date
 
     def add(self, row: int, new: NewRequest) -> None:
         sampling = new.sampling
@@ -87,18 +88,20 @@ class SamplingRows:
         self.top_p.discard(row)
         self.min_p.discard(row)
 
-    def any_filter(self) -> bool:
-        return bool(self.top_k or self.top_p or self.min_p)
+    def any_filter(self, rows: list[int]) -> bool:
+        """Whether one of `rows` has a top_k, top_p or min_p."""
+        filtering = self.top_k.keys(), self.top_p, self.min_p
+        return any(some and not some.isdisjoint(rows) for some in filtering)
 
-    def filters(self, row: int) -> bool:
-        """Whether `row` has a top_k, top_p or min_p."""
-        return row in self.top_k or row in self.top_p or row in self.min_p
-
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(temperature float32, 0 where a row is greedy; the seed's state int64), each `[max_num_reqs]` on the device. Sent only after a change."""
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """What the fused sampler reads, each `[max_num_reqs]` on the device: temperature float32, 0 where a row is
+        greedy; the seed's state int64; top_k int64, 0: off; top_p float64, 1: off; min_p float32. Sent only after a
+        change.
+        """
         if self._tables is None:
-            floats, states = self.platform.to_device(np.stack([self._floats[0].view(np.int64), self._ints[1]]))
-            self._tables = floats.view(torch.float64).float(), states
+            sent = self.platform.to_device(np.concatenate([self._floats.view(np.int64), self._ints]))
+            temperature, top_p, min_p = sent[:3].view(torch.float64)
+            self._tables = temperature.float(), sent[4], sent[3], top_p, min_p.float()
         return self._tables
 
     def gather(self, rows: list[int], positions: torch.Tensor) -> RandomRows:
@@ -127,11 +130,17 @@ class Sampler:
         """One token for each row of logits `[S, V]` float32, which are overwritten."""
         wanted = self.logprobs.wanted(batch)
         active = [processor for processor in self.processors if processor.needed(batch)]
-        raw = {key: logits[self._indices(which, batch)].clone() for key, which in wanted.items() if not key[0]} if active and wanted else {}
+        raw = {key: self._copy(logits, which, batch) for key, which in wanted.items() if not key[0]} if active else {}
         for processor in active:
             processor.apply(logits, batch)
         token_ids = self._choose(logits, batch)
-        return Sampled(token_ids, [self._row_logprobs(key, which, raw.get(key), logits, token_ids, batch) for key, which in wanted.items()])
+        size = max(1, _LOGPROBS_ELEMENTS // logits.shape[1])
+        logprobs = []
+        for key, which in wanted.items():
+            for part in (slice(i, i + size) for i in range(0, len(which), size)):
+                copies = raw[key][part] if key in raw else None
+                logprobs.append(self._row_logprobs(key, which[part], copies, logits, token_ids, batch))
+        return Sampled(token_ids, logprobs)
 
     def only_largest(self, batch: SamplingBatch) -> bool:
         """Whether all that is wanted of a step's logits is the largest of each row."""
@@ -141,18 +150,17 @@ class Sampler:
         params, rows = self.params, batch.rows
         if KERNELS.serve(logits.device):
             return cpu_ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
-        if self.fused:  # all rows at once; those with filters are then done over
-            values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *params.tables())
-            others = [i for i, row in enumerate(rows) if params.filters(row)] if params.any_filter() else []
-        elif not params.random or params.random.isdisjoint(rows):
+        if self.fused:
+            tables = params.tables() if params.any_filter(rows) else params.tables()[:2]
+            values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *tables)
+            return torch.where(values.isfinite(), token_ids, -1)
+        if not params.random or params.random.isdisjoint(rows):
             values, token_ids = sampling_math.best(logits)
-            others = []
-        else:
-            values, token_ids = torch.empty(len(rows), device=logits.device), torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-            others = range(len(rows))
+            return torch.where(values.isfinite(), token_ids, -1)
+        values, token_ids = logits.new_empty(len(rows)), logits.new_empty(len(rows), dtype=torch.int64)
         groups: dict[tuple[bool, bool, bool], list[int]] = {}  # batch indices by (random, has top_k, has top_p): each takes the way that is cheapest for it
-        for i in others:
-            groups.setdefault((rows[i] in params.random, rows[i] in params.top_k, rows[i] in params.top_p), []).append(i)
+        for i, row in enumerate(rows):
+            groups.setdefault((row in params.random, row in params.top_k, row in params.top_p), []).append(i)
         for (random, *_), which in groups.items():
             where = self._indices(which, batch)
             if random:
@@ -164,6 +172,10 @@ class Sampler:
     def _indices(self, which: list[int], batch: SamplingBatch) -> torch.Tensor | slice:
         """`which` as an index of the batch's tensors."""
         return slice(None) if len(which) == len(batch.rows) else self.platform.to_device(np.array(which, dtype=np.int64))
+
+    def _copy(self, logits: torch.Tensor, which: list[int], batch: SamplingBatch) -> torch.Tensor:
+        where = self._indices(which, batch)
+        return logits.clone() if isinstance(where, slice) else logits[where]
 
     def _pick(self, logits: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
         size = max(1, self._elements // logits.shape[1])

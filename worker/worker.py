@@ -22,12 +22,14 @@ from worker.models import build_model
 from worker.models.decoder import CausalLM
 from worker.parallel import init_distributed, pp, shutdown_distributed, tp
 from worker.pipeline import SingleStage, pipeline_stage
-from worker.platform import Platform, get_platform
+from worker.platform import Platform, get_platform, is_out_of_memory
 from worker.request_table import RequestTable
 from worker.sampler import Sampler
 from worker.split_step import Output
 
 logger = logging.getLogger(__name__)
+
+_MEASURED_LOGPROBS = 20  # of each token, when memory is measured: the default of --max-logprobs
 
 ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
 WARM_SHARE = 8  # times the model's size: so much of the KV cache on CPU is made resident ahead of use; a small model should not take a machine's memory unasked
@@ -49,7 +51,9 @@ class Worker:
         """Load the model and make the KV cache, reporting (phase, fraction). Raises ValueError for what the user can correct."""
         try:
             return self._initialize(progress)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise ValueError("the device has too little free memory to start: free some, or lower --gpu-memory-utilization (for the KV cache), "
                              f"--max-num-batched-tokens and --max-num-seqs (for activations); a model too large for one GPU needs --tensor-parallel-size. {error}") from error
 
@@ -92,6 +96,7 @@ class Worker:
         self.runner = _make_runner(model, spec, platform, limits, num_blocks, ready.max_model_len, stage, config.parallel.debug_check_ranks)
         if memory.uses_graphs(config, limits, platform):
             self.runner.use_graphs(ready.max_model_len)
+            ready = msgspec.structs.replace(ready, works_idle=True)
         if platform.device.type == "cpu":
             ahead = max(WARM_SHARE * weights, MIN_WARM_BYTES)
             self.warmer = kv_cache.Warmer(kv_cache.attention_layers(model), min(kv_cache.IDLE_BYTES, ahead), min(kv_cache.BUSY_BYTES, ahead))
@@ -110,6 +115,13 @@ class Worker:
             return self.runner.execute(step)
         finally:
             self.warmer.rest()
+
+    def work_idle(self) -> bool:
+        """Do a piece of what was put off until no step is in flight, some tenths of a second at most. Whether more is
+        left.
+        """
+        assert self.runner is not None, "initialize first"
+        return self.runner.work_idle()
 
     def shutdown(self) -> None:
         """Give the memory back and leave the process groups. Idempotent."""
@@ -152,13 +164,19 @@ def _make_runner(model: CausalLM, spec: ModelSpec, platform: Platform, limits: m
 def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, stage: SingleStage) -> int:
     """Bytes of device memory that the largest step needs besides weights and KV cache, found by running it over a cache of a few blocks.
 
-    All requests share the same blocks: what is computed means nothing. Every row is sampled at random, which takes more than greedy.
+    All requests share the same blocks: what is computed means nothing. Every row is sampled in the way that takes most:
+    at random, with penalties and with log-probabilities of the logits before these, of which a copy is kept; and one
+    scores its prompt, so that the hidden states of all tokens are kept.
     """
     num_reqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     lengths = [min(limits.max_num_batched_tokens // num_reqs + (i < limits.max_num_batched_tokens % num_reqs), limits.max_model_len) for i in range(num_reqs)]
     blocks = list(range(1, -(-max(lengths) // limits.attention.block_size) + 1))
-    sampling = SamplingParams(temperature=1.0, top_p=0.9)
-    new = [NewRequest(i, [0] * length, length, blocks[: -(-length // limits.attention.block_size)], sampling) for i, length in enumerate(lengths)]
+    num_logprobs = min(_MEASURED_LOGPROBS, spec.vocab_size)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
+                              logprobs=num_logprobs)
+    scoring = msgspec.structs.replace(sampling, prompt_logprobs=num_logprobs)
+    new = [NewRequest(i, [0] * length, length, blocks[: -(-length // limits.attention.block_size)],
+                      sampling if i else scoring) for i, length in enumerate(lengths)]
     step = StepInput(0, new, list(range(num_reqs)), [0] * num_reqs, lengths, [[] for _ in new], list(range(num_reqs)))
     platform.release_memory()
     before, _ = platform.memory_in_use()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_models, gpu_report
+from benchmarks import gpu, gpu_models, gpu_report
 from configs.hf_config import num_parameters, parse_model_spec, read_model_spec
 from server.tokenizer import Tokenizer
 
@@ -58,10 +58,30 @@ def test_the_table_shows_what_there_is():
     assert "no device was measured" in gpu_report.table({})
     row = {"batch": 8, "context": 1100, "ms": 4.0, "tokens_per_s": 2000.0, "limit_ms": 3.0, "fraction": 0.75}
     profile = {"gap": 0.021, "ms_per_step": {"a kernel": 1.5}}
-    models = {"A": {"decode": [row], "profile": {"8": profile}}, "B": {"skipped": "unknown architecture"}, "C": {"http": {"requests": 2, "output_tokens": 100, "seconds": 4.0}}}
+    rest = {
+        "sampled": [row | {"sampling": "min_p 0.05"}],
+        "ramp": {"median_ms": 5.0, "worst_ms": 61.0},
+        "recordings": {"number": 3, "seconds": 0.5, "longest": 0.25},
+    }
+    models = {
+        "A": {"decode": [row], "profile": {"8": profile}, **rest},
+        "B": {"skipped": "unknown architecture"},
+        "C": {"http": {"requests": 2, "output_tokens": 100, "seconds": 4.0}},
+    }
     text = gpu_report.table({"models": models, "parts": {"tests": {"status": 0, "seconds": 3}, "steps A": {"status": 124, "seconds": 75}, "http A": {"status": 1, "seconds": 2}}})
-    for words in ("| decode, batch 8, context 1100 | 4.000 | 2000 | 3.000 | 0.75 |", "gaps 2.1 %", "a kernel 1.500", "not measured: unknown architecture", "25 tokens/s",
-                  "| tests | 3 | well |", "| steps A | 75 | out of time |", "| http A | 2 | with status 1 |"):
+    for words in (
+        "| decode, batch 8, context 1100 | 4.000 | 2000 | 3.000 | 0.75 |",
+        "| decode, batch 8, context 1100, min_p 0.05 | 4.000 |",
+        "the worst 61.0 ms",
+        "3 graphs recorded while idle in 0.5 s, the slowest in 250 ms",
+        "gaps 2.1 %",
+        "a kernel 1.500",
+        "not measured: unknown architecture",
+        "25 tokens/s",
+        "| tests | 3 | well |",
+        "| steps A | 75 | out of time |",
+        "| http A | 2 | with status 1 |",
+    ):
         assert words in text
 
 
@@ -84,5 +104,10 @@ def test_everything_runs_on_a_cpu(tmp_path):
     assert [row["batch"] for row in tiny["decode"]] == [1, 4] and all(row["fraction"] > 0 for row in tiny["decode"] + tiny["prefill"])
     assert tiny["offline"]["output_tokens"] == tiny["http"]["output_tokens"] > 0 and tiny["http"]["median_ttft_ms"] > 0
     assert tiny["startup"]["first token"] > tiny["startup"]["ready"] > 0 and tiny["startup_from_files"]["first token"] > 0
+    assert [row["sampling"] for row in tiny["sampled"]] == list(gpu.SAMPLED) and tiny["recordings"]["number"] == 0
+    assert (
+        0 < tiny["ramp"]["median_ms"] <= tiny["ramp"]["worst_ms"]
+        and "| decode, batch 4, context 42, top_p 0.95, top_k 20 |" in done.stdout
+    )
     assert tiny["profile"]["4"]["ms_per_step"] and (tmp_path / "out" / "gpu_profile.json.gz").stat().st_size > 1000
     assert "| decode, batch 4" in done.stdout and "offline: 6 requests" in done.stdout

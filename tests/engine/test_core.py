@@ -186,3 +186,26 @@ def test_depth_2_schedules_the_next_step_before_it_waits():
     engine.run()
     first = int(calls[0].split()[1])
     assert calls == [f"{what} {first + i}" for what, i in [("execute", 0), ("execute", 1), ("result", 0), ("execute", 2), ("result", 1), ("execute", 3), ("result", 2), ("result", 3)]]
+
+
+def test_what_the_workers_put_off_is_done_between_requests(monkeypatch):
+    """A piece at a time, only with nothing to run, looking for requests in between; then the engine sleeps."""
+    engine = Engine(fake_config())
+    pieces = [True, True, True, False]
+    done = []
+
+    def work_idle():
+        assert not engine.core.in_flight and not engine.scheduler.requests
+        done.append(len(engine.outputs))
+        return pieces[len(done) - 1]
+
+    monkeypatch.setattr(engine.core.executor, "work_idle", work_idle, raising=False)
+    engine.core.works_idle = True
+    engine.turn()
+    engine.turn()
+    engine.add("first", [1, 2], max_tokens=3)
+    engine.run()
+    assert done == [0, 0, 1, 1]
+    engine.add("second", [1, 2], max_tokens=3)
+    engine.run()
+    assert len(done) == 4 and len(engine.tokens("second")) == 3

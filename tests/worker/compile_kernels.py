@@ -74,7 +74,17 @@ def operations() -> None:
 
 def sampler() -> None:
     rows = torch.arange(3)
-    triton_sampler.sample(torch.zeros(3, 151936), rows, rows, torch.zeros(8), torch.zeros(8, dtype=torch.int64))
+    tables = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
+    triton_sampler.sample(torch.zeros(3, 151936), rows, rows, *tables)
+    triton_sampler.sample(
+        torch.zeros(3, 151936),
+        rows,
+        rows,
+        *tables,
+        torch.zeros(8, dtype=torch.int64),
+        torch.zeros(8, dtype=torch.float64),
+        torch.zeros(8),
+    )
 
 
 if __name__ == "__main__":

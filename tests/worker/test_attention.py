@@ -6,6 +6,7 @@ import importlib
 import itertools
 import sys
 import types
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -176,6 +177,118 @@ def test_flash_attention_3_call(library):
     assert name == "kvcache" and args[0] is q and args[1] is cache
     assert kwargs["cache_seqlens"] is meta.seq_lens and kwargs["page_table"] is meta.block_table and kwargs["cu_seqlens_q"] is meta.query_start_loc
     assert (kwargs["max_seqlen_q"], kwargs["softmax_scale"], kwargs["causal"], kwargs["window_size"], kwargs["softcap"]) == (3, 0.5, True, (23, 0), 0.0)
+
+
+FORWARD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new = None, Tensor? v_new = None, Tensor? q_v = None, Tensor? out = None, Tensor? cu_seqlens_q = None, "
+    "Tensor? cu_seqlens_k = None, Tensor? cu_seqlens_k_new = None, Tensor? seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, "
+    "int? max_seqlen_k = None, Tensor? page_table = None, Tensor? kv_batch_idx = None, Tensor? leftpad_k = None, Tensor? rotary_cos = None, "
+    "Tensor? rotary_sin = None, Tensor? seqlens_rotary = None, Tensor? q_descale = None, Tensor? k_descale = None, Tensor? v_descale = None, "
+    "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, int window_size_right = -1, int attention_chunk = 0, "
+    "float softcap = 0.0, bool is_rotary_interleaved = False, Tensor? scheduler_metadata = None, int num_splits = 0, bool? pack_gqa = None, "
+    "int sm_margin = 0) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+METADATA = (
+    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, int headdim, int headdim_v, "
+    "ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? cu_seqlens_k_new = None, "
+    "Tensor? seqused_q = None, Tensor? leftpad_k = None, int? page_size = None, int max_seqlen_k_new = 0, bool is_causal = False, "
+    "int window_size_left = -1, int window_size_right = -1, int attention_chunk = 0, bool has_softcap = False, int num_splits = 0, "
+    "bool? pack_gqa = None, int sm_margin = 0) -> Tensor"
+)
+
+
+def _names(schema: str) -> list[str]:
+    return [
+        argument.split("=")[0].split()[-1]
+        for argument in schema[schema.index("(") + 1 : schema.index(") ->")].split(",")
+    ]
+
+
+@contextmanager
+def _operators(*schemas: str):
+    """Stand-ins for the operators that FlashAttention 3 registers. Yields their calls as (name, arguments by name)."""
+    calls = []
+    with torch.library._scoped_library("flash_attn_3", "FRAGMENT") as library:
+        for schema in schemas:
+            name = schema.partition("(")[0]
+
+            def record(*args, name=name, schema=schema, **kwargs):
+                given = dict(zip(_names(schema), args)) | kwargs  # without what is the default
+                calls.append((name, given))
+                return (
+                    given["seqused_k"].clone()
+                    if name == "get_scheduler_metadata"
+                    else (given["q"] + 1, *(given["q"].new_empty(0) for _ in range(3)))
+                )
+
+            library.define(schema)
+            library.impl(name, record, "CPU")
+        yield calls
+
+
+def test_flash_attention_3_calls_its_operators(library):
+    """The operator itself in every layer; what it needs to know of the step's lengths is computed once for each kind of
+    layer, and anew in the next step.
+    """
+    with _operators(FORWARD, METADATA) as calls:
+        backend, meta = flash_attn.FlashAttention3(), _meta([1, 3], [9, 5])
+        q, cache = torch.randn(4, 4, 16), torch.zeros(6, 16, 2, 16)
+        backend.build(meta)
+        for window in (None, 24, None, 24):
+            assert torch.equal(backend.forward(q, cache, cache, meta, 0.5, window), q + 1)
+        assert [name for name, _ in calls] == ["get_scheduler_metadata", "fwd"] * 2 + ["fwd"] * 2 and not library
+        metadata, forward = calls[2][1], calls[3][1]
+        again = calls[5][1]
+        want = {
+            "batch_size": 2,
+            "max_seqlen_q": 3,
+            "max_seqlen_k": 32,
+            "num_heads": 4,
+            "num_heads_k": 2,
+            "headdim": 16,
+            "headdim_v": 16,
+            "page_size": 16,
+            "is_causal": True,
+            "window_size_left": 23,
+            "window_size_right": 0,
+        }
+        assert {name: metadata[name] for name in want} == want
+        want = {
+            "max_seqlen_q": 3,
+            "softmax_scale": 0.5,
+            "is_causal": True,
+            "window_size_left": 23,
+            "window_size_right": 0,
+        }
+        assert {name: forward[name] for name in want} == want
+        for name, tensor in (
+            ("cu_seqlens_q", meta.query_start_loc),
+            ("seqused_k", meta.seq_lens),
+            ("page_table", meta.block_table),
+        ):
+            assert torch.equal(forward[name], tensor)
+        assert (
+            forward["scheduler_metadata"].data_ptr()
+            == again["scheduler_metadata"].data_ptr()
+            != calls[1][1]["scheduler_metadata"].data_ptr()
+        )
+        backend.build(meta)
+        backend.forward(q, cache, cache, meta, 0.5, None)
+        assert calls[-2][0] == "get_scheduler_metadata"
+
+
+def test_flash_attention_3_without_scheduler_metadata(library):
+    """An older build registers the call alone; a build whose operator takes other arguments is called through its
+    wrapper.
+    """
+    meta, q, cache = _meta([1, 3], [9, 5]), torch.randn(4, 4, 16), torch.zeros(6, 16, 2, 16)
+    with _operators(FORWARD) as calls:
+        backend = flash_attn.FlashAttention3()
+        backend.build(meta)
+        backend.forward(q, cache, cache, meta, 0.5)
+        assert [name for name, _ in calls] == ["fwd"] and calls[0][1].get("scheduler_metadata") is None and not library
+    with _operators(FORWARD.replace("page_table", "pages")) as calls:
+        assert flash_attn.FlashAttention3().forward(q, cache, cache, meta, 0.5) is q and not calls and len(library) == 1
 
 
 def test_flash_attention_2_calls(library):

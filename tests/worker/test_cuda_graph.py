@@ -1,5 +1,6 @@
 """Padded replay of decode steps. A recorder that runs the function again stands in for CUDA's, so that the padding and the dispatch are tested without a GPU."""
 
+import itertools
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -36,10 +37,13 @@ def test_padded_sizes_bound_the_waste():
     assert padded_sizes(3) == [1, 2, 3]
     sizes = padded_sizes(256)
     assert sizes[:4] == [1, 2, 4, 8] and sizes[-1] == 256
+    large = padded_sizes(1024)
+    for num_reqs in range(257, 1025):
+        assert next(size for size in large if size >= num_reqs) - num_reqs < num_reqs / 8 + 1
     for num_reqs in range(16, 257):
         size = next(size for size in sizes if size >= num_reqs)
         assert size <= num_reqs * 1.5 and size - num_reqs < 16
-    assert padded_sizes(2000)[-1] == 512  # larger batches run eagerly
+    assert padded_sizes(2000)[-1] == 1024  # larger batches run eagerly
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
@@ -57,15 +61,63 @@ def test_graphs_and_eager_give_the_same_tokens(name, checkpoint):
     recorder = Recorder(runner.model)
     runner.use_graphs(200, recorder)
     runner.forward.forward = recorder.forward
-    assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
+    while runner.work_idle():
+        pass
+    recorder.num_replays = 0
+    for _ in range(2):
+        assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
+        engine.scheduler.kv.reset_prefix_cache()
     assert recorder.num_replays > 10 and set(recorder.statics) <= set(runner.forward.sizes)
     assert max(recorder.statics) == 7 and 1 in recorder.statics
     engine.close()
 
 
+def test_sizes_are_recorded_while_idle_the_largest_first(checkpoint):
+    """Between requests: what the requests before left in the cache is read by those after, and their tokens do not
+    change.
+    """
+    settings = dict(block_size=4, num_gpu_blocks_override=120, max_num_seqs=7, max_model_len="200")
+    prompts = [[7 * i + 5 + j for j in range(30)] for i in range(3)]
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    engine = InProcessEngine(checkpoint("llama3"), **settings)
+    assert not engine.executor._worker.work_idle()  # without graphs
+    want = [result.token_ids for result in engine.generate(prompts, sampling)]
+    runner = engine.executor._worker.runner
+    recorded, sizes = [], [7, 4, 2, 1]
+    recorder = Recorder(runner.model)
+    runner.use_graphs(200, lambda function: (recorded.append(list(runner.forward._graphs)), recorder(function))[1])
+    runner.forward.forward = recorder.forward
+    left = []
+    for _ in sizes:
+        left.append(engine.executor._worker.work_idle())
+        assert [result.token_ids for result in engine.generate(prompts, sampling)] == want  # from the prefix cache
+    assert left == [True, True, True, False] and not engine.executor._worker.work_idle()
+    assert recorded == [sizes[:i] for i in range(len(sizes))]
+    assert recorder.num_replays > 0
+    engine.close()
+
+
+def test_a_busy_server_records_seldom(checkpoint):
+    """One recording at most in any 128 steps, and none for a size that comes up now and then: each is a gap for all
+    that run.
+    """
+    settings = dict(block_size=4, num_gpu_blocks_override=300, max_num_seqs=7, max_model_len="400")
+    engine = InProcessEngine(checkpoint("llama3"), **settings)
+    runner = engine.executor._worker.runner
+    recorder, at = Recorder(runner.model), []
+    runner.use_graphs(400, lambda function: (at.append(runner.forward._num_steps), recorder(function))[1])
+    runner.forward.forward = recorder.forward
+    requests = [(0, 300), (0, 60), (40, 100), (100, 5), (5, 3)]
+    engine.generate([[9 + i] * (1 + 3 * i) for i in range(5)],
+                    [SamplingParams(max_tokens=sum(request), temperature=0.0, ignore_eos=True) for request in requests])
+    assert runner.forward._num_steps > 256 and 2 <= len(at) <= 3 and at[0] >= 8
+    assert all(later - earlier >= 128 for earlier, later in itertools.pairwise(at)), at
+    engine.close()
+
+
 def test_what_cannot_be_recorded_runs_eagerly(checkpoint, caplog):
     settings = dict(block_size=4, num_gpu_blocks_override=60, max_num_seqs=4, max_model_len="60")
-    prompts, sampling = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    prompts, sampling = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     engine = InProcessEngine(checkpoint("llama3"), **settings)
     want = [result.token_ids for result in engine.generate(prompts, sampling)]
 
@@ -84,14 +136,21 @@ class FakeCuda:
 
     def __init__(self, monkeypatch, fails=False):
         self.events, self.current, self.fails = [], "main", fails
-        for name in ("Stream", "CUDAGraph", "current_stream", "set_stream", "stream", "graph"):
+        for name in ("Stream", "CUDAGraph", "current_stream", "set_stream", "stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, self.forbidden)
 
     def Stream(self):
         return FakeStream("side", self)
 
     def CUDAGraph(self):
-        return SimpleNamespace(replay=lambda: self.events.append("replay"), pool=lambda: "pool")
+        return SimpleNamespace(
+            replay=lambda: self.events.append("replay"),
+            pool=lambda: "pool",
+            capture_begin=self.capture_begin,
+            capture_end=self.capture_end,
+        )
 
     def current_stream(self):
         return FakeStream(self.current, self)
@@ -105,14 +164,16 @@ class FakeCuda:
         yield
         self.current = before
 
-    @contextmanager
-    def graph(self, graph, pool, stream, capture_error_mode):
+    def capture_begin(self, pool, capture_error_mode):
         self.events.append(("capture", pool, capture_error_mode))
-        self.current = stream.name  # as torch's, which does not set it back when the capture cannot be ended
-        yield
+
+    def capture_end(self):
+        self.events.append("ends")
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
-        self.current = "main"
+
+    def forbidden(self, *args):
+        raise AssertionError("a recording waits for the device, or gives memory back that the next step asks for anew")
 
 
 @dataclass
@@ -129,9 +190,17 @@ def test_recording_warms_up_where_it_captures_and_shares_the_pool(monkeypatch):
     record = _CudaRecorder()
     replay = record(lambda: cuda.events.append(f"runs on {cuda.current}"))
     replay()
-    assert cuda.events == ["side waits for main", "runs on side", "main waits for side", ("capture", None, "thread_local"), "runs on side", "replay"]
+    assert cuda.events == [
+        "side waits for main",
+        "runs on side",
+        "main waits for side",
+        ("capture", None, "thread_local"),
+        "runs on side",
+        "ends",
+        "replay",
+    ]
     record(lambda: None)
-    assert cuda.events[-1] == ("capture", "pool", "thread_local") and cuda.current == "main"
+    assert cuda.events[-2:] == [("capture", "pool", "thread_local"), "ends"] and cuda.current == "main"
 
 
 def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch):

@@ -1,5 +1,7 @@
 """The whole path of a GPU, under Triton's interpreter: its kernels in every layer, its attention, its sampler, recorded steps, two of them in flight."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from engine.messages import SamplingParams
 from tests.in_process import InProcessEngine
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_cuda_graph import Recorder
+from worker import kv_cache
 from worker.attention.triton_paged import TritonPagedBackend
 from worker.kernels import triton_ops, triton_sampler
 from worker.layers import ops
@@ -35,8 +38,35 @@ def test_tokens_are_those_of_torch(name, checkpoint, monkeypatch):
     recorder = Recorder(runner.model)
     runner.use_graphs(60, recorder)
     runner.forward.forward = recorder.forward
+    while runner.work_idle():
+        pass
+    recorder.num_replays = 0
     got = engine.generate(prompts, sampling)
     engine.close()
     assert [result.token_ids for result in got] == [result.token_ids for result in want] and recorder.num_replays > 1
     for a, b in zip(got[2].logprobs, want[2].logprobs):
         assert a.token_ids == b.token_ids and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_the_kv_cache_of_a_gpu_begins_as_zeros(monkeypatch):
+    """A kernel that loads whole pages reads what no request has written: memory used before may hold NaN, which times 0
+    is NaN.
+    """
+
+    class Memory:
+        """torch on a device whose memory has been used."""
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def empty(self, *shape, dtype, device):
+            return torch.full(shape, float("nan"), dtype=dtype)
+
+        def zeros(self, *shape, dtype, device):
+            return torch.zeros(shape, dtype=dtype)
+
+    monkeypatch.setattr(kv_cache, "torch", Memory())
+    layers = [SimpleNamespace(num_kv_heads=2, head_dim=4) for _ in range(2)]
+    kv_cache.allocate(layers, 5, 8, torch.bfloat16, SimpleNamespace(type="cuda"))
+    for cache in (cache for layer in layers for cache in (layer.k_cache, layer.v_cache)):
+        assert cache.shape == (5, 8, 2, 4) and not cache.any()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.worker.test_sampler import make_batch
+from worker import logits_processors as module
 from worker.logits_processors import logits_processors
 from worker.messages import NewRequest, SamplingParams
 from worker.platform import CpuPlatform
@@ -148,3 +151,135 @@ def test_repetition_penalty_is_transformers():
 def test_ids_outside_the_vocabulary_are_refused(name, params):
     with pytest.raises(ValueError, match=f"{name} holds token id"):
         one(params)
+
+
+def _defined(logits: torch.Tensor, prompt: list[int], outputs: list[int], sampling: SamplingParams) -> torch.Tensor:
+    """What the parameters mean for one row, token by token."""
+    context, result = prompt + outputs, logits.clone()
+    for token in range(VOCAB_SIZE):
+        if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
+            result[token] = -INF
+        for word in sampling.bad_words_ids or []:
+            if (
+                word
+                and word[-1] == token
+                and len(word) <= len(context) + 1
+                and context[len(context) - len(word) + 1 :] == word[:-1]
+            ):
+                result[token] = -INF
+        if len(outputs) < sampling.min_tokens and token in [*sampling.stop_token_ids, *sampling.eos_token_ids]:
+            result[token] = -INF
+        result[token] += (sampling.logit_bias or {}).get(token, 0.0)
+    return _penalized(result, prompt, outputs, sampling)
+
+
+_id = st.integers(0, 4)  # few, so that words are met and end in the same tokens
+_words = st.lists(st.lists(_id, max_size=5), max_size=6)
+_row = st.tuples(
+    st.lists(_id, min_size=1, max_size=6),
+    st.lists(_id, max_size=4),
+    st.builds(
+        SamplingParams,
+        allowed_token_ids=st.none() | st.lists(_id, min_size=1, max_size=6),
+        bad_words_ids=st.none() | _words,
+        min_tokens=st.integers(0, 4),
+        stop_token_ids=st.lists(_id, max_size=3),
+        eos_token_ids=st.lists(st.integers(5, 7), max_size=2),
+        logit_bias=st.none() | st.dictionaries(_id, st.floats(-5, 5, width=32)),
+        frequency_penalty=st.sampled_from([0.0, 0.5]),
+    ),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(_row, min_size=1, max_size=6), st.integers(0, 1000), st.data())
+def test_batches_are_their_rows_by_definition(requests, seed, data):
+    """All processors at once, over batches of changing rows whose requests change hands between them."""
+    setup = Setup(requests)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(3):
+        rows = data.draw(st.lists(st.integers(0, len(requests) - 1), min_size=1, unique=True))
+        logits = torch.randn(len(rows), VOCAB_SIZE + 3, generator=generator)[
+            :, :VOCAB_SIZE
+        ]  # not contiguous, as with a padded vocabulary
+        got = setup.process(logits, rows)
+        for i, row in enumerate(rows):
+            prompt, outputs, sampling = requests[row]
+            torch.testing.assert_close(got[i], _defined(logits[i], prompt, outputs, sampling), atol=1e-5, rtol=1e-5)
+        changed = data.draw(st.integers(0, len(requests) - 1))
+        prompt, outputs, _ = requests[changed]
+        sampling = data.draw(_row)[2]
+        requests[changed] = prompt, outputs, sampling
+        for processor in setup.processors:
+            processor.remove(changed)
+            processor.add(changed, NewRequest(changed, prompt + outputs, len(prompt), [1], sampling))
+
+
+def test_bad_words_take_memory_for_their_tokens_alone():
+    """One long sequence does not lengthen the others: 300 words and one of 20,000 tokens were tables of 6,000,000."""
+    words = [[1, 2]] * 300 + [[3] * 20_000]
+    processor = next(
+        p
+        for p in logits_processors(RequestTable(1, 64, 16, VOCAB_SIZE, torch.device("cpu")), CpuPlatform())
+        if isinstance(p, module.BadWords)
+    )
+    tracemalloc.start()
+    try:
+        processor.add(0, NewRequest(0, [1], 1, [1], SamplingParams(bad_words_ids=words)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 * sum(map(len, words))
+    assert excluded(one(SamplingParams(bad_words_ids=words), [1])) == {2}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that reach the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not str(func).startswith(("aten.view", "aten.slice", "aten.select", "aten.t."))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(allowed_token_ids=[1, 2]),
+        SamplingParams(bad_words_ids=WORDS),
+        SamplingParams(min_tokens=9, eos_token_ids=[2]),
+        SamplingParams(logit_bias={3: 1.0}),
+        SamplingParams(repetition_penalty=1.1),
+    ],
+)
+def test_a_step_launches_no_more_for_many_rows(sampling):
+    counts = []
+    for num_rows in (1, 16):
+        setup = Setup([([1, 3], [1], sampling)] * num_rows)
+        setup.process(torch.zeros(num_rows, VOCAB_SIZE))  # composes
+        with Launches() as launches:
+            setup.process(torch.zeros(num_rows, VOCAB_SIZE))
+        counts.append(launches.count)
+    assert counts[1] <= counts[0] + 2, counts
+
+
+def test_penalties_copy_a_bounded_number_of_rows(monkeypatch):
+    """In chunks of rows the result is the same."""
+    requests = [
+        ([1, 2, i], [3, i], SamplingParams(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.25))
+        for i in range(7)
+    ]
+    logits = torch.randn(7, VOCAB_SIZE)
+    want = Setup(requests).process(logits)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 2 * VOCAB_SIZE)
+    sizes = []
+    apply = module.Penalties._apply
+    monkeypatch.setattr(
+        module.Penalties,
+        "_apply",
+        lambda self, logits, batch, using: (sizes.append(len(using)), apply(self, logits, batch, using)),
+    )
+    assert torch.equal(Setup(requests).process(logits), want) and sizes == [2, 2, 2, 1]

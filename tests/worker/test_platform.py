@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from worker import host
-from worker.platform import _num_threads
+from worker.platform import CudaPlatform, _num_threads
 
 
 @pytest.mark.parametrize("cores, ranks, frontends, expected", [(8, 1, 1, 8), (8, 2, 1, 4), (8, 3, 1, 2), (8, 1, 2, 6), (8, 2, 2, 3), (2, 4, 1, 1), (2, 1, 4, 1)])
@@ -21,3 +22,29 @@ def test_threads_that_were_asked_for(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert _num_threads(5, 2, 2) == (5, "as asked")
     assert _num_threads(None, 2, 2) == (3, "OMP_NUM_THREADS")
+
+
+@pytest.mark.parametrize("cores, ranks, blocking", [(2, 1, True), (16, 1, False), (16, 4, True), (64, 8, False)])
+def test_waiting_for_a_gpu_spins_only_where_cores_are_many(monkeypatch, cores, ranks, blocking):
+    events = []
+
+    class Event:
+        def __init__(self, blocking=False):
+            events.append(blocking)
+
+        def record(self, stream):
+            pass
+
+    for name, value in {
+        "set_device": lambda device: None,
+        "Stream": lambda device: None,
+        "get_device_name": lambda device: "a GPU",
+        "current_stream": lambda device: None,
+        "Event": Event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(host, "num_cores", lambda: cores)
+    platform = CudaPlatform(0)
+    platform.start(None, ranks)
+    platform.event()
+    assert events == [blocking]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worker import sampler as sampler_module
 from worker import sampling_math
 from worker.input_batch import SamplingBatch
 from worker.messages import NewRequest, SamplingParams
@@ -316,3 +317,30 @@ def test_logprobs_modes(mode):
 def test_an_unknown_mode_is_an_error():
     with pytest.raises(ValueError, match="logprobs_mode 'cooked' does not exist"):
         make_sampler(50, [SamplingParams(logprobs=1, logprobs_mode="cooked")])
+
+
+def test_logprobs_take_bounded_memory(monkeypatch):
+    """A few rows at a time, with the same result: whole copies of the logits, five of them, were more than the plan
+    knew of.
+    """
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=i,
+            logprobs=i % 4,
+            logprobs_mode=["raw_logprobs", "processed_logprobs"][i % 2],
+            repetition_penalty=1.2,
+            top_p=0.9,
+        )
+        for i in range(12)
+    ]
+    logits = torch.randn(12, 50, generator=torch.Generator().manual_seed(0))
+    want = _logprobs(make_sampler(50, params), logits, list(range(12)))
+    sizes = []
+    compute = sampler_module.entries
+    monkeypatch.setattr(
+        sampler_module, "entries", lambda logits, *args: (sizes.append(len(logits)), compute(logits, *args))[1]
+    )
+    monkeypatch.setattr(sampler_module, "_LOGPROBS_ELEMENTS", 4 * 50)
+    got = _logprobs(make_sampler(50, params), logits, list(range(12)))
+    assert sizes == [4, 2, 4, 2] and got == want

@@ -135,3 +135,25 @@ def test_two_processes_over_gloo(checkpoint, tmp_path):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert gathered.tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
         assert sent.tolist() == [11.0, 11.0]
+
+
+def test_logits_are_gathered_in_the_models_type(checkpoint, monkeypatch):
+    """Half the bytes of float32, which holds no more of them. (The native CPU kernels compute in float32, and gather
+    that.)
+    """
+    monkeypatch.setattr(native.KERNELS, "lib", None)
+    folder, gathered = checkpoint("qwen3"), []
+    models = []
+    for group in thread_groups(2):
+        gather = group.all_gather
+        group.all_gather = lambda x, *args, gather=gather: (gathered.append(x.dtype), gather(x, *args))[1]
+        with use_groups(tp=group):
+            models.append(build(folder, dtype=torch.bfloat16))
+    hidden = torch.randn(3, models[0].spec.hidden_size, dtype=torch.bfloat16)
+    alone = build(folder, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        want = alone.logits(hidden)
+    logits = run_ranks(lambda rank: models[rank].logits(hidden).detach(), 2)
+    assert set(gathered) == {torch.bfloat16} and logits[0].dtype == torch.float32
+    for ranks in logits:
+        torch.testing.assert_close(ranks, want, atol=1e-2, rtol=1e-2)

@@ -1,5 +1,6 @@
 """The Triton kernel under Triton's interpreter against dense float32 attention. On a GPU the same cases run compiled (marker gpu, in test_attention.py)."""
 
+import inspect
 import itertools
 
 import pytest
@@ -70,3 +71,13 @@ def test_reads_caches_of_any_layout():
     args = (table, torch.tensor([0, 1, 4], dtype=torch.int32, device=DEVICE), torch.tensor([9, 11], dtype=torch.int32, device=DEVICE), 3, 0.25)
     views = [cache.transpose(1, 2) for cache in (k, v)]
     torch.testing.assert_close(triton_paged.paged_attention(q, *views, *args), triton_paged.paged_attention(q, *(view.contiguous() for view in views), *args))
+
+
+def test_the_number_of_splits_compiles_nothing():
+    """It changes with the batch, in the middle of serving: only whether keys are split at all is part of the compiled
+    kernels.
+    """
+    for kernel in (triton_paged._attend_kernel, triton_paged._combine_kernel):
+        arguments = inspect.signature(kernel.fn).parameters
+        constants = {name for name, parameter in arguments.items() if "constexpr" in str(parameter.annotation)}
+        assert "num_splits" in arguments and not {name for name in constants if "splits" in name.lower()}

@@ -1,9 +1,11 @@
 """The Triton sampler under Triton's interpreter (compiled where there is a GPU) against the arithmetic of `sampling_math` and a float64 distribution."""
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from tests.worker.interpreter import needs_loops
 from tests.worker.test_sampler import make_batch, make_sampler
 from worker import sampling_math
 from worker.kernels import triton_sampler
@@ -91,7 +93,8 @@ def test_rows_without_any_token_and_extreme_temperatures():
     assert int(tokens[1]) == 199 and 0 <= int(tokens[2]) < 200
 
 
-def test_the_sampler_uses_it_for_rows_without_filters(monkeypatch):
+@needs_loops
+def test_the_sampler_uses_it_for_all_rows():
     """With the kernel a sampler gives what it gives without: mixed batches, rows that change hands, one upload of the parameters per change."""
     if DEVICE == "cuda":
         pytest.skip("the CPU platform's sampler, which on a GPU has no interpreter")
@@ -108,3 +111,113 @@ def test_the_sampler_uses_it_for_rows_without_filters(monkeypatch):
     assert fused.params.tables() is tables
     fused.params.remove(1)
     assert fused.params.tables() is not tables and fused.params.tables()[0].tolist() == pytest.approx([0, 0, 1.3, 1.0, 0.9, 1.0])
+
+
+@pytest.fixture
+def twin_weights(monkeypatch):
+    """The interpreter's exponential for the twin: everything behind it is integers, and must be the same."""
+    monkeypatch.setattr(sampling_math, "_weights", lambda logits, maximum, rows: torch.from_numpy(
+        np.exp(((logits - maximum[:, None]) / rows.temperature[:, None]).numpy())))
+
+
+def random_logits(num_rows, size, generator):
+    """Spread and nearly flat rows, ties, masks, single tokens."""
+    logits = (
+        torch.randn(num_rows, size, generator=generator)
+        * torch.tensor([0.1, 1.0, 3.0, 8.0])[torch.arange(num_rows) % 4, None]
+    )
+    for i in range(num_rows):
+        if i % 3 == 0:
+            logits[i] = (logits[i] * 2).round() / 2
+        if i % 5 == 0:
+            logits[i, torch.randperm(size, generator=generator)[: size * 3 // 4]] = float("-inf")
+        if i % 11 == 0:
+            logits[i] = 1.5
+        if i % 13 == 0:
+            logits[i] = float("-inf")
+            logits[i, i % size] = -3.0
+    return logits
+
+
+def compare(size, params, generator, positions=None):
+    """The fused sampler's tokens and the twin's; on a GPU, whose exponential is another, few may differ."""
+    plain, fused = make_sampler(size, params), make_sampler(size, params)
+    calls = []
+    fused.fused = lambda *args: (calls.append(len(args)), triton_sampler.sample(*(x.to(DEVICE) for x in args)))[1]
+    if DEVICE == "cuda":
+        kernel = fused.fused
+        fused.fused = lambda *args: tuple(x.cpu() for x in kernel(*args))
+    rows = list(range(len(params)))
+    batch = make_batch(rows, positions or [7 + 3 * row for row in rows])
+    logits = random_logits(len(rows), size, generator)
+    want, got = (sampler.sample(logits.clone(), batch).token_ids.tolist() for sampler in (plain, fused))
+    assert calls == [8 if fused.params.any_filter(rows) else 5], "one call for all rows, and nothing done over"
+    differ = [(row, params[row]) for row in rows if want[row] != got[row]]
+    assert len(differ) <= (len(rows) // 50 if DEVICE == "cuda" else 0), differ
+    return got
+
+
+TOP_K, TOP_P, MIN_P = [0, 1, 3, 20, 10**6], [1.0, 0.95, 0.5, 1e-6, 0.9999], [0.0, 0.0, 0.02, 0.7, 1.0]
+
+
+@needs_loops
+@pytest.mark.parametrize("size, candidates", [(30, 4096), (700, 4096), (1000, 16), (200, 1)])
+def test_filters_are_the_twins(size, candidates, monkeypatch, twin_weights):
+    """Every combination of filters, in one batch with greedy rows and rows without; few candidates send rows to the
+    bisection.
+    """
+    monkeypatch.setattr(triton_sampler, "CANDIDATES", candidates)
+    if candidates < 4096:
+        monkeypatch.setattr(triton_sampler, "TILE", 256)
+    generator = torch.Generator().manual_seed(size)
+    pick = lambda values: values[int(torch.randint(len(values), (1,), generator=generator))]  # noqa: E731
+    params = [
+        SamplingParams(
+            temperature=pick([0.0, 0.3, 1.0, 2.5]),
+            top_k=pick([*TOP_K, size - 1, size]),
+            top_p=pick(TOP_P),
+            min_p=pick(MIN_P),
+            seed=i,
+        )
+        for i in range(50 if candidates >= 4096 else 25)
+    ]
+    compare(size, params, generator)
+
+
+@needs_loops
+@pytest.mark.slow
+def test_a_large_vocabulary(monkeypatch, twin_weights):
+    """Qwen3's, with the tiles that a GPU uses: what is collected suffices for usual settings, not for a flat
+    distribution.
+    """
+    monkeypatch.setattr(triton_sampler, "TILE", 4096)
+    params = [
+        SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=1),
+        SamplingParams(top_p=0.9, seed=2),
+        SamplingParams(min_p=0.05, seed=3),
+        SamplingParams(top_k=1000, seed=4),
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=6),
+        SamplingParams(temperature=1.5, top_p=0.99, seed=7),
+    ]
+    compare(151936, params, torch.Generator().manual_seed(5))
+
+
+@needs_loops
+def test_every_number_picks_the_twins_token(monkeypatch, twin_weights):
+    """One row at many positions: tokens of the head and of the tail of what is kept."""
+    monkeypatch.setattr(triton_sampler, "CANDIDATES", 64)
+    monkeypatch.setattr(triton_sampler, "TILE", 512)
+    tokens = compare(300, [SamplingParams(temperature=2.0, top_k=40, top_p=0.9, seed=9)] * 40,
+                     torch.Generator().manual_seed(2), [31 * i for i in range(40)])
+    assert len(set(tokens)) > 10
+
+
+@needs_loops
+def test_filtered_rows_without_a_finite_largest_logit():
+    sampler = make_sampler(200, [SamplingParams(top_p=0.5, seed=i) for i in range(4)])
+    sampler.fused = triton_sampler.sample
+    logits = torch.zeros(4, 200)
+    logits[0], logits[1, 5], logits[2, 7] = float("-inf"), float("nan"), float("inf")
+    if DEVICE == "cpu":
+        assert sampler.sample(logits, make_batch([0, 1, 2, 3], [1, 2, 3, 4])).token_ids.tolist()[:3] == [-1, -1, -1]

@@ -12,8 +12,10 @@ import torch
 from configs.config import Config
 from tests.checkpoints import TOKENIZER_SIZE, greedy, load_reference
 from tests.worker.steps import Script
-from worker import kv_cache
+from worker import kv_cache, logprobs, sampler
+from worker.logits_processors import Penalties
 from worker.messages import SamplingParams
+from worker.platform import CpuPlatform
 from worker.worker import Worker
 
 PROMPT = torch.randint(4, TOKENIZER_SIZE, (20,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -138,3 +140,34 @@ def test_two_ranks_sample_the_same_tokens_as_one(checkpoint, tmp_path):
     results = [alone.execute(step).result().token_ids for step in sent]
     assert [token for step in results for token in step[-1]] == script.rows[3].outputs and [results[1][0], results[2][0]] == [[t] for t in script.rows[0].outputs]
     alone.shutdown()
+
+
+def test_the_step_that_is_measured_takes_what_sampling_can_take(checkpoint, monkeypatch):
+    """Penalties and log-probabilities of every row, of the prompt too, are part of the memory plan."""
+
+    class Measured(CpuPlatform):
+        measures_memory, in_use = True, 0
+
+        def memory_in_use(self):
+            return self.in_use, self.in_use
+
+    platform, seen = Measured(), {}
+
+    def note(module, name, rows):
+        function = getattr(module, name)
+
+        def noting(*args):
+            platform.in_use = 10**8  # whatever that step takes
+            seen[name] = max(seen.get(name, 0), rows(args))
+            return function(*args)
+
+        monkeypatch.setattr(module, name, noting)
+
+    note(Penalties, "_apply", lambda args: len(args[3]))
+    note(sampler, "entries", lambda args: len(args[0]))
+    note(logprobs, "entries", lambda args: len(args[0]))
+    monkeypatch.setattr("worker.worker.get_platform", lambda *args: platform)
+    worker = _worker(checkpoint("qwen3"), max_num_batched_tokens=32)
+    plan = worker.initialize(lambda phase, fraction: None).plan
+    assert seen == {"_apply": 4, "entries": 7} and 10**8 * 0.9 < plan.activations <= 10**8
+    worker.shutdown()

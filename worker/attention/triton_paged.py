@@ -46,13 +46,15 @@ if triton is not None:
                 high = middle
         return low
 
-    @triton.jit(do_not_specialize=["num_reqs", "table_stride"])  # they change from step to step, and each specialization is compiled
+    # These change from step to step, and each specialization is compiled.
+    @triton.jit(do_not_specialize=["num_reqs", "table_stride", "num_splits"])
     def _attend_kernel(
         q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
-        qk_scale, num_reqs, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
+        qk_scale, num_reqs, num_splits, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
         k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
         GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr,
-        BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_HEADS: tl.constexpr,
+        BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr,
+        NUM_HEADS: tl.constexpr,
     ):  # fmt: skip
         block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         request = _find_request(query_start_loc, block, num_reqs, BLOCK_Q)
@@ -79,8 +81,8 @@ if triton is not None:
         first_key = 0
         if WINDOW > 0:
             first_key = tl.maximum(context_len + first_query - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        if NUM_SPLITS > 1:
-            tiles_per_split = tl.cdiv(tl.cdiv(last_key - first_key, BLOCK_N), NUM_SPLITS)
+        if SPLIT:
+            tiles_per_split = tl.cdiv(tl.cdiv(last_key - first_key, BLOCK_N), num_splits)
             first_key += split * tiles_per_split * BLOCK_N
             last_key = tl.minimum(last_key, first_key + tiles_per_split * BLOCK_N)
 
@@ -114,8 +116,8 @@ if triton is not None:
             acc = acc * rescale[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
             running_max = new_max
 
-        if NUM_SPLITS > 1:
-            at = (token.to(tl.int64) * NUM_HEADS + head) * NUM_SPLITS + split
+        if SPLIT:
+            at = (token.to(tl.int64) * NUM_HEADS + head) * num_splits + split
             tl.store(partial_max + at, running_max, mask=row_mask)
             tl.store(partial_sum + at, running_sum, mask=row_mask)
             tl.store(partial_out + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=row_mask[:, None] & dim_mask[None, :])
@@ -124,15 +126,15 @@ if triton is not None:
             tl.store(out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dims[None, :], result.to(out.dtype.element_ty),
                      mask=row_mask[:, None] & dim_mask[None, :])  # fmt: skip
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_splits"])
     def _combine_kernel(
-        partial_out, partial_max, partial_sum, out, out_token_stride, out_head_stride,
-        NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+        partial_out, partial_max, partial_sum, out, num_splits, out_token_stride, out_head_stride,
+        NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     ):  # fmt: skip
         token, head = tl.program_id(0), tl.program_id(1)
-        base = (token.to(tl.int64) * NUM_HEADS + head) * NUM_SPLITS
+        base = (token.to(tl.int64) * NUM_HEADS + head) * num_splits
         splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-        split_mask, dim_mask = splits < NUM_SPLITS, dims < HEAD_DIM
+        split_mask, dim_mask = splits < num_splits, dims < HEAD_DIM
         maxima = tl.load(partial_max + base + splits, mask=split_mask, other=float("-inf"))
         overall = tl.max(maxima, 0)
         factor = tl.exp2(maxima - tl.where(overall == float("-inf"), 0.0, overall))
@@ -166,15 +168,17 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     block_n = _tile_of_keys(64 if max_query_len == 1 else 128, block_q * block_g, block_d, q)
     _attend_kernel[(num_blocks, num_kv_heads, num_splits)](
         q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
-        scale * LOG2_E, num_reqs, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        scale * LOG2_E, num_reqs, num_splits, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0),
+        out.stride(1),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, PAGE_SIZE=block_size, BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=block_n,
-        WINDOW=sliding_window or 0, SOFT_CAP=soft_cap or 0.0, NUM_SPLITS=num_splits, NUM_HEADS=num_heads,
+        WINDOW=sliding_window or 0, SOFT_CAP=soft_cap or 0.0, SPLIT=num_splits > 1, NUM_HEADS=num_heads,
         num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
     )  # fmt: skip
     if num_splits > 1:
-        _combine_kernel[(num_tokens, num_heads)](partial_out, partial_max, partial_sum, out, out.stride(0), out.stride(1), NUM_HEADS=num_heads,
-                                                 HEAD_DIM=head_dim, BLOCK_D=block_d, NUM_SPLITS=num_splits, BLOCK_S=triton.next_power_of_2(num_splits))  # fmt: skip
+        _combine_kernel[(num_tokens, num_heads)](
+            partial_out, partial_max, partial_sum, out, num_splits, out.stride(0), out.stride(1),
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=MAX_SPLITS)  # fmt: skip
     return out
 
 
@@ -187,14 +191,13 @@ def _tile_of_keys(wanted: int, rows: int, block_d: int, q: torch.Tensor) -> int:
 
 
 def default_num_splits(num_programs: int, max_query_len: int, max_keys: int, device: torch.device) -> int:
-    """Enough splits to give every multiprocessor two programs, for decode only, and no split below 256 keys of the longest possible request.
-
-    A power of two: the kernel is compiled anew for every number.
+    """Enough splits to give every multiprocessor two programs, for decode only, and no split below 256 keys of the
+    longest possible request.
     """
     if max_query_len > 1 or device.type != "cuda":
         return 1
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // max(1, num_programs)
-    return 1 << (max(1, min(MAX_SPLITS, wanted, max_keys // 256)).bit_length() - 1)
+    return max(1, min(MAX_SPLITS, wanted, max_keys // 256))
 
 
 class TritonPagedBackend(AttentionBackend):

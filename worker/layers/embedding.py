@@ -11,7 +11,7 @@ from torch import nn
 
 from worker.huge_pages import Workspace
 from worker.kernels.screen import Screen
-from worker.layers.linear import PLAIN, Linear, LinearMethod, Part, empty_parameter
+from worker.layers.linear import PLAIN, Linear, LinearMethod, Part, PlainLinear, empty_parameter
 from worker.layers.packed import PackedMethod
 from worker.parallel import tp
 
@@ -80,8 +80,17 @@ class ParallelLMHead(Linear):
                 embedding.weight, embedding.lookup = None, self.method.rows
 
     def forward(self, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        logits = self.group.all_gather(self.method.apply_float32(self, x, workspace))
+        if self.group.size > 1 and isinstance(self.method, PlainLinear):  # products of x's type: half the bytes
+            logits = self.group.all_gather(self.method.apply(self, x)).float()
+        else:
+            logits = self.group.all_gather(self.method.apply_float32(self, x, workspace))
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
+
+    def abstain(self, num_rows: int) -> None:
+        """Take part in the ranks' `forward` of `num_rows` with NaN instead of logits."""
+        dtype = self.weight.dtype if isinstance(self.method, PlainLinear) else torch.float32
+        device = next(tensor for tensor in (*self.parameters(), *self.buffers())).device
+        self.group.all_gather(torch.full((num_rows, self.out_features), float("nan"), dtype=dtype, device=device))
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """The first of the largest logits of each row, int64 `[S]`, where they are found faster than by computing all; else None."""

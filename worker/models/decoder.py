@@ -156,6 +156,12 @@ class CausalLM(nn.Module):
         """hidden `[S, H]`, of the positions to sample -> `[S, vocab_size]` float32, which may lie in `workspace`. On the last pipeline stage."""
         return self.lm_head(hidden, workspace)
 
+    def exchanges(self, num_tokens: int, num_wanted: int) -> list[int]:
+        """How many rows `[_, H]` each sum over the tensor-parallel ranks has, in order, in a forward pass of that many
+        tokens in a single stage.
+        """
+        return [num_tokens] * (2 * len(self.model.layers) - 1) + [num_wanted] * 2
+
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Of each row of `logits` the first of the largest, int64 `[S]`, where there is a faster way than by `logits`; else None."""
         return self.lm_head.largest(hidden)
