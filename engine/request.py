@@ -47,7 +47,7 @@ class Request:
         self.queued_time = time.time()
         self.key = (self.priority if by_priority else 0, arrival, sequence)  # unique: the order of service
 
-        self.token_ids = message.prompt_token_ids
+        self.token_ids = message.prompt_token_ids + choice.output_token_ids if choice.output_token_ids else message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_total_tokens = min(self.num_prompt_tokens + message.sampling.max_tokens, max_model_len)  # known when reached: length stops are predicted
 
@@ -66,16 +66,6 @@ class Request:
         self.num_preemptions = 0
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
-        self.extend(choice.output_token_ids)
-
-    def extend(self, output_token_ids: list[int]) -> None:
-        """Append outputs. With the first ones the tokens become its own."""
-        if not output_token_ids:
-            return
-        if len(self.token_ids) == self.num_prompt_tokens:
-            self.token_ids = self.token_ids + output_token_ids
-        else:
-            self.token_ids += output_token_ids
 
     @property
     def num_tokens(self) -> int:

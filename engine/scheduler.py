@@ -297,8 +297,10 @@ class Scheduler:
         """Append the sampled tokens of one request, up to one that ends it."""
         request.num_in_flight -= 1
         num_received, reason = 0, None
+        if len(request.token_ids) == request.num_prompt_tokens:
+            request.token_ids = list(request.token_ids)  # the prompt's, which other choices share
         while num_received < len(token_ids) and not reason:
-            request.extend(token_ids[num_received : num_received + 1])
+            request.token_ids.append(token_ids[num_received])
             num_received += 1
             reason = request.finish_reason()
         if num_received < len(token_ids):

@@ -163,7 +163,7 @@ class EngineClient:
         self.num_messages = 0  # received, from all engines
         self.num_elsewhere = 0  # open requests that other servers have at the engine, as far as we were told
         self.num_waiting_tokens = 0  # of the prompts of ours that have had no output yet; a prompt counts once for all its choices
-        self.died_on_trial = False  # whether the last engine was killed by a request of ours that was suspected of that before
+        self.num_trial_deaths = 0  # of engines, while they tried requests of ours that were suspected of the death before
         self._quarantine = Quarantine()
         self._on_stats = on_stats
         self._on_progress = on_progress
@@ -236,7 +236,8 @@ class EngineClient:
     def _find_suspects(self, max_num_seqs: int) -> None:
         """Those that could have been in the dead engine's batch are the first in its order."""
         sent = sorted((entry for entry in self._open.values() if entry.sent), key=lambda entry: entry.prompt.request.priority)
-        suspects, self.died_on_trial = self._quarantine.on_death(sent[:max_num_seqs])
+        suspects, on_trial = self._quarantine.on_death(sent[:max_num_seqs])
+        self.num_trial_deaths += on_trial
         for entry in sent:
             entry.sent = False
         for entry in suspects:
@@ -244,7 +245,7 @@ class EngineClient:
             entry.num_crashes += 1
         for entry in sent[max_num_seqs:]:
             entry.waits = True
-        if self.died_on_trial and len(suspects) == 1:
+        if on_trial and len(suspects) == 1:
             self._fail(suspects[0].choice.request_id, f"the engine died {suspects[0].num_crashes} times while it ran this request")
 
     def _wake_waiters(self) -> None:

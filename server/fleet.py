@@ -44,6 +44,7 @@ from server.fleet_messages import (
     Scrape,
     Snapshot,
     Start,
+    TrialDeath,
 )
 from server.frontend import END_TIMEOUT
 from server.metrics import Counts
@@ -141,6 +142,7 @@ class EngineObserver(EngineClient):
     def __init__(self, fleet: Fleet, on_stats: Callable[[EngineStats], None], on_progress: Callable[[Any], None], index: int):
         super().__init__(on_stats, on_progress, index)
         self._fleet = fleet
+        self._explained = False  # whether a frontend has said that the last death was on trial
 
     @property
     def num_open(self) -> int:
@@ -153,8 +155,15 @@ class EngineObserver(EngineClient):
 
     def on_dead(self, reason: str) -> None:
         super().on_dead(reason)
+        self._explained = False
         self._fleet.addresses[self.index] = None
         self._fleet.tell(EngineGone(self.index, reason))
+
+
+    def explain_death(self) -> None:
+        """However many frontends tried requests then, it was one death."""
+        self.num_trial_deaths += not self._explained
+        self._explained = True
 
 
 class Fleet:
@@ -268,6 +277,8 @@ class Fleet:
                 case Busy():
                     member.num_open, member.num_in_flight = message.num_open, message.num_in_flight
                     self._tell_elsewhere()
+                case TrialDeath():
+                    self._client.clients[message.index].explain_death()
                 case Snapshot():
                     member.counts = message.counts
                     self._note_answer(message.number, member)

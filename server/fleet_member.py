@@ -44,6 +44,7 @@ from server.fleet_messages import (
     Snapshot,
     Start,
     ToFrontend,
+    TrialDeath,
 )
 from server.frontend import Frontend, configure_logging
 
@@ -63,6 +64,7 @@ class Member:
         self.clients = self.frontend.connect(lambda engine, stats: None, self._on_progress)
         self.frontend.state.scrape = self._scrape
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
+        self._trial_deaths = [0] * len(self.clients)  # that the parent knows of
         self._numbers = itertools.count(1)
         self._background: set[asyncio.Task] = set()
 
@@ -94,8 +96,7 @@ class Member:
                     await self.clients[message.index].connect(message.address)
                     self._start(self._open_when_ready(message.index))
                 case EngineGone():
-                    self.clients[message.index].on_dead(message.reason)
-                    self.frontend.on_death(message.index)
+                    self._note_death(message)
                 case Elsewhere():
                     self._note_elsewhere(message)
                 case Collect():
@@ -135,6 +136,14 @@ class Member:
         self.channel.send(Opened())
 
     # ---- life
+
+    def _note_death(self, message: EngineGone) -> None:
+        client = self.clients[message.index]
+        client.on_dead(message.reason)
+        if client.num_trial_deaths > self._trial_deaths[message.index]:
+            self._trial_deaths[message.index] = client.num_trial_deaths
+            self.channel.send(TrialDeath(message.index))
+        self.frontend.on_death(message.index)
 
     def _note_elsewhere(self, message: Elsewhere) -> None:
         for client, count in zip(self.clients, message.num_open, strict=True):

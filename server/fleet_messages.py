@@ -112,6 +112,12 @@ class Busy(_Message):
     num_in_flight: int
 
 
+class TrialDeath(_Message):
+    """That engine died while it tried requests of this frontend that were suspected of the death before."""
+
+    index: int
+
+
 class Snapshot(_Message):
     """What was counted here until now, by engine. `number` is that of the `Collect`, or 0 for one that was not asked for."""
 
@@ -134,4 +140,4 @@ class Drained(_Message):
 
 
 ToFrontend = Start | Phase | Load | Engine | EngineGone | Elsewhere | Collect | Ping | Page | Drain | Fail | End
-FromFrontend = Loaded | CannotStart | Opened | Busy | Snapshot | Scrape | Pong | Drained
+FromFrontend = Loaded | CannotStart | Opened | Busy | TrialDeath | Snapshot | Scrape | Pong | Drained

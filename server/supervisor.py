@@ -37,6 +37,7 @@ class Supervisor:
         self.deaths: list[float] = []
         self.was_ready = False
         self.num_failed_starts = 0  # in a row
+        self.num_trial_deaths = 0  # of the client's that do not count any more
         self.hung: str | None = None  # why the present engine is being killed
 
     async def run(self) -> None:
@@ -115,9 +116,9 @@ class Supervisor:
     def _judge(self, reason: str) -> None:
         now = time.monotonic()
         self.num_failed_starts += 1  # unless it was ready, which set this to 0
-        self.deaths = [death for death in self.deaths if now - death < DEATH_WINDOW]
-        if not self.client.died_on_trial:  # else a request is to blame, which the client is about to find
-            self.deaths.append(now)
+        explained, self.num_trial_deaths = self.client.num_trial_deaths - self.num_trial_deaths, self.client.num_trial_deaths
+        self.deaths = [death for death in self.deaths if now - death < DEATH_WINDOW] + [now]
+        self.deaths = self.deaths[: len(self.deaths) - explained]  # a request is to blame, which the client is about to find
         if not self.was_ready:
             raise EngineFailed(reason)
         if len(self.deaths) >= MAX_DEATHS:

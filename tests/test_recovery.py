@@ -226,7 +226,7 @@ def test_a_request_that_kills_the_engine_fails_alone(model_folder, tmp_path, sev
         server.wait_ready()
         bodies = [request_body(number, 100) for number in range(8)]
         expected, _ = crowd(server, bodies)
-        for number in range(1 if several else 2):  # where each frontend judges for itself, the parent counts all deaths
+        for number in range(2):
             refused = []
 
             def disturb(refused=refused) -> None:

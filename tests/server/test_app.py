@@ -254,9 +254,9 @@ def test_a_request_that_fails_in_the_engine_fails_alone(server, monkeypatch, str
     answer = server.http.post("/v1/completions", json={"prompt": [5] * 600, "stream": stream})
     if stream:
         error, done = events(answer)
-        assert answer.status_code == 200 and error["error"]["code"] == "engine_error" and done == "[DONE]"
+        assert answer.status_code == 200 and error["error"]["type"] == "invalid_request_error" and done == "[DONE]"
     else:
-        assert is_error(answer, 500, "engine_error")
+        assert is_error(answer, 400, None) and answer.json()["error"]["type"] == "invalid_request_error"
 
 
 # ---- ids

@@ -143,6 +143,24 @@ class TestRequests:
             assert client.num_open == 1
 
     @asynchronous
+    async def test_waiting_prompts_are_counted_once_for_all_choices(self):
+        async with connected() as (client, engine):
+            a, b, c = (client.generate(request(name, prompt=range(size), siblings=[Choice(name * 2, 1)])) for name, size in (("a", 10), ("b", 20), ("c", 40)))
+            assert (client.num_open, client.num_waiting_tokens) == (6, 70)
+            for _ in range(3):
+                await engine.receive()
+            await engine.output("aa", 1)
+            assert (await anext(a)).new_token_ids == [1]
+            assert (client.num_open, client.num_waiting_tokens) == (6, 60)
+            b.abort("b")
+            assert (client.num_open, client.num_waiting_tokens) == (5, 60)
+            await b.aclose()
+            assert (client.num_open, client.num_waiting_tokens) == (4, 40)
+            await a.aclose()
+            await c.aclose()
+            assert (client.num_open, client.num_waiting_tokens) == (0, 0)
+
+    @asynchronous
     async def test_requests_before_ready_are_sent_then(self):
         client = EngineClient()
         async with FakeEngine() as engine:
@@ -275,7 +293,7 @@ class TestRestart:
                     assert (await engine.receive()).request_id == name
                 assert await engine.receives_nothing()
                 client.on_dead("boom")
-                assert client.died_on_trial == (crash == 1)
+                assert client.num_trial_deaths == crash
         output = await anext(urgent)
         assert output.finish_reason == "error" and "died 2 times" in output.error
         async with FakeEngine() as engine:
@@ -292,7 +310,7 @@ class TestRestart:
     @asynchronous
     async def test_one_that_kills_engines_fails_alone(self, poison, tokens_at_death):
         """Nine requests and one more that comes later; every engine dies as soon as it has the one. At most three do, and the first one alone counts."""
-        client, num_deaths, counted = EngineClient(), 0, 0
+        client, num_deaths = EngineClient(), 0
         streams = [client.generate(request(str(i), siblings=[Choice(f"{i}b", 1)] if i == 4 else [])) for i in range(9)]
         answers = [asyncio.create_task(self.collect(stream)) for stream in streams]
         names = {str(i) for i in range(9)} | {"4b"}
@@ -303,7 +321,6 @@ class TestRestart:
                 if await self.serve(engine, names, str(poison), 0 if num_deaths else tokens_at_death, client):
                     client.on_dead("boom")
                     num_deaths += 1
-                    counted += not client.died_on_trial
                     if num_deaths == 1:
                         late = client.generate(request("late"))
                         answers.append(asyncio.create_task(self.collect(late)))
@@ -314,7 +331,7 @@ class TestRestart:
                 assert outputs[-1].finish_reason == "error" and "while it ran this request" in outputs[-1].error
             else:
                 assert [o.finish_reason for o in outputs if o.finish_reason] == ["length"] * (2 if i == 4 else 1)
-        assert num_deaths == (3 if tokens_at_death else 2) and counted == 1
+        assert num_deaths == (3 if tokens_at_death else 2) and client.num_trial_deaths == num_deaths - 1
         await client.close()
 
     async def collect(self, stream):

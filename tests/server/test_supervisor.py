@@ -47,7 +47,7 @@ class Client:
 
     def __init__(self):
         self.dead, self.num_messages, self.num_open, self.progress = None, 0, 0, None
-        self.died_on_trial = False
+        self.num_trial_deaths = 0
         self.connected = asyncio.Event()
         self.ready: Ready | None = None
         self._changed = asyncio.Event()
