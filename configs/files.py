@@ -8,7 +8,10 @@ from pathlib import Path
 
 GIT_LFS = b"version https://git-lfs"
 GGUF = b"GGUF"
-_POINTER = "{} is a pointer of Git LFS and not the file itself: run `git lfs pull` in its folder, or download the file again"
+_WANTED = "give the folder of a model with its config.json, tokenizer and safetensors files"
+_POINTER = (
+    "{} is a pointer of Git LFS and not the file itself: run `git lfs pull` in its folder, or download the file again"
+)
 
 
 def denied(path: str | os.PathLike) -> str:
@@ -27,7 +30,7 @@ def unreadable(path: str | os.PathLike, error: OSError) -> str:
 
 
 def damaged_weights(path: Path, error: Exception) -> str:
-    """Why `path` could not be read as safetensors. The libraries' own words name the wrong reason for a file without permission."""
+    """Why `path` could not be read as safetensors. For a file without permission the library names a wrong reason."""
     try:
         with path.open("rb") as file:
             head = file.read(len(GIT_LFS))
@@ -57,7 +60,7 @@ def check_model_folder(folder: str) -> None:
 
 
 def check_readable(folder: str, setting: str = "model") -> None:
-    """Raise ValueError naming the first file of configuration or tokenizer in `folder` that may not be read or is not there in full.
+    """Raise ValueError naming the first file of configuration or tokenizer in `folder` that cannot be read in full.
 
     `setting` is what named the folder.
     """
@@ -76,10 +79,14 @@ def check_readable(folder: str, setting: str = "model") -> None:
 
 def _no_config(folder: str, names: list[str]) -> str:
     gguf = [name for name in names if name.endswith(".gguf")]
-    if gguf or "gguf" in folder.lower():  # of a repository on the Hub, GGUF files are not downloaded: its name is what tells
-        return (f"{folder} holds {gguf[0] if gguf else 'no config.json'}, and GGUF is not supported yet; give the original model, with its config.json, "
-                "tokenizer and safetensors files")
+    if (
+        gguf or "gguf" in folder.lower()
+    ):  # of a repository on the Hub, GGUF files are not downloaded: its name is what tells
+        return (
+            f"{folder} holds {gguf[0] if gguf else 'no config.json'}, and GGUF is not supported yet; "
+            "give the original model, with its config.json, tokenizer and safetensors files"
+        )
     if not names:
-        return f"the folder {folder} is empty; give the folder of a model with its config.json, tokenizer and safetensors files"
+        return f"the folder {folder} is empty; {_WANTED}"
     found = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"there is no config.json in {folder} (found {found}); give the folder of a model with its config.json, tokenizer and safetensors files"
+    return f"there is no config.json in {folder} (found {found}); {_WANTED}"

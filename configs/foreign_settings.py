@@ -1,4 +1,6 @@
-"""Well-known settings of other servers that have another name here or are not supported: for these, the nearest name would be misleading advice.
+"""Well-known settings of other servers that have another name here or are not supported.
+
+For these, the nearest of our names would be misleading advice.
 
 The keys are as in a configuration file: `n_gpu_layers` stands for `--n-gpu-layers`.
 """

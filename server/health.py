@@ -1,6 +1,7 @@
-"""`quire health`: is the server on this machine ready? And the file in which a server says where it listens, whatever its flags and configuration made of that.
+"""`quire health`: is the server on this machine ready? And the file in which a server writes where it listens.
 
-A container's health check runs this file every few seconds, by itself and without site-packages: standard library only, and little of that.
+A container's health check runs this file every few seconds, by itself and without site-packages: it needs a little of
+the standard library and nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def remove_address(path: str) -> None:
 
 
 def find_address(environ: Mapping[str, str]) -> str:
-    """From the file that QUIRE_ADDRESS_FILE names, else from the variables of `quire serve`. Raises Unhealthy when there is no such file (yet)."""
+    """From the file that QUIRE_ADDRESS_FILE names, else from the variables of `quire serve`.
+
+    Raises Unhealthy when that file is not there (yet).
+    """
     if path := environ.get("QUIRE_ADDRESS_FILE"):
         try:
             with open(path, encoding="utf-8") as file:
@@ -69,7 +73,9 @@ def ask(address: str, timeout: float = TIMEOUT) -> str:
     head, _, body = answer.partition(b"\r\n\r\n")
     status = head.split(b" ")[1:2]
     if status != [b"200"]:
-        raise Unhealthy(f"{address}: HTTP {b''.join(status).decode(errors='replace')} {body.decode(errors='replace')[:500]}")
+        raise Unhealthy(
+            f"{address}: HTTP {b''.join(status).decode(errors='replace')} {body.decode(errors='replace')[:500]}"
+        )
     return body.decode(errors="replace")
 
 
@@ -104,9 +110,16 @@ def main(argv: Sequence[str]) -> int:
     """Run `quire health ARGV...`."""
     from configs.cli import Parser
 
-    parser = Parser(prog="quire health", description="Say whether a running server is ready, by its exit status and its /health.")
-    parser.add_argument("address", nargs="?", metavar="ADDRESS",
-                        help="HOST:PORT or unix:PATH (default: from QUIRE_ADDRESS_FILE, QUIRE_UDS, QUIRE_HOST and QUIRE_PORT, as the server has them)")
+    parser = Parser(
+        prog="quire health", description="Say whether a running server is ready, by its exit status and its /health."
+    )
+    parser.add_argument(
+        "address",
+        nargs="?",
+        metavar="ADDRESS",
+        help="HOST:PORT or unix:PATH "
+        "(default: from QUIRE_ADDRESS_FILE, QUIRE_UDS, QUIRE_HOST and QUIRE_PORT, as the server has them)",
+    )
     address = parser.parse_args(argv).address
     return report(address and address.removeprefix("http://").rstrip("/"))
 

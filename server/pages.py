@@ -1,4 +1,7 @@
-"""The two pages for people: `/`, which says where to go, and `/docs`, which shows the OpenAPI document. Both are static, and need no network and no key."""
+"""The two pages for people: `/`, which says where to go, and `/docs`, which shows the OpenAPI document.
+
+Both are static and need neither the internet nor a key.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 PAGES = frozenset({"/", "/docs"})
-LINKS = {"api": "v1/models", "documentation": "docs", "health": "health", "metrics": "metrics"}  # relative: a proxy may serve us under a prefix
+LINKS = {
+    "api": "v1/models",
+    "documentation": "docs",
+    "health": "health",
+    "metrics": "metrics",
+}  # relative: a proxy may serve us under a prefix
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
-                               "form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
 }
 

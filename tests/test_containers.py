@@ -1,4 +1,4 @@
-"""What Dockerfile and compose.yaml promise, as far as can be seen without building an image: the order of layers, the check of torch's build, the probe, the variables."""
+"""What Dockerfile and compose.yaml promise, as far as that can be seen without building an image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from worker.kernels import build
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
-INSTRUCTION = re.compile(r"(FROM|RUN|COPY|ENV|ARG|LABEL|USER|HEALTHCHECK|ENTRYPOINT|VOLUME|EXPOSE|WORKDIR)\s+(.*)", re.DOTALL)
+INSTRUCTION = re.compile(
+    r"(FROM|RUN|COPY|ENV|ARG|LABEL|USER|HEALTHCHECK|ENTRYPOINT|VOLUME|EXPOSE|WORKDIR)\s+(.*)", re.DOTALL
+)
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
@@ -56,9 +58,19 @@ def test_an_edit_of_the_sources_installs_no_package_again(stage):
 
 def test_the_requirements_are_those_of_the_project(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    command = re.search(r"python -c .* > requirements.txt", STAGES["build"][position("build", "RUN", "requirements.txt")][1])[0]
-    subprocess.run(command, shell=True, cwd=tmp_path, check=True, env={"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
-    assert (tmp_path / "requirements.txt").read_text().splitlines() == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    command = re.search(
+        r"python -c .* > requirements.txt", STAGES["build"][position("build", "RUN", "requirements.txt")][1]
+    )[0]
+    subprocess.run(
+        command,
+        shell=True,
+        cwd=tmp_path,
+        check=True,
+        env={"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    assert (tmp_path / "requirements.txt").read_text().splitlines() == tomllib.loads(
+        (ROOT / "pyproject.toml").read_text()
+    )["project"]["dependencies"]
 
 
 def test_the_kernels_are_built_from_what_their_stage_copies(tmp_path):
@@ -68,40 +80,63 @@ def test_the_kernels_are_built_from_what_their_stage_copies(tmp_path):
         copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
         copy(ROOT / source, tmp_path / ("build.py" if target == "./" else target))
     code = "import build; print(*(build.library_prefix(level) for level in build.LEVELS))"
-    names = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
+    names = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.split()
     assert names == [build.library_prefix(level) for level in build.LEVELS]
-    assert position("build-cpu", "COPY", "/kernels/prebuilt ./worker/kernels/prebuilt") < position("build-cpu", "RUN", "--no-deps .")
+    assert position("build-cpu", "COPY", "/kernels/prebuilt ./worker/kernels/prebuilt") < position(
+        "build-cpu", "RUN", "--no-deps ."
+    )
 
 
-@pytest.mark.parametrize("cuda, variables, expected", [
-    (None, {"PIP_EXTRA_INDEX_URL": "https://example.org"}, ""),
-    ("13.0", {"PIP_EXTRA_INDEX_URL": "https://example.org"}, "torch 2.13.0 is a CUDA build"),
-    ("13.0", {"TORCH_BUILD": "any"}, ""),
-    ("13.0", {}, "set --build-arg PIP_EXTRA_INDEX_URL=INDEX"),  # before anything is downloaded
-])
+@pytest.mark.parametrize(
+    "cuda, variables, expected",
+    [
+        (None, {"PIP_EXTRA_INDEX_URL": "https://example.org"}, ""),
+        ("13.0", {"PIP_EXTRA_INDEX_URL": "https://example.org"}, "torch 2.13.0 is a CUDA build"),
+        ("13.0", {"TORCH_BUILD": "any"}, ""),
+        ("13.0", {}, "set --build-arg PIP_EXTRA_INDEX_URL=INDEX"),  # before anything is downloaded
+    ],
+)
 def test_the_cpu_image_never_holds_cuda_by_accident(tmp_path, cuda, variables, expected):
-    script = STAGES["build-cpu"][position("build-cpu", "RUN", "constraints.txt torch")][1].replace("--mount=type=cache,target=/root/.cache/pip", "")
-    (tmp_path / "pip").write_text("#!/bin/sh\necho pip \"$@\"\n")
+    script = STAGES["build-cpu"][position("build-cpu", "RUN", "constraints.txt torch")][1].replace(
+        "--mount=type=cache,target=/root/.cache/pip", ""
+    )
+    (tmp_path / "pip").write_text('#!/bin/sh\necho pip "$@"\n')
     (tmp_path / "uname").write_text("#!/bin/sh\necho x86_64\n")
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "torch.py").write_text(f"__version__ = '2.13.0'\nclass version: cuda = {cuda!r}\n")
     for name in ("pip", "uname", "python"):
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCH_BUILD": "cpu", **variables}
-    ended = subprocess.run(["sh", "-c", script.replace("/opt/quire/bin", str(tmp_path))], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        ["sh", "-c", script.replace("/opt/quire/bin", str(tmp_path))],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (ended.returncode == 0) == (expected == "") and expected in ended.stderr, ended.stderr
     assert ("pip install" in ended.stdout) == (variables != {})
 
 
 def test_the_health_check_follows_the_server():
     (check,) = [rest for key, rest in STAGES["base"] if key == "HEALTHCHECK"]
-    assert json.loads(check[check.index("["):]) == ["python", "-I", "-S", "/opt/quire/health.py"] and "--start-interval=" in check
+    assert (
+        json.loads(check[check.index("[") :]) == ["python", "-I", "-S", "/opt/quire/health.py"]
+        and "--start-interval=" in check
+    )
     for stage in ("build-cpu", "build-cuda"):
         assert "site-packages/server/health.py /opt/quire/health.py" in STAGES[stage][-1][1]
     assert (ROOT / "server" / "health.py").is_file()
-    environment = dict(pair.split("=", 1) for key, rest in STAGES["base"] if key == "ENV" for pair in rest.split() if "=" in pair)
+    environment = dict(
+        pair.split("=", 1) for key, rest in STAGES["base"] if key == "ENV" for pair in rest.split() if "=" in pair
+    )
     folder = os.path.dirname(environment["QUIRE_ADDRESS_FILE"])
-    assert re.search(rf"install -d -o quire -g quire .*{folder}\b", STAGES["base"][position("base", "RUN", "useradd")][1])
+    assert re.search(
+        rf"install -d -o quire -g quire .*{folder}\b", STAGES["base"][position("base", "RUN", "useradd")][1]
+    )
     for name in environment:  # misspelled ones would end the server
         assert not name.startswith("QUIRE_") or name in {option.variable for option in all_options().values()}
 
@@ -115,8 +150,14 @@ def test_every_everyday_variable_reaches_the_container():
         assert everyday <= set(variables)
         known = {option.variable for option in all_options().values()}
         assert {name for name in variables if name.startswith("QUIRE_")} <= known
-        assert all(value is None for name, value in variables.items() if name not in ("QUIRE_HOST", "QUIRE_PORT"))  # "" would be a value, and a wrong one for numbers
-        assert service["init"] is True and service["ports"] == ["127.0.0.1:${PORT:-8000}:8000"] and variables["QUIRE_PORT"] == "8000"
+        assert all(
+            value is None for name, value in variables.items() if name not in ("QUIRE_HOST", "QUIRE_PORT")
+        )  # "" would be a value, and a wrong one for numbers
+        assert (
+            service["init"] is True
+            and service["ports"] == ["127.0.0.1:${PORT:-8000}:8000"]
+            and variables["QUIRE_PORT"] == "8000"
+        )
         assert float(service["stop_grace_period"].removesuffix("s")) > all_options()["shutdown_timeout"].default
 
 

@@ -1,8 +1,8 @@
-"""`python tools/install.py VENV [EXTRA]`: create the virtual environment VENV and install quire into it from this folder, with the packages of EXTRA.
+"""`python tools/install.py VENV [EXTRA]`: create the virtual environment VENV and install quire and EXTRA into it.
 
-One line per phase goes to the terminal. The full output of pip goes to VENV/install.log, and to the terminal when an installation fails. pip reads
-its PIP_* variables as always (PIP_EXTRA_INDEX_URL for another build of PyTorch, for example). This script runs before any package is installed: it
-needs the standard library only.
+One line per phase goes to the terminal. The full output of pip goes to VENV/install.log, and to the terminal when an
+installation fails. pip reads its PIP_* variables as always (PIP_EXTRA_INDEX_URL for another build of PyTorch, for
+example). This script runs before any package is installed: it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Installer:
     def __init__(self, venv: Path, extra: str | None):
         self.venv, self.extra = venv, extra
         self.python = venv / "bin" / "python"
-        self.marker = venv / ".installing"  # there while pip changes the environment: a leftover tells of an installation that was cut off
+        self.marker = (
+            venv / ".installing"
+        )  # there while pip changes the environment: a leftover tells of an installation that was cut off
 
     def run(self) -> None:
         """Raises InstallError."""
@@ -43,7 +45,8 @@ class Installer:
         self.marker.touch()
         quire = f".[{self.extra}]" if self.extra else "."
         if was_cut_off:
-            # Files of a package that was cut off halfway must be overwritten: pip cannot uninstall them, and may take them for complete.
+            # Files of a package that was cut off halfway must be overwritten: pip cannot uninstall them, and may
+            # take them for complete.
             self._pip("everything again, for the last installation was cut off", ["--ignore-installed", "-e", quire])
         elif self.extra:
             self._pip(f"the packages of [{self.extra}]", ["-e", quire])
@@ -54,19 +57,39 @@ class Installer:
         say(note_on_torch(self.venv))
 
     def _create_venv(self) -> None:
-        if self.python.exists() and subprocess.run([self.python, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0:
+        if (
+            self.python.exists()
+            and subprocess.run([self.python, "-m", "pip", "--version"], capture_output=True, check=False).returncode
+            == 0
+        ):
             return
         say(f"creating a virtual environment in {self.venv}")
         result = subprocess.run([sys.executable, "-m", "venv", self.venv], capture_output=True, text=True, check=False)
         if result.returncode:
-            raise InstallError(f"{result.stdout}{result.stderr}cannot create a virtual environment in {self.venv}; on Debian and Ubuntu, apt-get install python3-venv")
+            raise InstallError(
+                f"{result.stdout}{result.stderr}cannot create a virtual environment in {self.venv}; "
+                "on Debian and Ubuntu, apt-get install python3-venv"
+            )
 
     def _pip(self, title: str, arguments: list[str]) -> None:
         """One call of `pip install`. Raises InstallError with its output."""
         started = time.monotonic()
         say(f"installing {title}")
-        command = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-c", "constraints.txt", *arguments]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        command = [
+            self.python,
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--progress-bar",
+            "off",
+            "-c",
+            "constraints.txt",
+            *arguments,
+        ]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
         try:
             output = self._follow(process)
         except KeyboardInterrupt:  # pip got the same signal
@@ -75,8 +98,13 @@ class Installer:
         if process.returncode:
             if process.returncode > 0 and "Installing collected packages" not in output:
                 self.marker.unlink()  # it had not begun to change the environment
-            reason = ": the package index did not answer" if "Retrying (" in output else ""  # pip's last words are about conflicting versions then
-            raise InstallError(f"{output[-6000:]}\ncannot install {title}{reason} (the output of pip is above, all of it in {self.venv}/install.log)")
+            reason = (
+                ": the package index did not answer" if "Retrying (" in output else ""
+            )  # pip's last words are about conflicting versions then
+            raise InstallError(
+                f"{output[-6000:]}\ncannot install {title}{reason} "
+                f"(the output of pip is above, all of it in {self.venv}/install.log)"
+            )
         say(f"  done in {time.monotonic() - started:.0f} s")
 
     def _follow(self, process: subprocess.Popen) -> str:
@@ -117,7 +145,11 @@ def read_lines(process: subprocess.Popen, lines: queue.Queue[str | None]) -> Non
 def progress_of(line: str) -> str | None:
     """What a line of pip's output is worth telling, or None."""
     if (match := _DOWNLOAD.match(line)) and float(match[2]) * {"MB": 1, "GB": 1000}[match[3]] >= LARGE_MB:
-        return f"downloading {match[1]} ({match[2]} {match[3]})" if "Downloading" in line else f"from pip's cache: {match[1]}"
+        return (
+            f"downloading {match[1]} ({match[2]} {match[3]})"
+            if "Downloading" in line
+            else f"from pip's cache: {match[1]}"
+        )
     if line.startswith("Installing collected packages:"):
         num_packages = line.count(",") + 1
         return f"unpacking {num_packages} packages" if num_packages > 1 else "unpacking 1 package"
@@ -127,11 +159,16 @@ def progress_of(line: str) -> str | None:
 def note_on_torch(venv: Path) -> str:
     """One line about PyTorch's build where it does not fit the machine, else nothing."""
     version = next(venv.glob("lib/python3.*/site-packages/torch/version.py"), None)
-    has_cuda_build = version is not None and re.search(r"^cuda\b[^=]*= *'", version.read_text(encoding="utf-8"), re.MULTILINE)
+    has_cuda_build = version is not None and re.search(
+        r"^cuda\b[^=]*= *'", version.read_text(encoding="utf-8"), re.MULTILINE
+    )
     if not has_cuda_build or Path("/proc/driver/nvidia").exists():
         return ""
-    return ("note: this is PyTorch's CUDA build, and there is no NVIDIA GPU here. It works. To save some GB, set PIP_EXTRA_INDEX_URL to the package index of "
-            "PyTorch's CPU builds (its site names it), then: make clean, and again")
+    return (
+        "note: this is PyTorch's CUDA build, and there is no NVIDIA GPU here. It works. "
+        "To save some GB, set PIP_EXTRA_INDEX_URL to the package index of "
+        "PyTorch's CPU builds (its site names it), then: make clean, and again"
+    )
 
 
 def say(text: str) -> None:
@@ -142,7 +179,10 @@ def say(text: str) -> None:
 def main(argv: list[str]) -> int:
     """Install; 1 when that fails."""
     if sys.version_info < OLDEST_PYTHON:
-        say(f"quire needs Python {'.'.join(map(str, OLDEST_PYTHON))} or later, and this is {sys.version.split()[0]}: make PYTHON=/path/to/python3 ...")
+        say(
+            f"quire needs Python {'.'.join(map(str, OLDEST_PYTHON))} or later, and this is {sys.version.split()[0]}: "
+            "make PYTHON=/path/to/python3 ..."
+        )
         return 1
     try:
         Installer(Path(os.path.abspath(argv[0])), argv[1] if len(argv) > 1 else None).run()

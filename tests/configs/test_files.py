@@ -1,4 +1,4 @@
-"""Folders and files that are no model, or cannot be read: refused in one line that names the file and says what to do, before anything is loaded."""
+"""Folders and files that are no model or cannot be read: one line names the file and says what to do."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_a_folder_without_a_model(tmp_path):
 def test_a_repository_of_gguf_files_on_the_hub(tmp_path):
     """Of which nothing is downloaded."""
     (tmp_path / "models--org--model-GGUF" / "snapshots").mkdir(parents=True)
-    assert "GGUF is not supported yet; give the original model" in refusal(tmp_path / "models--org--model-GGUF" / "snapshots")
+    assert "GGUF is not supported yet; give the original model" in refusal(
+        tmp_path / "models--org--model-GGUF" / "snapshots"
+    )
 
 
 def test_a_clone_without_its_large_files(folder):
@@ -82,7 +84,10 @@ def test_a_clone_without_its_large_files(folder):
 
 
 def test_a_gguf_file():
-    with tempfile.NamedTemporaryFile(suffix=".gguf") as file, pytest.raises(ValueError, match=r"is a GGUF file, which is not supported yet; give the folder"):
+    with (
+        tempfile.NamedTemporaryFile(suffix=".gguf") as file,
+        pytest.raises(ValueError, match=r"is a GGUF file, which is not supported yet; give the folder"),
+    ):
         hub.local_folder(file.name)
 
 
@@ -100,7 +105,10 @@ def test_a_folder_without_permission(folder):
     with without_privileges():
         assert f"cannot read {folder}: permission denied (d-wx------" in refusal(folder)
     folder.chmod(0o600)
-    with without_privileges(), pytest.raises(ValueError, match=r"permission denied \(a folder above it may not be entered"):
+    with (
+        without_privileges(),
+        pytest.raises(ValueError, match=r"permission denied \(a folder above it may not be entered"),
+    ):
         hub.local_folder(f"{folder}/inside")
 
 
@@ -130,7 +138,9 @@ def test_damaged_weights_should_be_downloaded_again(weights):
     whole = weights.read_bytes()
     for content in (whole[:-100], whole[:50], b"", os.urandom(5000)):
         weights.write_bytes(content)
-        assert f"cannot read the weights in {weights}: " in (said := loading_error(weights)) and said.endswith("incomplete or damaged: download it again")
+        assert f"cannot read the weights in {weights}: " in (said := loading_error(weights)) and said.endswith(
+            "incomplete or damaged: download it again"
+        )
     config = json.loads((weights.parent / "config.json").read_text())
     config.pop("dtype", None), config.pop("torch_dtype", None)
     (weights.parent / "config.json").write_text(json.dumps(config))
@@ -145,7 +155,9 @@ def test_weights_that_are_something_else(weights):
     assert "GGUF file, which is not supported yet" in loading_error(weights)
     weights.unlink()
     assert "download the model again" in damaged_weights(weights, OSError())
-    (weights.parent / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    (weights.parent / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00001-of-00001.safetensors"}}'
+    )
     assert "there is no file" in (said := loading_error(weights)) and "model-00001-of-00001.safetensors" in said
 
 
@@ -184,6 +196,8 @@ code = cli.main([{command!r}, {str(tmp_path)!r}, *(["--port", "0"] if {command!r
 assert not {{"transformers", "torch"}} & set(sys.modules), "loaded"
 sys.exit(code)
 """
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 1 and "is empty" in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
     assert ended.stderr.count("is empty") == 1, ended.stderr

@@ -1,4 +1,4 @@
-"""`quire health`, as a command and as the file that a container's health check runs, against servers on any port and on a socket."""
+"""`quire health`, as a command and as a container runs it, against servers on any port and on a socket."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ def _no_settings(monkeypatch):
 
 def check_of_a_container(**environment: object) -> subprocess.CompletedProcess:
     """As the Dockerfile runs it. The port of the image is not that of the server."""
-    variables = {"PATH": os.environ["PATH"], "QUIRE_PORT": "1", **{name: str(value) for name, value in environment.items()}}
-    return subprocess.run([sys.executable, "-I", "-S", SCRIPT], env=variables, capture_output=True, text=True, timeout=20, check=False)
+    variables = {
+        "PATH": os.environ["PATH"],
+        "QUIRE_PORT": "1",
+        **{name: str(value) for name, value in environment.items()},
+    }
+    return subprocess.run(
+        [sys.executable, "-I", "-S", SCRIPT], env=variables, capture_output=True, text=True, timeout=20, check=False
+    )
 
 
 @pytest.mark.parametrize("where", ["port", "uds", "wildcard"])

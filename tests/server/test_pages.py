@@ -1,4 +1,4 @@
-"""`/` and `/docs`: static, without a network and without a key. What the page makes of the OpenAPI document is seen by running its script, where there is node."""
+"""`/` and `/docs`: static, without the internet and without a key. Where there is node, the page's script runs."""
 
 from __future__ import annotations
 
@@ -58,12 +58,18 @@ def test_the_root_says_where_to_go(server):
     page = server.http.get("/", headers={"accept": "text/html,*/*"})
     assert page.headers["content-type"].startswith("text/html")
     for link in re.findall(r'href="([^"]+)"', page.text):
-        assert server.http.get(httpx.URL(server.url + "/").join(link), headers={"x-api-key": "secret"}).status_code == 200
+        assert (
+            server.http.get(httpx.URL(server.url + "/").join(link), headers={"x-api-key": "secret"}).status_code == 200
+        )
 
 
 def test_the_documentation_needs_no_key_and_its_data_does(server):
     page = server.http.get("/docs")
-    assert page.status_code == 200 and page.text == PAGE and "default-src 'none'" in page.headers["content-security-policy"]
+    assert (
+        page.status_code == 200
+        and page.text == PAGE
+        and "default-src 'none'" in page.headers["content-security-policy"]
+    )
     assert server.http.get("/openapi.json").status_code == 401
     assert server.http.post("/docs").status_code == 401  # nothing but the page is open
     assert server.http.get("/openapi.json", headers={"x-api-key": "secret"}).status_code == 200
@@ -81,9 +87,15 @@ def test_the_page_asks_for_the_key_and_shows_every_route_and_type(server, tmp_pa
     spec = server.http.get("/openapi.json", headers={"x-api-key": "secret"}).json()
     script = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
     (tmp_path / "page.js").write_text(f"const SPEC = {json.dumps(spec)};{DOM}{script}{STEPS}")
-    shown = json.loads(subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True, check=True).stdout)
+    shown = json.loads(
+        subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True, check=True).stdout
+    )
     assert shown["asked"] == [["openapi.json", None], ["openapi.json", "Bearer right"]]
     assert "wants an API key" in shown["before"] and shown["after"].startswith("quire ")
     assert all(path in shown["routes"] for path in spec["paths"])
     assert all(name in shown["types"] for name in spec["components"]["schemas"])
-    assert "max_tokens" in shown["types"] and "temperature" in shown["types"] and "undefined" not in shown["routes"] + shown["types"]
+    assert (
+        "max_tokens" in shown["types"]
+        and "temperature" in shown["types"]
+        and "undefined" not in shown["routes"] + shown["types"]
+    )

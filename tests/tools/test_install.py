@@ -1,4 +1,4 @@
-"""`make serve` and `make test`: what they install, what they show, and what happens after an interruption. pip is a script of canned output here."""
+"""What `make serve` and `make test` install and show, and what an interruption does. pip has canned output here."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ echo 'Successfully installed h11-0.16.0 torch-2.13.0'"""
 @pytest.fixture
 def venv(tmp_path):
     """Make a folder that looks like a virtual environment whose pip runs `script`."""
+
     def make(script: str) -> Path:
         (tmp_path / "venv" / "bin").mkdir(parents=True, exist_ok=True)
         python = tmp_path / "venv" / "bin" / "python"
@@ -47,7 +48,9 @@ def pip_calls(venv: Path) -> list[str]:
 
 
 def dry_run(target: str, tmp_path: Path) -> str:
-    return subprocess.run(["make", "-n", target, f"VENV={tmp_path}/none"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["make", "-n", target, f"VENV={tmp_path}/none"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_serving_installs_nothing_of_the_developers(tmp_path):
@@ -64,10 +67,19 @@ def test_a_line_for_each_phase_and_no_noise(venv, capsys):
     assert install.main([str(folder)]) == 0
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if not line.startswith("  done in")] == [
-        "installing PyTorch", "  downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.4 MB)", "  unpacking 2 packages",
-        "installing quire and the packages that serving needs", "  downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.4 MB)", "  unpacking 2 packages"]
+        "installing PyTorch",
+        "  downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.4 MB)",
+        "  unpacking 2 packages",
+        "installing quire and the packages that serving needs",
+        "  downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.4 MB)",
+        "  unpacking 2 packages",
+    ]
     calls = pip_calls(folder)
-    assert calls[0].endswith("-c constraints.txt torch") and calls[1].endswith("-c constraints.txt -e .") and len(calls) == 2
+    assert (
+        calls[0].endswith("-c constraints.txt torch")
+        and calls[1].endswith("-c constraints.txt -e .")
+        and len(calls) == 2
+    )
     assert "Successfully installed" in (folder / "install.log").read_text()
     assert install.main([str(folder), "dev"]) == 0 and pip_calls(folder)[2].endswith("-e .[dev]")
 
@@ -89,14 +101,18 @@ def test_a_failure_shows_what_pip_said(venv, capsys):
 
 
 def test_an_index_that_does_not_answer_is_not_taken_for_a_conflict(venv, capsys):
-    folder = venv("echo 'WARNING: Retrying (Retry(total=0)) after connection broken'; echo 'ERROR: ResolutionImpossible'; exit 1")
+    folder = venv(
+        "echo 'WARNING: Retrying (Retry(total=0)) after connection broken'; echo 'ERROR: ResolutionImpossible'; exit 1"
+    )
     assert install.main([str(folder)]) == 1
     assert "cannot install PyTorch: the package index did not answer" in capsys.readouterr().err
 
 
 def test_after_an_interruption_everything_is_written_again(venv, tmp_path):
     folder = venv("echo 'Installing collected packages: torch'; sleep 60")
-    process = subprocess.Popen([sys.executable, "tools/install.py", str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True, process_group=0)
+    process = subprocess.Popen(
+        [sys.executable, "tools/install.py", str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True, process_group=0
+    )
     while "unpacking" not in process.stdout.readline():
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGKILL)
@@ -111,7 +127,14 @@ def test_after_an_interruption_everything_is_written_again(venv, tmp_path):
 
 def test_ctrl_c_ends_in_order(venv):
     folder = venv("echo 'Installing collected packages: torch'; sleep 60")
-    process = subprocess.Popen([sys.executable, "tools/install.py", str(folder)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    process = subprocess.Popen(
+        [sys.executable, "tools/install.py", str(folder)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
     while "unpacking" not in process.stdout.readline():
         assert process.poll() is None
     time.sleep(0.2)
