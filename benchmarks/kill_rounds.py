@@ -50,7 +50,8 @@ class Server:
         (self.folder / "tmp").mkdir()
         environment = os.environ | {"PYTHONPATH": str(tree), "QUIRE_FAKE": fake, "TMPDIR": str(self.folder / "tmp")}
         command = [sys.executable, "-m", "quire", "serve", str(EMBEDDED_MODEL), "--port", str(self.port),
-                   "--distributed-executor-backend", "fake", "--max-model-len", "2048", "--max-num-seqs", "64", *options]
+                   "--distributed-executor-backend", "fake", "--max-model-len", "2048",
+                   "--max-num-seqs", "64", *options]
         limits = (max_files, max_files)
         limit = None if max_files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         with open(self.log_path, "wb") as log:
@@ -119,8 +120,8 @@ def until(condition: Callable[[], object], timeout: float) -> float | None:
 
 def streams(server: Server, count: int, num_tokens: int,
             disturb: Callable[[], object] = lambda: None) -> tuple[list[str], float]:
-    """What `count` streams received at once, "" for one that did not end with [DONE]; `disturb` runs a second later. And
-    the seconds until the last ended."""
+    """What `count` streams received at once, "" for one that did not end with [DONE]; `disturb` runs a second later.
+    And the seconds until the last ended."""
 
     async def one(http: httpx.AsyncClient, number: int) -> str:
         body = {"messages": [{"role": "user", "content": f"number {number}"}], "max_tokens": num_tokens,
