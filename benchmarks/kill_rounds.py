@@ -1,8 +1,11 @@
-"""What clients lose when processes are killed, stopped or signalled, and when connections are abused. Prints the tables of RELIABILITY.md.
+"""What clients lose when processes are killed, stopped or signalled, and when connections are abused. Prints the tables
+of RELIABILITY.md.
 
-python benchmarks/kill_rounds.py [--tree FOLDER] [--rounds NAME,...]      (needs httpx and psutil; FOLDER: another checkout of quire, to compare with; some four minutes)
+python benchmarks/kill_rounds.py [--tree FOLDER] [--rounds NAME,...]
 
-The engine has the fake executor, which computes nothing: 20 ms a step, and what a request's tokens are depends on the request alone. Every load is bounded in number and time.
+Needs httpx and psutil, and some four minutes. FOLDER is another checkout of quire, to compare with. The engine has the
+fake executor, which computes nothing: 20 ms a step, and what a request's tokens are depends on the request alone. Every
+load is bounded in number and time.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from server.bench.process import free_port
 
 ROOT = Path(__file__).parent.parent
 CHAT = "/v1/chat/completions"
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+UPLOAD = HEAD.encode() + b"60000000\r\n\r\n"  # of which the rest does not come
 LATE = 2.0  # seconds in which a probe has to answer
 
 
@@ -44,11 +49,14 @@ class Server:
         self.log_path = self.folder / "log"
         (self.folder / "tmp").mkdir()
         environment = os.environ | {"PYTHONPATH": str(tree), "QUIRE_FAKE": fake, "TMPDIR": str(self.folder / "tmp")}
-        command = [sys.executable, "-m", "quire", "serve", str(EMBEDDED_MODEL), "--distributed-executor-backend", "fake", "--port", str(self.port),
-                   "--max-model-len", "2048", "--max-num-seqs", "64", *options]
-        limit = None if max_files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+        command = [sys.executable, "-m", "quire", "serve", str(EMBEDDED_MODEL), "--port", str(self.port),
+                   "--distributed-executor-backend", "fake", "--max-model-len", "2048",
+                   "--max-num-seqs", "64", *options]
+        limits = (max_files, max_files)
+        limit = None if max_files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=limit, start_new_session=True)
+            self.process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+                                            stderr=log, preexec_fn=limit, start_new_session=True)
 
     @property
     def url(self) -> str:
@@ -110,11 +118,14 @@ def until(condition: Callable[[], object], timeout: float) -> float | None:
     return time.monotonic() - start
 
 
-def streams(server: Server, count: int, num_tokens: int, disturb: Callable[[], object] = lambda: None) -> tuple[list[str], float]:
-    """What `count` streams received at once, "" for one that did not end with [DONE]; `disturb` runs a second later. And the seconds until the last ended."""
+def streams(server: Server, count: int, num_tokens: int,
+            disturb: Callable[[], object] = lambda: None) -> tuple[list[str], float]:
+    """What `count` streams received at once, "" for one that did not end with [DONE]; `disturb` runs a second later.
+    And the seconds until the last ended."""
 
     async def one(http: httpx.AsyncClient, number: int) -> str:
-        body = {"messages": [{"role": "user", "content": f"number {number}"}], "max_tokens": num_tokens, "ignore_eos": True, "seed": number, "stream": True}
+        body = {"messages": [{"role": "user", "content": f"number {number}"}], "max_tokens": num_tokens,
+                "ignore_eos": True, "seed": number, "stream": True}
         text, done = "", False
         with suppress(httpx.HTTPError):
             async with http.stream("POST", CHAT, json=body) as answer:
@@ -127,7 +138,8 @@ def streams(server: Server, count: int, num_tokens: int, disturb: Callable[[], o
         return text if done else ""
 
     async def everybody() -> list[str]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)) as http:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, limits=limits) as http:
             tasks = [asyncio.create_task(one(http, number)) for number in range(count)]
             await asyncio.sleep(1.0)
             await asyncio.to_thread(disturb)
@@ -139,8 +151,10 @@ def streams(server: Server, count: int, num_tokens: int, disturb: Callable[[], o
 
 def completed(texts: list[str], expected: list[str] | None = None) -> str:
     """How many were completed, and with the expected texts."""
-    same = "" if expected is None else f", {sum(bool(a) and a == b for a, b in zip(texts, expected, strict=True))} with the same text"
-    return f"{sum(map(bool, texts))} of {len(texts)} streams completed{same}"
+    text = f"{sum(map(bool, texts))} of {len(texts)} streams completed"
+    if expected is None:
+        return text
+    return f"{text}, {sum(bool(a) and a == b for a, b in zip(texts, expected, strict=True))} with the same text"
 
 
 def gone(process: psutil.Process) -> bool:
@@ -192,7 +206,11 @@ def engine_killed(tree: Path) -> str:
 
 def group_terminated(tree: Path) -> str:
     with serving(tree, "--shutdown-timeout", "6", fake="step_delay=0.02,load_delay=12") as server:
-        texts, _ = streams(server, 16, 150, lambda: [process.terminate() for process in (psutil.Process(server.process.pid), *server.children())])
+        def terminate() -> None:
+            for process in (psutil.Process(server.process.pid), *server.children()):
+                process.terminate()
+
+        texts, _ = streams(server, 16, 150, terminate)
         return f"{completed(texts)}, exit code {server.exit_code()}"
 
 
@@ -209,7 +227,8 @@ def server_killed(tree: Path) -> str:
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-        return f"engine gone {'at once' if ended is not None and ended < 0.1 else seconds(ended)}, {len(list((server.folder / 'tmp').iterdir()))} files left"
+        when = "at once" if ended is not None and ended < 0.1 else seconds(ended)
+        return f"engine gone {when}, {len(list((server.folder / 'tmp').iterdir()))} files left"
 
 
 def frontend_killed(tree: Path) -> str:
@@ -248,8 +267,9 @@ def engine_stopped(tree: Path) -> str:
 
 def stalled_readers(tree: Path) -> str:
     with serving(tree, "--shutdown-timeout", "5", fake="") as server:
-        body = json.dumps({"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()
-        request = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        body = json.dumps({"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 1500, "stream": True,
+                           "ignore_eos": True, "logprobs": True, "top_logprobs": 20}).encode()
+        request = f"{HEAD}{len(body)}\r\n\r\n".encode() + body
         readers = [connect(server, request, receive_buffer=4096) for _ in range(3)]
         time.sleep(2)
         start = time.monotonic()
@@ -279,9 +299,10 @@ def idle_connections(tree: Path) -> str:
 def slowloris(tree: Path) -> str:
     with serving(tree) as server:
         heads = [connect(server, f"POST {CHAT} HTTP/1.1\r\nHost:".encode()) for _ in range(200)]
-        bodies = [connect(server, f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 60000000\r\n\r\n".encode() + b" " * 100_000) for _ in range(20)]
+        bodies = [connect(server, UPLOAD + b" " * 100_000) for _ in range(20)]
         time.sleep(40)
-        return f"open after 40 s: {sum(map(is_open, heads))} of 200 half-sent headers, {sum(map(is_open, bodies))} of 20 stalled bodies"
+        counts = [sum(map(is_open, group)) for group in (heads, bodies)]
+        return f"open after 40 s: {counts[0]} of 200 half-sent headers, {counts[1]} of 20 stalled bodies"
 
 
 def uploads(tree: Path) -> str:
@@ -289,21 +310,22 @@ def uploads(tree: Path) -> str:
     with serving(tree) as server:
         process = psutil.Process(server.process.pid)
         before = process.memory_info().rss
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 60000000\r\n\r\n".encode()
         connections = []
         for _ in range(20):
-            connections.append(connect(server, head))
+            connections.append(connect(server, UPLOAD))
             with suppress(OSError):
                 connections[-1].sendall(b" " * 8_000_000)
         time.sleep(1)
         during = process.memory_info().rss
         time.sleep(39)
-        return f"{before >> 20} MiB before, {during >> 20} with the uploads, {process.memory_info().rss >> 20} after 40 s"
+        after = process.memory_info().rss
+        return f"{before >> 20} MiB before, {during >> 20} with the uploads, {after >> 20} after 40 s"
 
 
 KILLS = {
     "engine": ("kill -9 of the engine under 24 streams", engine_killed),
-    "group": ("SIGTERM to every process under 16 streams; an engine takes 12 s to load, --shutdown-timeout 6", group_terminated),
+    "group": ("SIGTERM to every process under 16 streams; an engine takes 12 s to load, --shutdown-timeout 6",
+              group_terminated),
     "server": ("kill -9 of the server under 24 streams", server_killed),
     "frontend": ("kill -9 of one of two frontends under 24 streams", frontend_killed),
     "stopped": ("one of two frontends stopped", frontend_stopped),

@@ -19,7 +19,8 @@ class BackgroundHandler(logging.Handler):
         super().__init__()
         self._stream = stream
         self._lines: queue.Queue[str] = queue.Queue(max_lines)
-        self._num_dropped, self._counting = 0, threading.Lock()  # not the handler's own lock, which is held during `flush`
+        self._num_dropped = 0
+        self._counting = threading.Lock()  # not the handler's own, which is held during `flush`
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,5 +1,6 @@
-"""The HTTP connections of one frontend: uvicorn's protocol over h11, with limits to their number, to the time that a request may take to arrive, and to
-the bytes of bodies in memory. What is wrong with a request as HTTP is answered here, as JSON like every other error."""
+"""The HTTP connections of one frontend: uvicorn's protocol over h11, with limits to their number, to the time that a
+request may take to arrive, and to the bytes of bodies in memory. What is wrong with a request as HTTP is answered here,
+as JSON like every other error."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ class Connection(H11Protocol):
 
     @property
     def body_unread(self) -> bool:
-        """Whether the client has more of the present request to send: then it is answered, and the connection closed."""
+        """Whether the client has more of the present request to send: an answer then ends the connection."""
         return self.conn.their_state is h11.SEND_BODY
 
     @property
@@ -122,7 +123,7 @@ class Connection(H11Protocol):
         self.forget_body()
         self.shared.open.discard(self)
         self.shared.idle.pop(self, None)
-        if self._busy and self.flow.write_paused:  # the answer waits for room, and much may have piled up behind it: first let it be cancelled
+        if self._busy and self.flow.write_paused:  # much may have piled up behind the answer: let it be cancelled first
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             self.loop.call_later(CANCEL_DELAY, super().connection_lost, exc)
@@ -189,8 +190,9 @@ class Connection(H11Protocol):
         self._body_bytes += num_bytes
         self._largest_body = max(self._largest_body, self._body_bytes)
         self.shared.body_bytes += num_bytes
-        if self.shared.body_bytes > self.limits.body_budget and self.shared.body_bytes > self._body_bytes:  # a body alone has its own limit
-            self._refuse(503, f"The bodies of the requests being received exceed {self.limits.body_budget} bytes; try again.", "overloaded", {"Retry-After": "2"})
+        alone = self.shared.body_bytes == self._body_bytes  # then the limit of a single body is enough
+        if self.shared.body_bytes > self.limits.body_budget and not alone:
+            self._refuse_for_now(f"The bodies of the requests being received exceed {self.limits.body_budget} bytes.")
 
     def forget_body(self) -> None:
         """The present request's body is no longer in memory."""
@@ -205,10 +207,10 @@ class Connection(H11Protocol):
         """Between uvicorn and the application, which learns when the request came."""
         scope["state"]["arrived"] = self.loop.time()
         names = {name for name, _ in scope["headers"]}
-        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may have taken the other one for the end of the request
+        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may have believed the other one
             self._refuse(400, "A request must not have both Content-Length and Transfer-Encoding.")
         elif self.crowded and scope["path"] not in PROBES:
-            self._refuse(503, f"All {self.limits.max_connections} connections of this server are in use.", "overloaded", {"Retry-After": "2"})
+            self._refuse_for_now(f"All {self.limits.max_connections} connections of this server are in use.")
         else:
             await self._next_app(scope, receive, send)
 
@@ -220,7 +222,10 @@ class Connection(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """An upgrade is an offer, which we do not take: that needs no line in the log."""
 
-    def _refuse(self, status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None) -> None:
+    def _refuse_for_now(self, message: str) -> None:
+        self._refuse(503, message, "overloaded", "Retry-After: 2\r\n")
+
+    def _refuse(self, status: int, message: str, code: str | None = None, fields: str = "") -> None:
         """Answer in place of the application, and close the connection."""
         logger.info("%s: refused with %d: %s", "{}:{}".format(*self.client) if self.client else "-", status, message)
         self._expect(None)
@@ -232,9 +237,8 @@ class Connection(H11Protocol):
                 self.transport.abort()
                 return
         body = error_body(message, "server_error" if status >= 500 else "invalid_request_error", None, code)
-        fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close", **(headers or {})}
-        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        self.transport.write(f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{head}\r\n".encode("latin-1") + body)
+        fields += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+        self.transport.write(f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{fields}\r\n".encode("latin-1") + body)
         self.linger()
 
     def on_response_complete(self) -> None:
@@ -248,7 +252,7 @@ class Connection(H11Protocol):
     # ---- the end
 
     def linger(self) -> None:
-        """Close, but let the client read the answer first: with unread data in the socket the system would throw away what is on its way to it."""
+        """Close, but let the client read the answer first: with unread data in the socket, the system would drop it."""
         if self._lingering:
             return
         self._lingering = True
@@ -274,7 +278,7 @@ class Connection(H11Protocol):
 
 
 class _Transport:
-    """The transport as uvicorn sees it: its `close` lets the client read the answer when not all of the request was read."""
+    """The transport as uvicorn sees it: `close` lingers when not all of the request was read."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection):
         self._transport, self._connection = transport, connection

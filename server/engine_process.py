@@ -34,7 +34,7 @@ class EngineProcess:
     def start(self) -> None:
         """Returns at once; the engine binds `address` before it loads anything. It gets a process group of its own, so that Ctrl-C reaches only us.
 
-        Raises OSError where the system has no descriptors, memory or processes left.
+        The thread that calls this has to live as long as the engine may: the kernel ends the engine with it (Linux). Raises OSError where the system has no descriptors, memory or processes left.
         """
         environment = python_environment() | {STACKS_FOLDER: self._folder}
         if self.config.parallel.data_parallel_size > 1:

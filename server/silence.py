@@ -1,4 +1,5 @@
-"""How long an engine has said nothing although it has something to do: it speaks after every step, or 4 times a second."""
+"""How long an engine has said nothing although it has something to do: it speaks after every step, or 4 times a
+second."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any
 
 
 class Silence:
-    """Of the engine behind `client` while `is_busy`. It is counted in ticks of our own loop, so that time in which we could not listen does not count."""
+    """Of the engine behind `client` while `is_busy`. It is counted in ticks of our own loop, so that time in which we
+    could not listen does not count."""
 
     def __init__(self, client: Any, is_busy: Callable[[], bool]):
         self._client, self._is_busy = client, is_busy

@@ -43,7 +43,8 @@ def test_a_reader_that_stalls_stops_nobody():
     lines = stream.getvalue().splitlines()
     written = [line for line in lines if line.startswith("line ")]
     num_dropped = sum(int(line.split()[0]) for line in lines if "lines were dropped" in line)
-    assert num_dropped > 4000 and num_dropped + len(written) == 5001 and written[0] == "line 0" and written[-1] == "line 5000"
+    assert num_dropped > 4000 and num_dropped + len(written) == 5001
+    assert written[0] == "line 0" and written[-1] == "line 5000"
 
 
 def test_a_stream_that_fails_stops_nobody():
@@ -60,7 +61,15 @@ def test_a_stream_that_fails_stops_nobody():
 
 
 def test_the_end_of_the_process_writes_what_is_queued():
-    code = "import logging, sys; from server.background_log import BackgroundHandler\n" \
-           "logging.basicConfig(handlers=[BackgroundHandler(sys.stderr)])\nfor i in range(500): logging.warning('line %d', i)\nsys.exit(1)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, timeout=30)
-    assert ended.returncode == 1 and ended.stderr.splitlines()[-1].endswith("line 499") and len(ended.stderr.splitlines()) == 500
+    code = """
+import logging, sys
+from server.background_log import BackgroundHandler
+logging.basicConfig(handlers=[BackgroundHandler(sys.stderr)])
+for number in range(500):
+    logging.warning("line %d", number)
+sys.exit(1)
+"""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", code], cwd=root, stderr=subprocess.PIPE, text=True, timeout=30)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 1 and len(lines) == 500 and lines[-1].endswith("line 499")

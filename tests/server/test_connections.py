@@ -1,7 +1,10 @@
-"""HTTP below the routes: how many connections, how long a request may take to arrive, and what is answered to one that is no HTTP."""
+"""HTTP below the routes: how many connections, how long a request may take to arrive, and what is answered to one that
+is no HTTP."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import re
 import signal
@@ -16,6 +19,7 @@ import psutil
 import pytest
 
 from server.connections import Limits
+from server.descriptors import complain_once_about_descriptors
 from tests.server.conftest import RunningServer, poll, running_server
 from tests.server.test_chat import HELLO
 from tests.server.test_launch import CHAT, SCRIPT, gone, server_process
@@ -58,8 +62,10 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def post(body: bytes, **headers: str) -> bytes:
-    fields = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body)), **{name.replace("_", "-"): value for name, value in headers.items()}}
-    return f"POST {CHAT} HTTP/1.1\r\n".encode() + "".join(f"{name}: {value}\r\n" for name, value in fields.items() if value).encode() + b"\r\n"
+    fields = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body))}
+    fields |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"POST {CHAT} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items() if value), "", ""]
+    return "\r\n".join(lines).encode()
 
 
 def error_of(answer: bytes, status: int) -> dict:
@@ -75,7 +81,8 @@ def error_of(answer: bytes, status: int) -> dict:
 # ---- no HTTP
 
 
-@pytest.mark.parametrize("request_bytes", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /live HTTP/1.1\r\n\r\n",
+@pytest.mark.parametrize("request_bytes", [b"nonsense\r\n\r\n", b"GET /live HTTP/1.1\r\n\r\n",
+                                           b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
                                            b"GET /live HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"])
 def test_malformed_requests_get_json(own_server, request_bytes):
     with connect(port_of(own_server)) as connection:
@@ -100,7 +107,8 @@ def test_two_lengths_are_refused(own_server):
     """One proxy may believe the one, the next the other."""
     body = b'{"messages": []}'
     with connect(port_of(own_server)) as connection:
-        connection.sendall(post(body, Transfer_Encoding="chunked") + b"%x\r\n%s\r\n0\r\n\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n" % (len(body), body))
+        chunks = b"%x\r\n%s\r\n0\r\n\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n" % (len(body), body)
+        connection.sendall(post(body, Transfer_Encoding="chunked") + chunks)
         assert "both Content-Length and Transfer-Encoding" in error_of(read_all(connection), 400)["message"]
 
 
@@ -177,7 +185,8 @@ def test_a_slow_body_that_progresses_is_accepted(own_server):
 
 def test_a_long_answer_has_no_deadline(own_server):
     with limits(own_server, **QUICK):
-        answer = httpx.post(own_server.url + CHAT, json={"messages": HELLO, "max_tokens": 150, "ignore_eos": True}, trust_env=False)
+        body = {"messages": HELLO, "max_tokens": 150, "ignore_eos": True}
+        answer = httpx.post(own_server.url + CHAT, json=body, trust_env=False)
     assert answer.status_code == 200 and answer.elapsed.total_seconds() > 1
 
 
@@ -212,8 +221,8 @@ def test_the_bodies_in_flight_have_a_budget(own_server):
 
 
 def test_the_soft_limit_is_raised(model_folder, tmp_path):
-    script = "import resource\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\nresource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))\n" + SCRIPT
-    with server_process(model_folder, tmp_path, script=script) as server:
+    lower = "from resource import *\nsetrlimit(RLIMIT_NOFILE, (300, getrlimit(RLIMIT_NOFILE)[1]))\n"
+    with server_process(model_folder, tmp_path, script=lower + SCRIPT) as server:
         server.wait_ready()
         soft, hard = psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE)
         assert soft == min(hard, 1 << 20) > 300
@@ -243,6 +252,18 @@ def test_more_idle_connections_than_descriptors(model_folder, tmp_path, begin):
         assert server.wait() == 0
 
 
+def test_connections_that_cannot_be_accepted_are_reported_once(caplog):
+    loop = asyncio.new_event_loop()
+    complain_once_about_descriptors(loop)
+    with socket.socket() as listener:
+        for _ in range(2000):
+            context = {"message": "accept failed", "exception": OSError(errno.EMFILE, "Too many"), "socket": listener}
+            loop.call_exception_handler(context)
+    loop.close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"cannot accept connections: [Errno {errno.EMFILE}] Too many"]
+
+
 def test_all_connections_answering(own_server):
     """Then there is no room for another, but for probes."""
     with limits(own_server, max_connections=3):
@@ -253,7 +274,8 @@ def test_all_connections_answering(own_server):
             own_server.launcher.front.connections.close_longest_idle()
         assert httpx.get(own_server.url + "/health", trust_env=False).status_code == 200
         refused = httpx.post(own_server.url + CHAT, json=body, trust_env=False)
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded" and int(refused.headers["retry-after"])
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
+        assert int(refused.headers["retry-after"]) > 0
         for answer in answers:
             assert re.search(r"data: \[DONE\]", answer.read().decode())
         assert httpx.post(own_server.url + CHAT, json=body | {"max_tokens": 1}, trust_env=False).status_code == 200
