@@ -30,6 +30,8 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 def run(folder: str, **settings) -> list[list[int]]:
     engine = InProcessEngine(folder, **{**SETTINGS, **settings})
     try:
+        while engine.executor.call("work_idle"):  # records graphs, where there are any
+            pass
         results = engine.generate(*requests())
         assert not any(result.error for result in results)
         return [result.token_ids for result in results]
@@ -62,6 +64,8 @@ def test_bfloat16_graphs_choose_what_eager_steps_find_best(checkpoint, backend):
         graphs = InProcessEngine(folder, **settings)
     except ValueError as error:
         pytest.skip(str(error))
+    while graphs.executor.call("work_idle"):
+        pass
     outputs = [result.token_ids for result in graphs.generate(prompts, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))]
     assert graphs.executor._worker.runner.forward._graphs
     graphs.close()
