@@ -10,7 +10,6 @@ from engine.messages import TokenLogprobs
 from server.errors import EngineError
 from server.generation import Delta, Generation
 
-
 PER_TURN = 128  # prompts of one request that are begun, or ended, before others get their turn
 
 
