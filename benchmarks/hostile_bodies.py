@@ -167,11 +167,17 @@ async def crowd(client: httpx.AsyncClient, num_streams: int, num_tokens: int, di
     tasks = [asyncio.create_task(innocent(client, number, num_tokens, event)) for number, event in enumerate(events)]
     disturbance = None
     if disturb is not None:
-        await asyncio.wait([*tasks, waiter := asyncio.ensure_future(asyncio.gather(*(event.wait() for event in events)))], return_when=asyncio.FIRST_COMPLETED)
+        waiter = asyncio.create_task(_all_set(events))
+        await asyncio.wait([*tasks, waiter], return_when=asyncio.FIRST_COMPLETED)
         waiter.cancel()
         disturbance = disturb()
     streams = await asyncio.gather(*tasks)
     return streams, None if disturbance is None else await disturbance
+
+
+async def _all_set(events: list[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
 
 
 def memory(process: psutil.Process) -> tuple[int, int]:

@@ -10,6 +10,8 @@ from engine.messages import TokenLogprobs
 from server.errors import BadRequest, EngineError
 from server.generation import Delta, Generation
 
+PER_TURN = 128  # prompts of one request that are begun, or ended, before others get their turn
+
 
 async def run(generations: list[Generation], total: float | None = None, predict: float | None = None) -> AsyncGenerator[Delta, None]:
     """The deltas of all prompts, `index` counting choices across them (prompt index * n + i).
@@ -26,8 +28,10 @@ async def run(generations: list[Generation], total: float | None = None, predict
                 raise BadRequest(delta.error) if delta.error_kind == "invalid_request" else EngineError(delta.error)
             yield delta
     finally:
-        for generation in generations:
+        for number, generation in enumerate(generations, start=1):
             await generation.aclose()
+            if number % PER_TURN == 0:
+                await asyncio.sleep(0)
 
 
 async def _merge(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
@@ -43,8 +47,12 @@ async def _merge(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
         except Exception as error:
             await queue.put(error)
 
-    tasks = [asyncio.create_task(pump(generation, i * generation.request.n)) for i, generation in enumerate(generations)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for i, generation in enumerate(generations):
+            tasks.append(asyncio.create_task(pump(generation, i * generation.request.n)))
+            if len(tasks) % PER_TURN == 0:
+                await asyncio.sleep(0)
         remaining = len(tasks)
         while remaining:
             item = await queue.get()
