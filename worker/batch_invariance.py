@@ -28,9 +28,9 @@ def resolve(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dt
         return False, "as asked: " + _off()
     obstacle = _obstacle(config, spec, platform, dtype)
     if obstacle and asked:
-        raise ValueError(f"--deterministic {obstacle}")
+        raise ValueError(f"--deterministic {''.join(obstacle)}")
     if obstacle:
-        return False, f"{_off()}. It {obstacle}"
+        return False, f"{_off()}: --deterministic {obstacle[0]}"
     cheap, cost = _cost(config.model.quantization)
     if asked:
         return True, f"as asked: {PROMISE}; {cost}"
@@ -56,18 +56,20 @@ def _cost(quantization: str | None) -> tuple[bool, str]:
     return True, "no cost: with AVX-512 alone there is no faster way"
 
 
-def _obstacle(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> str | None:
-    """What is not known to be independent of the batch, in words that go on from `--deterministic`."""
+def _obstacle(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> tuple[str, str] | None:
+    """What is not known to be independent of the batch, in words that go on from `--deterministic`, and what helps."""
+    backend = config.device.attention_backend
     if platform.name != "cpu":
-        return f"is not supported on {platform.name} yet: leave it off, or set --device cpu"
+        return f"is not supported on {platform.name} yet", ": leave it off, or set --device cpu"
     if config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size > 1:
-        return "works with one rank: leave --tensor-parallel-size and --pipeline-parallel-size at 1"
+        return "works with one rank", ": leave --tensor-parallel-size and --pipeline-parallel-size at 1"
     if dtype != torch.bfloat16:
-        return f"computes in bfloat16 only, and this would be {str(dtype).removeprefix('torch.')}: set --dtype bfloat16"
-    if config.device.attention_backend not in (None, "cpu_fixed"):
-        return f"has an attention backend of its own: leave --attention-backend {config.device.attention_backend} off"
+        name = str(dtype).removeprefix("torch.")
+        return f"computes in bfloat16 only, and this would be {name}", ": set --dtype bfloat16"
+    if backend not in (None, "cpu_fixed"):
+        return "has an attention backend of its own", f": leave --attention-backend {backend} off"
     if KERNELS.lib is None:
-        return f"needs the native CPU kernels: {KERNELS.status}"
+        return f"needs the native CPU kernels: {KERNELS.status}", ""
     if reason := cpu_ops.attention_reason(spec.head_dim, dtype):
-        return f"needs the native attention: {reason}"
+        return f"needs the native attention: {reason}", ""
     return None

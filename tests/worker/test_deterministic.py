@@ -91,9 +91,9 @@ def test_without_it_bits_differ(checkpoint, native_kernels):
     ("avx2", False, "int4", {}, False, "but prompts take 1.4 times as long"),
     ("amx", True, "int8", {"deterministic": True}, True, "as asked: a request's tokens do not depend on what runs beside it; prompts take 2 to 2.7 times as long"),
     ("avx512", False, None, {"deterministic": False}, False, "as asked: seeded and greedy tokens may depend"),
-    ("avx512", False, None, {"dtype": "float32"}, False, "It computes in bfloat16 only"),
-    ("avx512", False, None, {"tensor_parallel_size": 2}, False, "It works with one rank"),
-    ("avx512", False, None, {"attention_backend": "cpu_native"}, False, "It has an attention backend of its own"),
+    ("avx512", False, None, {"dtype": "float32"}, False, "--deterministic computes in bfloat16 only"),
+    ("avx512", False, None, {"tensor_parallel_size": 2}, False, "--deterministic works with one rank"),
+    ("avx512", False, None, {"attention_backend": "cpu_native"}, False, "--deterministic has an attention backend of its own"),
 ])
 def test_default(checkpoint, native_kernels, monkeypatch, level, amx, quantization, settings, on, words):
     monkeypatch.setattr(native_kernels, "level", level)
