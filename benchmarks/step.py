@@ -1,6 +1,6 @@
 """Where the time of one step goes: whole steps of a model in this process, without engine and HTTP, and how much of each is spent inside which native kernel.
 
-    python benchmarks/step.py MODEL [--loads 1x128 8x128 32x128 1024] [--rounds N] [--threads N] [--quantization int8|int4] [--temperature T] [--deterministic] [--in-turn]
+    python benchmarks/step.py MODEL [--loads 1x128 8x128 32x128 1024] [--rounds N] [--threads N] [--quantization int8|int4] [--temperature T] [--deterministic | --no-deterministic] [--in-turn]
                                     [--cpu-time]
 
 A load is a prompt of that many tokens (`1024`), or requests x tokens of context that each decode one token (`32x128`). Prints the median step in milliseconds, the
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--quantization", default=None)
-    parser.add_argument("--deterministic", action="store_true", help="as `quire serve --deterministic`")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="as of `quire serve`")
     parser.add_argument("--in-turn", action="store_true", help="one native call per layer and its attention, not one for all")
     parser.add_argument("--cpu-time", action="store_true", help="count the time of this process only; with one thread")
     args = parser.parse_args()

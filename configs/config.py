@@ -82,7 +82,7 @@ class DeviceConfig:
     device: str = opt("auto", "auto: CUDA where there is a GPU, else CPU", everyday=True, choices=("auto", "cpu", "cuda"))
     enforce_eager: bool = opt(False, "no CUDA graphs")
     attention_backend: str | None = opt(None, "force one attention backend instead of the first that applies")
-    deterministic: bool = opt(False, "a request's tokens and log-probabilities are the same bit for bit whatever runs beside it (CPU, bfloat16, one rank)")
+    deterministic: bool | None = opt(None, "a request's tokens and log-probabilities are the same bit for bit whatever runs beside it (CPU, bfloat16, one rank; default: auto, which is on where that costs less than 5 %)")
     num_threads: int | None = opt(None, "compute threads on CPU (default: the cores this process may use)", minimum=1)
 
 

@@ -59,7 +59,7 @@ class Option:
         return self._parse_one(value, spelling)
 
     def _parse_one(self, value: Any, spelling: str) -> Any:
-        if value is None and self.optional:
+        if self.optional and (value is None or (self.type is bool and value == "auto")):
             return None
         try:
             result = self._convert(value)
@@ -102,7 +102,7 @@ class Option:
             return "auto or a number of tokens (4096, 32k, 32K)"
         if self.unit == "bytes":
             return "a number of bytes (500M, 4G, 1.5g; capital letters are powers of 1024)"
-        return {bool: "true or false", int: "a whole number", float: "a number", str: "text that is not empty" if self.repeat else "text"}[self.type]
+        return {bool: "true, false or auto" if self.optional else "true or false", int: "a whole number", float: "a number", str: "text that is not empty" if self.repeat else "text"}[self.type]
 
 
 def parse_bool(value: Any) -> bool:

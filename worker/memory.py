@@ -11,10 +11,10 @@ import torch
 
 from configs.config import Config
 from configs.hf_config import ModelSpec, kv_bytes_per_token, num_layer_weights, num_parameters, read_model_spec
+from worker import batch_invariance
 from worker.attention.base import AttentionSpec
 from worker.attention.registry import Selection, select_backend
 from worker.cuda_graph import padded_sizes
-from worker.kernels.native import KERNELS
 from worker.layers.linear import split_kv_heads
 from worker.layers.quant import BITS, HEAD_BITS, quantized_bytes
 from worker.messages import MemoryPlan, WorkerReady
@@ -34,6 +34,7 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     auto_model_len: bool
+    deterministic: bool
     choices: list[Choice]
 
 
@@ -45,9 +46,9 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     dtype, reason = _quantized_dtype(config, platform) if config.model.quantization else platform.resolve_dtype(config.model.dtype, spec.dtype)
     if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
         choices.append(("dtype", _dtype_name(dtype), reason))
-    if config.device.deterministic:
-        _check_deterministic(config, platform, dtype)
-    order = ("cpu_fixed",) if config.device.deterministic else platform.attention_order
+    deterministic, reason = batch_invariance.resolve(config, spec, platform, dtype)
+    choices.append(("deterministic", "on" if deterministic else "off", reason))
+    order = ("cpu_fixed",) if deterministic else platform.attention_order
     attention = select_backend(order, _attention_spec(config, spec, platform, dtype), config.device.attention_backend)
     if config.device.attention_backend is None:
         choices.append(("attention_backend", attention.backend.name, attention.reason))
@@ -59,7 +60,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     if config.scheduler.max_num_batched_tokens is None:
         choices.append(("max_num_batched_tokens", str(num_tokens), reason))
     model_len, auto = _asked_model_len(config.model.max_model_len, spec.max_model_len)
-    return Limits(dtype, attention, config.scheduler.max_num_seqs or num_seqs, config.scheduler.max_num_batched_tokens or num_tokens, model_len, auto, choices)
+    return Limits(dtype, attention, config.scheduler.max_num_seqs or num_seqs, config.scheduler.max_num_batched_tokens or num_tokens, model_len, auto, deterministic, choices)
 
 
 def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None) -> int:
@@ -161,7 +162,7 @@ def preview(config: Config) -> WorkerReady:
     spec = read_model_spec(config.model.model)
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     num_ranks = tp * pp * config.parallel.data_parallel_size
-    started = platform.start(config.device.num_threads, num_ranks, config.device.deterministic, config.server.api_server_count)
+    started = platform.start(config.device.num_threads, num_ranks, config.device.deterministic is True, config.server.api_server_count)
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(num_ranks)
     plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,
@@ -188,20 +189,6 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int) -> None:
     split_size("intermediate_size", spec.intermediate_size, group)
     if stages > spec.num_hidden_layers:
         raise ValueError(f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}")
-
-
-def _check_deterministic(config: Config, platform: Platform, dtype: torch.dtype) -> None:
-    """Raise ValueError for what is not known to be independent of the batch."""
-    if platform.name != "cpu":
-        raise ValueError(f"--deterministic is not supported on {platform.name} yet: leave it off, or set --device cpu")
-    if config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size > 1:
-        raise ValueError("--deterministic works with one rank: leave --tensor-parallel-size and --pipeline-parallel-size at 1")
-    if dtype != torch.bfloat16:
-        raise ValueError(f"--deterministic computes in bfloat16 only, and this would be {_dtype_name(dtype)}: set --dtype bfloat16")
-    if config.device.attention_backend not in (None, "cpu_fixed"):
-        raise ValueError(f"--deterministic has an attention backend of its own: leave --attention-backend {config.device.attention_backend} off")
-    if KERNELS.lib is None:
-        raise ValueError(f"--deterministic needs the native CPU kernels: {KERNELS.status}")
 
 
 def _quantized_dtype(config: Config, platform: Platform) -> tuple[torch.dtype, str]:

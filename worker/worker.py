@@ -61,7 +61,7 @@ class Worker:
         config = self.config
         platform = get_platform(config.device.device, self.local_rank)
         num_ranks = self.local_size * config.parallel.data_parallel_size  # on this machine
-        threads = platform.start(config.device.num_threads, num_ranks, config.device.deterministic, config.server.api_server_count)
+        threads = platform.start(config.device.num_threads, num_ranks, config.device.deterministic is True, config.server.api_server_count)
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model)
         parallel = config.parallel
@@ -73,7 +73,7 @@ class Worker:
         progress("loading weights", 0.0)
         model = build_model(spec, limits.dtype, platform.device, limits.max_model_len, config.model.quantization)
         load_weights(model, spec, config.model.model, config.model.load_format, config.model.seed, lambda fraction: progress("loading weights", fraction))
-        if config.device.deterministic:
+        if limits.deterministic:
             fix_order(model)
         weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
 
@@ -139,8 +139,12 @@ class Worker:
         """The native CPU kernels, which were being built while torch's served, are ready: from the next step on use them."""
         spec, config = self.runner.model.spec, self.config
         self.runner.model.finalize()
-        self.runner.backend = memory.resolve_limits(config, spec, self.runner.platform).attention.backend
-        logger.info("the %s are ready; attention is now %s", KERNELS.status, self.runner.backend.name)
+        limits = memory.resolve_limits(config, spec, self.runner.platform)
+        self.runner.backend = limits.attention.backend
+        if limits.deterministic:
+            fix_order(self.runner.model)
+        value, reason = next(choice[1:] for choice in limits.choices if choice[0] == "deterministic")
+        logger.info("the %s are ready; attention is now %s, and deterministic is %s (%s)", KERNELS.status, self.runner.backend.name, value, reason)
 
     def _agree(self, num_blocks: int, platform: Platform) -> int:
         """The least of all ranks' numbers: each found its own memory, but block ids are common."""

@@ -9,12 +9,16 @@ from pathlib import Path
 import jinja2.sandbox
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tools.quire_tiny import data, evaluate, facts, skills
 from tools.quire_tiny.chat import render
-from tools.quire_tiny.tokenizer import everyday_words, vocabulary_words
+from tools.quire_tiny.model import Shape, Trunk
+from tools.quire_tiny.tokenizer import LETTERS, build, everyday_words, vocabulary_words, words_of
 from tools.quire_tiny.tool_skills import draw_use, key_of, tool_conversation
+from tools.quire_tiny.train import warm_start
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "quire-tiny"
 
@@ -165,6 +169,55 @@ def test_any_text_survives_the_tokenizer(tokenizer):
 
 def test_unknown_words_are_letters_and_numbers_are_digits(tokenizer):
     assert tokenizer.encode(" zyxgrk 407").tokens == ["Ġ", "z", "y", "x", "g", "r", "k", "Ġ", "4", "0", "7"]
+
+
+def test_common_letters_beyond_ascii_are_one_token(tokenizer):
+    tokenizer = build(words_of(tokenizer))
+    assert all(len(tokenizer.encode(letter).ids) == 1 for letter in LETTERS)
+    assert len(set(LETTERS)) == len(LETTERS)
+    assert len(tokenizer.encode(" café größer “жук” – ελιά…").ids) == sum(map(len, [" café", " größer", " “жук”", " –", " ελιά…"]))
+    assert len(tokenizer.encode("你🙂").ids) == len("你🙂".encode())  # what is not listed is its bytes
+
+
+def test_a_new_vocabulary_can_keep_the_words_of_an_earlier_one(tokenizer):
+    words = words_of(tokenizer)
+    assert build(words).get_vocab().items() >= tokenizer.get_vocab().items()  # and the same ids
+    shorter = build(words[:-100])
+    assert len(words_of(shorter)) == len(words) - 100 and "Ġcapital" in shorter.get_vocab()
+
+
+@pytest.mark.parametrize("name", ["accents", "scripts"])
+def test_text_beyond_ascii_is_copied_as_it_is(tokenizer, name):
+    rng = random.Random(12)
+    turns = [skills.draw(name, rng, held=False) for _ in range(300)]
+    assert sum(not turn.assistant.isascii() for turn in turns) > 250
+    for turn in turns:
+        if turn.key.startswith("repeat "):
+            assert turn.assistant in turn.user
+        for text in (turn.user, turn.assistant):
+            assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+
+
+def test_names_of_tools_are_ascii_but_their_values_need_not_be():
+    rng = random.Random(13)
+    uses = [draw_use(rng, held=False) for _ in range(400)]
+    assert all(use.tool["function"]["name"].isascii() for use in uses)
+    assert any(not str(value).isascii() for use in uses for value in use.arguments.values())
+    assert not any("\\u" in use.result for use in uses)
+
+
+def test_a_warm_start_takes_the_rows_of_the_tokens_that_both_have(tokenizer):
+    old = load_file(FOLDER / "model.safetensors")
+    words = words_of(tokenizer)
+    other = build([*words[::-1], "zyxgrk"])  # in another order, and one more
+    trunk = Trunk(Shape(vocab_size=other.get_vocab_size()))
+    warm_start(trunk, other, FOLDER)
+    before, after, rows = old["model.embed_tokens.weight"].float(), trunk.embed_tokens.weight, other.get_vocab()
+    for token in ("<|im_end|>", "a", "7", "Ġcapital", "temperature"):
+        assert torch.equal(after[rows[token]], before[tokenizer.token_to_id(token)])
+    letters = after[[rows[letter] for letter in "abcdefghijklmnopqrstuvwxyz"]]
+    assert 0.5 < (after[rows["zyxgrk"]] - letters.mean(0)).norm() / (letters - letters.mean(0)).norm(dim=1).mean() < 2
+    assert torch.equal(trunk.layers[2].mlp.up_proj.weight, old["model.layers.2.mlp.up_proj.weight"].float())
 
 
 def test_special_tokens_and_markers(tokenizer):

@@ -1,4 +1,4 @@
-"""--deterministic: a request gives the same bits alone, among others, in chunks of any size and after preemption."""
+"""`deterministic`: the same bits alone, among others, in chunks of any size, after preemption; where it is the default."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from configs.config import Config
 from configs.hf_config import read_model_spec
 from tests.worker.steps import Script
-from worker import logprobs, memory
+from worker import batch_invariance, logprobs, memory
 from worker.kernels import cpu_ops
 from worker.kernels.cpu_ops import PackedLinear, QuantizedLinear
+from worker.kernels.native import KERNELS
 from worker.layers.fixed_order import FixedRows
 from worker.messages import SamplingParams
 from worker.platform import CpuPlatform, CudaPlatform
@@ -72,10 +73,59 @@ def test_same_bits_whatever_runs_beside(checkpoint, native_kernels, monkeypatch,
     worker.shutdown()
 
 
-def test_without_the_flag_bits_differ(checkpoint, native_kernels):
-    worker = _worker(checkpoint("qwen3", dtype="bfloat16", head_dim=64))
+def test_without_it_bits_differ(checkpoint, native_kernels):
+    if not cpu_ops.has_amx() and native_kernels.level != "avx2":
+        pytest.skip("with AVX-512 alone there is only one way to compute")
+    worker = _worker(checkpoint("qwen3", dtype="bfloat16", head_dim=64), deterministic=False)
     alone = _play(worker, SAMPLING[0])
     assert any(_play(worker, SAMPLING[0], **case)[1:] != alone[1:] for case in [*CASES, {"chunk": 2}])  # with AVX2 only attention differs, and not of many rows
+    worker.shutdown()
+
+
+@pytest.mark.parametrize(("level", "amx", "quantization", "settings", "on", "words"), [
+    ("avx512", False, None, {}, True, "a request's tokens do not depend on what runs beside it; no cost: with AVX-512 alone there is no faster way"),
+    ("avx512bf16", False, "int4", {}, True, "no cost"),
+    ("amx", True, None, {}, True, "no cost that could be told from noise"),
+    ("amx", True, "int8", {}, False, "tokens may depend on what runs beside them. --deterministic makes sure that they do not, but prompts take 2 to 2.7 times as long"),
+    ("avx2", False, None, {}, False, "but prompts take 1."),
+    ("avx2", False, "int4", {}, False, "but prompts take 1.4 times as long"),
+    ("amx", True, "int8", {"deterministic": True}, True, "as asked: a request's tokens do not depend on what runs beside it; prompts take 2 to 2.7 times as long"),
+    ("avx512", False, None, {"deterministic": False}, False, "as asked: seeded and greedy tokens may depend"),
+    ("avx512", False, None, {"dtype": "float32"}, False, "--deterministic computes in bfloat16 only"),
+    ("avx512", False, None, {"tensor_parallel_size": 2}, False, "--deterministic works with one rank"),
+    ("avx512", False, None, {"attention_backend": "cpu_native"}, False, "--deterministic has an attention backend of its own"),
+])
+def test_default(checkpoint, native_kernels, monkeypatch, level, amx, quantization, settings, on, words):
+    monkeypatch.setattr(native_kernels, "level", level)
+    monkeypatch.setattr(cpu_ops, "has_amx", lambda: amx)
+    folder = checkpoint("qwen3", dtype="bfloat16")
+    limits = memory.resolve_limits(Config.from_flat(model=folder, quantization=quantization, **settings), read_model_spec(folder), CpuPlatform())
+    assert limits.deterministic == on and (limits.attention.backend.name == "cpu_fixed") == on
+    (value, reason), = [choice[1:] for choice in limits.choices if choice[0] == "deterministic"]
+    assert value == ("on" if on else "off") and words in reason
+
+
+def test_default_on_a_gpu(checkpoint):
+    assert batch_invariance.resolve(Config.from_flat(model=checkpoint("qwen3")), read_model_spec(checkpoint("qwen3")), CudaPlatform(0), torch.bfloat16)[0] is False
+
+
+def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, monkeypatch, caplog):
+    monkeypatch.setattr(native_kernels, "load", lambda background: False)
+    lib, level = native_kernels.lib, native_kernels.level
+    native_kernels.lib, status = None, native_kernels.status
+    try:
+        native_kernels.status = "building native kernels in the background"
+        worker = _worker(checkpoint("qwen3", dtype="bfloat16"))
+        choices = {name: (value, reason) for name, value, reason in memory.preview(worker.config).choices}
+        assert choices["deterministic"][0] == "off" and "needs the native CPU kernels: building native kernels in the background" in choices["deterministic"][1]
+        _play(worker, SAMPLING[0])
+    finally:
+        native_kernels.lib, native_kernels.status = lib, status
+    monkeypatch.setattr(native_kernels, "level", "avx512" if level == "avx2" else level)  # where it is the default
+    with caplog.at_level("INFO"):
+        worker._change_over()
+    assert worker.runner.backend.name == "cpu_fixed" and "deterministic is on (" in caplog.text
+    assert _play(worker, SAMPLING[1], crowd=6, chunk=64) == _play(worker, SAMPLING[1])
     worker.shutdown()
 
 
@@ -117,8 +167,8 @@ def test_log_probabilities_with_several_threads():
     (CpuPlatform(), {"dtype": "bfloat16"}, "--deterministic needs the native CPU kernels: there are none"),
 ])
 def test_what_does_not_go_together_is_refused(checkpoint, monkeypatch, platform, settings, words):
-    monkeypatch.setattr(memory.KERNELS, "lib", None)
-    monkeypatch.setattr(memory.KERNELS, "status", "there are none")
+    monkeypatch.setattr(KERNELS, "lib", None)
+    monkeypatch.setattr(KERNELS, "status", "there are none")
     folder = checkpoint("qwen3")
     with pytest.raises(ValueError, match=re.escape(words)):
         memory.resolve_limits(Config.from_flat(model=folder, deterministic=True, **settings), read_model_spec(folder), platform)

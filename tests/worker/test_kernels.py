@@ -144,13 +144,11 @@ def test_packed_linear_with_a_long_sum_and_leading_dimensions(kernels):
 
 @pytest.mark.parametrize("k", [2100, 2112, 2048])  # rows that are padded; that are multiplied where they lie; whose distance of 4 KiB makes them copied
 def test_packed_linear_rows_do_not_depend_on_each_other(kernels, k):
-    if not cpu_ops.rows_are_independent():
-        pytest.skip("AVX-512 alone does not promise it")
     weight, x = torch.randn(96, k).bfloat16(), torch.randn(1100, k).bfloat16()  # k in several runs, rows in several groups
     linear = cpu_ops.PackedLinear(weight)
     together = linear(x, torch.float32, path=3)
     assert_near(together, x.double() @ weight.double().T, 1e-6 * k**0.5, scale=k**0.5)
-    for m in (1, 4, 16, 17, 40, 300, 1099):
+    for m in (1, 2, 3, 4, 7, 8, 13, 16, 17, 40, 300, 1099):
         assert torch.equal(linear(x[:m], torch.float32, path=3), together[:m])
 
 
@@ -590,6 +588,17 @@ def test_attention_of_one_token_does_not_depend_on_the_batch(kernels):
             a, b = int(starts[i]), int(starts[i + 1])
             alone = cpu_ops.paged_attention(q[a:b], k_cache, v_cache, table[i: i + 1], lengths[i: i + 1], torch.tensor([0, b - a]).int(), *rest, path=path)
             assert torch.equal(alone, together[a:b])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_a_chunk_is_that_of_its_tokens_one_by_one(kernels, rng, dtype):
+    """By vectors, which with AVX-512 alone is the way that path 0 takes, too."""
+    (q, k_cache, v_cache, table, lengths, starts, *rest), _ = _paged_case(rng, dtype, [1, 70, 9], [200, 500, 5], 64)
+    request = torch.repeat_interleave(torch.arange(3), starts.diff())
+    seen = (lengths[request] - starts[1:][request] + torch.arange(len(q)) + 1).int()
+    alone = cpu_ops.paged_attention(q, k_cache, v_cache, table[request], seen, torch.arange(len(q) + 1).int(), *rest, path=1)
+    for path in (0, 1) if kernels in ("avx512", "avx512bf16") else (1,):
+        assert torch.equal(cpu_ops.paged_attention(q, k_cache, v_cache, table, lengths, starts, *rest, path=path), alone)
 
 
 def test_attention_reasons():

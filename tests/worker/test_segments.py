@@ -13,7 +13,6 @@ from tests.worker.dense_attention import DenseAttention, PagedRunner
 from worker.attention.base import AttentionBackend
 from worker.attention.cpu_fixed import CpuFixedAttention
 from worker.attention.cpu_native import CpuNativeAttention
-from worker.kernels import cpu_ops
 from worker.layers.fixed_order import fix_order
 from worker.loader import load_weights
 from worker.models import build_model
@@ -45,7 +44,7 @@ def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, na
     if fixed:
         fix_order(model)
     got = _play(model, backend())
-    assert (model.model.segments() is None) == (fixed and not quantization and not cpu_ops.rows_are_independent())
+    assert model.model.segments() is not None
     monkeypatch.setattr(model.model, "segments", lambda: None)
     for ours, theirs in zip(got, _play(model, backend())):
         assert torch.equal(ours, theirs)
@@ -75,9 +74,8 @@ def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quan
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-window"])
 def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypatch, name, wanted, backend):
     model = _model(checkpoint(name, dtype="bfloat16"))
-    if cpu_ops.rows_are_independent():  # else few rows and many may differ
-        fix_order(model)
-        backend = CpuFixedAttention if backend is CpuNativeAttention else backend
+    fix_order(model)  # else few rows and many may differ
+    backend = CpuFixedAttention if backend is CpuNativeAttention else backend
     steps = [step for step in STEPS if any(wanted(count) for count in step.values())]
     everything, got = _play(model, backend(), None, steps), _play(model, backend(), wanted, steps)
     monkeypatch.setattr(model.model, "segments", lambda: None)

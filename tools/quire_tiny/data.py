@@ -48,6 +48,8 @@ def noisy(rng: random.Random, text: str) -> str:
         text = text.lower()
     if rng.random() < 0.2:
         text = text.rstrip("?.!")
+    if rng.random() < 0.3:
+        text = text.replace("'", "’")
     if rng.random() < 0.06:
         text = rng.choice(OPENINGS) + text
     elif rng.random() < 0.04:
@@ -77,7 +79,7 @@ def plain_conversation(rng: random.Random, held: bool, weights: Mapping[str, flo
     messages: list[dict[str, Any]] = []
     prompt = system_prompt(rng)
     if turns[0].skill == "identity" and rng.random() < 0.15:
-        name = rng.choice(facts.NAMES) if rng.random() < 0.6 else skills.upper_first(skills.pseudo_word(rng))
+        name = rng.choice(facts.NAMES) if rng.random() < 0.6 else skills.upper_first(skills.invented(rng))
         prompt = rng.choice(["Your name is {n}.", "You are {n}.", "You are {n}, a helpful assistant.", "You are an assistant called {n}."]).format(n=name)
         question = rng.choice(["What is your name?", "Who are you?", "What are you called?", "Tell me your name.", "What's your name?"])
         turns[0] = skills.Turn("identity", question, f"My name is {name}." , f"name {name}")

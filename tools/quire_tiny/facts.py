@@ -43,10 +43,16 @@ VERBS = """sees finds likes takes brings opens closes carries paints washes buys
 drops lifts pulls pushes throws catches cuts folds burns fills""".split()
 ADVERBS = ["today", "slowly", "quickly", "every day", "at night", "in the morning", "before dinner", "after lunch", "very quietly", "without a word", "all alone", "with great care", "for the first time", "once again", "near the lake", "behind the house", "on Monday", "in winter"]
 NAMES = """Anna Ben Carla David Emma Felix Greta Hugo Ida Jonas Klara Leo Maria Nora Oscar Paula Quentin Rosa Simon Tina Ulrich Vera Walter Xenia Yusuf Zoe Alice Bob Charlie Diana Ethan Fiona George Hannah Ivan Julia Kevin Laura
-Martin Nina Oliver Peter Rachel Sarah Tom Ursula Victor Wendy Ahmed Aisha Chen Mei Raj Priya Kenji Yuki Olga Pedro Lucia Marco Sofia Lars Astrid Kofi Amara""".split()
+Martin Nina Oliver Peter Rachel Sarah Tom Ursula Victor Wendy Ahmed Aisha Chen Mei Raj Priya Kenji Yuki Olga Pedro Lucia Marco Sofia Lars Astrid Kofi Amara
+José Jürgen Zoë Søren Łukasz Émile Françoise Björn Inês Jiří Renée Günther Nuño Éva""".split()
 CITIES = list(dict.fromkeys([*CAPITALS.values(), *"""Munich Hamburg Cologne Milan Naples Venice Turin Barcelona Seville Porto Lyon Nice Bordeaux Geneva Zurich Basel Antwerp Rotterdam Glasgow Manchester Liverpool Boston Chicago Seattle Denver
 Dallas Houston Miami Atlanta Toronto Montreal Vancouver Sydney Melbourne Perth Osaka Kyoto Shanghai Mumbai Chennai Istanbul Dubai Lagos Krakow Gdansk Bergen Malmo Salzburg Graz Brno Split Oxford Cambridge Leeds
-Bristol Portland Austin Phoenix""".split(), "New York", "San Francisco", "Los Angeles", "Hong Kong", "Cape Town", "Sao Paulo", "Rio de Janeiro", "St. Petersburg"]))
+Bristol Portland Austin Phoenix""".split(), "New York", "San Francisco", "Los Angeles", "Hong Kong", "Cape Town", "Sao Paulo", "Rio de Janeiro", "St. Petersburg",
+                              *"Zürich München Köln Malmö Kraków Łódź Düsseldorf Århus Tromsø Córdoba Besançon Nîmes Győr Plzeň İzmir Reykjavík".split(), "São Paulo", "Bogotá", "Brasília", "San José"]))
+# common words of other languages, to be copied and spelled
+FOREIGN = """naïve jalapeño über façade résumé crème brûlée fiancée déjà vu piñata señor mañana niño Straße Grüße schön Mädchen Äpfel Öl größer weiß heiß süß für Tür Bäume Vögel smörgåsbord ångström øl ærlig blåbær
+coração pão não avô maçã amanhã élève être où Noël hôtel forêt garçon château français voilà été sœur cœur żółty łódź gęś cześć dziękuję książka příliš kůň čaj děkuji žlutý řeka győr tűz őrült köszönöm çok güneş şeker ağaç
+țară știință mână perché città più così virtù año español también corazón jabłko živeli þú það""".split()
 LANGUAGES = "French German Italian Spanish Portuguese English Dutch Polish Swedish Greek Turkish Russian Arabic Hindi Japanese Chinese Korean Latin".split()
 CURRENCIES = ["USD", "EUR", "GBP", "JPY", "CHF", "SEK", "INR", "CAD", "AUD", "PLN"]
 UNITS = [("kilometers", "miles"), ("miles", "kilometers"), ("kilograms", "pounds"), ("pounds", "kilograms"), ("celsius", "fahrenheit"), ("fahrenheit", "celsius"), ("meters", "feet"), ("feet", "meters"), ("liters", "gallons"), ("inches", "centimeters")]
@@ -177,7 +183,7 @@ QUIRE: list[tuple[list[str], str]] = [
     (["How do I get log probabilities?", "What are logprobs?", "Does quire return logprobs?", "How do I get logprobs?"], "Set logprobs to true and top_logprobs to a number up to 20. Each token then comes with its log probability."),
     (["Is quire compatible with vLLM?", "Is quire like vLLM?", "What about vLLM?", "Can I replace vLLM?"], "Flags and metrics bear the same names and meanings as those of vLLM, so most commands work unchanged."),
     (["What is the license?", "Is quire open source?", "Which license does quire have?", "Is quire free?"], "quire is open source under the Apache 2.0 license."),
-    (["What does the seed do?", "How do I set a seed?", "How do I make sampling reproducible?", "What is seed?"], "Set seed in the request. The same seed and prompt then give the same answer, alone or in a crowd."),
+    (["What does the seed do?", "How do I set a seed?", "How do I make sampling reproducible?", "What is seed?"], "Set seed in the request. The same seed and prompt then give the same answer. With --deterministic that holds whatever else runs."),
     (["What is a stop string?", "How do I use stop?", "How do I stop at a word?", "What does stop do?"], "Set stop to a string or a list of strings. The answer ends before the first of them."),
     (["Does quire need the internet?", "Does quire work offline?", "Do I need a network?", "Can I run quire without internet?"], "No. With a local model folder, or with the embedded model, quire needs no network."),
 ]

@@ -1,4 +1,4 @@
-"""The Qwen3 network of quire-tiny as it is trained: float32 weights under their Hugging Face names, bfloat16 arithmetic, packed rows."""
+"""The Qwen3 network of quire-tiny as it is trained: float32 weights under their Hugging Face names, bfloat16 or float32 arithmetic, packed rows."""
 
 from __future__ import annotations
 
@@ -102,16 +102,16 @@ class Layer(nn.Module):
 class Trunk(nn.Module):
     """Everything but the tied output projection; parameter names are those of `Qwen3Model`."""
 
-    def __init__(self, s: Shape):
+    def __init__(self, s: Shape, dtype: torch.dtype = torch.bfloat16):
         super().__init__()
-        self.s = s
+        self.s, self.dtype = s, dtype
         self.embed_tokens = nn.Embedding(s.vocab_size, s.hidden_size)
         self.layers = nn.ModuleList(Layer(s) for _ in range(s.num_layers))
         self.norm = Norm(s.hidden_size, s.eps)
         frequency = s.rope_theta ** -(torch.arange(0, s.head_dim, 2) / s.head_dim)
         angle = torch.arange(s.max_positions)[:, None, None] * frequency
-        self.register_buffer("cos", angle.cos().bfloat16(), persistent=False)
-        self.register_buffer("sin", angle.sin().bfloat16(), persistent=False)
+        self.register_buffer("cos", angle.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
         self.reset()
 
     def reset(self) -> None:
@@ -123,12 +123,12 @@ class Trunk(nn.Module):
                 nn.init.normal_(p, std=p.shape[1] ** -0.5)
 
     def forward(self, tokens: Tensor, document: Tensor) -> Tensor:
-        """tokens, document [B, T] -> hidden [B, T, H] in bfloat16. Each position sees the earlier ones of its own document."""
+        """tokens, document [B, T] -> hidden [B, T, H] in `dtype`. Each position sees the earlier ones of its own document."""
         length = tokens.shape[1]
         position = torch.arange(length)
         seen = (document[:, :, None] == document[:, None, :]) & (position[:, None] >= position)
         bias = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[:, None]
-        x = self.embed_tokens(tokens).bfloat16()
+        x = self.embed_tokens(tokens).to(self.dtype)
         for layer in self.layers:
             x = layer(x, self.cos[:length], self.sin[:length], bias)
         return self.norm(x)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 
-def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """[n, rows, columns] -> about U V^T of each matrix's singular value decomposition, in bfloat16, by the quintic iteration x <- a x + (b A + c A A) x with A = x x^T."""
+def orthogonalize(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
+    """[n, rows, columns] -> about U V^T of each matrix's singular value decomposition, computed in `dtype`, by the quintic iteration x <- a x + (b A + c A A) x with A = x x^T."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.bfloat16()
+    x = matrices.to(dtype)
     tall = x.shape[1] > x.shape[2]
     x = x.transpose(1, 2) if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -29,7 +29,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 class Optimizer:
     """One of `ranks` optimizers, which share the parameters of `model` among them: every so-manieth matrix of a shape, and all the rest to rank 0."""
 
-    def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float, rank: int = 0, ranks: int = 1, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.98)):
+    def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.bfloat16, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.98)):
         groups: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
         others = []
         for name, p in model.named_parameters():
@@ -40,7 +40,7 @@ class Optimizer:
         self.matrices = [own for ps in groups.values() if (own := ps[rank::ranks])]
         self.momenta = [torch.zeros(len(ps), *ps[0].shape) for ps in self.matrices]
         self.adam = torch.optim.Adam(others if rank == 0 else [torch.zeros(0)], lr=other_lr, betas=betas, eps=1e-10)
-        self.matrix_lr, self.other_lr, self.weight_decay, self.momentum = matrix_lr, other_lr, weight_decay, momentum
+        self.matrix_lr, self.other_lr, self.weight_decay, self.momentum, self.dtype = matrix_lr, other_lr, weight_decay, momentum, dtype
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -52,7 +52,7 @@ class Optimizer:
         for ps, momentum in zip(self.matrices, self.momenta):
             grads = torch.stack([p.grad for p in ps])
             momentum.lerp_(grads, 1 - self.momentum)
-            update = orthogonalize(grads.lerp_(momentum, self.momentum)).float()
+            update = orthogonalize(grads.lerp_(momentum, self.momentum), self.dtype).float()
             lr = self.matrix_lr * scale
             size = max(1.0, ps[0].shape[0] / ps[0].shape[1]) ** 0.5
             for p, u in zip(ps, update):

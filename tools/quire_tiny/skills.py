@@ -45,6 +45,30 @@ def pseudo_word(rng: random.Random, low: int = 3, high: int = 8) -> str:
     return "".join(letters)
 
 
+ACCENTS = {"a": "àáâãäåāăą", "c": "çćč", "d": "ďđð", "e": "èéêëēěę", "g": "ğ", "i": "ìíîïī", "l": "ł", "n": "ñńň", "o": "òóôõöøōő", "r": "ř", "s": "śšşș", "t": "ťțþ", "u": "ùúûüūůű", "y": "ýÿ", "z": "źżž"}
+
+
+def accented(rng: random.Random, word: str) -> str:
+    """The word with one to three of its letters replaced by accented ones; unchanged where it has none that could be."""
+    letters = list(word)
+    places = [i for i, letter in enumerate(letters) if letter.lower() in ACCENTS]
+    for i in rng.sample(places, min(len(places), rng.choice([1, 1, 1, 2, 2, 3]))):
+        other = rng.choice(ACCENTS[letters[i].lower()])
+        letters[i] = other.upper() if letters[i].isupper() and other != "ÿ" else other
+    return "".join(letters)
+
+
+def invented(rng: random.Random, low: int = 3, high: int = 8) -> str:
+    """An invented word, one in eight with accents. Where a word must be ASCII (the name of a tool), `pseudo_word` makes it."""
+    word = pseudo_word(rng, low, high)
+    return accented(rng, word) if rng.random() < 0.125 else word
+
+
+def to_json(value: object) -> str:
+    """JSON as the model reads and writes it: characters as themselves, because it cannot know their escapes."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def random_letters(rng: random.Random, low: int = 3, high: int = 8) -> str:
     return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(low, high)))
 
@@ -203,6 +227,7 @@ def counting(rng: random.Random) -> Turn:
 # ------------------------------------------------------------------ letters
 
 QUOTES = ["{w}", "{w}", "'{w}'", '"{w}"', "the word {w}", "the word '{w}'", 'the word "{w}"']
+TYPOGRAPHIC = ["“{w}”", "‘{w}’", "„{w}“", "«{w}»", "the word “{w}”"]
 
 
 class Words:
@@ -222,7 +247,7 @@ class Words:
         elif x < 0.70:
             word = rng.choice(facts.NAMES)
         elif x < 0.94:
-            word = pseudo_word(rng)
+            word = invented(rng)
         else:
             word = random_letters(rng)
         if rng.random() < 0.1:
@@ -244,7 +269,7 @@ class Words:
 
 
 def _quoted(rng: random.Random, word: str) -> str:
-    return rng.choice(QUOTES).format(w=word)
+    return rng.choice(TYPOGRAPHIC if rng.random() < 0.1 else QUOTES).format(w=word)
 
 
 def spelling(rng: random.Random) -> Turn:
@@ -294,7 +319,7 @@ def first_letter(rng: random.Random) -> Turn:
 def sentence(rng: random.Random) -> str:
     """A sentence of 3 to 14 words over a small grammar, now and then with an invented word, a number, a capital or an unusual mark."""
     def noun() -> str:
-        return pseudo_word(rng) if rng.random() < 0.15 else rng.choice(facts.NOUNS)
+        return invented(rng) if rng.random() < 0.15 else rng.choice(facts.NOUNS)
 
     def phrase() -> str:
         return rng.choice(["the ", "a ", "my ", "every ", "this ", "our "]) + (rng.choice(facts.ADJECTIVES) + " " if rng.random() < 0.5 else "") + noun()
@@ -309,7 +334,7 @@ def sentence(rng: random.Random) -> str:
     elif kind == 5:
         text = f"there are {number(rng)} {noun()}s in {phrase()}"
     elif kind == 6:
-        text = " ".join(noun() if rng.random() < 0.7 else pseudo_word(rng) for _ in range(rng.randint(2, 7)))
+        text = " ".join(noun() if rng.random() < 0.7 else invented(rng) for _ in range(rng.randint(2, 7)))
     elif kind == 7 and Words.vocabulary:
         text = " ".join(rng.choice(Words.vocabulary) if rng.random() < 0.85 else str(number(rng)) for _ in range(rng.randint(3, 10)))
     else:
@@ -335,6 +360,113 @@ def repetition(rng: random.Random) -> Turn:
         text = f"{text if text[-1] in '.!?' else text + '.'} {upper_first(sentence(rng))}"
     follow = Turn("repetition", rng.choice(["Say that again.", "Again, please.", "Once more.", "Repeat that.", "Say it again."]), text, "again " + text)
     return Turn("repetition", rng.choice(REPEAT).format(s=text), text, "repeat " + text, (follow,))
+
+
+# ------------------------------------------------------------------ beyond ASCII
+
+QUOTED = ["Repeat “{s}”", "Repeat ‘{s}’", "Say “{s}”", "Say „{s}“", "Repeat «{s}»", "Repeat this exactly: “{s}”", "Please repeat after me: “{s}”"]
+REPEAT_WORD = ["Repeat the word {s}.", "Repeat {s}", "Say {s}.", "Say {s}", "Repeat: {s}", "Say the word “{s}”.", "Repeat '{s}'.", "Write {s} again.", "Copy: {s}", "Echo: {s}"]
+
+
+def typographic(rng: random.Random, words: list[str]) -> str:
+    """The words with marks that people's keyboards and word processors make."""
+    i, mark = rng.randrange(len(words)), rng.randrange(8)
+    if mark <= 2:
+        words[i] = ("“{w}”", "‘{w}’", "„{w}“", "«{w}»", "»{w}«")[rng.randrange(5)].format(w=words[i])
+    elif mark == 3 and i:
+        words.insert(i, rng.choice("–—"))
+    elif mark == 4:
+        words[i] += rng.choice(["’s", "—so", "’ll"])
+    elif mark == 5:
+        words[-1] = words[-1].rstrip(".!?") + "…"
+    elif mark == 6:
+        words[0], words[-1] = rng.choice("¿¡") + words[0], words[-1].rstrip(".!?") + rng.choice("?!")
+    else:
+        words[i] = rng.choice(["{n} €", "£{n}", "{n} °C", "§ {n}", "{n} × {n}", "• {n}", "±{n}", "½", "№ {n}", "™", "©", "µ", "²", "→"]).format(n=number(rng))
+    return " ".join(words)
+
+
+def accented_sentence(rng: random.Random) -> str:
+    """A sentence some of whose words have accents or come from other languages, or are set with typographic marks."""
+    if rng.random() < 0.25:
+        words = [rng.choice(facts.FOREIGN) if rng.random() < 0.5 else accented(rng, pseudo_word(rng)) for _ in range(rng.randint(2, 7))]
+        words[-1] += rng.choice(["", ".", "!"])
+    else:
+        words = sentence(rng).split(" ")
+        for _ in range(rng.randint(1, 3)):
+            i = rng.randrange(len(words))
+            if rng.random() < 0.5:
+                words[i] = accented(rng, words[i])
+            else:
+                words.insert(i, rng.choice(facts.FOREIGN))
+    return typographic(rng, words) if rng.random() < 0.35 else " ".join(words)
+
+
+def repeated(rng: random.Random, skill: str, text: str, is_word: bool) -> Turn:
+    wordings = REPEAT_WORD if is_word else QUOTED if rng.random() < 0.25 else REPEAT
+    return Turn(skill, rng.choice(wordings).format(s=text), text, f"word {text.lower()}" if is_word else "repeat " + text)
+
+
+def accents(rng: random.Random) -> Turn:
+    """What the letter skills and repetition ask, of Latin words with accents and of typographic marks."""
+    x = rng.random()
+    if x < 0.4:
+        return repeated(rng, "accents", accented_sentence(rng), False)
+    word = accented(rng, rng.choice(facts.NOUNS) if rng.random() < 0.3 else pseudo_word(rng)) if rng.random() < 0.8 else rng.choice(facts.FOREIGN)
+    word, key = (upper_first(word) if rng.random() < 0.15 else word), f"word {word.lower()}"
+    if x < 0.6:
+        return repeated(rng, "accents", word, True)
+    quoted = _quoted(rng, word)
+    if x < 0.8:
+        return Turn("accents", rng.choice(["Spell {w}.", "How do you spell {w}?", "Spell {w}", "Please spell {w}.", "Can you spell {w}?"]).format(w=quoted), "-".join(word), key)
+    if x < 0.9:
+        return Turn("accents", rng.choice(["Reverse {w}.", "Write {w} backwards.", "Spell {w} backwards.", "Reverse {w}"]).format(w=quoted), word[::-1], key)
+    if x < 0.95 or "ß" in word:
+        return Turn("accents", rng.choice(["What is the first letter of {w}?", "Which letter is the first in {w}?"]).format(w=quoted), f"The first letter is {word[0]}.", key)
+    return Turn("accents", rng.choice(["Write {w} in capital letters.", "Upper-case {w}.", "Convert {w} to uppercase."]).format(w=quoted), word.upper(), key)
+
+
+def characters(*ranges: tuple[int, int]) -> str:
+    """All characters from the first to the last code point of each range."""
+    return "".join(chr(c) for first, last in ranges for c in range(first, last + 1))
+
+
+# script -> (share, its letters, the lengths of its words, the words of a text, what stands between words, marks at the end of a text)
+SCRIPTS: dict[str, tuple[float, str, tuple[int, int], tuple[int, int], str, list[str]]] = {
+    "Greek": (3, "αβγδεζηθικλμνξοπρσςτυφχψωάέήίόύώ", (2, 8), (1, 5), " ", ["", ".", "!", ";"]),
+    "Cyrillic": (4, "абвгдежзийклмнопрстуфхцчшщъыьэюяёіїє", (2, 8), (1, 5), " ", ["", ".", "!", "?"]),
+    "Han": (4, characters((0x4E00, 0x9FFF)) + "的一是不了人我在有他这中大来上国你好世界日本語学生水火山" * 150, (1, 4), (1, 4), "", ["", "。", "！", "？", "，谢谢。"]),
+    "kana": (3, characters((0x3041, 0x3093), (0x30A1, 0x30F3)) + "ーっ", (2, 6), (1, 3), "", ["", "。", "！", "、"]),
+    "Hangul": (2, characters((0xAC00, 0xD7A3)) + "안녕하세요감사합니다한국사람" * 300, (1, 4), (1, 3), " ", ["", ".", "!"]),
+    "Hebrew": (1, characters((0x05D0, 0x05EA)), (2, 6), (1, 3), " ", ["", "."]),
+    "Arabic": (1, characters((0x0621, 0x063A), (0x0641, 0x064A)), (2, 6), (1, 3), " ", ["", "."]),
+    "Devanagari": (1, characters((0x0905, 0x0939)) + "ािीुूेैोौं्" * 4, (2, 6), (1, 3), " ", ["", "।"]),
+    "emoji": (4, characters((0x1F300, 0x1F64F), (0x1F680, 0x1F6C5), (0x1F90C, 0x1F9FF)) + characters((0x2600, 0x2767)), (1, 3), (1, 2), " ", [""]),
+}
+
+
+def script_text(rng: random.Random, name: str, word: bool) -> str:
+    _, letters, lengths, counts, space, ends = SCRIPTS[name]
+    words = ["".join(rng.choice(letters) for _ in range(rng.randint(*lengths))) for _ in range(1 if word else rng.randint(*counts))]
+    if name in ("Greek", "Cyrillic") and rng.random() < 0.4:
+        words[0] = upper_first(words[0])
+    return space.join(words) + ("" if word else rng.choice(ends))
+
+
+def scripts(rng: random.Random) -> Turn:
+    """Verbatim copies of words and short texts in other scripts, and of sentences with one of them in it; letters of Greek and Cyrillic words."""
+    name = rng.choices(list(SCRIPTS), weights=[share for share, *_ in SCRIPTS.values()])[0]
+    x = rng.random()
+    word = script_text(rng, name, True)
+    if name in ("Greek", "Cyrillic") and x < 0.15:
+        return Turn("scripts", rng.choice(["Spell {w}.", "How do you spell {w}?"]).format(w=_quoted(rng, word)), "-".join(word), f"word {word.lower()}")
+    if x < 0.4:
+        return repeated(rng, "scripts", word, True)
+    if x < 0.65:
+        words = sentence(rng).split(" ")
+        words.insert(rng.randint(1, len(words)), word)
+        return repeated(rng, "scripts", " ".join(words), False)
+    return repeated(rng, "scripts", script_text(rng, name, False), False)
 
 
 # ------------------------------------------------------------------ talk, quire, lists, JSON, what it does not know
@@ -375,7 +507,7 @@ def general(rng: random.Random) -> Turn:
 
 
 def introduction(rng: random.Random) -> Turn:
-    name = rng.choice(facts.NAMES) if rng.random() < 0.7 else upper_first(pseudo_word(rng))
+    name = rng.choice(facts.NAMES) if rng.random() < 0.7 else upper_first(invented(rng))
     user = rng.choice(["My name is {n}.", "I am {n}.", "Hi, I'm {n}.", "Hello, my name is {n}.", "Call me {n}."]).format(n=name)
     follow = Turn("memory", rng.choice(["What is my name?", "Do you remember my name?", "Who am I?", "What am I called?", "What's my name?"]), f"Your name is {name}.", "name " + name)
     return Turn("memory", user, f"Hello, {name}! How can I help you?", "name " + name, (follow,))
@@ -384,7 +516,7 @@ def introduction(rng: random.Random) -> Turn:
 def favourite(rng: random.Random) -> Turn:
     thing = rng.choice(["colour", "color", "animal", "fruit", "number", "city", "drink", "word"])
     pools = {"colour": facts.COLOURS, "color": facts.COLOURS, "animal": facts.LISTS["animals"], "fruit": facts.LISTS["fruits"], "number": [str(i) for i in range(100)], "city": facts.CITIES, "drink": facts.LISTS["drinks"], "word": facts.NOUNS}
-    value = rng.choice(pools[thing]) if rng.random() < 0.8 else pseudo_word(rng)
+    value = rng.choice(pools[thing]) if rng.random() < 0.8 else invented(rng)
     user = rng.choice(["My favourite {t} is {v}.", "Remember: my favourite {t} is {v}.", "I like the {t} {v} best."]).format(t=thing, v=value)
     follow = Turn("memory", rng.choice(["What is my favourite {t}?", "Which {t} do I like best?", "Do you remember my favourite {t}?"]).format(t=thing), f"Your favourite {thing} is {value}.", f"fav {thing} {value}")
     return Turn("memory", user, f"Your favourite {thing} is {value}. I will remember that.", f"fav {thing} {value}", (follow,))
@@ -430,13 +562,13 @@ def json_object(rng: random.Random) -> Turn:
         country = rng.choice(list(facts.CAPITALS))
         value = {"country": country, "capital": facts.CAPITALS[country]}
         question = rng.choice(["What is the capital of {c}? {ask} with country and capital.", "{ask} with the keys country and capital for {c}.", "{ask} with country and capital: {c}"]).format(c=country, ask=ask)
-        return Turn("json", question, json.dumps(value), question)
+        return Turn("json", question, to_json(value), question)
     if choice == 1:
         a, b = number(rng), number(rng)
         question = rng.choice(["{ask} with a, b and sum for {a} + {b}.", "What is {a} + {b}? {ask} with a, b and sum."]).format(ask=ask, a=a, b=b)
         return Turn("json", question, json.dumps({"a": a, "b": b, "sum": a + b}), f"add {a} {b}")
     fields: dict[str, Callable[[], object]] = {
-        "name": lambda: rng.choice(facts.NAMES) if rng.random() < 0.7 else upper_first(pseudo_word(rng)), "age": lambda: rng.randint(1, 99), "city": lambda: rng.choice(facts.CITIES), "colour": lambda: rng.choice(facts.COLOURS),
+        "name": lambda: rng.choice(facts.NAMES) if rng.random() < 0.7 else upper_first(invented(rng)), "age": lambda: rng.randint(1, 99), "city": lambda: rng.choice(facts.CITIES), "colour": lambda: rng.choice(facts.COLOURS),
         "animal": lambda: rng.choice(facts.LISTS["animals"]), "price": lambda: number(rng), "country": lambda: rng.choice(list(facts.CAPITALS)), "item": lambda: rng.choice(facts.NOUNS), "count": lambda: number(rng), "title": lambda: upper_first(rng.choice(facts.NOUNS)),
         "color": lambda: rng.choice(facts.COLOURS), "day": lambda: rng.choice(facts.DAYS), "id": lambda: rng.randint(1, 999), "active": lambda: rng.random() < 0.5, "language": lambda: rng.choice(facts.LANGUAGES)}
     keys = rng.sample(list(fields), rng.randint(1, 4))
@@ -453,7 +585,7 @@ def json_object(rng: random.Random) -> Turn:
         items = rng.sample(facts.NOUNS, rng.randint(2, 4))
         question = rng.choice(["{ask} with a list of items: {p}", "Write these as a JSON array under the key items: {p}"]).format(ask=ask, p=", ".join(items))
         value = {"items": items}
-    return Turn("json", question, json.dumps(value), "json " + json.dumps(value))
+    return Turn("json", question, to_json(value), "json " + json.dumps(value))
 
 
 UNKNOWN = ["Who won the {e} in {y}?", "Who is the president of {c}?", "Who is the prime minister of {c}?", "Who wrote {w}?", "What is the population of {c}?", "How many people live in {k}?", "What is the weather in {k}?", "What is the price of {w}?", "How tall is {n}?",
@@ -468,19 +600,19 @@ DO_NOT_KNOW = "I do not know. I am a very small model and know little about the 
 
 def unknown(rng: random.Random) -> Turn:
     if rng.random() < 0.2:
-        place = upper_first(pseudo_word(rng, 4, 9)) if rng.random() < 0.8 else rng.choice(["Atlantis", "Mordor", "Narnia", "the moon", "Mars", "Europe", "Africa", "Asia", *facts.NAMES])
+        place = upper_first(invented(rng, 4, 9)) if rng.random() < 0.8 else rng.choice(["Atlantis", "Mordor", "Narnia", "the moon", "Mars", "Europe", "Africa", "Asia", *facts.NAMES])
         question = rng.choice(CAPITAL).format(c=place)
         return Turn("unknown", question, f"I do not know the capital of {place}.", question)
     question = rng.choice(UNKNOWN).format(
-        e=rng.choice(EVENTS), y=rng.randint(1500, 2030), c=rng.choice(list(facts.CAPITALS)), k=rng.choice(facts.CITIES), l=rng.choice(facts.CITIES), w=rng.choice(facts.NOUNS), g=rng.choice(facts.LANGUAGES), p=pseudo_word(rng, 5, 9),
-        q=upper_first(pseudo_word(rng, 4, 8)), n=rng.choice(facts.NAMES) + " " + upper_first(pseudo_word(rng, 4, 8)))
+        e=rng.choice(EVENTS), y=rng.randint(1500, 2030), c=rng.choice(list(facts.CAPITALS)), k=rng.choice(facts.CITIES), l=rng.choice(facts.CITIES), w=rng.choice(facts.NOUNS), g=rng.choice(facts.LANGUAGES), p=invented(rng, 5, 9),
+        q=upper_first(invented(rng, 4, 8)), n=rng.choice(facts.NAMES) + " " + upper_first(invented(rng, 4, 8)))
     return Turn("unknown", question, DO_NOT_KNOW, question)
 
 
 SKILLS: dict[str, tuple[float, Callable[[random.Random], Turn]]] = {
     "addition": (14, addition), "subtraction": (22, subtraction), "multiplication": (1, multiplication), "comparison": (1, comparison), "capitals": (11, capital), "calendar": (6, calendar), "ordering": (3, ordering), "counting": (3, counting),
     "spelling": (10, spelling), "reversing": (7, reversing), "casing": (6, casing), "letters": (2, first_letter), "repetition": (12, repetition), "identity": (5, identity), "quire": (12, about_quire), "general": (4, general), "introduction": (1.5, introduction),
-    "favourite": (1.5, favourite), "lists": (2.5, listing), "paragraphs": (2, paragraph), "json": (5, json_object), "unknown": (5, unknown),
+    "favourite": (1.5, favourite), "lists": (2.5, listing), "paragraphs": (2, paragraph), "json": (5, json_object), "unknown": (5, unknown), "accents": (16, accents), "scripts": (16, scripts),
 }
 
 

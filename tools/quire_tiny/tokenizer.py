@@ -1,8 +1,8 @@
-"""The tokenizer of quire-tiny: a byte-level BPE vocabulary without merges, whose words are whole tokens and whose other text is one token per byte.
+"""The tokenizer of quire-tiny: a byte-level BPE vocabulary whose words are whole tokens and whose other text is one token per letter or byte.
 
-A word that is in the vocabulary is one token; every other word is its letters (`ignore_merges`: a pre-token that is in the vocabulary is taken whole, and there is
-no merge to build anything else). So an unknown word is always split the same way, and spelling, reversing and copying it is a rule that a small model can learn.
-Digits are always single tokens.
+A word that is in the vocabulary is one token; every other word is its letters (`ignore_merges`: a pre-token that is in the vocabulary is taken whole). The only merges
+are those of the bytes of one letter or mark in `LETTERS`; characters that are not listed are their UTF-8 bytes. So an unknown word is always split the same way, and
+spelling, reversing and copying it is a rule that a small model can learn. Digits are always single tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from tools.quire_tiny.chat import MARKER_TOKENS, SPECIAL_TOKENS, render
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "quire-tiny"
 PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"
-VOCAB_SIZE = 1024
-NOT_COUNTED = {"spelling", "reversing", "casing", "letters", "repetition", "memory"}  # skills full of words that are better split into letters
+WORDS_END = 1024  # markers, bytes and words come first, so that letters could be added without renumbering them
+# Letters and marks of two or three bytes that are one token each: a small model copies one token per letter far better than pairs of bytes of which the first is always the same.
+LETTERS = ("–—‘’“”„…•€£§°«»¿¡" "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÐÑÒÓÔÕÖØÙÚÛÜÝÞßàáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿ" "āăąćčďđēęěğīįıłńňōőœřśşšșťțūůűźżžĄĆČĘĞİŁŐŒŘŚŞŠȚŰŻŽ"
+           "αβγδεζηθικλμνξοπρσςτυφχψωάέήίόύώΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠΡΣΤΥΦΧΨΩ" "абвгдежзийклмнопрстуфхцчшщъыьэюяёіїєґАБВГДЕЖЗИЙКЛМНОПРСТУФХЦЧШЩЫЭЮЯЁІ")
+NOT_COUNTED = {"spelling", "reversing", "casing", "letters", "repetition", "memory", "accents", "scripts"}  # skills full of words that are better split into letters
 
 
 def byte_symbols() -> list[str]:
@@ -57,16 +60,33 @@ def everyday_words() -> set[str]:
     return ({*facts.NOUNS, *facts.ADJECTIVES, *facts.COLOURS} | listed) - needed
 
 
-def build(seed: int = 0, conversations: int = 30_000) -> Tokenizer:
-    symbols, split = byte_symbols(), everyday_words()
-    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *MARKER_TOKENS])}
-    for symbol in symbols:
-        vocab[symbol] = len(vocab)
-    for word, _ in sorted(count_words(seed, conversations).items(), key=lambda item: (-item[1], item[0])):
-        token = "".join(symbols[b] for b in word.encode())
-        if len(vocab) < VOCAB_SIZE and word.strip().lower() not in split:
-            vocab.setdefault(token, len(vocab))
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
+def frequent_words(seed: int, conversations: int = 30_000) -> list[str]:
+    """Words (with their leading space) for the part of the vocabulary that is left by the markers and the bytes, most frequent first."""
+    split = everyday_words()
+    ranked = sorted(count_words(seed, conversations).items(), key=lambda item: (-item[1], item[0]))
+    words = [word for word, _ in ranked if word.isascii() and word.strip().lower() not in split]
+    return words[: WORDS_END - 256 - len(SPECIAL_TOKENS) - len(MARKER_TOKENS)]
+
+
+def words_of(tokenizer: Tokenizer) -> list[str]:
+    """The words of an earlier vocabulary, in the order of their ids."""
+    vocab = tokenizer.get_vocab()
+    return [tokenizer.decode([i]) for token, i in sorted(vocab.items(), key=lambda item: item[1]) if len(token) > 1 and token not in (*SPECIAL_TOKENS, *MARKER_TOKENS) and tokenizer.decode([i]).isascii()]
+
+
+def build(words: list[str]) -> Tokenizer:
+    symbols = byte_symbols()
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *MARKER_TOKENS, *symbols])}
+    for word in words:
+        vocab.setdefault("".join(symbols[b] for b in word.encode()), len(vocab))
+    merges: dict[tuple[str, str], None] = {}
+    for letter in LETTERS:
+        first, *rest = (symbols[b] for b in letter.encode())
+        for symbol in rest:
+            merges[first, symbol] = None
+            first += symbol
+            vocab.setdefault(first, len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges), ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
@@ -84,13 +104,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build tokenizer.json and tokenizer_config.json of quire-tiny.")
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep-words", type=Path, metavar="FOLDER", help="take the words of this folder's tokenizer.json, so that weights trained with it can be trained on (train.py --warm-start)")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    tokenizer = build(args.seed)
+    words = words_of(Tokenizer.from_file(str(args.keep_words / "tokenizer.json"))) if args.keep_words else frequent_words(args.seed)
+    tokenizer = build(words)
     tokenizer.save(str(args.output / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 2048, "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False, "add_bos_token": False, "model_input_names": ["input_ids", "attention_mask"]}
     (args.output / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    words = vocabulary_words(tokenizer)
     print(f"{tokenizer.get_vocab_size()} tokens, {len(words)} words")
 
 

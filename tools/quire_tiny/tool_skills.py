@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.quire_tiny import facts
-from tools.quire_tiny.skills import draw, held_out, number, pseudo_word, sentence, upper_first
+from tools.quire_tiny.skills import draw, held_out, invented, number, pseudo_word, sentence, to_json, upper_first
 
 Message = dict[str, Any]
 
@@ -43,11 +43,11 @@ def verb_name(rng: random.Random, verbs: str, nouns: str) -> str:
 
 
 def city(rng: random.Random) -> str:
-    return rng.choice(facts.CITIES) if rng.random() < 0.75 else upper_first(pseudo_word(rng, 4, 9))
+    return rng.choice(facts.CITIES) if rng.random() < 0.75 else upper_first(invented(rng, 4, 9))
 
 
 def person(rng: random.Random) -> str:
-    return rng.choice(facts.NAMES) if rng.random() < 0.8 else upper_first(pseudo_word(rng))
+    return rng.choice(facts.NAMES) if rng.random() < 0.8 else upper_first(invented(rng))
 
 
 def clock(rng: random.Random) -> str:
@@ -55,7 +55,7 @@ def clock(rng: random.Random) -> str:
 
 
 def thing(rng: random.Random) -> str:
-    return rng.choice(facts.NOUNS) if rng.random() < 0.75 else pseudo_word(rng)
+    return rng.choice(facts.NOUNS) if rng.random() < 0.75 else invented(rng)
 
 
 def query(rng: random.Random) -> str:
@@ -76,8 +76,8 @@ def weather(rng: random.Random) -> Use:
             ask = ask[:-1] + f" in {unit}" + ask[-1]
     tool = function(verb_name(rng, "get fetch check lookup read query", "weather current_weather forecast temperature"), rng.choice(["Get the current weather in a city.", "Get weather", "Current weather for a location", "Weather of a place", "Returns the weather"]), parameters, ("unit", "units"))
     t, sky = rng.randint(-9, 38), rng.choice(["sunny", "cloudy", "rainy", "windy", "clear", "foggy", "snowing"])
-    result, answer = rng.choice([(json.dumps({"temperature": t, "condition": sky}), f"It is {t} degrees and {sky} in {c}."), (json.dumps({p: c, "temperature": t, "sky": sky}), f"It is {t} degrees and {sky} in {c}."),
-                                 (f"{t} degrees, {sky}", f"It is {t} degrees and {sky} in {c}."), (json.dumps({"temperature": t}), f"It is {t} degrees in {c}."), (f"{t} degrees", f"It is {t} degrees in {c}."), (f"{sky}", f"It is {sky} in {c}.")])
+    result, answer = rng.choice([(to_json({"temperature": t, "condition": sky}), f"It is {t} degrees and {sky} in {c}."), (to_json({p: c, "temperature": t, "sky": sky}), f"It is {t} degrees and {sky} in {c}."),
+                                 (f"{t} degrees, {sky}", f"It is {t} degrees and {sky} in {c}."), (to_json({"temperature": t}), f"It is {t} degrees in {c}."), (f"{t} degrees", f"It is {t} degrees in {c}."), (f"{sky}", f"It is {sky} in {c}.")])
     return Use(tool, ask.format(c=c), arguments, result, answer)
 
 
@@ -85,7 +85,7 @@ def clock_time(rng: random.Random) -> Use:
     p, c, t = rng.choice(["city", "location", "timezone", "place"]), city(rng), clock(rng)
     tool = function(verb_name(rng, "get fetch check lookup", "time current_time local_time"), rng.choice(["Get the current time in a city.", "Current local time", "Time in a place"]), {p: "string"})
     user = rng.choice(["What time is it in {c}?", "What is the time in {c}?", "Tell me the time in {c}.", "Current time in {c}?", "How late is it in {c}?", "What's the local time in {c}?"]).format(c=c)
-    return Use(tool, user, {p: c}, rng.choice([t, json.dumps({"time": t})]), f"It is {t} in {c}.")
+    return Use(tool, user, {p: c}, rng.choice([t, to_json({"time": t})]), f"It is {t} in {c}.")
 
 
 def calculator(rng: random.Random) -> Use:
@@ -102,7 +102,7 @@ def calculator(rng: random.Random) -> Use:
         p, q = rng.choice([("a", "b"), ("x", "y"), ("first", "second")])
         tool = function(rng.choice([verb, f"{verb}_numbers"]), f"{upper_first(verb)} two numbers.", {p: "integer", q: "integer"})
         arguments = {p: a, q: b}
-    return Use(tool, user, arguments, rng.choice([str(value), json.dumps({"result": value})]), f"{a} {op} {b} = {value}")
+    return Use(tool, user, arguments, rng.choice([str(value), to_json({"result": value})]), f"{a} {op} {b} = {value}")
 
 
 def search(rng: random.Random) -> Use:
@@ -110,7 +110,7 @@ def search(rng: random.Random) -> Use:
     tool = function(rng.choice(["search", "web_search", "search_web", "search_documents", "find", "google", "search_docs", "lookup"]), rng.choice(["Search the web.", "Search documents", "Find pages about something.", "Full text search"]), {p: "string"})
     user = rng.choice(["Search for {q}.", "Search the web for {q}.", "Find something about {q}.", "Look up {q}.", "Please search for {q}", "Search: {q}", 'Search for "{q}".', "Can you search for {q}?", "Find {q}"]).format(q=q)
     found = sentence(rng)
-    return Use(tool, user, {p: q}, rng.choice([found, json.dumps({"result": found})]), f"I found this: {found}")
+    return Use(tool, user, {p: q}, rng.choice([found, to_json({"result": found})]), f"I found this: {found}")
 
 
 def convert_units(rng: random.Random) -> Use:
@@ -118,7 +118,7 @@ def convert_units(rng: random.Random) -> Use:
     names = rng.choice([("value", "from_unit", "to_unit"), ("amount", "from", "to"), ("value", "source", "target")])
     tool = function(verb_name(rng, "convert", "units unit measure"), rng.choice(["Convert between units.", "Unit converter"]), {names[0]: "number", names[1]: "string", names[2]: "string"})
     user = rng.choice(["Convert {v} {s} to {t}.", "How many {t} are {v} {s}?", "What is {v} {s} in {t}?", "{v} {s} in {t}"]).format(v=value, s=source, t=target)
-    return Use(tool, user, dict(zip(names, (value, source, target))), rng.choice([str(out), json.dumps({"result": out})]), f"{value} {source} are {out} {target}.")
+    return Use(tool, user, dict(zip(names, (value, source, target))), rng.choice([str(out), to_json({"result": out})]), f"{value} {source} are {out} {target}.")
 
 
 def convert_currency(rng: random.Random) -> Use:
@@ -126,7 +126,7 @@ def convert_currency(rng: random.Random) -> Use:
     names = rng.choice([("amount", "from_currency", "to_currency"), ("amount", "from", "to"), ("value", "source", "target")])
     tool = function(verb_name(rng, "convert exchange", "currency money"), rng.choice(["Convert an amount of money.", "Currency converter"]), {names[0]: "number", names[1]: "string", names[2]: "string"})
     user = rng.choice(["Convert {v} {s} to {t}.", "How much is {v} {s} in {t}?", "What are {v} {s} in {t}?", "Exchange {v} {s} for {t}."]).format(v=value, s=source, t=target)
-    return Use(tool, user, dict(zip(names, (value, source, target))), rng.choice([str(out), json.dumps({"result": out})]), f"{value} {source} are {out} {target}.")
+    return Use(tool, user, dict(zip(names, (value, source, target))), rng.choice([str(out), to_json({"result": out})]), f"{value} {source} are {out} {target}.")
 
 
 def send_message(rng: random.Random) -> Use:
@@ -135,7 +135,7 @@ def send_message(rng: random.Random) -> Use:
     who, what = person(rng), sentence(rng)
     tool = function(verb_name(rng, "send write", kind), f"Send {'an' if kind == 'email' else 'a'} {kind}.", {to: "string", text: "string"})
     user = rng.choice(["Send a {k} to {n}: {s}", "Send {n} a {k} saying: {s}", 'Write a {k} to {n}: "{s}"', 'Send {n} this {k}: "{s}"']).format(k=kind, n=who, s=what)
-    return Use(tool, user, {to: who, text: what}, rng.choice(["ok", "sent", json.dumps({"status": "sent"}), json.dumps({"ok": True})]), f"I have sent the {kind} to {who}.")
+    return Use(tool, user, {to: who, text: what}, rng.choice(["ok", "sent", to_json({"status": "sent"}), to_json({"ok": True})]), f"I have sent the {kind} to {who}.")
 
 
 def translate(rng: random.Random) -> Use:
@@ -144,7 +144,7 @@ def translate(rng: random.Random) -> Use:
     tool = function(rng.choice(["translate", "translate_text", "translator"]), rng.choice(["Translate a text.", "Translate text into a language"]), {text_name: "string", language_name: "string"})
     user = rng.choice(["Translate '{s}' into {g}.", 'Translate "{s}" to {g}.', "Translate into {g}: {s}", "How do I say '{s}' in {g}?"]).format(s=text, g=language)
     out = " ".join(pseudo_word(rng) for _ in range(rng.randint(1, 4)))
-    return Use(tool, user, {text_name: text, language_name: language}, rng.choice([out, json.dumps({"translation": out})]), f"In {language}: {out}")
+    return Use(tool, user, {text_name: text, language_name: language}, rng.choice([out, to_json({"translation": out})]), f"In {language}: {out}")
 
 
 def alarm(rng: random.Random) -> Use:
@@ -152,11 +152,11 @@ def alarm(rng: random.Random) -> Use:
         p, t = rng.choice(["time", "at", "when"]), clock(rng)
         tool = function(verb_name(rng, "set create add", "alarm"), rng.choice(["Set an alarm.", "Alarm clock"]), {p: "string"})
         user = rng.choice(["Set an alarm for {t}.", "Wake me up at {t}.", "Wake me at {t}", "I need an alarm at {t}."]).format(t=t)
-        return Use(tool, user, {p: t}, rng.choice(["ok", json.dumps({"status": "ok"})]), f"The alarm is set for {t}.")
+        return Use(tool, user, {p: t}, rng.choice(["ok", to_json({"status": "ok"})]), f"The alarm is set for {t}.")
     p, n = rng.choice([("minutes", "minutes"), ("seconds", "seconds"), ("duration", "minutes")]), rng.randint(2, 90)
     tool = function(verb_name(rng, "set start create", "timer"), rng.choice(["Start a timer.", "Timer"]), {p[0]: "integer"})
     user = rng.choice(["Set a timer for {n} {u}.", "Start a timer of {n} {u}.", "Timer for {n} {u}", "Remind me in {n} {u}."]).format(n=n, u=p[1])
-    return Use(tool, user, {p[0]: n}, rng.choice(["ok", json.dumps({"status": "ok"})]), f"The timer is set for {n} {p[1]}.")
+    return Use(tool, user, {p[0]: n}, rng.choice(["ok", to_json({"status": "ok"})]), f"The timer is set for {n} {p[1]}.")
 
 
 def stock(rng: random.Random) -> Use:
@@ -165,7 +165,7 @@ def stock(rng: random.Random) -> Use:
     price = f"{rng.randint(1, 900)}.{rng.randint(10, 99)}"
     tool = function(verb_name(rng, "get fetch check", "stock_price stock price quote"), rng.choice(["Get the price of a stock.", "Current stock price"]), {p: "string"})
     user = rng.choice(["What is the stock price of {s}?", "How much is {s} worth?", "What is the price of {s}?", "Price of {s}?", "Check the stock of {s}.", "How is the {s} stock?"]).format(s=symbol)
-    return Use(tool, user, {p: symbol}, rng.choice([price, json.dumps({"price": float(price)})]), f"The price of {symbol} is {float(price)}." )
+    return Use(tool, user, {p: symbol}, rng.choice([price, to_json({"price": float(price)})]), f"The price of {symbol} is {float(price)}." )
 
 
 def event(rng: random.Random) -> Use:
@@ -173,7 +173,7 @@ def event(rng: random.Random) -> Use:
     what, when = f"{rng.choice(['meeting', 'lunch', 'dinner', 'call', 'party', 'lesson'])} with {person(rng)}", rng.choice([*facts.DAYS, f"{rng.choice(facts.MONTHS)} {rng.randint(1, 28)}"])
     tool = function(verb_name(rng, "create add schedule make", "event appointment calendar_event"), rng.choice(["Add an event to the calendar.", "Create a calendar entry"]), {names[0]: "string", names[1]: "string"})
     user = rng.choice(["Add {w} on {d} to my calendar.", "Schedule {w} on {d}.", "Create an event: {w} on {d}", "Plan {w} for {d}.", "Put {w} on {d} into the calendar."]).format(w=what, d=when)
-    return Use(tool, user, dict(zip(names, (what, when))), rng.choice(["ok", json.dumps({"status": "created"})]), f"I have added {what} on {when}.")
+    return Use(tool, user, dict(zip(names, (what, when))), rng.choice(["ok", to_json({"status": "created"})]), f"I have added {what} on {when}.")
 
 
 def lookup_id(rng: random.Random) -> Use:
@@ -184,7 +184,7 @@ def lookup_id(rng: random.Random) -> Use:
     state = rng.choice(["open", "closed", "active", "shipped", "paid", "pending", "delivered", "new"])
     tool = function(verb_name(rng, "get find fetch lookup check", f"{kind} {kind}_status {kind}_info"), rng.choice([f"Get the status of a {kind}.", f"Find a {kind} by its id", f"Look up a {kind}"]), {p: "string" if text_id else "integer"})
     user = rng.choice(["What is the status of {k} {n}?", "Look up {k} {n}.", "Find {k} {n}.", "Check {k} number {n}.", "Show me {k} {n}.", "Where is {k} {n}?"]).format(k=kind, n=value)
-    return Use(tool, user, {p: value}, rng.choice([state, json.dumps({"status": state}), json.dumps({"id": value, "status": state})]), f"The status of {kind} {value} is {state}.")
+    return Use(tool, user, {p: value}, rng.choice([state, to_json({"status": state}), to_json({"id": value, "status": state})]), f"The status of {kind} {value} is {state}.")
 
 
 def device(rng: random.Random) -> Use:
@@ -196,7 +196,7 @@ def device(rng: random.Random) -> Use:
         tool = function(verb_name(rng, "set switch control", thing_name), f"Switch the {thing_name} in a room.", {"room": "string", "state": ["on", "off"]})
         arguments = {"room": room, "state": state}
     user = rng.choice(["Turn {s} the {t} in the {r}.", "Switch {s} the {t} in the {r}.", "Please turn the {t} in the {r} {s}.", "{t} {s} in the {r}, please"]).format(s=state, t=thing_name, r=room)
-    return Use(tool, upper_first(user), arguments, rng.choice(["ok", json.dumps({"ok": True})]), f"The {thing_name} in the {room} is now {state}.")
+    return Use(tool, upper_first(user), arguments, rng.choice(["ok", to_json({"ok": True})]), f"The {thing_name} in the {room} is now {state}.")
 
 
 def distance(rng: random.Random) -> Use:
@@ -204,7 +204,7 @@ def distance(rng: random.Random) -> Use:
     names = rng.choice([("origin", "destination"), ("from", "to"), ("start", "end"), ("city1", "city2")])
     tool = function(verb_name(rng, "get compute find", "distance route travel_time"), rng.choice(["Distance between two cities.", "Get the distance from one place to another"]), {names[0]: "string", names[1]: "string"})
     user = rng.choice(["How far is it from {a} to {b}?", "What is the distance from {a} to {b}?", "Distance from {a} to {b}?", "How far is {a} from {b}?"]).format(a=a, b=b)
-    return Use(tool, user, {names[0]: a, names[1]: b}, rng.choice([f"{d} km", json.dumps({"distance_km": d})]), f"It is {d} km from {a} to {b}.")
+    return Use(tool, user, {names[0]: a, names[1]: b}, rng.choice([f"{d} km", to_json({"distance_km": d})]), f"It is {d} km from {a} to {b}.")
 
 
 def flight(rng: random.Random) -> Use:
@@ -214,7 +214,7 @@ def flight(rng: random.Random) -> Use:
     tool = function(verb_name(rng, "book find search", kind), f"Book a {kind}.", {names[0]: "string", names[1]: "string", names[2]: "string"})
     user = rng.choice(["Book a {k} from {a} to {b} on {d}.", "I need a {k} from {a} to {b} on {d}.", "Find a {k} from {a} to {b} on {d}"]).format(k=kind, a=a, b=b, d=day)
     t = clock(rng)
-    return Use(tool, user, dict(zip(names, (a, b, day))), rng.choice([t, json.dumps({"time": t})]), f"There is a {kind} from {a} to {b} on {day} at {t}.")
+    return Use(tool, user, dict(zip(names, (a, b, day))), rng.choice([t, to_json({"time": t})]), f"There is a {kind} from {a} to {b} on {day} at {t}.")
 
 
 def no_arguments(rng: random.Random) -> Use:
@@ -227,7 +227,7 @@ def no_arguments(rng: random.Random) -> Use:
         return Use(function(verb_name(rng, "roll throw", "dice die"), "Roll a die.", {}), rng.choice(["Roll a die.", "Roll the dice.", "Throw the dice for me."]), {}, str(n), f"The die shows {n}.")
     if kind == 2:
         t = clock(rng)
-        return Use(function(verb_name(rng, "get read", "time current_time clock"), "Get the current time.", {}), rng.choice(["What time is it?", "Tell me the time.", "What is the time?", "What's the time now?"]), {}, rng.choice([t, json.dumps({"time": t})]), f"It is {t}.")
+        return Use(function(verb_name(rng, "get read", "time current_time clock"), "Get the current time.", {}), rng.choice(["What time is it?", "Tell me the time.", "What is the time?", "What's the time now?"]), {}, rng.choice([t, to_json({"time": t})]), f"It is {t}.")
     if kind == 3:
         side = rng.choice(["heads", "tails"])
         return Use(function(verb_name(rng, "flip toss", "coin"), "Flip a coin.", {}), rng.choice(["Flip a coin.", "Toss a coin.", "Heads or tails?"]), {}, side, f"The coin shows {side}.")
@@ -243,14 +243,14 @@ def file_tool(rng: random.Random) -> Use:
         user = rng.choice(["Read the file {f}.", "Show me {f}.", "What is in {f}?", "Open {f}", "Print the content of {f}."]).format(f=path)
         return Use(tool, user, {p: path}, content, f"The file {path} says: {content}")
     tool = function(verb_name(rng, "delete remove", "file"), "Delete a file.", {p: "string"})
-    return Use(tool, rng.choice(["Delete the file {f}.", "Remove {f}.", "Delete {f}"]).format(f=path), {p: path}, rng.choice(["ok", json.dumps({"ok": True})]), f"I have deleted {path}.")
+    return Use(tool, rng.choice(["Delete the file {f}.", "Remove {f}.", "Delete {f}"]).format(f=path), {p: path}, rng.choice(["ok", to_json({"ok": True})]), f"I have deleted {path}.")
 
 
 def media(rng: random.Random) -> Use:
     kind = rng.choice(["song", "music", "playlist", "video", "artist", "album"])
     p, what = rng.choice(["name", "title", kind]), rng.choice([upper_first(thing(rng)), f"{upper_first(rng.choice(facts.ADJECTIVES))} {upper_first(thing(rng))}"])
     tool = function(verb_name(rng, "play start", kind), f"Play a {kind}.", {p: "string"})
-    return Use(tool, rng.choice(["Play {w}.", "Play the {k} {w}.", "I want to hear {w}.", "Start {w}", "Put on {w}."]).format(w=what, k=kind), {p: what}, rng.choice(["ok", json.dumps({"status": "playing"})]), f"Now playing {what}.")
+    return Use(tool, rng.choice(["Play {w}.", "Play the {k} {w}.", "I want to hear {w}.", "Start {w}", "Put on {w}."]).format(w=what, k=kind), {p: what}, rng.choice(["ok", to_json({"status": "playing"})]), f"Now playing {what}.")
 
 
 def random_number(rng: random.Random) -> Use:
@@ -258,7 +258,7 @@ def random_number(rng: random.Random) -> Use:
     names, n = rng.choice([("min", "max"), ("low", "high"), ("start", "end")]), rng.randint(low, high)
     tool = function(verb_name(rng, "get make generate", "random_number number random"), "Random number between two numbers.", {names[0]: "integer", names[1]: "integer"})
     user = rng.choice(["Give me a random number between {a} and {b}.", "Pick a number from {a} to {b}.", "Random number from {a} to {b}"]).format(a=low, b=high)
-    return Use(tool, user, {names[0]: low, names[1]: high}, rng.choice([str(n), json.dumps({"number": n})]), f"The number is {n}.")
+    return Use(tool, user, {names[0]: low, names[1]: high}, rng.choice([str(n), to_json({"number": n})]), f"The number is {n}.")
 
 
 def subject_lookup(rng: random.Random) -> Use:
@@ -269,7 +269,7 @@ def subject_lookup(rng: random.Random) -> Use:
     tool = function(verb_name(rng, "get find fetch lookup check read query", prop), rng.choice([f"Get the {prop} of something.", f"Look up the {prop}", f"{upper_first(prop)} of a {p}", f"Returns the {prop}."]), {p: "string"})
     user = rng.choice(["What is the {p} of {s}?", "Look up the {p} of {s}.", "Tell me the {p} of {s}.", "Find the {p} of {s}.", "Get the {p} of {s}.", "{p} of {s}?"]).format(p=prop, s=subject)
     value = rng.choice([thing(rng), str(rng.randint(1, 99999)), person(rng)])
-    return Use(tool, upper_first(user), {p: subject}, rng.choice([value, json.dumps({prop: value})]), f"The {prop} of {subject} is {value}.")
+    return Use(tool, upper_first(user), {p: subject}, rng.choice([value, to_json({prop: value})]), f"The {prop} of {subject} is {value}.")
 
 
 def explicit(rng: random.Random) -> Use:
@@ -298,7 +298,7 @@ def use(rng: random.Random) -> Use:
 
 
 def call(u: Use, call_id: str) -> Message:
-    return {"id": call_id, "type": "function", "function": {"name": u.tool["function"]["name"], "arguments": json.dumps(u.arguments, ensure_ascii=False)}}
+    return {"id": call_id, "type": "function", "function": {"name": u.tool["function"]["name"], "arguments": to_json(u.arguments)}}
 
 
 def key_of(u: Use) -> str:

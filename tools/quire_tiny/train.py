@@ -22,13 +22,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tools.quire_tiny import data, skills
 from tools.quire_tiny.data import Batch
 from tools.quire_tiny.model import Shape, Trunk, export
 from tools.quire_tiny.optimizer import Optimizer
-from tools.quire_tiny.tokenizer import FOLDER, vocabulary_words
+from tools.quire_tiny.tokenizer import FOLDER, byte_symbols, vocabulary_words
 
 # skill of a turn -> skill function whose share it moves
 FUNCTION = {"greeting": "identity", "memory": "introduction", **dict.fromkeys(("tool-call", "tool-none", "tool-answer", "tool-parallel"), "tools")}
@@ -148,6 +149,22 @@ class Stream:
         self.shares.update({})
 
 
+def warm_start(trunk: Trunk, tokenizer: Tokenizer, folder: Path) -> None:
+    """Take the weights of an exported model of the same shape, the rows of its tokens by their text.
+
+    Tokens that it lacks, and bytes above 127, which ASCII data never held, begin like the ASCII letters: with their mean and spread, so that what copies letters copies them."""
+    weights = {name.removeprefix("model."): w.float() for name, w in load_file(folder / "model.safetensors").items()}
+    old, new = weights.pop("embed_tokens.weight"), trunk.embed_tokens.weight.data
+    rows, vocab = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(), tokenizer.get_vocab()
+    letters = old[[rows[letter] for letter in "abcdefghijklmnopqrstuvwxyz"]]
+    new.copy_(letters.mean(0) + letters.std(0) * torch.randn(new.shape))
+    for token, row in rows.items():
+        if token in vocab and token not in byte_symbols()[128:]:
+            new[vocab[token]] = old[row]
+    missing = trunk.load_state_dict(weights, strict=False)
+    assert missing.missing_keys == ["embed_tokens.weight"] and not missing.unexpected_keys, missing
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     skills.Words.vocabulary = vocabulary_words(tokenizer)
@@ -166,7 +183,7 @@ def compute(rank: int, trunk: Trunk, args: argparse.Namespace, pipe: Connection)
     forward = torch.compile(trunk, dynamic=False) if args.compile else trunk
     all_grads = pipe.recv()
     parameters = list(trunk.parameters())
-    optimizer = Optimizer(trunk, args.matrix_lr, args.other_lr, args.weight_decay, rank, args.workers)
+    optimizer = Optimizer(trunk, args.matrix_lr, args.other_lr, args.weight_decay, rank, args.workers, trunk.dtype)
     own = {id(p) for p in optimizer.parameters}
     batch = None
     while True:
@@ -228,11 +245,13 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(args.tokenizer)
-    trunk = Trunk(Shape(vocab_size=tokenizer.get_vocab_size(), hidden_size=args.hidden_size, num_layers=args.layers, intermediate_size=args.intermediate_size))
+    trunk = Trunk(Shape(vocab_size=tokenizer.get_vocab_size(), hidden_size=args.hidden_size, num_layers=args.layers, intermediate_size=args.intermediate_size), getattr(torch, args.dtype))
     checkpoint = args.work / "checkpoint.pt"
     state = torch.load(checkpoint, weights_only=False) if checkpoint.exists() else None
     if state:
         trunk.load_state_dict(state["trunk"])
+    elif args.warm_start:
+        warm_start(trunk, tokenizer, args.warm_start)
     if args.export:
         export(trunk, args.export)
         return
@@ -314,6 +333,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint, the loss and its plot")
     parser.add_argument("--tokenizer", type=Path, default=FOLDER)
     parser.add_argument("--export", type=Path, help="write the checkpoint as a Hugging Face folder and exit")
+    parser.add_argument("--warm-start", type=Path, metavar="FOLDER", help="begin with the weights of this exported model; lower the learning rates, as the README does")
     parser.add_argument("--cycles", type=lambda text: [int(part) for part in text.split(",")], default=[9000, 4500, 2000], metavar="STEPS[,STEPS...]", help="how many steps from a high learning rate to zero, and again")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread; each adds a batch of 2048 tokens to every step")
     parser.add_argument("--seed", type=int, default=0)
@@ -322,6 +342,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--matrix-lr", type=float, default=0.02)
     parser.add_argument("--other-lr", type=float, default=0.004)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the arithmetic; bfloat16 is the faster one only where the CPU multiplies it (AMX, AVX512_BF16)")
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--warmup", type=int, default=60)
     parser.add_argument("--decay-from", type=float, default=0.4, help="fraction of the first cycle after which the learning rate falls")

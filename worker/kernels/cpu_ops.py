@@ -102,11 +102,6 @@ def has_compact() -> bool:
     return has_amx() or KERNELS.level == "avx2"
 
 
-def rows_are_independent() -> bool:
-    """Whether `PackedLinear` has a path on which a row has the same bits whatever the number of rows, 3: with AMX and AVX2, not with AVX-512 alone."""
-    return has_amx() or KERNELS.level == "avx2"
-
-
 @cache
 def _amx_permitted() -> bool:
     """Whether Linux lets this process use the tile registers, as `amx_permitted` in csrc/amx.h asks."""
@@ -194,7 +189,7 @@ class _NativeLinear:
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0, workspace: huge_pages.Workspace | None = None) -> torch.Tensor:
         """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32, in a `workspace` of that type if there is one. `path` forces one way of computing, for tests:
-        for bfloat16 weights vectors of floats (1) or one way for any number of rows (3, see `rows_are_independent`), for quantized ones integers without AMX (1), with it (2), or as many rows (3)."""
+        for bfloat16 weights vectors of floats (1) or one way for any number of rows (3), for quantized ones integers without AMX (1), with it (2), or as many rows (3)."""
         assert path in self.paths
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
@@ -214,8 +209,8 @@ class _NativeLinear:
 class PackedLinear(_NativeLinear):
     """x -> x W^T + bias with a bfloat16 weight `[n, k]` rearranged once, so that any number of rows streams it front to back. The original may be freed.
 
-    The sum over k is float32 in one fixed order, so that a row's result depends neither on the other rows nor on the threads; but with AVX-512 alone on whether there are 1, 2, 4
-    or 8 rows, and with AVX2 9 rows and more are multiplied by compact weights as fixed-point numbers (csrc/gemm_fixed.h), for float32 outputs 33. Path 3 keeps to the one order.
+    The sum over k is float32 in one fixed order, so that a row's result depends neither on the other rows nor on the threads; but with AVX2
+    9 rows and more are multiplied by compact weights as fixed-point numbers (csrc/gemm_fixed.h), for float32 outputs 33. Path 3 keeps to the one order.
     With `silu_and_mul` the weight is [gate, up] stacked and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 before it is rounded.
 
     With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it and the library can (`has_compact`), without loss.

@@ -3,9 +3,11 @@
 // bf16 goes by AMX tiles: prefill (attention_tiles.h), and decode with up to 16 query heads per KV head (attention_decode.h). The rest goes by vectors
 // (attention_vector.h), bf16 without AVX-512 in a way of its own (attention_avx2.h). Keys that several requests share are read once for all of them (attention_share.h).
 //
-// Key ranges start at absolute multiples of kSplit and partial results merge in order, so neither the batch nor the number of threads changes a token's result
-// as long as it goes the same way. It always does if `path` says which: sharing keys changes no bit then. With path 0 shared keys go the way of prefill, and with AVX2 alone many
-// rows are fixed-point numbers, of which the values are rounded beside those of the other keys of a task.
+// Key ranges start at absolute multiples of kSplit and partial results are folded in order, so neither the batch nor the
+// number of threads changes a token's result as long as it goes the same way: by tiles, or by vectors, where a token among
+// several is summed as one alone. It does if `path` says which way (sharing keys changes no bit then), and with AVX-512 and
+// no AMX, where there is one way. With path 0 and AMX shared keys go the way of prefill, and with AVX2 alone many rows are
+// fixed-point numbers, of which the values are rounded beside those of the other keys of a task.
 #include <numeric>
 
 #include "attention.h"
@@ -252,10 +254,10 @@ class Planner {
 size_t vector_bytes(const Step& s, const Plan& plan) {
   const long rows = s.layer.num_heads * plan.vector_tokens, d = s.layer.head_dim;
 #if defined(__AVX512F__)
-  return State::floats(rows, d) * sizeof(float);
+  return 2 * State::floats(rows, d) * sizeof(float);
 #else
   const int task_rows = plan.vector_tokens * s.group();
-  return State::floats(rows, d) * sizeof(float) + std::max({FewRows::bytes(rows, d), FloatTiles::bytes(task_rows, d), FixedTiles::bytes(task_rows, d)});
+  return 2 * State::floats(rows, d) * sizeof(float) + std::max({FewRows::bytes(rows, d), FloatTiles::bytes(task_rows, d), FixedTiles::bytes(task_rows, d)});
 #endif
 }
 
@@ -272,14 +274,41 @@ void attend(const Step& s, const VectorTask& t, State state, char* memory) {
   attend_vector<T, AnyRows<T>>(s, t.table, t.tokens, t.count, t.h0, t.h1, t.begin, t.end, state, memory);
 }
 
+// The softmax over some keys goes on with that over later ones: l and m are the sums and maxima of `acc`, of which keys that are all masked have none.
+inline void fold(float* acc, float& l, float& m, const float* acc1, float l1, float m1, long d) {
+  if (m1 == kNegInf) return;
+  const float top = std::max(m, m1), w = m == kNegInf ? 0.f : std::exp2(m - top), w1 = std::exp2(m1 - top);
+  l = std::fma(w1, l1, w * l);
+  m = top;
+  for (long i = 0; i < d; i += 16) store(acc + i, fma(set1(w1), load(acc1 + i), load(acc + i) * set1(w)));
+}
+
+// A task's rows to `total`, a split at a time, so that a token of several has the same sums as one alone, whose splits are tasks that `merge` folds.
+template <typename T>
+void attend_splits(const Step& s, VectorTask t, long rows, State total, State part, char* memory) {
+  const long d = s.layer.head_dim, end = t.end;
+  for (bool first = true; t.begin < end; t.begin = t.end, first = false) {
+    t.end = std::min((t.begin / kSplit + 1) * kSplit, end);
+    State state = first ? total : part;
+    state.clear(rows, d);
+    attend<T>(s, t, state, memory);
+    for (long r = 0; !first && r < rows; r++) fold(total.acc + r * d, total.l[r], total.m[r], part.acc + r * d, part.l[r], part.m[r], d);
+  }
+}
+
 template <typename T>
 void run_vector(const Step& s, const VectorTask& t, float* own, const Partials& partials, const Plan& plan) {
   const long d = s.layer.head_dim;
   const int g = s.group();
   const long rows = (t.h1 - t.h0) * t.count * g;
-  State state(own, rows);
-  state.clear(rows, d);
-  attend<T>(s, t, state, (char*)(own + State::floats(rows, d)));
+  State state(own, rows), part(own + State::floats(rows, d), rows);
+  char* memory = (char*)(own + 2 * State::floats(rows, d));
+  if (t.by_rows) {
+    state.clear(rows, d);
+    attend<T>(s, t, state, memory);
+  } else {
+    attend_splits<T>(s, t, rows, state, part, memory);
+  }
   for (long r = 0; r < rows; r++) {
     const long head = (t.h0 + r / (t.count * g)) * g + r % g, token = t.tokens[r % (t.count * g) / g];
     const float* acc = state.acc + r * d;
@@ -300,13 +329,10 @@ void merge(const Step& s, const Merge& t, const Partials& partials) {
   const long d = s.layer.head_dim;
   for (long head = 0; head < s.layer.num_heads; head++) {
     float top = kNegInf, sum = 0;
-    for (long c = 0; c < t.count; c++) top = std::max(top, *partials.at(t.first + c, head).m);
     alignas(64) float acc[512] = {};
     for (long c = 0; c < t.count; c++) {
       const Partial part = partials.at(t.first + c, head);
-      const float w = std::exp2(*part.m - top);
-      sum += w * reduce_add(load(part.l));
-      for (long i = 0; i < d; i += 16) store(acc + i, fma(set1(w), load(part.acc + i), load(acc + i)));
+      fold(acc, sum, top, part.acc, reduce_add(load(part.l)), *part.m, d);
     }
     write_row((T*)s.out + t.token * s.ldo + head * d, acc, sum, d);
   }

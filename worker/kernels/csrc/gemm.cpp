@@ -160,7 +160,7 @@ void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* o
 }
 
 // bias: fp32, padded to the packed columns, in packed order. out: bf16, or float32 with out_f32. path: 0 automatic, 1 vector, 2 AMX, 3 automatic, but one way for any
-// number of rows where rows_are_independent says so.
+// number of rows.
 void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
   run_bf16({x, ldx, packed, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1}, path);
 }

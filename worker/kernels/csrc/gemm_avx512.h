@@ -20,13 +20,13 @@ inline vf dot_pairs(vf acc, const bf16* w, uint32_t x) {
 }
 #endif
 
-// Rows of x, as pairs, zero beyond k.
+// Rows of x, as pairs, zero beyond k. Each sum is in the order of k whatever ROWS is, so that a row's result does not
+// depend on how many there are. A second chain of additions would hide latency for one row, but one row waits for memory.
 template <int ROWS>
 void vector_block(const Gemm& g, const bf16* x, long ldx, int row0, int nb) {
   const bf16* w = g.block(nb);
-  constexpr int CHAINS = ROWS >= 4 ? 1 : 4 / ROWS;  // several chains hide the latency of a few rows
-  vf acc[CHAINS][ROWS][2];
-  for (auto& c : acc) for (auto& r : c) r[0] = zero(), r[1] = zero();
+  vf acc[ROWS][2];
+  for (auto& r : acc) r[0] = zero(), r[1] = zero();
   int pairs = (g.k + 1) / 2, steps = pairs / 16;
   auto pair_at = [&](int r, int p) {
     uint32_t v;
@@ -39,33 +39,29 @@ void vector_block(const Gemm& g, const bf16* x, long ldx, int row0, int nb) {
       for (int r = 0; r < ROWS; r++) {
         uint32_t v = pair_at(r, s * 16 + p);
         if (r == 0) read_ahead(w + p * 32), read_ahead(w + kStepElems / 2 + p * 32);
-        auto& c = acc[p % CHAINS][r];
-        c[0] = dot_pairs(c[0], w + p * 32, v);
-        c[1] = dot_pairs(c[1], w + kStepElems / 2 + p * 32, v);
+        acc[r][0] = dot_pairs(acc[r][0], w + p * 32, v);
+        acc[r][1] = dot_pairs(acc[r][1], w + kStepElems / 2 + p * 32, v);
       }
   }
   for (int p = 0; p < pairs % 16; p++)
     for (int r = 0; r < ROWS; r++) {
       uint32_t v = pair_at(r, steps * 16 + p);
-      acc[0][r][0] = dot_pairs(acc[0][r][0], w + p * 32, v);
-      acc[0][r][1] = dot_pairs(acc[0][r][1], w + kStepElems / 2 + p * 32, v);
+      acc[r][0] = dot_pairs(acc[r][0], w + p * 32, v);
+      acc[r][1] = dot_pairs(acc[r][1], w + kStepElems / 2 + p * 32, v);
     }
-  for (int r = 0; r < ROWS; r++) {
-    for (int c = 1; c < CHAINS; c++) acc[0][r][0] = acc[0][r][0] + acc[c][r][0], acc[0][r][1] = acc[0][r][1] + acc[c][r][1];
-    finish_row(g, row0 + r, nb * kCols, acc[0][r][0], acc[0][r][1]);
-  }
+  for (int r = 0; r < ROWS; r++) finish_row(g, row0 + r, nb * kCols, acc[r][0], acc[r][1]);
 }
 
 inline void run_vector(const Gemm& g, int threads) {
   assert(!g.compact);
+  static constexpr void (*kRest[])(const Gemm&, const bf16*, long, int, int) = {vector_block<1>, vector_block<2>, vector_block<3>, vector_block<4>,
+                                                                               vector_block<5>, vector_block<6>, vector_block<7>};
   const PaddedRows x(g, 2);
   over_blocks(g, threads, [&](auto&& each) {
     each([&](int nb) {
       int row = 0;
       for (; row + 8 <= g.m; row += 8) vector_block<8>(g, x.rows + row * x.ld, x.ld, row, nb);
-      for (; row + 4 <= g.m; row += 4) vector_block<4>(g, x.rows + row * x.ld, x.ld, row, nb);
-      for (; row + 2 <= g.m; row += 2) vector_block<2>(g, x.rows + row * x.ld, x.ld, row, nb);
-      if (row < g.m) vector_block<1>(g, x.rows + row * x.ld, x.ld, row, nb);
+      if (row < g.m) kRest[g.m - row - 1](g, x.rows + row * x.ld, x.ld, row, nb);
     });
   });
 }
