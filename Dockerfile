@@ -27,8 +27,8 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /kernels
-COPY worker/kernels/build.py ./
-COPY worker/kernels/csrc ./csrc
+COPY worker/cpu/build.py ./
+COPY worker/cpu/csrc ./csrc
 RUN python build.py --into prebuilt
 
 FROM build AS build-cpu

@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
 
-from server.bench import serve
-from server.bench.process import ServerProcess, free_port
-from server.bench.report import parse_goodput
+from quire.cli.bench import serve
+from quire.cli.bench.process import ServerProcess, free_port
+from quire.cli.bench.report import parse_goodput
 
 FIGURES = {"output_throughput": "output tok/s", "total_token_throughput": "total tok/s", "median_ttft_ms": "TTFT median ms", "p99_ttft_ms": "TTFT p99 ms",
            "median_tpot_ms": "TPOT median ms", "p99_tpot_ms": "TPOT p99 ms", "median_e2el_ms": "E2E median ms"}

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
 
 from benchmarks import gpu_report
 from benchmarks.gpu_models import MODELS, write_model
-from configs.config import Config
-from configs.hf_config import read_model_spec
+from quire.configs.config import Config
+from quire.worker.models.hf_config import read_model_spec
 
 BATCHES, CONTEXT, PREFILLS = (1, 8, 64, 256), 1024, (1024, 8192, 32768)
 WORKLOAD = {"requests": 256, "lengths": (100, 1024)}  # that of nano-vllm and mini-sglang: input and output lengths uniform, seed 0
@@ -125,9 +125,9 @@ class Engine:
     """Scheduler and worker in this process, stepped as `EngineCore.step` does."""
 
     def __init__(self, config: Config):
-        from engine.executor.base import get_executor, steps_in_flight
-        from engine.kv_cache import KVCacheManager
-        from engine.scheduler import Scheduler
+        from quire.engine.executor.base import get_executor, steps_in_flight
+        from quire.engine.kv.manager import KVCacheManager
+        from quire.engine.scheduler import Scheduler
 
         self.executor = get_executor(config)
         self.ready = self.executor.initialize(lambda phase, fraction: None)
@@ -137,7 +137,7 @@ class Engine:
         self.num_added = 0
 
     def add(self, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
-        from engine.messages import AddRequest, SamplingParams
+        from quire.engine.messages import AddRequest, SamplingParams
 
         self.num_added += 1
         params = SamplingParams(max_tokens=max_tokens, seed=self.num_added, ignore_eos=True, **sampling)
@@ -338,7 +338,7 @@ class Measurement:
 
     def offline(self) -> None:
         """Through `LLM`, all at once. A first run with other prompts compiles and records."""
-        from server.offline import LLM, SamplingParams
+        from quire.server.offline.llm import LLM, SamplingParams
 
         with LLM(str(self.folder), **self.settings()) as llm:
             for seed in (1, 0):
@@ -358,10 +358,10 @@ class Measurement:
         self.note(startup=asyncio.run(self.serve(self.folder, ["--load-format", "dummy"], with_load=True)))
 
     async def serve(self, folder: Path, flags: list[str], with_load: bool) -> dict[str, float]:
-        from server.bench.datasets import Sample
-        from server.bench.load import Target, run_load, send
-        from server.bench.process import ServerProcess, free_port
-        from server.bench.report import summarize
+        from quire.cli.bench.datasets import Sample
+        from quire.cli.bench.load import Target, run_load, send
+        from quire.cli.bench.process import ServerProcess, free_port
+        from quire.cli.bench.report import summarize
 
         port = free_port()
         command = [sys.executable, "-m", "quire", "serve", str(folder), "--port", "{port}", "--device", self.device, "--dtype", "bfloat16", "--max-model-len", str(self.max_model_len),
@@ -408,7 +408,7 @@ class Measurement:
         import torch
         from safetensors.torch import save_file
 
-        from worker.models import build_model
+        from quire.worker.models import build_model
 
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in build_model(self.spec, torch.bfloat16, torch.device("meta")).named_parameters():

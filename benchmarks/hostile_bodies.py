@@ -26,7 +26,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
 
-from server.bench.process import ServerProcess, free_port
+from quire.cli.bench.process import ServerProcess, free_port
 
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from worker import huge_pages
-from worker.attention.base import AttentionMetadata
-from worker.attention.cpu_paged import CpuPagedAttention
-from worker.kernels import cpu_ops
-from worker.kernels.native import KERNELS
-from worker.layers import ops as torch_ops
+from quire.worker.attention.base import AttentionMetadata
+from quire.worker.attention.torch_paged import CpuPagedAttention
+from quire.worker.cpu import ops as cpu_ops
+from quire.worker.cpu.native import KERNELS
+from quire.worker.layers import ops as torch_ops
+from quire.worker.platforms import huge_pages
 
 SHAPES = {  # model -> (outputs, inputs) of its matrices
     "Qwen3-0.6B": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],

@@ -31,8 +31,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
 
-from configs.sources import EMBEDDED_MODEL
-from server.bench.process import free_port
+from quire.cli.bench.process import free_port
+from quire.configs.sources import EMBEDDED_MODEL
 
 ROOT = Path(__file__).parent.parent
 CHAT = "/v1/chat/completions"
@@ -76,7 +76,7 @@ class Server:
         return found
 
     def engine(self) -> psutil.Process:
-        return self.children("engine.core")[0]
+        return self.children("quire.engine.core")[0]
 
     def status(self, path: str = "/health") -> int | None:
         """None for no answer in time."""
@@ -233,18 +233,18 @@ def server_killed(tree: Path) -> str:
 
 def frontend_killed(tree: Path) -> str:
     with serving(tree, "--api-server-count", "2") as server:
-        victim = server.children("server.fleet_member")[0]
+        victim = server.children("quire.server.frontends.member")[0]
         texts, _ = streams(server, 24, 200, victim.kill)
-        replaced = until(lambda: len(server.children("server.fleet_member")) == 2, 20)
+        replaced = until(lambda: len(server.children("quire.server.frontends.member")) == 2, 20)
         return f"{completed(texts)}, the others were its own; replaced: {'no' if replaced is None else 'yes'}"
 
 
 def frontend_stopped(tree: Path) -> str:
     with serving(tree, "--api-server-count", "2") as server:
-        victim = server.children("server.fleet_member")[0]
+        victim = server.children("quire.server.frontends.member")[0]
         victim.suspend()
         replaced = until(lambda: gone(victim), 15)
-        until(lambda: len(server.children("server.fleet_member")) == 2, 5)
+        until(lambda: len(server.children("quire.server.frontends.member")) == 2, 5)
         time.sleep(3)
         return f"replaced {seconds(replaced)}; 30 times /health then: {describe([server.status() for _ in range(30)])}"
 

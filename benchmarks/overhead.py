@@ -19,12 +19,12 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
 
-from configs.sources import EMBEDDED_MODEL
-from server.bench import serve
-from server.bench.datasets import make_samples
-from server.bench.load import Target, run_load
-from server.bench.process import ServerProcess, free_port
-from server.bench.report import summarize
+from quire.cli.bench import serve
+from quire.cli.bench.datasets import make_samples
+from quire.cli.bench.load import Target, run_load
+from quire.cli.bench.process import ServerProcess, free_port
+from quire.cli.bench.report import summarize
+from quire.configs.sources import EMBEDDED_MODEL
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,13 +69,13 @@ def dataset(arguments: argparse.Namespace, num_prompts: int) -> argparse.Namespa
 
 
 def engine_of(pid: int) -> psutil.Process:
-    (engine,) = [child for child in psutil.Process(pid).children() if "engine.core" in child.cmdline()]
+    (engine,) = [child for child in psutil.Process(pid).children() if "quire.engine.core" in child.cmdline()]
     return engine
 
 
 def servers_of(pid: int, num_frontends: int) -> list[psutil.Process]:
     """The server's process, and its frontends where they are processes of their own."""
-    frontends = [child for child in psutil.Process(pid).children() if "server.fleet_member" in child.cmdline()]
+    frontends = [child for child in psutil.Process(pid).children() if "quire.server.frontends.member" in child.cmdline()]
     assert len(frontends) == (num_frontends if num_frontends > 1 else 0)
     return [psutil.Process(pid), *frontends]
 

@@ -27,13 +27,13 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
 
-from configs.config import Config
-from configs.sources import EMBEDDED_MODEL
-from engine.executor.base import get_executor, steps_in_flight
-from engine.kv_cache import KVCacheManager
-from engine.messages import AddRequest, SamplingParams
-from engine.scheduler import Scheduler
-from server.bench.process import ServerProcess, free_port
+from quire.cli.bench.process import ServerProcess, free_port
+from quire.configs.config import Config
+from quire.configs.sources import EMBEDDED_MODEL
+from quire.engine.executor.base import get_executor, steps_in_flight
+from quire.engine.kv.manager import KVCacheManager
+from quire.engine.messages import AddRequest, SamplingParams
+from quire.engine.scheduler import Scheduler
 
 _QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16", "hidden_act": "silu"}
 SIZES = {
@@ -86,7 +86,7 @@ async def recovery(folder: str, tokenizer: str) -> tuple[float, float, float]:
         events = response.events()
         for _ in range(5):
             await anext(events)
-        (engine,) = [child for child in psutil.Process(server.process.pid).children() if "engine.core" in child.cmdline()]
+        (engine,) = [child for child in psutil.Process(server.process.pid).children() if "quire.engine.core" in child.cmdline()]
         os.kill(engine.pid, signal.SIGKILL)
         killed = time.perf_counter()
 

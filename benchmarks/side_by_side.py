@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
 
-from server.bench import serve
+from quire.cli.bench import serve
 
 _SHARED = "--dataset-name prefix-repetition --prefix-repetition-prefix-len 900 --prefix-repetition-suffix-len 32 --prefix-repetition-num-prefixes 1 --prefix-repetition-output-len 32"
 LOADS: dict[str, tuple[str, str, list[str]]] = {  # name -> (what it is, flags of `quire bench serve`, figures)

@@ -21,11 +21,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configs.config import Config
-from worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-from worker.kernels.native import KERNELS
-from worker.messages import NewRequest, SamplingParams, StepInput
-from worker.worker import Worker
+from quire.configs.config import Config
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from quire.worker.cpu.native import KERNELS
+from quire.worker.messages import NewRequest, SamplingParams, StepInput
+from quire.worker.worker import Worker
 
 
 class Timed:

@@ -39,7 +39,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
 
-from worker.messages import NewRequest, SamplingParams, StepInput
+from quire.worker.messages import NewRequest, SamplingParams, StepInput
 
 SLOTS, SLOT_SIZE, HEADER = 8, 1 << 18, 16  # bytes: the step's number and the message's length, then the message
 NUMBER = struct.Struct("Q")  # written at once, unlike what has an explicit byte order

@@ -14,8 +14,8 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any
 
-from configs.config import Config
-from configs.foreign_settings import FOREIGN_SETTINGS
+from quire.configs.config import Config
+from quire.configs.foreign_settings import FOREIGN_SETTINGS
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.config import Config
-from configs.foreign_settings import FOREIGN_SETTINGS
-from configs.options import Option, all_options, find_option, suggestion
+from quire.configs.config import Config
+from quire.configs.foreign_settings import FOREIGN_SETTINGS
+from quire.configs.options import Option, all_options, find_option, suggestion
 
 PRESETS = Path(__file__).parent
 EMBEDDED_MODEL = PRESETS / "quire-tiny"

@@ -1,6 +1,6 @@
 """The engine process: receive -> schedule -> execute -> update -> send.
 
-Started as `python -m engine.core ADDRESS`. On stdin the parent writes its `Config` (4 bytes of length, big-endian, then msgpack) and keeps stdin open:
+Started as `python -m quire.engine.core ADDRESS`. On stdin the parent writes its `Config` (4 bytes of length, big-endian, then msgpack) and keeps stdin open:
 its end means that the parent is gone, and the engine with it; anything written there later ends the engine in order, with code 0. SIGINT and SIGTERM
 are left to the parent, which may have requests to finish when a whole process group is signalled. A failure of the engine itself is logged once, told
 to every server as `EngineDead`, and ends the process with code 1.
@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from configs.config import Config
-from engine.executor.base import Executor, Pending, get_executor, steps_in_flight
-from engine.ipc import ServerSocket
-from engine.kv_cache import KVCacheManager
-from engine.messages import (
+from quire.configs.config import Config
+from quire.engine.executor.base import Executor, Pending, get_executor, steps_in_flight
+from quire.engine.ipc import ServerSocket
+from quire.engine.kv.manager import KVCacheManager
+from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
@@ -40,7 +40,7 @@ from engine.messages import (
     StepOutputs,
     ToEngine,
 )
-from engine.process import (
+from quire.engine.process import (
     dump_stacks_on,
     end_with_parent,
     kill_descendants,
@@ -50,7 +50,7 @@ from engine.process import (
     wake_on_signals,
     watch_parent,
 )
-from engine.scheduler import Outputs, Scheduler, Step
+from quire.engine.scheduler import Outputs, Scheduler, Step
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import os
 import msgspec
 import zmq
 
-from engine.messages import FromEngine, ToEngine
+from quire.engine.messages import FromEngine, ToEngine
 
 logger = logging.getLogger(__name__)
 

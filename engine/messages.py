@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from worker.messages import MemoryPlan, SamplingParams, TokenLogprobs, WorkerReady
+from quire.worker.messages import MemoryPlan, SamplingParams, TokenLogprobs, WorkerReady
 
 __all__ = ["STACKS_FOLDER", "STACKS_SUFFIX", "AbortRequests", "AddRequest", "Call", "CallResult", "Choice", "EngineDead", "EngineOutput", "EngineStats", "FromEngine", "Hello", "MemoryPlan",
            "Progress", "Ready", "RequestTiming", "SamplingParams", "StepOutputs", "ToEngine", "TokenLogprobs", "WorkerReady"]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.messages import STACKS_FOLDER, STACKS_SUFFIX
+from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
 RENDEZVOUS = "rendezvous"  # in the engine's folder: the file in which ranks of one machine find each other
 _PR_SET_PDEATHSIG = 1

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import msgspec
 
-from engine.messages import AddRequest, Choice, RequestTiming
+from quire.engine.messages import AddRequest, Choice, RequestTiming
 
 
 class Status(Enum):

@@ -22,13 +22,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from configs.config import SchedulerConfig
-from engine.kv_cache import KVCacheManager
-from engine.messages import AddRequest, EngineOutput, EngineStats
-from engine.request import Request, RequestQueue, Status
-from engine.stats import Counts
-from engine.validation import check_request
-from worker.messages import NewRequest, StepInput, StepOutput, TokenLogprobs, WorkerReady
+from quire.configs.config import SchedulerConfig
+from quire.engine.kv.manager import KVCacheManager
+from quire.engine.messages import AddRequest, EngineOutput, EngineStats
+from quire.engine.request import Request, RequestQueue, Status
+from quire.engine.stats import Counts
+from quire.engine.validation import check_request
+from quire.worker.messages import NewRequest, StepInput, StepOutput, TokenLogprobs, WorkerReady
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
 

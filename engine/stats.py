@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.messages import EngineStats
+from quire.engine.messages import EngineStats
 
 
 @dataclass(slots=True)

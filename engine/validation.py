@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from engine.messages import AddRequest
-from worker.messages import LOGPROBS_MODES, SamplingParams
+from quire.engine.messages import AddRequest
+from quire.worker.messages import LOGPROBS_MODES, SamplingParams
 
 MAX_BAD_WORDS_SIZE = 1 << 18  # number of bad words times the length of the longest: the workers compare that many tokens per step
 

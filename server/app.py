@@ -15,14 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from configs.config import Config
-from server import intake
-from server.chat import chat_completions, prompt_ids
-from server.completions import completions
-from server.errors import ApiError, BadRequest, EngineError, NotFound, Unavailable, error_body, internal_error_body
-from server.middleware import ApiKeys, Hosts, is_loopback, note_refusal
-from server.pages import add_pages
-from server.protocol import (
+from quire.configs.config import Config
+from quire.server.api.openai import prepare as intake
+from quire.server.api.openai.chat import chat_completions, prompt_ids
+from quire.server.api.openai.completions import completions
+from quire.server.api.openai.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
     Completion,
@@ -35,8 +32,19 @@ from server.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from server.sse import ClientGone, JsonResponse
-from server.state import ServerState
+from quire.server.errors import (
+    ApiError,
+    BadRequest,
+    EngineError,
+    NotFound,
+    Unavailable,
+    error_body,
+    internal_error_body,
+)
+from quire.server.http.middleware import ApiKeys, Hosts, is_loopback, note_refusal
+from quire.server.http.sse import ClientGone, JsonResponse
+from quire.server.state import ServerState
+from quire.server.web.pages import add_pages
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLIENT_CLOSED = 499  # nginx's code, for the log: nobody is left to read the answer

@@ -18,15 +18,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from configs.config import Config, ServerConfig
-from configs.files import check_model_folder
-from configs.sources import embedded_model
-from engine.messages import EngineStats, Ready
-from server import health, hub
-from server.descriptors import BACKLOG, raise_descriptor_limit
-from server.engine_process import EngineProcess
-from server.frontend import Frontend, configure_logging
-from server.supervisor import EngineFailed, Supervisor, in_thread
+from quire.cli import health
+from quire.configs.config import Config, ServerConfig
+from quire.configs.files import check_model_folder
+from quire.configs.sources import embedded_model
+from quire.engine.messages import EngineStats, Ready
+from quire.server.engines.process import EngineProcess
+from quire.server.engines.supervisor import EngineFailed, Supervisor, in_thread
+from quire.server.frontends.frontend import Frontend, configure_logging
+from quire.server.startup import hub
+from quire.server.startup.descriptors import BACKLOG, raise_descriptor_limit
 
 logger = logging.getLogger("quire")
 
@@ -141,7 +142,7 @@ class Launcher:
     def _make_front(self) -> Any:
         if self.config.server.api_server_count == 1:
             return Frontend(self.config, self.listener, self._on_open)
-        from server.fleet import Fleet
+        from quire.server.frontends.parent import Fleet
 
         return Fleet(self.config, self.listener, self._on_open)
 
@@ -167,7 +168,7 @@ class Launcher:
 
     async def _live(self) -> None:
         """From the first phase on to the watch over the ready engine. Ends only by raising: ValueError, EngineFailed."""
-        from server.progress import StartProgress
+        from quire.server.startup.progress import StartProgress
 
         self.shown = StartProgress()
         try:
@@ -217,7 +218,7 @@ class Launcher:
 
     def _on_open(self, ready: Ready) -> None:
         """Clients are served from now on."""
-        from server.plan_table import plan_table
+        from quire.server.startup.plan_table import plan_table
 
         self.shown.close()
         logger.info("%s", plan_table(ready.worker))
@@ -226,7 +227,7 @@ class Launcher:
 
     def _start_logging(self, device: str) -> None:
         """The throughput lines of each engine."""
-        from server.stats_log import StatsLog
+        from quire.server.metrics.stats_log import StatsLog
 
         self.stats_logs = [StatsLog(self.config.server.log_stats_interval, device, engine.index) for engine in self.engines]
         self.logging = [asyncio.create_task(log.run()) for log in self.stats_logs]

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.config import Config
-from engine.messages import EngineStats, Ready
-from server.errors import BadRequest, NotFound, Unavailable
-from server.threads import Threads
+from quire.configs.config import Config
+from quire.engine.messages import EngineStats, Ready
+from quire.server.errors import BadRequest, NotFound, Unavailable
+from quire.server.http.threads import Threads
 
 logger = logging.getLogger(__name__)
 

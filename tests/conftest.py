@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import pytest
 
+from quire.worker.cpu import build
 from tests.checkpoints import build_checkpoint
-from worker.kernels import build
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job of a script; processes that tests start would ignore Ctrl-C, too
     signal.signal(signal.SIGINT, signal.default_int_handler)

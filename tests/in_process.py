@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from configs.config import Config
-from engine.executor.base import get_executor, steps_in_flight
-from engine.kv_cache import KVCacheManager
-from engine.messages import AddRequest, SamplingParams, TokenLogprobs
-from engine.scheduler import Scheduler
-from worker.messages import WorkerReady
+from quire.configs.config import Config
+from quire.engine.executor.base import get_executor, steps_in_flight
+from quire.engine.kv.manager import KVCacheManager
+from quire.engine.messages import AddRequest, SamplingParams, TokenLogprobs
+from quire.engine.scheduler import Scheduler
+from quire.worker.messages import WorkerReady
 
 
 @dataclass

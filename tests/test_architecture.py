@@ -19,8 +19,8 @@ OURS = (*PACKAGES, "quire")
 
 @dataclass(frozen=True)
 class Import:
-    module: str  # the importing file as a module: "engine.scheduler"
-    target: str  # what it imports: "worker.messages"
+    module: str  # the importing file as a module: "quire.engine.scheduler"
+    target: str  # what it imports: "quire.worker.messages"
     line: int
     at_start: bool  # when the module is imported: not inside a function or under TYPE_CHECKING
 
@@ -62,15 +62,15 @@ def select(*sources: str, of: tuple[str, ...] = OURS) -> list[Import]:
 
 
 def test_the_walk_sees_the_project():
-    assert {"engine.messages", "worker.messages", "configs.config"} <= set(MODULES)
-    assert any(found.module == "engine.messages" and found.target == "worker.messages" for found in IMPORTS)
+    assert {"quire.engine.messages", "quire.worker.messages", "quire.configs.config"} <= set(MODULES)
+    assert any(found.module == "quire.engine.messages" and found.target == "quire.worker.messages" for found in IMPORTS)
 
 
 @pytest.mark.parametrize("package, allowed", [
     ("configs", ("configs",)),
     ("worker", ("worker", "configs")),
-    ("engine", ("engine", "configs", "worker.messages")),
-    ("server", ("server", "configs", "engine.messages")),
+    ("engine", ("engine", "configs", "quire.worker.messages")),
+    ("server", ("server", "configs", "quire.engine.messages")),
 ])
 def test_packages_depend_in_one_direction(package, allowed):
     wrong = [str(found) for found in select(package) if not within(found.target, *allowed)]
@@ -80,17 +80,17 @@ def test_packages_depend_in_one_direction(package, allowed):
 
 
 def test_executors_use_only_the_worker_itself():
-    assert not [str(found) for found in select("engine.executor", of=("worker", "server")) if not within(found.target, "worker.worker", "worker.messages")]
+    assert not [str(found) for found in select("quire.engine.executor", of=("worker", "server")) if not within(found.target, "quire.worker.worker", "quire.worker.messages")]
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "numpy"])
 def test_configs_server_and_messages_never_import(name):
-    assert not [str(found) for found in select("configs", "server", "engine.messages", "worker.messages", of=(name,)) if not _fallback(found)]
+    assert not [str(found) for found in select("configs", "server", "quire.engine.messages", "quire.worker.messages", of=(name,)) if not _fallback(found)]
 
 
 def _fallback(found: Import) -> bool:
     """transformers may serve, lazily, tokenizers that have no tokenizer.json."""
-    return found.module == "server.tokenizer" and within(found.target, "transformers") and not found.at_start
+    return found.module == "quire.server.text.tokenizer" and within(found.target, "transformers") and not found.at_start
 
 
 def test_transformers_is_not_on_the_start_path():
@@ -99,21 +99,21 @@ def test_transformers_is_not_on_the_start_path():
 
 def test_engine_layers():
     """core -> scheduler -> kv_cache -> request, and nothing upward; only executors and the fake know tensors, if at all."""
-    order = ["engine.core", "engine.scheduler", "engine.kv_cache", "engine.request"]
+    order = ["quire.engine.core", "quire.engine.scheduler", "quire.engine.kv.manager", "quire.engine.request"]
     for height, lower in enumerate(order):
         assert not [str(found) for found in select(lower, of=tuple(order[:height]))]
-    assert not [str(found) for found in select("engine", of=("torch", "numpy")) if not within(found.module, "engine.executor")]
+    assert not [str(found) for found in select("engine", of=("torch", "numpy")) if not within(found.module, "quire.engine.executor")]
 
 
 def test_worker_layers():
     """model_runner -> {models, attention, sampler, request_table}; models -> layers -> attention.base and parallel; nothing imports upward."""
-    runner = ("worker.model_runner", "worker.worker")
-    below_the_runner = ("worker.models", "worker.layers", "worker.attention", "worker.sampler", "worker.logits_processors", "worker.request_table",
-                        "worker.input_batch", "worker.kernels", "worker.loader", "worker.parallel", "worker.platform")
+    runner = ("quire.worker.model_runner", "quire.worker.worker")
+    below_the_runner = ("quire.worker.models", "quire.worker.layers", "quire.worker.attention", "quire.worker.sampling.sampler", "quire.worker.sampling.processors", "quire.worker.batch.request_table",
+                        "quire.worker.batch.input_batch", "quire.worker.kernels", "quire.worker.loader", "quire.worker.parallel", "quire.worker.platforms.platform")
     assert not [str(found) for found in select(*below_the_runner, of=runner)]
-    assert not [str(found) for found in select("worker.layers", of=("worker.models",))]
-    assert not [str(found) for found in select("worker.attention", "worker.kernels", of=("worker.models",))]
-    assert not [str(found) for found in select("worker.layers", "worker.models", of=("worker.attention",)) if found.target != "worker.attention.base"]
+    assert not [str(found) for found in select("quire.worker.layers", of=("quire.worker.models",))]
+    assert not [str(found) for found in select("quire.worker.attention", "quire.worker.kernels", of=("quire.worker.models",))]
+    assert not [str(found) for found in select("quire.worker.layers", "quire.worker.models", of=("quire.worker.attention",)) if found.target != "quire.worker.attention.base"]
 
 
 def test_no_module_is_named_like_a_third_party_package():
@@ -121,7 +121,7 @@ def test_no_module_is_named_like_a_third_party_package():
     assert not {module.rpartition(".")[2] for module in MODULES} & {"tokenizers", "queue", "torch", "openai"}
 
 
-@pytest.mark.parametrize("module", ["configs.cli", "configs.config", "engine.messages", "worker.messages", "server.app", "server.launch", "server.fleet", "server.fleet_member", "server.offline", "server.console", "server.bench.main"])
+@pytest.mark.parametrize("module", ["quire.cli.main", "quire.configs.config", "quire.engine.messages", "quire.worker.messages", "quire.server.app", "quire.server.launch", "quire.server.frontends.parent", "quire.server.frontends.member", "quire.server.offline.llm", "quire.cli.chat", "quire.cli.bench.main"])
 def test_light_modules_load_no_torch(module):
     code = f"import importlib, sys; importlib.import_module({module!r}); print(*sorted(m for m in sys.modules if m.partition('.')[0] in ('torch', 'transformers')))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

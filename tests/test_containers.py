@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.options import all_options
-from worker.kernels import build
+from quire.configs.options import all_options
+from quire.worker.cpu import build
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

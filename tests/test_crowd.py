@@ -9,10 +9,10 @@ import asyncio
 import httpx
 import pytest
 
-from configs.sources import EMBEDDED_MODEL
+from quire.configs.sources import EMBEDDED_MODEL
+from quire.worker.cpu import build
 from tests.server.test_launch import server_process
 from tests.test_recovery import SCRIPT, TINY, ask, crowd
-from worker.kernels import build
 
 QUESTIONS = [
     "Tell me a story about a fox.", "Write a paragraph about the sea.", "What can you do?", "Tell me about tea.",

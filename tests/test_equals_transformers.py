@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from engine.messages import SamplingParams
+from quire.engine.messages import SamplingParams
 from tests.checkpoints import CHECKPOINTS, TOKENIZER_SIZE, greedy, load_reference
 from tests.in_process import InProcessEngine
 

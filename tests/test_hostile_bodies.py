@@ -24,8 +24,14 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.hostile_bodies import CHAT, crowd, memory
-from server.bench.process import ServerProcess, free_port
-from server.protocol import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from quire.cli.bench.process import ServerProcess, free_port
+from quire.server.api.openai.protocol import (
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from tests.server.conftest import poll
 
 PATHS = {"ChatCompletionRequest": CHAT, "CompletionRequest": "/v1/completions", "TokenizeRequest": "/tokenize", "DetokenizeRequest": "/detokenize"}

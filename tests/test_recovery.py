@@ -27,9 +27,9 @@ from tests.server.test_launch import CHAT, HELLO, ServerProcess, gone, server_pr
 # No limit to the number of deaths, so that one server can live through all rounds.
 SCRIPT = """
 import json, sys
-from configs.config import Config
+from quire.configs.config import Config
 from server import supervisor
-from server.launch import serve
+from quire.server.launch import serve
 supervisor.DEATH_WINDOW = 0.0
 sys.exit(serve(Config.from_flat(**json.loads(sys.argv[1]))))
 """

@@ -1,11 +1,11 @@
 """The worked example of docs/architecture.md from the scheduler down: three requests in, and out come the tensors of two steps."""
 
-from configs.config import SchedulerConfig
-from engine.kv_cache import KVCacheManager
-from engine.messages import AddRequest, MemoryPlan, WorkerReady
-from engine.scheduler import Scheduler
+from quire.configs.config import SchedulerConfig
+from quire.engine.kv.manager import KVCacheManager
+from quire.engine.messages import AddRequest, MemoryPlan, WorkerReady
+from quire.engine.scheduler import Scheduler
+from quire.worker.messages import StepOutput
 from tests.worker.test_input_batch import BLOCK_SIZE, GREEDY, MAX_MODEL_LEN, PROMPTS, STEP_1, STEP_2, Setup, _sample
-from worker.messages import StepOutput
 
 
 def test_from_the_scheduler_to_the_tensors():

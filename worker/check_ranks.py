@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from worker.input_batch import SamplingBatch
-from worker.parallel import Group
-from worker.platform import Platform
-from worker.request_table import RequestTable
-from worker.sampler import Sampled, Sampler
+from quire.worker.batch.input_batch import SamplingBatch
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.parallel import Group
+from quire.worker.platforms.platform import Platform
+from quire.worker.sampling.sampler import Sampled, Sampler
 
 
 class CheckedSampler(Sampler):

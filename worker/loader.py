@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from configs.config import Config
-from configs.files import damaged_weights, unreadable
-from configs.hf_config import ModelSpec, read_model_spec
-from worker import huge_pages
-from worker.layers.linear import Linear, Part
-from worker.models import build_model
-from worker.models.decoder import CausalLM
-from worker.parallel import Group, use_groups
+from quire.configs.config import Config
+from quire.configs.files import damaged_weights, unreadable
+from quire.worker.layers.linear import Linear, Part
+from quire.worker.models import build_model
+from quire.worker.models.decoder import CausalLM
+from quire.worker.models.hf_config import ModelSpec, read_model_spec
+from quire.worker.parallel import Group, use_groups
+from quire.worker.platforms import huge_pages
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints carry these tables

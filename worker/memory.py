@@ -9,17 +9,23 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.config import Config
-from configs.hf_config import ModelSpec, kv_bytes_per_token, num_layer_weights, num_parameters, read_model_spec
-from worker import batch_invariance
-from worker.attention.base import AttentionSpec
-from worker.attention.registry import Selection, select_backend
-from worker.cuda_graph import padded_sizes
-from worker.layers.linear import split_kv_heads
-from worker.layers.quant import BITS, HEAD_BITS, quantized_bytes
-from worker.messages import MemoryPlan, WorkerReady
-from worker.parallel import Group, split_size
-from worker.platform import Platform, get_platform
+from quire.configs.config import Config
+from quire.worker.attention.base import AttentionSpec
+from quire.worker.attention.registry import Selection, select_backend
+from quire.worker.batch.graphs import padded_sizes
+from quire.worker.cpu import batch_invariance
+from quire.worker.layers.linear import split_kv_heads
+from quire.worker.layers.quantization.int_at_load import BITS, HEAD_BITS, quantized_bytes
+from quire.worker.messages import MemoryPlan, WorkerReady
+from quire.worker.models.hf_config import (
+    ModelSpec,
+    kv_bytes_per_token,
+    num_layer_weights,
+    num_parameters,
+    read_model_spec,
+)
+from quire.worker.parallel import Group, split_size
+from quire.worker.platforms.platform import Platform, get_platform
 
 Choice = tuple[str, str, str]  # setting, value, reason
 

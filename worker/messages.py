@@ -14,7 +14,7 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """How one sequence is sampled. The server fills in every default, so that a request can be replayed after a restart: `seed` is always a number.
 
-    Raises nothing: what is out of range is refused where the request enters the server (`server/protocol.py`) and the engine (`engine/validation.py`).
+    Raises nothing: what is out of range is refused where the request enters the server (`server/api/openai/protocol.py`) and the engine (`engine/validation.py`).
     """
 
     max_tokens: int = 16

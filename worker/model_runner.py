@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.attention.base import AttentionBackend
-from worker.cuda_graph import CudaGraphs, Replay
-from worker.huge_pages import Workspace
-from worker.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
-from worker.logprobs import Entries, PromptLogprobs, prompt_messages
-from worker.messages import StepInput, StepOutput, TokenLogprobs
-from worker.parallel import tp
-from worker.pipeline import SingleStage
-from worker.platform import Event, Platform, is_out_of_memory
-from worker.request_table import RequestTable
-from worker.sampler import RowLogprobs, Sampled, Sampler
-from worker.split_step import Failed, Output, SplitOutput, halves
+from quire.worker.attention.base import AttentionBackend
+from quire.worker.batch.graphs import CudaGraphs, Replay
+from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.batch.split_step import Failed, Output, SplitOutput, halves
+from quire.worker.messages import StepInput, StepOutput, TokenLogprobs
+from quire.worker.parallel import tp
+from quire.worker.pipeline import SingleStage
+from quire.worker.platforms.huge_pages import Workspace
+from quire.worker.platforms.platform import Event, Platform, is_out_of_memory
+from quire.worker.sampling.logprobs import Entries, PromptLogprobs, prompt_messages
+from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from worker.input_batch import InputBatch
-from worker.messages import StepInput
-from worker.parallel import Group
-from worker.request_table import RequestTable
+from quire.worker.batch.input_batch import InputBatch
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.messages import StepInput
+from quire.worker.parallel import Group
 
 
 class SingleStage:

@@ -9,23 +9,24 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from configs.config import Config
-from configs.hf_config import ModelSpec, read_model_spec
-from worker import kv_cache, memory
-from worker.check_ranks import CheckedSampler
-from worker.kernels.native import KERNELS
-from worker.layers.fixed_order import fix_order
-from worker.loader import load_weights
-from worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
-from worker.model_runner import ModelRunner
-from worker.models import build_model
-from worker.models.decoder import CausalLM
-from worker.parallel import init_distributed, pp, shutdown_distributed, tp
-from worker.pipeline import SingleStage, pipeline_stage
-from worker.platform import Platform, get_platform, is_out_of_memory
-from worker.request_table import RequestTable
-from worker.sampler import Sampler
-from worker.split_step import Output
+from quire.configs.config import Config
+from quire.worker import memory
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.batch.split_step import Output
+from quire.worker.cache import allocation as kv_cache
+from quire.worker.check_ranks import CheckedSampler
+from quire.worker.cpu.fixed_order_linear import fix_order
+from quire.worker.cpu.native import KERNELS
+from quire.worker.loader import load_weights
+from quire.worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
+from quire.worker.model_runner import ModelRunner
+from quire.worker.models import build_model
+from quire.worker.models.decoder import CausalLM
+from quire.worker.models.hf_config import ModelSpec, read_model_spec
+from quire.worker.parallel import init_distributed, pp, shutdown_distributed, tp
+from quire.worker.pipeline import SingleStage, pipeline_stage
+from quire.worker.platforms.platform import Platform, get_platform, is_out_of_memory
+from quire.worker.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from configs.config import Config
-from worker.messages import StepInput, StepOutput, WorkerReady
+from quire.configs.config import Config
+from quire.worker.messages import StepInput, StepOutput, WorkerReady
 
 ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
 
@@ -54,10 +54,10 @@ def steps_in_flight(config: Config, ready: WorkerReady) -> int:
 
 
 _EXECUTORS = {
-    "uniproc": "engine.executor.uniproc:UniprocExecutor",
-    "mp": "engine.executor.multiproc:MultiprocExecutor",
-    "ray": "engine.executor.ray_cluster:RayExecutor",
-    "fake": "engine.executor.fake:FakeExecutor",
+    "uniproc": "quire.engine.executor.uniproc:UniprocExecutor",
+    "mp": "quire.engine.executor.multiproc:MultiprocExecutor",
+    "ray": "quire.engine.executor.ray_cluster:RayExecutor",
+    "fake": "quire.engine.executor.fake:FakeExecutor",
 }
 
 

@@ -15,9 +15,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from configs.config import Config
-from engine.executor.base import Executor, ReportProgress
-from worker.messages import MemoryPlan, NewRequest, SamplingParams, StepInput, StepOutput, TokenLogprobs, WorkerReady
+from quire.configs.config import Config
+from quire.engine.executor.base import Executor, ReportProgress
+from quire.worker.messages import (
+    MemoryPlan,
+    NewRequest,
+    SamplingParams,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+    WorkerReady,
+)
 
 _MASK = (1 << 61) - 1
 

@@ -24,17 +24,11 @@ from typing import Any
 
 import msgspec
 
-from configs.config import Config
-from engine.executor.base import Executor, Pending, ReportProgress
-from engine.messages import STACKS_FOLDER
-from engine.process import (
-    RENDEZVOUS,
-    die_with_parent,
-    dump_stacks_on,
-    set_name,
-    start_logging,
-)
-from worker.messages import StepInput, StepOutput, WorkerReady
+from quire.configs.config import Config
+from quire.engine.executor.base import Executor, Pending, ReportProgress
+from quire.engine.messages import STACKS_FOLDER
+from quire.engine.process import RENDEZVOUS, die_with_parent, dump_stacks_on, set_name, start_logging
+from quire.worker.messages import StepInput, StepOutput, WorkerReady
 
 STEP, CALL = b"S", b"C"  # to a worker
 PROGRESS, READY, OUTPUT, VALUE, USER_ERROR, ERROR = b"P", b"R", b"O", b"V", b"U", b"E"  # from a worker
@@ -52,7 +46,7 @@ class MultiprocExecutor(Executor):
     The death of any rank is an error of the executor.
     """
 
-    worker_class = "worker.worker:Worker"
+    worker_class = "quire.worker.worker:Worker"
 
     def __init__(self, config: Config):
         self._config = config

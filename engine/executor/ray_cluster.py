@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from configs.config import Config
-from engine.executor.base import Executor, Pending, ReportProgress
-from worker.messages import StepInput, StepOutput, WorkerReady
+from quire.configs.config import Config
+from quire.engine.executor.base import Executor, Pending, ReportProgress
+from quire.worker.messages import StepInput, StepOutput, WorkerReady
 
 try:
     import ray
@@ -55,7 +55,7 @@ class Rank:
 
     def initialize(self, config: bytes, rank: int, world_size: int, init_method: str, local_size: int) -> bytes:
         """Raises ValueError as the worker does. The rank's GPU is the only one that Ray shows it."""
-        from worker.worker import Worker
+        from quire.worker.worker import Worker
 
         self._worker = Worker(msgspec.msgpack.decode(config, type=Config), rank, world_size, init_method, local_rank=0, local_size=local_size)
         return _encode(self._worker.initialize(self._note_progress))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from configs.config import Config
-from engine.executor.base import Executor, Pending, ReportProgress, steps_in_flight
-from worker.messages import StepInput, StepOutput, WorkerReady
-from worker.worker import Worker
+from quire.configs.config import Config
+from quire.engine.executor.base import Executor, Pending, ReportProgress, steps_in_flight
+from quire.worker.messages import StepInput, StepOutput, WorkerReady
+from quire.worker.worker import Worker
 
 
 class UniprocExecutor(Executor):

@@ -13,22 +13,24 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs import cli, collect_env, sources
-from configs.foreign_settings import FOREIGN_SETTINGS
-from configs.options import all_options, config_from, parse_count
-from configs.sources import PRESETS
+from quire.cli import collect_env
+from quire.cli import main as cli
+from quire.configs import sources
+from quire.configs.foreign_settings import FOREIGN_SETTINGS
+from quire.configs.options import all_options, config_from, parse_count
+from quire.configs.sources import PRESETS
 
 
 @pytest.fixture
 def served(monkeypatch):
-    """Run `quire serve ARGS` up to the call of server.launch.serve; returns (config, sources) of that call."""
+    """Run `quire serve ARGS` up to the call of quire.server.launch.serve; returns (config, sources) of that call."""
     for variable in [name for name in os.environ if name.startswith("QUIRE_")]:
         monkeypatch.delenv(variable)
 
     def run(*arguments: str):
         calls = []
         launch = type("launch", (), {"serve": staticmethod(lambda config, origins: calls.append((config, origins)) or 0)})
-        monkeypatch.setitem(sys.modules, "server.launch", launch)
+        monkeypatch.setitem(sys.modules, "quire.server.launch", launch)
         assert cli.main(["serve", *arguments]) == 0
         return calls[0]
 
@@ -266,7 +268,7 @@ def test_plain_counts_are_themselves(number):
 
 
 def test_importing_the_command_line_is_light():
-    code = "import sys, configs.cli; print(*sorted(m.partition('.')[0] for m in sys.modules))"
+    code = "import sys, quire.cli.main; print(*sorted(m.partition('.')[0] for m in sys.modules))"
     loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
     assert not loaded & {"torch", "transformers", "yaml", "msgspec", "zmq", "fastapi", "pydantic", "tokenizers", "asyncio", "numpy", "tqdm", "server", "engine", "worker"}
 

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from configs import cli, hf_config
-from configs.config import Config
-from configs.files import check_model_folder, damaged_weights
-from server import hub
-from server.tokenizer import Tokenizer
+from quire.cli import main as cli
+from quire.configs.config import Config
+from quire.configs.files import check_model_folder, damaged_weights
+from quire.server.startup import hub
+from quire.server.text.tokenizer import Tokenizer
+from quire.worker.loader import check_model
+from quire.worker.models import hf_config
 from tests.checkpoints import build_checkpoint
 from tests.server.light_model import write_light_model
-from worker.loader import check_model
 
 ROOT = Path(__file__).parent.parent.parent
 NOBODY = 65534

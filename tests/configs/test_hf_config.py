@@ -10,7 +10,13 @@ import sys
 import pytest
 import transformers
 
-from configs.hf_config import ARCHITECTURES, kv_bytes_per_token, num_parameters, parse_model_spec, read_model_spec
+from quire.worker.models.hf_config import (
+    ARCHITECTURES,
+    kv_bytes_per_token,
+    num_parameters,
+    parse_model_spec,
+    read_model_spec,
+)
 from tests.checkpoints import CHECKPOINTS
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
@@ -171,7 +177,7 @@ def test_kv_bytes_per_token():
 
 
 def test_torch_free():
-    code = "import sys, configs.hf_config; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = "import sys, quire.worker.models.hf_config; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

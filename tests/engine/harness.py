@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from configs.config import Config
-from engine.core import EngineCore
-from engine.messages import (
+from quire.configs.config import Config
+from quire.engine.core import EngineCore
+from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     Choice,

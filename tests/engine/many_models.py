@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from configs.config import Config
-from worker.messages import WorkerReady
-from worker.worker import Worker
+from quire.configs.config import Config
+from quire.worker.messages import WorkerReady
+from quire.worker.worker import Worker
 
 
 class ManyModels:

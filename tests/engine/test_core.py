@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core import EngineCore
-from engine.executor.fake import FakeExecutor, expected_tokens
-from engine.messages import (
+from quire.engine.core import EngineCore
+from quire.engine.executor.fake import FakeExecutor, expected_tokens
+from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
@@ -18,8 +18,8 @@ from engine.messages import (
     SamplingParams,
     StepOutputs,
 )
+from quire.worker.messages import StepOutput
 from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, LocalSocket, fake_config
-from worker.messages import StepOutput
 
 
 def sent(engine: Engine, client: bytes = CLIENT) -> list:
@@ -150,7 +150,7 @@ def test_statistics_come_while_running_and_when_the_engine_becomes_idle():
 
 def test_a_queued_request_that_fails_unexpectedly_fails_alone(monkeypatch, caplog):
     engine = Engine(fake_config())
-    monkeypatch.setattr("engine.scheduler.check_request", lambda *args: 1 / 0)
+    monkeypatch.setattr("quire.engine.scheduler.check_request", lambda *args: 1 / 0)
     engine.add("bad", [1])
     engine.run()
     assert engine.last("bad").finish_reason == "error" and "division" in engine.last("bad").error

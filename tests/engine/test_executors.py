@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.config import Config
-from engine.executor.base import steps_in_flight
-from engine.executor.fake import expected_tokens
-from engine.executor.multiproc import MultiprocExecutor
-from engine.kv_cache import KVCacheManager
-from engine.messages import AddRequest, SamplingParams
-from engine.scheduler import Scheduler
+from quire.configs.config import Config
+from quire.engine.executor.base import steps_in_flight
+from quire.engine.executor.fake import expected_tokens
+from quire.engine.executor.multiproc import MultiprocExecutor
+from quire.engine.kv.manager import KVCacheManager
+from quire.engine.messages import AddRequest, SamplingParams
+from quire.engine.scheduler import Scheduler
 from tests.engine import fake_worker
 from tests.engine.harness import VOCAB
 
@@ -48,12 +48,12 @@ EXPECTED = {name: expected_tokens(prompt, SAMPLING, 4096, VOCAB) for name, promp
 @pytest.fixture
 def uniproc(monkeypatch):
     """The in-process executor over the fake worker; the real worker module is not imported."""
-    module = types.ModuleType("worker.worker")
+    module = types.ModuleType("quire.worker.worker")
     module.Worker = fake_worker.LateResults
-    monkeypatch.setitem(sys.modules, "worker.worker", module)
-    monkeypatch.delitem(sys.modules, "engine.executor.uniproc", raising=False)
-    yield importlib.import_module("engine.executor.uniproc").UniprocExecutor  # not the package's attribute, which may be an earlier import
-    sys.modules.pop("engine.executor.uniproc", None)
+    monkeypatch.setitem(sys.modules, "quire.worker.worker", module)
+    monkeypatch.delitem(sys.modules, "quire.engine.executor.uniproc", raising=False)
+    yield importlib.import_module("quire.engine.executor.uniproc").UniprocExecutor  # not the package's attribute, which may be an earlier import
+    sys.modules.pop("quire.engine.executor.uniproc", None)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

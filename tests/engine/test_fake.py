@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from engine.executor.base import get_executor
-from engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens
-from engine.messages import SamplingParams
+from quire.engine.executor.base import get_executor
+from quire.engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens
+from quire.engine.messages import SamplingParams
+from quire.worker.messages import NewRequest, StepInput
 from tests.engine.harness import VOCAB, fake_config
-from worker.messages import NewRequest, StepInput
 
 SAMPLING = SamplingParams(max_tokens=10)
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens, extend, next_token
-from engine.messages import SamplingParams
+from quire.engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens, extend, next_token
+from quire.engine.messages import SamplingParams
+from quire.worker.messages import StepOutput, TokenLogprobs
 from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
-from worker.messages import StepOutput, TokenLogprobs
 
 MAX_MODEL_LEN = 64
 EOS_CHANCE = 0.03
@@ -129,7 +129,7 @@ engine_settings = st.fixed_dictionaries({
 
 def start(config, **options) -> tuple[Engine, FaultyDevice]:
     device = FaultyDevice(config)
-    with mock.patch("engine.core.get_executor", lambda config: device):
+    with mock.patch("quire.engine.core.get_executor", lambda config: device):
         engine = Engine(config)
     for name, value in options.items():  # the first steps, of the engine's own request, have no faults
         setattr(device, name, value)

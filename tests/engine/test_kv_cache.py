@@ -14,9 +14,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.kv_cache import NULL_BLOCK, KVCacheManager
-from engine.messages import AddRequest, SamplingParams
-from engine.request import Request
+from quire.engine.kv.manager import NULL_BLOCK, KVCacheManager
+from quire.engine.messages import AddRequest, SamplingParams
+from quire.engine.request import Request
 
 BLOCK_SIZE = 2
 

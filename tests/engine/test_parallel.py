@@ -7,12 +7,12 @@ from functools import cache
 import msgspec
 import pytest
 
-from configs.config import Config
-from engine.executor.multiproc import MultiprocExecutor
-from engine.messages import SamplingParams
+from quire.configs.config import Config
+from quire.engine.executor.multiproc import MultiprocExecutor
+from quire.engine.messages import SamplingParams
+from quire.worker.messages import WorkerReady
 from tests.checkpoints import CHECKPOINTS
 from tests.in_process import InProcessEngine, Result
-from worker.messages import WorkerReady
 
 SETTINGS = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": "128",
             "num_threads": 1, "debug_check_ranks": True}

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import zmq
 
-from engine.executor.fake import expected_tokens
-from engine.messages import (
+from quire.engine.executor.fake import expected_tokens
+from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 class EngineProcess:
     def __init__(self, address: str, fake: str = "", **settings):
-        self.process = subprocess.Popen([sys.executable, "-m", "engine.core", address], cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+        self.process = subprocess.Popen([sys.executable, "-m", "quire.engine.core", address], cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
                                         env={**os.environ, "QUIRE_FAKE": fake, "OMP_NUM_THREADS": "1"})
         payload = msgspec.msgpack.encode(fake_config(**settings))
         self.process.stdin.write(len(payload).to_bytes(4, "big") + payload)
@@ -201,7 +201,7 @@ def test_no_complaint_about_a_server_that_leaves_in_order(start):
 
 HOLDS_THE_INTERPRETER = """
 import sys, threading
-from engine.executor import fake
+from quire.engine.executor import fake
 
 def result(self):
     if self.output.step == 5:
@@ -211,7 +211,7 @@ def result(self):
 
 fake._Result.result = result
 sys.argv = ["engine", sys.argv[1]]
-from engine.core import main
+from quire.engine.core import main
 main()
 """
 
@@ -278,7 +278,7 @@ def test_descendants_are_killed_whatever_their_session():
     """As those of a Ray cluster: a child in a session of its own, and its child in another."""
     code = """
 import subprocess, sys, time
-from engine.process import kill_descendants
+from quire.engine.process import kill_descendants
 sleeper = "import time; print(1, flush=True); time.sleep(100)"
 middle = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True); time.sleep(100)"
 child = subprocess.Popen([sys.executable, "-c", middle], start_new_session=True, stdout=subprocess.PIPE)

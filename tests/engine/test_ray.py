@@ -46,7 +46,7 @@ def test_two_ranks_give_what_one_gives(cluster, checkpoint):
 
 
 def test_a_cluster_without_room(cluster, checkpoint, monkeypatch):
-    monkeypatch.setattr("engine.executor.ray_cluster.PLACEMENT_TIMEOUT", 1.0)
+    monkeypatch.setattr("quire.engine.executor.ray_cluster.PLACEMENT_TIMEOUT", 1.0)
     with pytest.raises(ValueError, match="no room for 3 ranks"):
         InProcessEngine(checkpoint("qwen3"), **SETTINGS, distributed_executor_backend="ray", tensor_parallel_size=3)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.messages import SamplingParams
+from quire.engine.messages import SamplingParams
 from tests.in_process import InProcessEngine
 
 SETTINGS = dict(block_size=4, num_gpu_blocks_override=200, max_num_batched_tokens=64, max_num_seqs=8, max_model_len="200")
@@ -27,7 +27,7 @@ def test_a_rejected_request_changes_nobodys_text(checkpoint, monkeypatch, depth,
         with pytest.raises(ValueError, match="bad_words"):
             engine.generate([prompts[0]], rejected)
     else:
-        monkeypatch.setattr("engine.scheduler.check_request", lambda *args: None)
+        monkeypatch.setattr("quire.engine.scheduler.check_request", lambda *args: None)
         first, *victims = engine.generate([[*PREFIX, 1], *prompts[:2]], [rejected, GREEDY, GREEDY])
         assert "bad_words" in first.error and [victim.token_ids for victim in victims] == alone[:2]
     assert [result.token_ids for result in engine.generate(prompts, GREEDY)] == alone

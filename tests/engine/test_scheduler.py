@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens
-from engine.kv_cache import KVCacheManager
-from engine.messages import AddRequest, Choice, SamplingParams
-from engine.scheduler import Scheduler
+from quire.engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens
+from quire.engine.kv.manager import KVCacheManager
+from quire.engine.messages import AddRequest, Choice, SamplingParams
+from quire.engine.scheduler import Scheduler
+from quire.worker.messages import NewRequest, StepInput, StepOutput
 from tests.engine.harness import CLIENT, VOCAB, Engine, assert_invariants, fake_config
-from worker.messages import NewRequest, StepInput, StepOutput
 
 
 def greedy(max_tokens: int = 4, **sampling) -> SamplingParams:

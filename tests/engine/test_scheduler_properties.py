@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.executor.fake import expected_tokens
-from engine.messages import SamplingParams
+from quire.engine.executor.fake import expected_tokens
+from quire.engine.messages import SamplingParams
 from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
 
 EOS_CHANCE = 0.05

@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 
-from configs.config import Config
-from server.launch import Launcher, bind
+from quire.configs.config import Config
+from quire.server.launch import Launcher, bind
 from tests.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE, _byte_level
 
 MODEL = "org/test-model"

@@ -9,7 +9,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.messages import (
+from quire.engine.messages import (
     EngineOutput,
     FromEngine,
     Hello,

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs import cli
-from server.bench import datasets, load, report, serve, startup
-from server.bench.connection import Client
+from quire.cli import main as cli
+from quire.cli.bench import datasets, load, report, serve, startup
+from quire.cli.bench.connection import Client
 from tests.server.fake_openai import MODEL, FakeOpenAI
 from tests.server.light_model import write_light_model
 
@@ -235,7 +235,7 @@ def test_startup_takes_another_servers_command(capsys):
 @pytest.mark.parametrize("kind", ["throughput", "latency"])
 def test_offline_benchmarks_need_no_model(kind, folder, tmp_path, capsys, monkeypatch):
     """The model that comes with quire has a name for the HTTP API, and the environment may hold settings of the server: the engine needs neither."""
-    monkeypatch.setattr("configs.cli.embedded_model", lambda: folder)
+    monkeypatch.setattr("quire.cli.main.embedded_model", lambda: folder)
     monkeypatch.setenv("QUIRE_PORT", "8123")
     sizes = ["--num-prompts", "2"] if kind == "throughput" else ["--batch-size", "1", "--num-iters", "1", "--num-iters-warmup", "0"]
     assert cli.main(["bench", kind, *FAKE, *sizes, "--input-len", "4", "--output-len", "3", "--disable-tqdm"]) == 0

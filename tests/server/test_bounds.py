@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.hostile_bodies import AUDIT, BOUNDS, Row, post
-from server.sse import ClientGone, unless_disconnected
-from server.threads import LARGE, PER_TURN, SMALL, Threads
+from quire.server.http.sse import ClientGone, unless_disconnected
+from quire.server.http.threads import LARGE, PER_TURN, SMALL, Threads
 from tests.server.conftest import MODEL, poll, running_server
 from tests.server.test_app import CHAT, is_error, occupy
 from tests.server.test_chat import HELLO
@@ -154,7 +154,7 @@ def test_a_full_queue_counts_tokens(model_folder):
 
 
 def test_queues_are_bounded_by_default_and_0_takes_the_bound_away(model_folder):
-    from configs.config import ServerConfig
+    from quire.configs.config import ServerConfig
 
     assert ServerConfig().max_num_queued_reqs == 4096 and ServerConfig().max_num_queued_tokens == 2**22
     with running_server(model_folder, max_num_seqs=2, max_num_queued_reqs=0, max_num_queued_tokens=0) as server:

@@ -9,9 +9,9 @@ import random
 import openai
 import pytest
 
-from engine.executor.fake import expected_tokens
-from engine.messages import SamplingParams
-from server.protocol import ChatChunkChoice, ChatDelta
+from quire.engine.executor.fake import expected_tokens
+from quire.engine.messages import SamplingParams
+from quire.server.api.openai.protocol import ChatChunkChoice, ChatDelta
 from tests.checkpoints import VOCAB_SIZE
 from tests.server.conftest import MODEL, running_server
 
@@ -128,10 +128,10 @@ def test_continuous_usage(slow_server):
 
 def test_template_of_a_chunk_is_the_types_encoding(server):
     """The bytes joined by hand for the common chunk are what msgspec makes of the Struct."""
-    from server.chat import _Chat
-    from server.generation import Delta
-    from server.parsing import parse
-    from server.protocol import ChatCompletionRequest
+    from quire.server.api.openai.chat import _Chat
+    from quire.server.api.openai.protocol import ChatCompletionRequest
+    from quire.server.generate.generation import Delta
+    from quire.server.http.parse_body import parse
 
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         body, _ = parse(json.dumps({"messages": HELLO, **options}).encode(), ChatCompletionRequest)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.chat_template import MAX_SECONDS, compile_template
-from server.tokenizer import Tokenizer
+from quire.server.text.chat_template import MAX_SECONDS, compile_template
+from quire.server.text.tokenizer import Tokenizer
 from tests.server.templates import CHATML, GEMMA3_PARTS, LLAMA2, LLAMA3, MISTRAL, PARTS_ONLY, QWEN3, RAG, TEMPLATES
 from tests.server.tokenizer_kinds import KINDS, llama2
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from configs import cli
-from server.plan_table import plan_table
+from quire.cli import main as cli
+from quire.server.startup.plan_table import plan_table
 from tests.in_process import InProcessEngine
 from tests.server.light_model import write_light_model
 

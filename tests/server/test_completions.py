@@ -76,10 +76,10 @@ def test_shape_of_a_stream(server):
 
 
 def test_template_of_a_chunk_is_the_types_encoding(server):
-    from server.completions import _Completion
-    from server.generation import Delta
-    from server.parsing import parse
-    from server.protocol import CompletionChoice, CompletionRequest
+    from quire.server.api.openai.completions import _Completion
+    from quire.server.api.openai.protocol import CompletionChoice, CompletionRequest
+    from quire.server.generate.generation import Delta
+    from quire.server.http.parse_body import parse
 
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         body, _ = parse(json.dumps({"prompt": "x", **options}).encode(), CompletionRequest)

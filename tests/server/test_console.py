@@ -14,8 +14,8 @@ import time
 
 import pytest
 
-from configs import cli
-from server import console
+from quire.cli import chat as console
+from quire.cli import main as cli
 from tests.server.fake_openai import MODEL, FakeOpenAI
 
 

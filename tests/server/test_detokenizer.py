@@ -7,9 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.decoding import ByteDecoding, CleanUpStream, PieceDecoding, WindowDecoding, clean_up_spaces
-from server.detokenizer import Detokenizer, StopStrings
-from server.tokenizer import Tokenizer
+from quire.server.text.detokenizer import Detokenizer, StopStrings
+from quire.server.text.incremental_decoding import (
+    ByteDecoding,
+    CleanUpStream,
+    PieceDecoding,
+    WindowDecoding,
+    clean_up_spaces,
+)
+from quire.server.text.tokenizer import Tokenizer
 from tests.server.tokenizer_kinds import CORPUS, KINDS
 
 EXACT = [name for name in KINDS if name != "suffix_bpe"]

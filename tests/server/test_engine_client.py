@@ -8,9 +8,9 @@ import itertools
 import msgspec
 import pytest
 
-from configs.config import Config
-from engine.executor.fake import expected_tokens
-from engine.messages import (
+from quire.configs.config import Config
+from quire.engine.executor.fake import expected_tokens
+from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
@@ -23,8 +23,8 @@ from engine.messages import (
     StepOutputs,
     TokenLogprobs,
 )
-from server.engine_client import EngineCallError, EngineClient, EngineUnavailable
-from server.engine_process import EngineProcess
+from quire.server.engines.client import EngineCallError, EngineClient, EngineUnavailable
+from quire.server.engines.process import EngineProcess
 from tests.server.fake_engine import FakeEngine, ready
 
 

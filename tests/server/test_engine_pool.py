@@ -10,13 +10,13 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from configs.config import Config
-from engine.messages import EngineStats
-from server.engine_pool import PrefixRouter, prefix_hashes
-from server.engine_process import _devices
-from server.metrics import Metrics
-from server.metrics_pool import MetricsPool
-from server.offline import offline_config
+from quire.configs.config import Config
+from quire.engine.messages import EngineStats
+from quire.server.engines.pool import PrefixRouter, prefix_hashes
+from quire.server.engines.process import _devices
+from quire.server.metrics.metrics import Metrics
+from quire.server.metrics.pool import MetricsPool
+from quire.server.offline.llm import offline_config
 from tests.server.conftest import poll
 from tests.server.test_chat import HELLO
 from tests.server.test_launch import CHAT, gone, server_process

@@ -17,10 +17,10 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from configs.options import all_options
-from server.fleet import FrontendProcess, share
-from server.fleet_channel import Channel
-from server.fleet_messages import FromFrontend, Page
+from quire.configs.options import all_options
+from quire.server.frontends.channel import Channel
+from quire.server.frontends.messages import FromFrontend, Page
+from quire.server.frontends.parent import FrontendProcess, share
 from tests.server.conftest import poll
 from tests.server.test_chat import events
 from tests.server.test_launch import (

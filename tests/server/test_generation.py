@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.config import Config
-from engine.executor.fake import expected_tokens
-from engine.messages import AddRequest, EngineOutput, RequestTiming, SamplingParams, TokenLogprobs
-from server import deltas
-from server.engine_client import EngineClient, OutputStream
-from server.engine_process import EngineProcess
-from server.errors import BadRequest, EngineError
-from server.generation import SLICE, Generation, GenerationRequest
-from server.metrics import Metrics
-from server.tokenizer import Tokenizer
+from quire.configs.config import Config
+from quire.engine.executor.fake import expected_tokens
+from quire.engine.messages import AddRequest, EngineOutput, RequestTiming, SamplingParams, TokenLogprobs
+from quire.server.engines.client import EngineClient, OutputStream
+from quire.server.engines.process import EngineProcess
+from quire.server.errors import BadRequest, EngineError
+from quire.server.generate import deltas
+from quire.server.generate.generation import SLICE, Generation, GenerationRequest
+from quire.server.metrics.metrics import Metrics
+from quire.server.text.tokenizer import Tokenizer
 from tests.server.tokenizer_kinds import CORPUS, byte_level, llama2
 
 EOS = 2  # <|im_end|> of byte_level
@@ -107,7 +107,7 @@ class TestText:
         stop = [text[start:start + data.draw(st.integers(1, 4))]] if data.draw(st.booleans()) and text else []
         client = ScriptedClient(outputs_of(chunks, logprobs=True), merged=data.draw(st.booleans()))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("server.generation.SLICE", data.draw(st.sampled_from([1, 3, SLICE])))
+            patch.setattr("quire.server.generate.generation.SLICE", data.draw(st.sampled_from([1, 3, SLICE])))
             deltas = run(tokenizer, client, prompt=[], stop=stop, sampling={"logprobs": 0})
         got = "".join(d.text for d in deltas)
         got_ids = [i for d in deltas for i in d.token_ids]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from configs import cli
-from server import health
+from quire.cli import health
+from quire.cli import main as cli
 from tests.server.test_launch import ServerProcess, free_port
 
 SCRIPT = Path(health.__file__)

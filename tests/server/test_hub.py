@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from server import hub
+from quire.server.startup import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -24,10 +24,10 @@ from tests.server.test_chat import HELLO, events
 CHAT = "/v1/chat/completions"
 SCRIPT = """
 import json, sys
-from configs.config import Config
-from server.launch import serve
+from quire.configs.config import Config
+from quire.server.launch import serve
 code = serve(Config.from_flat(**json.loads(sys.argv[1])), {"port": "flag"})
-assert not {"torch", "transformers", "worker.worker"} & set(sys.modules)
+assert not {"torch", "transformers", "quire.worker.worker"} & set(sys.modules)
 sys.exit(code)
 """
 
@@ -71,7 +71,7 @@ class ServerProcess:
         return [child for child in psutil.Process(self.process.pid).children() if there(child)]
 
     def engines(self) -> list[psutil.Process]:
-        return self.children(lambda child: "engine.core" in child.cmdline())
+        return self.children(lambda child: "quire.engine.core" in child.cmdline())
 
     def engine(self) -> psutil.Process:
         return self.engines()[0]

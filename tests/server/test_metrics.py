@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.messages import EngineStats, RequestTiming, SamplingParams
-from server.generation import GenerationRequest
-from server.metrics import Counts, Histogram, Metrics
-from server.stats_log import StatsLog
+from quire.engine.messages import EngineStats, RequestTiming, SamplingParams
+from quire.server.generate.generation import GenerationRequest
+from quire.server.metrics.metrics import Counts, Histogram, Metrics
+from quire.server.metrics.stats_log import StatsLog
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc", "cache_config_info"}
 COUNTERS = {"prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success"}
@@ -103,7 +103,7 @@ def test_engine_statistics(metrics):
 
 
 def test_a_finished_request(metrics, monkeypatch):
-    monkeypatch.setattr("server.metrics.time.time", lambda: 10.0)
+    monkeypatch.setattr("quire.server.metrics.metrics.time.time", lambda: 10.0)
     metrics.observe_prompt(7, 4)
     metrics.observe_first_token(0.3)
     metrics.observe_tokens(0.09, 3)
@@ -124,7 +124,7 @@ def test_a_finished_request(metrics, monkeypatch):
 
 
 def test_a_request_that_a_stop_string_ended(metrics, monkeypatch):
-    monkeypatch.setattr("server.metrics.time.time", lambda: 10.0)
+    monkeypatch.setattr("quire.server.metrics.metrics.time.time", lambda: 10.0)
     metrics.observe_request(request(), "stop", 5, 2.0, None)
     assert sample(metrics, "vllm:request_time_per_output_token_seconds_sum") == 2.0
     assert sample(metrics, "vllm:request_queue_time_seconds_count") == 0

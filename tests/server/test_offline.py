@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configs import sources
-from engine.executor.fake import expected_tokens
-from engine.messages import SamplingParams as EngineParams
-from server.offline import LLM, SamplingParams, offline_config
-from server.supervisor import Supervisor
+from quire.configs import sources
+from quire.engine.executor.fake import expected_tokens
+from quire.engine.messages import SamplingParams as EngineParams
+from quire.server.engines.supervisor import Supervisor
+from quire.server.offline.llm import LLM, SamplingParams, offline_config
 from tests.checkpoints import greedy, load_reference
 from tests.server.light_model import VOCAB_SIZE, write_light_model
 

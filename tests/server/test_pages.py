@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.pages import LINKS
+from quire.server.web.pages import LINKS
 from tests.server.conftest import running_server
 
 ROOT = Path(__file__).parent.parent.parent

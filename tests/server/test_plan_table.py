@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.messages import MemoryPlan, WorkerReady
-from server.plan_table import format_bytes, plan_table
+from quire.engine.messages import MemoryPlan, WorkerReady
+from quire.server.startup.plan_table import format_bytes, plan_table
 
 GIB = 2**30
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import logging
 
-from server import progress
-from server.progress import StartProgress
+from quire.server.startup import progress
+from quire.server.startup.progress import StartProgress
 
 
 class Terminal(io.StringIO):
@@ -33,7 +33,7 @@ def test_bars_on_a_terminal():
 def test_lines_elsewhere(caplog, monkeypatch):
     clock = iter(float(second) for second in range(1000))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with caplog.at_level(logging.INFO, "server.progress"):
+    with caplog.at_level(logging.INFO, "quire.server.startup.progress"):
         run(io.StringIO())
     assert caplog.messages == ["loading weights", "loading weights: 25%", "loading weights: 50%", "loading weights: 75%", "loading weights: 100%",
                                "warming up", "warming up: 25%", "warming up: 50%", "warming up: 75%", "warming up: 100%"]

@@ -6,13 +6,19 @@ import json
 
 import pytest
 
-from configs.config import Config
-from engine.messages import SamplingParams
-from server.errors import BadRequest, ContextLengthExceeded
-from server.parsing import parse
-from server.protocol import ChatCompletionRequest, CompletionRequest
-from server.sampling import MAX_BAD_WORD_TOKENS, check_max_tokens, fit, read_sampling_defaults, to_sampling_params
-from server.state import ModelInfo, known_token_ids
+from quire.configs.config import Config
+from quire.engine.messages import SamplingParams
+from quire.server.api.openai.protocol import ChatCompletionRequest, CompletionRequest
+from quire.server.api.openai.sampling import (
+    MAX_BAD_WORD_TOKENS,
+    check_max_tokens,
+    fit,
+    read_sampling_defaults,
+    to_sampling_params,
+)
+from quire.server.errors import BadRequest, ContextLengthExceeded
+from quire.server.http.parse_body import parse
+from quire.server.state import ModelInfo, known_token_ids
 
 MODEL = ModelInfo(max_model_len=100, vocab_size=512, eos_token_ids=[2, 0], sampling_defaults={}, max_logprobs=20, priorities=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from server.launch import serve
+from quire.server.launch import serve
 from tests.server.conftest import make_config, running_server
 from tests.server.light_model import write_light_model
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from configs.config import Config
-from engine.messages import Ready
-from server import supervisor as module
-from server.engine_client import EngineUnavailable
-from server.supervisor import EngineFailed, Supervisor
+from quire.configs.config import Config
+from quire.engine.messages import Ready
+from quire.server.engines import supervisor as module
+from quire.server.engines.client import EngineUnavailable
+from quire.server.engines.supervisor import EngineFailed, Supervisor
 from tests.server.fake_engine import ready
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 
-from server.tokenizer import Tokenizer
+from quire.server.text.tokenizer import Tokenizer
 from tests.server.tokenizer_kinds import CHATML, KINDS, byte_level, llama3
 
 transformers = pytest.importorskip("transformers")
@@ -88,7 +88,7 @@ def test_unpaired_surrogates_are_refused(folders):
 
 class TestLoading:
     def test_torch_and_transformers_stay_out(self, folders):
-        code = ("import sys; from server.tokenizer import Tokenizer; t = Tokenizer.load(sys.argv[1]);"
+        code = ("import sys; from quire.server.text.tokenizer import Tokenizer; t = Tokenizer.load(sys.argv[1]);"
                 "t.render_chat([{'role': 'user', 'content': 'x'}]); t.encode('x'); assert not {'torch', 'transformers'} & set(sys.modules)")
         subprocess.run([sys.executable, "-c", code, str(folders["byte_level"])], check=True)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.attention.base import AttentionBackend, AttentionMetadata
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata
 
 
 @dataclass

@@ -14,8 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from worker.attention import triton_paged
-from worker.kernels import triton_ops, triton_sampler
+from quire.worker.cuda import triton_ops, triton_paged, triton_sampler
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64", torch.float64: "fp64"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker.kernels import build
-from worker.kernels.native import KERNELS
+from quire.worker.cpu import build
+from quire.worker.cpu.native import KERNELS
 
 
 @pytest.fixture(scope="module")

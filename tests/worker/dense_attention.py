@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-from worker.layers.attention import Attention
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from quire.worker.layers.attention import Attention
 
 BLOCK_SIZE = 16
 

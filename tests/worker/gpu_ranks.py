@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from worker import worker
-from worker.platform import CudaPlatform, Platform
+from quire.worker import worker
+from quire.worker.platforms.platform import CudaPlatform, Platform
 
 
 class SharedGpu(CudaPlatform):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from worker.parallel import Group
+from quire.worker.parallel import Group
 
 
 class ThreadGroup(Group):

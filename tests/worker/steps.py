@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.messages import NewRequest, SamplingParams, StepInput, StepOutput
+from quire.worker.messages import NewRequest, SamplingParams, StepInput, StepOutput
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.worker.attention import torch_paged as cpu_paged
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from quire.worker.attention.registry import BACKENDS, select_backend
+from quire.worker.cuda import flash_attn, varlen
+from quire.worker.platforms.platform import CudaPlatform
 from tests.worker.attention_cases import dense, make_case
-from worker.attention import cpu_paged, flash_attn, varlen
-from worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-from worker.attention.registry import BACKENDS, select_backend
-from worker.platform import CudaPlatform
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BATCHES = {

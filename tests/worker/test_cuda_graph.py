@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.messages import SamplingParams
+from quire.engine.messages import SamplingParams
+from quire.worker.batch.graphs import _CudaRecorder, padded_sizes
 from tests.in_process import InProcessEngine
-from worker.cuda_graph import _CudaRecorder, padded_sizes
 
 
 class Recorder:

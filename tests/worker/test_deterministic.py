@@ -8,17 +8,19 @@ import re
 import pytest
 import torch
 
-from configs.config import Config
-from configs.hf_config import read_model_spec
+from quire.configs.config import Config
+from quire.worker import memory
+from quire.worker.cpu import batch_invariance
+from quire.worker.cpu import ops as cpu_ops
+from quire.worker.cpu.fixed_order_linear import FixedRows
+from quire.worker.cpu.native import KERNELS
+from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
+from quire.worker.messages import SamplingParams
+from quire.worker.models.hf_config import read_model_spec
+from quire.worker.platforms.platform import CpuPlatform, CudaPlatform
+from quire.worker.sampling import logprobs
+from quire.worker.worker import Worker
 from tests.worker.steps import Script
-from worker import batch_invariance, logprobs, memory
-from worker.kernels import cpu_ops
-from worker.kernels.cpu_ops import PackedLinear, QuantizedLinear
-from worker.kernels.native import KERNELS
-from worker.layers.fixed_order import FixedRows
-from worker.messages import SamplingParams
-from worker.platform import CpuPlatform, CudaPlatform
-from worker.worker import Worker
 
 NUM_OUTPUTS = 12
 SAMPLING = [SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=1), SamplingParams(temperature=0.9, top_p=0.95, seed=11, logprobs=3, prompt_logprobs=1)]

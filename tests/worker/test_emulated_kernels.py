@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
+from quire.worker.cpu import build
+from quire.worker.cpu import ops as cpu_ops
 from tests.worker import emulated, test_kernels
-from worker.kernels import build, cpu_ops
 
 pytestmark = pytest.mark.slow
 globals().update({name: test for name, test in vars(test_kernels).items() if name.startswith("test_") and "kernels" in inspect.signature(test).parameters})

@@ -8,9 +8,10 @@ import random
 import pytest
 import torch
 
+from quire.worker.cpu import build
+from quire.worker.cpu import ops as cpu_ops
+from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
 from tests.worker.test_kernels import LEVELS, dense_attention, installed, random_quantized
-from worker.kernels import build, cpu_ops
-from worker.kernels.cpu_ops import PackedLinear, QuantizedLinear
 
 FIXED, FLOATS = 0, 3  # paths of 9 rows and more; of float32 outputs from 33 on
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.executor.multiproc import MultiprocExecutor
-from engine.messages import SamplingParams
+from quire.engine.executor.multiproc import MultiprocExecutor
+from quire.engine.messages import SamplingParams
 from tests.in_process import InProcessEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.messages import SamplingParams
+from quire.engine.messages import SamplingParams
+from quire.worker.cache import allocation as kv_cache
+from quire.worker.cuda import triton_ops, triton_sampler
+from quire.worker.cuda.triton_paged import TritonPagedBackend
+from quire.worker.layers import ops
 from tests.in_process import InProcessEngine
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_cuda_graph import Recorder
-from worker import kv_cache
-from worker.attention.triton_paged import TritonPagedBackend
-from worker.kernels import triton_ops, triton_sampler
-from worker.layers import ops
 
 pytestmark = [needs_loops, pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the real path is tested, in test_gpu.py")]
 

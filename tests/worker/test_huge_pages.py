@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from worker import huge_pages
-from worker.kv_cache import Warmer
-from worker.messages import NewRequest, SamplingParams, StepInput
+from quire.worker.cache.allocation import Warmer
+from quire.worker.messages import NewRequest, SamplingParams, StepInput
+from quire.worker.platforms import huge_pages
 
 MIB = 1 << 20
 

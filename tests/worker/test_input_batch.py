@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.worker.attention.torch_paged import CpuPagedAttention
+from quire.worker.batch.input_batch import InputBatch, InputBuffers, prepare_inputs
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.messages import NewRequest, SamplingParams, StepInput
+from quire.worker.platforms.platform import CpuPlatform
 from tests.worker.steps import Script
-from worker.attention.cpu_paged import CpuPagedAttention
-from worker.input_batch import InputBatch, InputBuffers, prepare_inputs
-from worker.messages import NewRequest, SamplingParams, StepInput
-from worker.platform import CpuPlatform
-from worker.request_table import RequestTable
 
 BLOCK_SIZE, MAX_MODEL_LEN = 2, 12
 PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34, 35, 36, 37]]

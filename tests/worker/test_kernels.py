@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from worker import logprobs, sampling_math
-from worker.kernels import build, cpu_ops, native
-from worker.layers.activation import silu_and_mul
-from worker.layers.norm import add_rms_norm, rms_norm
-from worker.layers.rotary import apply_rotary
-from worker.platform import CpuPlatform
+from quire.worker.cpu import build, native
+from quire.worker.cpu import ops as cpu_ops
+from quire.worker.layers.activation import silu_and_mul
+from quire.worker.layers.norm import add_rms_norm, rms_norm
+from quire.worker.layers.rotary import apply_rotary
+from quire.worker.platforms.platform import CpuPlatform
+from quire.worker.sampling import arithmetic as sampling_math
+from quire.worker.sampling import logprobs
 
 LEVELS = list(build.LEVELS)
 TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"

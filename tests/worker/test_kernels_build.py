@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from configs import cli
+from quire.cli import main as cli
+from quire.worker.cpu import build
+from quire.worker.cpu.native import Kernels
 from tests.server.conftest import poll
-from worker.kernels import build
-from worker.kernels.native import Kernels
 
 pytestmark = pytest.mark.skipif(build.cpu_level() is None or build.compiler() is None, reason="no native kernels here")
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from worker.layers import linear
-from worker.layers.activation import silu_and_mul
-from worker.layers.attention import Attention
-from worker.layers.linear import split_kv_heads
-from worker.layers.norm import RMSNorm, add_rms_norm, rms_norm
-from worker.layers.rotary import RotaryEmbedding, apply_rotary
-from worker.parallel import Group
+from quire.worker.layers import linear
+from quire.worker.layers.activation import silu_and_mul
+from quire.worker.layers.attention import Attention
+from quire.worker.layers.linear import split_kv_heads
+from quire.worker.layers.norm import RMSNorm, add_rms_norm, rms_norm
+from quire.worker.layers.rotary import RotaryEmbedding, apply_rotary
+from quire.worker.parallel import Group
 
 SCALINGS = {
     "default": None,

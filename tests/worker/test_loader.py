@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.hf_config import read_model_spec
-from worker.kernels.native import KERNELS
-from worker.layers.linear import PLAIN, Linear, LinearMethod
-from worker.loader import load_weights
-from worker.models import build_model
-from worker.parallel import Group, use_groups
+from quire.worker.cpu.native import KERNELS
+from quire.worker.layers.linear import PLAIN, Linear, LinearMethod
+from quire.worker.loader import load_weights
+from quire.worker.models import build_model
+from quire.worker.models.hf_config import read_model_spec
+from quire.worker.parallel import Group, use_groups
 
 CPU = torch.device("cpu")
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.messages import NewRequest, SamplingParams
+from quire.worker.platforms.platform import CpuPlatform
+from quire.worker.sampling import processors as module
+from quire.worker.sampling.processors import logits_processors
 from tests.worker.test_sampler import make_batch
-from worker import logits_processors as module
-from worker.logits_processors import logits_processors
-from worker.messages import NewRequest, SamplingParams
-from worker.platform import CpuPlatform
-from worker.request_table import RequestTable
 
 VOCAB_SIZE = 20
 INF = float("inf")

@@ -11,11 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from configs.config import Config
-from configs.hf_config import kv_bytes_per_token, num_parameters, read_model_spec
-from worker import host, memory
-from worker.platform import CpuPlatform, CudaPlatform, get_platform
-from worker.worker import Worker
+from quire.configs.config import Config
+from quire.worker import memory
+from quire.worker.models.hf_config import kv_bytes_per_token, num_parameters, read_model_spec
+from quire.worker.platforms import host
+from quire.worker.platforms.platform import CpuPlatform, CudaPlatform, get_platform
+from quire.worker.worker import Worker
 
 GIB = 1 << 30
 
@@ -159,7 +160,7 @@ def test_preview_needs_no_weights(tmp_path, folder):
 
 
 def test_importing_the_plan_does_not_import_transformers():
-    code = "import sys, worker.memory, worker.worker; print('transformers' in sys.modules)"
+    code = "import sys, quire.worker.memory, quire.worker.worker; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
@@ -251,6 +252,6 @@ def test_too_little_memory_to_start_is_the_users_to_correct(folder, monkeypatch)
     def fill(*args, **kwargs):
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr("worker.worker.load_weights", fill)
+    monkeypatch.setattr("quire.worker.worker.load_weights", fill)
     with pytest.raises(ValueError, match=r"lower --gpu-memory-utilization.*tried to allocate 2\.00 GiB"):
         Worker(Config.from_flat(model=folder, device="cpu")).initialize(lambda phase, fraction: None)

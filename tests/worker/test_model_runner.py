@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from configs.hf_config import read_model_spec
+from quire.worker.attention.torch_paged import CpuPagedAttention
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.cache import allocation as kv_cache
+from quire.worker.loader import load_weights
+from quire.worker.messages import NewRequest, SamplingParams, StepInput, StepOutput
+from quire.worker.model_runner import ModelRunner
+from quire.worker.models import build_model
+from quire.worker.models.hf_config import read_model_spec
+from quire.worker.platforms.platform import CpuPlatform
 from tests.checkpoints import TOKENIZER_SIZE, greedy, load_reference
 from tests.worker.steps import GREEDY, Script
-from worker import kv_cache
-from worker.attention.cpu_paged import CpuPagedAttention
-from worker.loader import load_weights
-from worker.messages import NewRequest, SamplingParams, StepInput, StepOutput
-from worker.model_runner import ModelRunner
-from worker.models import build_model
-from worker.platform import CpuPlatform
-from worker.request_table import RequestTable
 
 PLATFORM = CpuPlatform()
 BLOCK_SIZE, NUM_BLOCKS = 8, 200
@@ -157,7 +157,7 @@ def test_logprobs_of_sampled_tokens(real):
 @pytest.mark.parametrize("num", [0, 3, -1])
 def test_prompt_logprobs_in_chunks_of_prompt_and_of_logits(real, monkeypatch, num):
     make, reference = real
-    monkeypatch.setattr("worker.logprobs._CHUNK_ROWS", 4)
+    monkeypatch.setattr("quire.worker.sampling.logprobs._CHUNK_ROWS", 4)
     runner, script, tokens = make(), Script(BLOCK_SIZE), prompt(23, 7)
     script.add(0, tokens, SamplingParams(temperature=0.0, prompt_logprobs=num))
     script.add(1, prompt(4, 8))

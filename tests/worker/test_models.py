@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from configs.hf_config import ARCHITECTURES, num_parameters, read_model_spec
+from quire.worker.cpu import build, native
+from quire.worker.loader import load_weights
+from quire.worker.models import MODELS, build_model
+from quire.worker.models.decoder import stage_layers
+from quire.worker.models.hf_config import ARCHITECTURES, num_parameters, read_model_spec
+from quire.worker.parallel import Group, use_groups
 from tests.checkpoints import CHECKPOINTS, VOCAB_SIZE, load_reference
 from tests.worker.dense_attention import PagedRunner
-from worker.kernels import build, native
-from worker.loader import load_weights
-from worker.models import MODELS, build_model
-from worker.models.decoder import stage_layers
-from worker.parallel import Group, use_groups
 
 CPU = torch.device("cpu")
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from worker import kv_cache
-from worker.attention.base import AttentionBackend
-from worker.messages import NewRequest, SamplingParams, StepInput
-from worker.model_runner import ModelRunner
-from worker.platform import CpuPlatform
-from worker.request_table import RequestTable
+from quire.worker.attention.base import AttentionBackend
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.cache import allocation as kv_cache
+from quire.worker.messages import NewRequest, SamplingParams, StepInput
+from quire.worker.model_runner import ModelRunner
+from quire.worker.platforms.platform import CpuPlatform
 
 VOCAB_SIZE = 96
 WAITING = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.equal", "aten.nonzero", "aten.masked_select", "aten._unique", "aten.unique", "aten.bincount",
@@ -103,7 +103,7 @@ def make_runner(platform, backend) -> ModelRunner:
 
 
 def test_a_step_launches_without_waiting(monkeypatch):
-    monkeypatch.setattr("worker.sampling_math.block_size", lambda logits: 0)  # what only the CPU does
+    monkeypatch.setattr("quire.worker.sampling.arithmetic.block_size", lambda logits: 0)  # what only the CPU does
     runner = make_runner(Platform(), NoAttention())
     with NoWaiting():
         outputs = [runner.execute(step) for step in steps()]
@@ -121,7 +121,7 @@ def test_the_mode_sees_what_waits(waits):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_torch_sees_no_wait_on_the_gpu():
-    from worker.platform import CudaPlatform
+    from quire.worker.platforms.platform import CudaPlatform
 
     platform = CudaPlatform(0)
     platform.start(None, 1)

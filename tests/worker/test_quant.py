@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.config import Config
-from configs.hf_config import read_model_spec
-from configs.sources import embedded_model
+from quire.configs.config import Config
+from quire.configs.sources import embedded_model
+from quire.worker import memory
+from quire.worker.cpu.native import KERNELS
+from quire.worker.cpu.ops import QuantizedLinear
+from quire.worker.layers.quantization import int_at_load as quant
+from quire.worker.loader import load_weights
+from quire.worker.models import build_model
+from quire.worker.models.hf_config import read_model_spec
+from quire.worker.parallel import use_groups
+from quire.worker.platforms.platform import CpuPlatform, CudaPlatform
+from quire.worker.worker import Worker
 from tests.worker.dense_attention import PagedRunner
 from tests.worker.ranks import run_ranks, thread_groups
-from worker import memory
-from worker.kernels.cpu_ops import QuantizedLinear
-from worker.kernels.native import KERNELS
-from worker.layers import quant
-from worker.loader import load_weights
-from worker.models import build_model
-from worker.parallel import use_groups
-from worker.platform import CpuPlatform, CudaPlatform
-from worker.worker import Worker
 
 CPU = torch.device("cpu")
 TEXT = list(range(4, 150))

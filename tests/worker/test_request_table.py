@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from worker.kernels.native import KERNELS
-from worker.messages import NewRequest, SamplingParams, StepInput
-from worker.request_table import RequestTable, check_token_ids
+from quire.worker.batch.request_table import RequestTable, check_token_ids
+from quire.worker.cpu.native import KERNELS
+from quire.worker.messages import NewRequest, SamplingParams, StepInput
 
 CPU = torch.device("cpu")
 

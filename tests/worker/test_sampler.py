@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker import sampler as sampler_module
-from worker import sampling_math
-from worker.input_batch import SamplingBatch
-from worker.messages import NewRequest, SamplingParams
-from worker.platform import CpuPlatform
-from worker.request_table import RequestTable
-from worker.sampler import Sampler
+from quire.worker.batch.input_batch import SamplingBatch
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.messages import NewRequest, SamplingParams
+from quire.worker.platforms.platform import CpuPlatform
+from quire.worker.sampling import arithmetic as sampling_math
+from quire.worker.sampling import sampler as sampler_module
+from quire.worker.sampling.sampler import Sampler
 
 PLATFORM = CpuPlatform()
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.hf_config import read_model_spec
+from quire.worker.cpu import ops as cpu_ops
+from quire.worker.cpu.argmax_prefilter import Screen
+from quire.worker.loader import load_weights
+from quire.worker.messages import SamplingParams
+from quire.worker.models import build_model
+from quire.worker.models.hf_config import read_model_spec
 from tests.worker.steps import GREEDY, Script
 from tests.worker.test_model_runner import BLOCK_SIZE, PLATFORM, make_runner, prompt, run
-from worker.kernels import cpu_ops
-from worker.kernels.screen import Screen
-from worker.loader import load_weights
-from worker.messages import SamplingParams
-from worker.models import build_model
 
 TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from configs.hf_config import read_model_spec
+from quire.worker.attention.base import AttentionBackend
+from quire.worker.cpu.attention import CpuNativeAttention
+from quire.worker.cpu.fixed_order_attention import CpuFixedAttention
+from quire.worker.cpu.fixed_order_linear import fix_order
+from quire.worker.loader import load_weights
+from quire.worker.models import build_model
+from quire.worker.models.hf_config import read_model_spec
 from tests.worker.dense_attention import DenseAttention, PagedRunner
-from worker.attention.base import AttentionBackend
-from worker.attention.cpu_fixed import CpuFixedAttention
-from worker.attention.cpu_native import CpuNativeAttention
-from worker.layers.fixed_order import fix_order
-from worker.loader import load_weights
-from worker.models import build_model
 
 # Prompts, more than 1024 tokens in a step, odd sizes, and single tokens.
 STEPS = [{0: 3, 1: 290}, {0: 1, 1: 1}, {0: 40, 2: 1}, {0: 560, 1: 7, 2: 530}, {2: 1}]

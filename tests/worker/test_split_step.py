@@ -7,22 +7,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.hf_config import read_model_spec
-from engine.messages import SamplingParams
+from quire.engine.messages import SamplingParams
+from quire.worker.attention.torch_paged import CpuPagedAttention
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.batch.split_step import halves
+from quire.worker.cache import allocation as kv_cache
+from quire.worker.cpu.native import KERNELS
+from quire.worker.loader import load_weights
+from quire.worker.messages import StepInput, StepOutput
+from quire.worker.model_runner import ModelRunner
+from quire.worker.models import build_model
+from quire.worker.models.hf_config import read_model_spec
+from quire.worker.parallel import use_groups
+from quire.worker.platforms.platform import CpuPlatform
 from tests.in_process import InProcessEngine
 from tests.worker.ranks import run_ranks, thread_groups
 from tests.worker.steps import Script
-from worker import kv_cache
-from worker.attention.cpu_paged import CpuPagedAttention
-from worker.kernels.native import KERNELS
-from worker.loader import load_weights
-from worker.messages import StepInput, StepOutput
-from worker.model_runner import ModelRunner
-from worker.models import build_model
-from worker.parallel import use_groups
-from worker.platform import CpuPlatform
-from worker.request_table import RequestTable
-from worker.split_step import halves
 
 SETTINGS = dict(block_size=4, num_gpu_blocks_override=200, max_num_batched_tokens=48, max_num_seqs=8, max_model_len="200")
 

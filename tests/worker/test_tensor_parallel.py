@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from configs.hf_config import read_model_spec
+from quire.worker.cpu import build as native_build
+from quire.worker.cpu import native
+from quire.worker.loader import load_weights
+from quire.worker.models import build_model
+from quire.worker.models.hf_config import read_model_spec
+from quire.worker.parallel import Group, init_distributed, shutdown_distributed, tp, use_groups
 from tests.worker.dense_attention import PagedRunner
 from tests.worker.ranks import run_ranks, thread_groups
-from worker.kernels import build as native_build
-from worker.kernels import native
-from worker.loader import load_weights
-from worker.models import build_model
-from worker.parallel import Group, init_distributed, shutdown_distributed, tp, use_groups
 
 CPU = torch.device("cpu")
 TEXT = list(range(4, 90))

@@ -1,10 +1,10 @@
-"""The Triton kernels of worker/kernels/triton_ops.py under Triton's interpreter (compiled where there is a GPU) against float32 formulas."""
+"""The Triton kernels of worker/cuda/triton_ops.py under Triton's interpreter (compiled where there is a GPU) against float32 formulas."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from worker.kernels import triton_ops
+from quire.worker.cuda import triton_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
+from quire.worker.cuda import triton_paged
 from tests.worker.interpreter import needs_loops
-from worker.attention import triton_paged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else [needs_loops]

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from quire.worker.cuda import triton_sampler
+from quire.worker.messages import SamplingParams
+from quire.worker.sampling import arithmetic as sampling_math
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_sampler import make_batch, make_sampler
-from worker import sampling_math
-from worker.kernels import triton_sampler
-from worker.messages import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

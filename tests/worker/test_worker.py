@@ -9,14 +9,15 @@ import time
 import pytest
 import torch
 
-from configs.config import Config
+from quire.configs.config import Config
+from quire.worker.cache import allocation as kv_cache
+from quire.worker.messages import SamplingParams
+from quire.worker.platforms.platform import CpuPlatform
+from quire.worker.sampling import logprobs, sampler
+from quire.worker.sampling.processors import Penalties
+from quire.worker.worker import Worker
 from tests.checkpoints import TOKENIZER_SIZE, greedy, load_reference
 from tests.worker.steps import Script
-from worker import kv_cache, logprobs, sampler
-from worker.logits_processors import Penalties
-from worker.messages import SamplingParams
-from worker.platform import CpuPlatform
-from worker.worker import Worker
 
 PROMPT = torch.randint(4, TOKENIZER_SIZE, (20,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -166,7 +167,7 @@ def test_the_step_that_is_measured_takes_what_sampling_can_take(checkpoint, monk
     note(Penalties, "_apply", lambda args: len(args[3]))
     note(sampler, "entries", lambda args: len(args[0]))
     note(logprobs, "entries", lambda args: len(args[0]))
-    monkeypatch.setattr("worker.worker.get_platform", lambda *args: platform)
+    monkeypatch.setattr("quire.worker.worker.get_platform", lambda *args: platform)
     worker = _worker(checkpoint("qwen3"), max_num_batched_tokens=32)
     plan = worker.initialize(lambda phase, fraction: None).plan
     assert seen == {"_apply": 4, "entries": 7} and 10**8 * 0.9 < plan.activations <= 10**8

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, replace
 
-from worker.attention.base import AttentionBackend, AttentionSpec
+from quire.worker.attention.base import AttentionBackend, AttentionSpec
 
 BACKENDS = {
-    "cpu_native": "worker.attention.cpu_native:CpuNativeAttention",
-    "cpu_fixed": "worker.attention.cpu_fixed:CpuFixedAttention",
-    "cpu_paged": "worker.attention.cpu_paged:CpuPagedAttention",
-    "flash_attn_3": "worker.attention.flash_attn:FlashAttention3",
-    "flash_attn_2": "worker.attention.flash_attn:FlashAttention2",
-    "torch_varlen": "worker.attention.varlen:TorchVarlenAttention",
-    "triton_paged": "worker.attention.triton_paged:TritonPagedBackend",
+    "cpu_native": "quire.worker.cpu.attention:CpuNativeAttention",
+    "cpu_fixed": "quire.worker.cpu.fixed_order_attention:CpuFixedAttention",
+    "cpu_paged": "quire.worker.attention.torch_paged:CpuPagedAttention",
+    "flash_attn_3": "quire.worker.cuda.flash_attn:FlashAttention3",
+    "flash_attn_2": "quire.worker.cuda.flash_attn:FlashAttention2",
+    "torch_varlen": "quire.worker.cuda.varlen:TorchVarlenAttention",
+    "triton_paged": "quire.worker.cuda.triton_paged:TritonPagedBackend",
 }
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from worker.attention.base import AttentionMetadata
+from quire.worker.attention.base import AttentionMetadata
 
 
 class Attention(nn.Module):
-    """Causal attention of one layer over the paged cache. `k_cache` and `v_cache` are bound by `worker/kv_cache.py` (layout in `attention/base.py`)."""
+    """Causal attention of one layer over the paged cache. `k_cache` and `v_cache` are bound by `worker/cache/allocation.py` (layout in `attention/base.py`)."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, layer_index: int, sliding_window: int | None = None, scale: float | None = None,
                  soft_cap: float | None = None):

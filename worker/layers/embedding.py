@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from worker.huge_pages import Workspace
-from worker.kernels.screen import Screen
-from worker.layers.linear import PLAIN, Linear, LinearMethod, Part, PlainLinear, empty_parameter
-from worker.layers.packed import PackedMethod
-from worker.parallel import tp
+from quire.worker.cpu.argmax_prefilter import Screen
+from quire.worker.cpu.packed_linear import PackedMethod
+from quire.worker.layers.linear import PLAIN, Linear, LinearMethod, Part, PlainLinear, empty_parameter
+from quire.worker.parallel import tp
+from quire.worker.platforms.huge_pages import Workspace
 
 
 def _vocab_parts(vocab_size: int, hidden_size: int, name: str) -> tuple[int, list[Part]]:

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from worker import huge_pages
-from worker.huge_pages import Workspace
-from worker.layers.activation import silu_and_mul
-from worker.parallel import Group, split_size, tp
+from quire.worker.layers.activation import silu_and_mul
+from quire.worker.parallel import Group, split_size, tp
+from quire.worker.platforms import huge_pages
+from quire.worker.platforms.huge_pages import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class PlainLinear(LinearMethod):
         return product(x, layer.weight, layer.bias)
 
     def finalize(self, layer: Linear) -> None:
-        from worker.layers.packed import PackedMethod, can_pack
+        from quire.worker.cpu.packed_linear import PackedMethod, can_pack
 
         if can_pack(layer.weight):
             layer.method = PackedMethod(layer)

@@ -9,11 +9,11 @@ from types import ModuleType
 
 import torch
 
-from worker.kernels.native import KERNELS
-from worker.kernels.triton_ready import triton_works
-from worker.layers.activation import silu_and_mul
-from worker.layers.norm import add_rms_norm, rms_norm
-from worker.layers.rotary import apply_rotary
+from quire.worker.cpu.native import KERNELS
+from quire.worker.cuda.triton_ready import triton_works
+from quire.worker.layers.activation import silu_and_mul
+from quire.worker.layers.norm import add_rms_norm, rms_norm
+from quire.worker.layers.rotary import apply_rotary
 
 __all__ = ["add_rms_norm", "fastest_ops", "qk_norm_rope_write", "rms_norm", "silu_and_mul"]
 
@@ -38,11 +38,11 @@ def qk_norm_rope_write(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weigh
 def fastest_ops(device: torch.device) -> ModuleType:
     """The best namespace that works on `device` now. On CPU that may change once the native kernels are built (`kernels/native.py`)."""
     if device.type == "cuda" and triton_works(device):
-        from worker.kernels import triton_ops
+        from quire.worker.cuda import triton_ops
 
         return triton_ops
     if KERNELS.serve(device):
-        from worker.kernels import cpu_ops
+        from quire.worker.cpu import ops as cpu_ops
 
         return cpu_ops
     return sys.modules[__name__]

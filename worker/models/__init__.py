@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from configs.hf_config import ModelSpec
-    from worker.models.decoder import CausalLM
+    from quire.worker.models.decoder import CausalLM
+    from quire.worker.models.hf_config import ModelSpec
 
 MODELS = {
-    "LlamaForCausalLM": "worker.models.llama:Llama",
-    "MistralForCausalLM": "worker.models.mistral:Mistral",
-    "Qwen2ForCausalLM": "worker.models.qwen2:Qwen2",
-    "Qwen3ForCausalLM": "worker.models.qwen3:Qwen3",
+    "LlamaForCausalLM": "quire.worker.models.llama:Llama",
+    "MistralForCausalLM": "quire.worker.models.mistral:Mistral",
+    "Qwen2ForCausalLM": "quire.worker.models.qwen2:Qwen2",
+    "Qwen3ForCausalLM": "quire.worker.models.qwen3:Qwen3",
 }
 
 
@@ -28,7 +28,7 @@ def model_class(architecture: str) -> type[CausalLM]:
 
 
 def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None, quantization: str | None = None) -> CausalLM:
-    """The model with uninitialised weights of `dtype` on `device`, this rank's share of it (`worker.parallel`).
+    """The model with uninitialised weights of `dtype` on `device`, this rank's share of it (`quire.worker.parallel`).
 
     `max_model_len` bounds the positions that rotary tables are made for; by default it is the spec's. With `quantization` (`layers/quant.py`) the weights are
     quantized when they have been loaded. Raises ValueError for an unknown architecture and for sizes that the ranks do not divide.
@@ -44,7 +44,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_m
     finally:
         torch.set_default_dtype(default)
     if quantization:
-        from worker.layers.quant import quantize_at_load
+        from quire.worker.layers.quantization.int_at_load import quantize_at_load
 
         quantize_at_load(model, quantization)
     return model

@@ -12,18 +12,18 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from configs.hf_config import ModelSpec
-from worker.attention.base import AttentionMetadata
-from worker.huge_pages import Workspace
-from worker.kernels import cpu_ops
-from worker.layers import ops
-from worker.layers.attention import Attention
-from worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from worker.layers.linear import GateUpParallelLinear, Linear, QKVParallelLinear, RowParallelLinear
-from worker.layers.norm import RMSNorm
-from worker.layers.rotary import RotaryEmbedding
-from worker.layers.segments import Segments
-from worker.parallel import Group, pp
+from quire.worker.attention.base import AttentionMetadata
+from quire.worker.cpu import ops as cpu_ops
+from quire.worker.cpu.segments import Segments
+from quire.worker.layers import ops
+from quire.worker.layers.attention import Attention
+from quire.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from quire.worker.layers.linear import GateUpParallelLinear, Linear, QKVParallelLinear, RowParallelLinear
+from quire.worker.layers.norm import RMSNorm
+from quire.worker.layers.rotary import RotaryEmbedding
+from quire.worker.models.hf_config import ModelSpec
+from quire.worker.parallel import Group, pp
+from quire.worker.platforms.huge_pages import Workspace
 
 
 class SelfAttention(nn.Module):

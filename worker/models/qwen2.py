@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.models.decoder import CausalLM
+from quire.worker.models.decoder import CausalLM
 
 
 class Qwen2(CausalLM):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from configs.hf_config import ModelSpec
-from worker.layers.norm import RMSNorm
-from worker.models.decoder import CausalLM, SelfAttention
+from quire.worker.layers.norm import RMSNorm
+from quire.worker.models.decoder import CausalLM, SelfAttention
+from quire.worker.models.hf_config import ModelSpec
 
 
 class Qwen3Attention(SelfAttention):

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from worker.kernels import build
+from quire.worker.cpu import build
 
 HEADER = Path(__file__).parent / "avx512.h"
 _MACROS = {"amx": ["-DEMULATE_BF16", "-DEMULATE_AMX"], "avx512bf16": ["-DEMULATE_BF16"], "avx512": []}

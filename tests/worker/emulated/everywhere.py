@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import os
 
+from quire.worker.cpu import build
 from tests.worker import emulated
-from worker.kernels import build
 
 _LEVEL = os.environ.get("EMULATED_LEVEL", "amx")
 _LIBRARY = emulated.build_library(_LEVEL)
 
 
 def pytest_configure() -> None:
-    from worker.kernels import cpu_ops  # imports torch, for which tests/conftest.py sets the environment
+    from quire.worker.cpu import ops as cpu_ops  # imports torch, for which tests/conftest.py sets the environment
 
     build.cpu_level, build.build, build.find_library = lambda: _LEVEL, lambda level, folder: _LIBRARY, lambda level: _LIBRARY
     build.LEVELS = {_LEVEL: build.LEVELS[_LEVEL]}

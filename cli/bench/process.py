@@ -1,0 +1,67 @@
+"""A server under measurement as a child process: started from its command line, probed over HTTP, ended by its process id."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+
+from quire.cli.bench.connection import Client, HttpError
+
+POLL_SECONDS = 0.01
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class ServerProcess:
+    """`with ServerProcess(command, port) as server:` runs `command`, in which every "{port}" is replaced. `started` is time.perf_counter() at its start."""
+
+    def __init__(self, command: Sequence[str], port: int):
+        self.command = [part.replace("{port}", str(port)) for part in command]
+        self.port = port
+        self.client = Client(f"http://127.0.0.1:{port}")
+
+    def __enter__(self) -> ServerProcess:
+        self.log = tempfile.TemporaryFile()
+        self.started = time.perf_counter()
+        # a session of its own: Ctrl-C in the terminal reaches the measurement, which then ends the server in order
+        self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.client.close()
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.log.close()
+
+    async def wait_for(self, *paths: str, timeout: float = 900.0) -> float:
+        """Seconds from the start until one of `paths` answers 200. Raises RuntimeError with the end of the log when the process ends or time is up."""
+        deadline = self.started + timeout
+        while time.perf_counter() < deadline:
+            for path in paths:
+                with contextlib.suppress(OSError, HttpError, asyncio.IncompleteReadError):
+                    if (await self.client.fetch("GET", path))[0] == 200:
+                        return time.perf_counter() - self.started
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self.command[0]} ended with status {self.process.returncode}:\n{self.log_tail()}")
+            await asyncio.sleep(POLL_SECONDS)
+        raise RuntimeError(f"{' or '.join(paths)} did not answer 200 within {timeout:g} s:\n{self.log_tail()}")
+
+    def log_tail(self, size: int = 3000) -> str:
+        self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, self.log.tell() - size))
+        return self.log.read().decode(errors="replace")

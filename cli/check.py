@@ -1,0 +1,44 @@
+"""`quire check`: what `quire serve` with the same flags would plan and choose, or the error it would end with, without loading weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import sys
+
+from quire.configs.config import Config
+from quire.configs.files import check_model_folder
+from quire.server.startup import hub
+from quire.server.startup.plan_table import plan_table
+
+
+def check(config: Config) -> int:
+    """Print the plan; 1 when `quire serve` would refuse. Of a Hub model only the small files are downloaded."""
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        print(plan(config))
+    except ValueError as error:
+        print(f"quire check: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def plan(config: Config) -> str:
+    """The memory plan and the choices, as `quire serve` shows them. Raises ValueError as it would."""
+    from quire.server.api.openai.sampling import read_sampling_defaults
+    from quire.server.text.tokenizer import Tokenizer
+
+    options = config.model
+    folder = hub.resolve(options.model, revision=options.revision, download_dir=options.download_dir, tokenizer_only=True)
+    config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
+    check_model_folder(folder)
+    # by name: the server's processes never import the worker, but this one only asks it and ends
+    importlib.import_module("quire.worker.loader").check_model(config, files=hub.local_folder(options.model) is not None)
+    ready = importlib.import_module("quire.worker.memory").preview(config)
+    tokenizer_folder = folder if options.tokenizer is None else hub.resolve(options.tokenizer, download_dir=options.download_dir, tokenizer_only=True)
+    tokenizer = Tokenizer.load(tokenizer_folder, chat_template=config.server.chat_template, trust_remote_code=options.trust_remote_code)
+    defaults = read_sampling_defaults(config, folder)
+    chat = "yes" if tokenizer.chat_templates else "none: /v1/chat/completions needs --chat-template"
+    sampling = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "OpenAI's"
+    return f"{plan_table(ready)}\nchat template: {chat}\ndefault sampling parameters: {sampling}"

@@ -1,0 +1,222 @@
+"""The `quire` command. Flags are derived from the fields of `configs/config.py`; what a command runs is imported when it runs.
+
+Nothing heavy is imported here: `quire --help` is instant, and `quire serve` reaches `quire.server.launch.serve` in a few hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import select
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.configs.options import Option, advice, all_options, suggestion
+from quire.configs.sources import EMBEDDED_MODEL, Settings, describe, embedded_model, resolve
+
+_STDOUT = 1
+SECTIONS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "parallel": "Parallelism", "device": "Device", "server": "HTTP server"}
+EPILOG = ("Every flag is also a YAML key for --config (max_model_len: 4096) and an environment variable (QUIRE_MAX_MODEL_LEN=4096). "
+          "A flag beats the environment, the environment beats the file.")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, with `_` and `-` alike in flags, and with a suggestion for an unknown flag."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        arguments = [_dashes(arg) for arg in (sys.argv[1:] if args is None else args)]
+        result, unknown = self.parse_known_args(arguments, namespace)
+        if unknown:
+            self.unknown(unknown)
+        return result
+
+    def unknown(self, arguments: list[str]) -> None:
+        flag = next((arg.partition("=")[0] for arg in arguments if arg.startswith("-")), None)
+        if flag is None:
+            self.error(f"unexpected argument {arguments[0]!r}")
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        self.error(f"unknown flag {flag}{(advice if '--config' in known else suggestion)(flag, known)}")
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _dashes(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        for action in parser._actions:
+            if action.help is argparse.SUPPRESS and hasattr(action, "full_help"):
+                action.help = action.full_help
+        parser.print_help()
+        parser.exit()
+
+
+class _Extend(argparse._ExtendAction):
+    """Remembers the last flag that took several values, because they may have swallowed MODEL."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if len(values) > 1:
+            namespace.greedy_flag = (option_string, values[-1])
+        super().__call__(parser, namespace, values, option_string)
+
+
+def add_config_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str] = tuple(SECTIONS), everyday: bool = True) -> None:
+    """Add MODEL, the flags of `sections`, --config and --print-config; only everyday flags appear in the help, and none where not `everyday`."""
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="Hugging Face folder or Hub id (default: the small model that comes with quire)")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or a preset: cpu, single-gpu, tp2")
+    parser.add_argument("--print-config", action="store_true", help="print every setting with its value and source, and exit")
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags and exit")
+    for section in sections:
+        group = parser.add_argument_group(SECTIONS[section])
+        for option in all_options().values():
+            if option.section == section:
+                _add_flag(group, option, visible=everyday and option.everyday)
+
+
+def _add_flag(group, option: Option, visible: bool) -> None:
+    text = _help(option).replace("%", "%%")
+    keywords: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text if visible else argparse.SUPPRESS}
+    if option.type is bool:
+        keywords["action"] = argparse.BooleanOptionalAction
+    else:
+        keywords["metavar"] = _metavar(option)
+        if option.repeat:
+            keywords |= {"action": _Extend, "nargs": "+"}
+    group.add_argument(option.flag, **keywords).full_help = text
+
+
+def _metavar(option: Option) -> str:
+    if option.choices:
+        return "{" + ",".join(option.choices) + "}"
+    return option.metavar or {int: "N", float: "X", str: "TEXT"}[option.type]
+
+
+def _help(option: Option) -> str:
+    shown = "default" in option.help or option.default in (None, "", [])
+    default = ("on" if option.default else "off") if option.type is bool else option.default
+    return option.help if shown else f"{option.help} (default: {default})"
+
+
+def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *, need_model: bool = True) -> Settings:
+    """The settings that the parsed `arguments`, the environment and the YAML file give together. Exits with 2 and a message when they are wrong."""
+    given = vars(arguments)
+    flags = {name: given[name] for name in all_options() if name in given}
+    if given["model_argument"] is not None:
+        if "model" in flags:
+            parser.error("the model is given twice, as MODEL and as --model")
+        flags["model"] = given["model_argument"]
+    try:
+        settings = resolve(flags, given["config"])
+    except ValueError as error:
+        parser.error(str(error))
+    if not settings.values.get("model"):
+        _refuse_swallowed_model(parser, given)
+        _use_embedded_model(parser, settings, need_model and not given["print_config"])
+    if given["print_config"]:
+        print(describe(settings))
+        parser.exit()
+    return settings
+
+
+def _refuse_swallowed_model(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
+    if "greedy_flag" in given:
+        flag, value = given["greedy_flag"]
+        parser.error(f"{flag} took {value!r} as its last value and no MODEL is left; put MODEL first")
+
+
+def _use_embedded_model(parser: argparse.ArgumentParser, settings: Settings, need_model: bool) -> None:
+    if (folder := embedded_model()) is not None:
+        for name, value in {"model": folder, "served_model_name": [EMBEDDED_MODEL.name]}.items():
+            if name not in settings.values:
+                settings.values[name], settings.sources[name] = value, "default (comes with quire)"
+    elif need_model:
+        parser.error("name a model: a Hugging Face folder or a Hub id, as in `quire serve Qwen/Qwen3-0.6B`")
+
+
+def serve(arguments: list[str]) -> int:
+    """serve a model over HTTP with OpenAI's API"""
+    parser = Parser(prog="quire serve", usage="quire serve [MODEL] [flags]", description="Serve a model over HTTP with OpenAI's API.", epilog=EPILOG)
+    add_config_flags(parser)
+    settings = read_settings(parser, parser.parse_args(arguments))
+    return importlib.import_module("quire.server.launch").serve(settings.config(), settings.sources)
+
+
+def check(arguments: list[str]) -> int:
+    """print the memory plan of `quire serve` with the same flags, and exit"""
+    parser = Parser(prog="quire check", usage="quire check [MODEL] [flags]", epilog=EPILOG,
+                    description="Print where the memory would go and what would be chosen automatically, without loading weights or serving.")
+    add_config_flags(parser)
+    settings = read_settings(parser, parser.parse_args(arguments))
+    return importlib.import_module("quire.cli.check").check(settings.config())
+
+
+def collect_env(arguments: list[str]) -> int:
+    """print versions and hardware, for a bug report"""
+    Parser(prog="quire collect-env", description="Print versions and hardware, for a bug report.").parse_args(arguments)
+    return importlib.import_module("quire.cli.collect_env").main()
+
+
+def _elsewhere(module: str, function: str, summary: str) -> Callable[[list[str]], int]:
+    def run(arguments: list[str]) -> int:
+        return getattr(importlib.import_module(module), function)(arguments)
+
+    run.__doc__ = summary
+    return run
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": serve,
+    "chat": _elsewhere("quire.cli.chat", "chat", "talk to a running server"),
+    "complete": _elsewhere("quire.cli.chat", "complete", "let a running server continue a text"),
+    "bench": _elsewhere("quire.cli.bench.main", "main", "measure a running server, or this machine offline"),
+    "health": _elsewhere("quire.cli.health", "main", "say whether a running server is ready, by the exit status"),
+    "check": check,
+    "build-kernels": _elsewhere("quire.worker.cpu.build", "main", "compile the native CPU kernels ahead, for a wheel or an image"),
+    "collect-env": collect_env,
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run `quire ARGV...` and return its exit status. A reader of its output that wants no more of it (`quire check | head`) is no error."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads_stdout():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # or Python complains at its end
+        return 0
+
+
+def _nobody_reads_stdout() -> bool:
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(argv: list[str]) -> int:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {run.__doc__}" for name, run in COMMANDS.items())
+    parser = Parser(prog="quire", usage="quire COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,
+                    description=f"An OpenAI-compatible inference server for large language models.\n\ncommands:\n{commands}",
+                    epilog="`quire COMMAND --help` shows a command's flags.")
+    parser.add_argument("--version", action="version", version=f"quire {importlib.import_module('quire').__version__}")
+    parser.add_argument("command", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv[:1] or ["--help"])
+    command = COMMANDS.get(arguments.command.replace("_", "-"))
+    if command is None:
+        parser.error(f"unknown command {arguments.command!r}{suggestion(arguments.command, COMMANDS)}")
+    return command(argv[1:])

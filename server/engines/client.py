@@ -1,0 +1,430 @@
+"""The server's end of the engine socket: requests out, outputs back to whoever waits for them.
+
+What is open lives here, not in the engine: each request with the ids it has so far. So a new engine gets everything that the dead one had, and the
+streams go on where they stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    CallResult,
+    Choice,
+    EngineDead,
+    EngineOutput,
+    EngineStats,
+    FromEngine,
+    Hello,
+    Progress,
+    Ready,
+    StepOutputs,
+    ToEngine,
+)
+from quire.server.engines.quarantine import Quarantine
+
+logger = logging.getLogger("quire.engine_client")
+
+_MESSAGES_PER_TURN = 64  # before other tasks of the event loop get their turn
+_RECONNECT_MS = 20  # between attempts while the engine's socket is not there yet
+
+
+class EngineUnavailable(RuntimeError):
+    """There is no engine to ask, or it died before it answered."""
+
+
+class EngineCallError(RuntimeError):
+    """A utility call failed inside the engine."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """What the choices of a request have in common."""
+
+    request: AddRequest
+    num_open: int
+    created: float  # time.monotonic()
+    computed: bool = False  # as some choice has had an output
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A choice without its last output."""
+
+    prompt: _Prompt
+    choice: Choice  # as it was at first
+    stream: OutputStream
+    output_token_ids: list[int] = field(default_factory=list)
+    num_prompt_logprobs: int = 0  # received
+    num_repeated: int = 0  # prompt logprobs that the present engine sends a second time
+    num_received: int = 0  # tokens, from the engine that it was last sent to
+    num_crashes: int = 0  # in which it was a suspect
+    is_open: bool = True
+    sent: bool = False  # to the present engine
+    waits: bool = False  # until suspects are cleared, perhaps itself
+
+
+class OutputStream:
+    """The outputs of one request, or of the n choices of one, as they come. What piled up while the reader was busy is one output per choice."""
+
+    __slots__ = ("_client", "_pending", "_unfinished", "_waiter")
+
+    def __init__(self, client: EngineClient, request_ids: list[str]):
+        self._client = client
+        self._unfinished = set(request_ids)
+        self._pending: dict[str, EngineOutput] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> EngineOutput:
+        while not self._pending:
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        output = self._pending.pop(next(iter(self._pending)))
+        if output.finish_reason is not None:
+            self._unfinished.discard(output.request_id)
+        return output
+
+    @property
+    def engine(self) -> int:
+        """The index of the engine that it comes from."""
+        return self._client.index
+
+    def abort(self, request_id: str) -> None:
+        """No further output of this choice, and none to compute. Idempotent."""
+        if request_id in self._unfinished:
+            self._unfinished.discard(request_id)
+            self._pending.pop(request_id, None)
+            self._client._abort([request_id])
+
+    async def aclose(self) -> None:
+        """Abort what is unfinished. Idempotent."""
+        unfinished, self._unfinished = self._unfinished, set()
+        self._pending.clear()
+        self._client._abort(sorted(unfinished))
+        self._wake()
+
+    def _put(self, output: EngineOutput) -> None:
+        earlier = self._pending.get(output.request_id)
+        self._pending[output.request_id] = output if earlier is None else _merge(earlier, output)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
+    """Both as one, `b` being later. Takes over the lists of `a`, so that a long pile costs no more than its length."""
+    a.new_token_ids.extend(b.new_token_ids)
+    return EngineOutput(a.request_id, a.new_token_ids, b.finish_reason, b.stop_reason, _extend(a.logprobs, b.logprobs),
+                        _extend(a.prompt_logprobs, b.prompt_logprobs), max(a.num_cached_tokens, b.num_cached_tokens), b.error, b.timing, b.error_kind)
+
+
+def _extend(a: list | None, b: list | None) -> list | None:
+    if a is None or b is None:
+        return b if a is None else a
+    a.extend(b)
+    return a
+
+
+class EngineClient:
+    """One engine at a time. All methods belong to one event loop.
+
+    `index` is its number among several. `progress`, `ready` and `dead` are what the present engine last said about itself. `on_stats` and `on_progress` are called as messages arrive.
+    After the death of an engine its requests are sent to the next one as `quarantine.py` says.
+    """
+
+    def __init__(self, on_stats: Callable[[EngineStats], None] | None = None, on_progress: Callable[[Progress], None] | None = None,
+                 index: int = 0):
+        self.index = index
+        self.ready: Ready | None = None
+        self.progress: Progress | None = None
+        self.dead: str | None = None
+        self.num_messages = 0  # received, from all engines
+        self.num_elsewhere = 0  # open requests that other servers have at the engine, as far as we were told
+        self.num_waiting_tokens = 0  # of the prompts of ours that have had no output yet; a prompt counts once for all its choices
+        self.num_trial_deaths = 0  # of engines, while they tried requests of ours that were suspected of the death before
+        self._quarantine = Quarantine()
+        self._on_stats = on_stats
+        self._on_progress = on_progress
+        self._open: dict[str, _Open] = {}  # in order of arrival
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count(1)
+        self._waiters: list[asyncio.Future[None]] = []
+        self._context: zmq.Context | None = None
+        self._socket: zmq.Socket | None = None
+        self._closed: str | None = None  # why
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+
+    # ---- the engine
+
+    async def connect(self, address: str) -> None:
+        """Talk to the engine at `address` from now on. It gets the open requests as soon as it is ready; suspects of having killed the last one in turns."""
+        self._disconnect("the engine was replaced")
+        self.dead = self.progress = None
+        self._context = self._context or zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.RECONNECT_IVL, _RECONNECT_MS)):
+            self._socket.setsockopt(option, value)
+        self._socket.connect(address)
+        asyncio.get_running_loop().add_reader(self._socket.getsockopt(zmq.FD), self._on_readable)
+        self._send(Hello())
+
+    async def wait_ready(self) -> Ready:
+        """Raises EngineUnavailable when the engine dies first."""
+        while self.ready is None:
+            if self.dead is not None or self._closed is not None:
+                raise EngineUnavailable(self.dead or self._closed)
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        return self.ready
+
+    def on_dead(self, reason: str) -> None:
+        """The engine is gone: it said so, or its process ended. Calls end with an error; requests wait for the next `connect`, or for `close`."""
+        self.dead = reason
+        self._disconnect(reason)
+
+    async def close(self, reason: str = "the server is shutting down") -> None:
+        """End every open request with an error, and every later one. Idempotent."""
+        reason = self.dead or reason
+        self._disconnect(reason)
+        self._closed = self._closed or reason
+        self._wake_waiters()
+        for request_id in list(self._open):
+            self._fail(request_id, reason)
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _disconnect(self, reason: str) -> None:
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket.getsockopt(zmq.FD))
+        self._socket.close()
+        self._socket = None
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(reason))
+        self._calls.clear()
+        if self.ready is not None:
+            self._find_suspects(self.ready.worker.max_num_seqs)
+        self.ready = None
+        self._wake_waiters()
+
+    def _find_suspects(self, max_num_seqs: int) -> None:
+        """Those that could have been in the dead engine's batch are the first in its order."""
+        sent = sorted((entry for entry in self._open.values() if entry.sent), key=lambda entry: entry.prompt.request.priority)
+        suspects, on_trial = self._quarantine.on_death(sent[:max_num_seqs])
+        self.num_trial_deaths += on_trial
+        for entry in sent:
+            entry.sent = False
+        for entry in suspects:
+            entry.waits = True
+            entry.num_crashes += 1
+        for entry in sent[max_num_seqs:]:
+            entry.waits = True
+        if on_trial and len(suspects) == 1:
+            self._fail(suspects[0].choice.request_id, f"the engine died {suspects[0].num_crashes} times while it ran this request")
+
+    def _wake_waiters(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # ---- requests
+
+    @property
+    def num_open(self) -> int:
+        """Requests of ours without their last output, each of n choices counting."""
+        return len(self._open)
+
+    @property
+    def load(self) -> int:
+        """Open requests of the engine: ours, and those of other servers."""
+        return self.num_open + self.num_elsewhere
+
+    def generate(self, request: AddRequest) -> OutputStream:
+        """Send a request; the outputs of all its choices come through the one stream. Waits with sending while there is no engine, and while suspects are tried.
+
+        Raises ValueError for a request_id that is in use.
+        """
+        choices = request.choices
+        if taken := [choice.request_id for choice in choices if choice.request_id in self._open]:
+            raise ValueError(f"request_id {taken[0]!r} is in use")
+        stream = OutputStream(self, [choice.request_id for choice in choices])
+        prompt = _Prompt(request, len(choices), time.monotonic())
+        self.num_waiting_tokens += len(request.prompt_token_ids)
+        entries = [_Open(prompt, choice, stream, waits=self._quarantine.active) for choice in choices]
+        self._open |= {entry.choice.request_id: entry for entry in entries}
+        if self._closed is not None:
+            for choice in choices:
+                self._fail(choice.request_id, self._closed)
+        elif self.ready is not None and not self._quarantine.active:
+            self._submit(entries)
+        return stream
+
+    def _submit(self, entries: list[_Open]) -> None:
+        """Send these with the outputs they have so far: choices of one prompt, if they follow each other, in one message."""
+        for _, group in itertools.groupby(entries, key=lambda entry: id(entry.prompt)):
+            choices, prompt = [], None
+            for entry in group:
+                choice, prompt = entry.choice, entry.prompt
+                if entry.output_token_ids:
+                    choice = msgspec.structs.replace(choice, output_token_ids=[*choice.output_token_ids, *entry.output_token_ids])
+                choices.append(choice)
+                entry.num_repeated, entry.num_received = entry.num_prompt_logprobs, 0
+                entry.sent, entry.waits = True, False
+            self._send(prompt.request.having(choices, age=time.monotonic() - prompt.created))
+
+    def _go_on(self) -> None:
+        """Some request ended or got further: perhaps the next suspects can be tried, or all are cleared."""
+        if self.ready is None or not self._quarantine.active:
+            return
+        if suspects := self._quarantine.next_trial():
+            self._submit(suspects)
+        elif not self._quarantine.active:
+            self._submit([entry for entry in self._open.values() if entry.waits])
+
+    def _abort(self, request_ids: list[str]) -> None:
+        entries = [self._close_request(request_id) for request_id in request_ids if request_id in self._open]
+        if sent := [entry.choice.request_id for entry in entries if entry.sent]:
+            self._send(AbortRequests(sent))
+        self._go_on()
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        self._close_request(request_id).stream._put(EngineOutput(request_id, [], "error", error=reason))
+
+    def _close_request(self, request_id: str) -> _Open:
+        entry = self._open.pop(request_id)
+        entry.is_open = False
+        entry.prompt.num_open -= 1
+        if not entry.prompt.num_open:
+            self._note_computed(entry.prompt)
+        return entry
+
+    def _note_computed(self, prompt: _Prompt) -> None:
+        """The prompt of a request need not be waited for any more."""
+        if not prompt.computed:
+            prompt.computed = True
+            self.num_waiting_tokens -= len(prompt.request.prompt_token_ids)
+
+    # ---- utility calls
+
+    async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
+        """Call a method of the engine. Raises EngineCallError, EngineUnavailable, TimeoutError."""
+        if self.ready is None:
+            raise EngineUnavailable(self.dead or "the engine is not ready")
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._send(Call(call_id, method, list(args)))
+        try:
+            return await asyncio.wait_for(future, timeout)
+        finally:
+            self._calls.pop(call_id, None)
+
+    # ---- the socket
+
+    def _send(self, message: ToEngine) -> None:
+        if self._socket is None:
+            return
+        self._socket.send(self._encode(message), zmq.NOBLOCK)
+        # Sending reads the socket's internal mailbox, and with it the signal that something has arrived: look for oneself.
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            asyncio.get_running_loop().call_soon(self._on_readable)
+
+    def _on_readable(self) -> None:
+        """The descriptor signals changes only: unless everything was read, another turn is asked for (also when a callback raises)."""
+        more = True
+        try:
+            for _ in range(_MESSAGES_PER_TURN):
+                if self._socket is None:  # a message may end the connection
+                    return
+                try:
+                    frame = self._socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    more = False
+                    return
+                self.num_messages += 1
+                self._receive(self._decode(frame))
+        finally:
+            if more and self._socket is not None:
+                asyncio.get_running_loop().call_soon(self._on_readable)
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case StepOutputs():
+                for output in message.outputs:
+                    self._on_output(output)
+                if message.stats is not None and self._on_stats is not None:
+                    self._on_stats(message.stats)
+            case Progress():
+                self.progress = message
+                if self._on_progress is not None:
+                    self._on_progress(message)
+            case Ready():
+                self._on_ready(message)
+            case CallResult():
+                self._on_call_result(message)
+            case EngineDead():
+                self.on_dead(message.reason)
+
+    def _on_output(self, output: EngineOutput) -> None:
+        entry = self._open.get(output.request_id)
+        if entry is None:  # aborted while the output was on its way
+            return
+        entry.output_token_ids.extend(output.new_token_ids)
+        entry.num_received += len(output.new_token_ids)
+        self._note_computed(entry.prompt)
+        if output.prompt_logprobs is not None:
+            output = self._without_repeated(entry, output)
+        if output.finish_reason is not None:
+            self._close_request(output.request_id)
+        entry.stream._put(output)
+        self._go_on()
+
+    def _without_repeated(self, entry: _Open, output: EngineOutput) -> EngineOutput:
+        """A new engine computes the prompt again, and so its logprobs, which come in parts."""
+        fresh = output.prompt_logprobs[entry.num_repeated:]
+        entry.num_repeated -= len(output.prompt_logprobs) - len(fresh)
+        entry.num_prompt_logprobs += len(fresh)
+        return msgspec.structs.replace(output, prompt_logprobs=fresh or None)
+
+    def _on_ready(self, ready: Ready) -> None:
+        first = self.ready is None
+        self.ready = ready
+        if first:
+            self._submit([entry for entry in self._open.values() if not entry.waits or not self._quarantine.active])
+            self._go_on()
+        self._wake_waiters()
+
+    def _on_call_result(self, result: CallResult) -> None:
+        future = self._calls.get(result.call_id)
+        if future is None or future.done():  # given up
+            return
+        if result.error is None:
+            future.set_result(result.value)
+        else:
+            future.set_exception(EngineCallError(result.error))

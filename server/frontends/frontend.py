@@ -1,0 +1,242 @@
+"""What clients talk to: the door, the routes behind it, the tokenizer and a client per engine. One runs in the server's process, or one in each of several (`fleet.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import importlib
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from quire.configs.config import Config
+from quire.engine.messages import EngineStats, Ready
+from quire.server.engines.silence import Silence
+from quire.server.engines.supervisor import in_thread
+from quire.server.http.middleware import Edge
+from quire.server.http.startup_gate import Door
+from quire.server.startup.background_log import BackgroundHandler
+from quire.server.startup.descriptors import ACCEPTS_PER_TURN, BACKLOG, complain_once_about_descriptors, max_connections
+from quire.server.state import ServerState
+
+logger = logging.getLogger("quire")
+
+END_TIMEOUT = 1.0  # seconds for the last error events to reach their clients; after that, their connections are cut
+
+
+class Frontend:
+    """Answers from `serve` on: probes and 503 at first. The door opens when the routes, the tokenizer and an engine are there; `on_open` is called the first time."""
+
+    def __init__(self, config: Config, listener: socket.socket, on_open: Callable[[Ready], None]):
+        self.config, self.listener, self.on_open = config, listener, on_open
+        version = _version()
+        self.state = ServerState(config, list(config.server.served_model_name) or [config.model.model], version, _fingerprint(config, version))
+        self.door = Door(self.state)
+        self.sampling_defaults: dict[str, Any] = {}
+        self.connections: Any = None  # `Connections`, once they can be accepted
+        self._http: Any = None
+        self._silences: list[Silence] = []  # one per engine, once there are clients
+
+    @property
+    def num_in_flight(self) -> int:
+        """HTTP requests being answered, probes aside."""
+        return self.state.num_in_flight
+
+    # ---- start
+
+    async def serve(self) -> None:
+        """Until `end`."""
+        from quire.server.http.connections import Connections, Limits
+
+        self.connections = Connections(Limits(max_connections()))
+        self._http = _http_server(Edge(self.door, self.state), self.connections)
+        routes = asyncio.create_task(self._load_routes())
+        serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
+        watching = asyncio.create_task(self._watch())
+        try:
+            await routes
+            await serving
+        finally:
+            routes.cancel()
+            watching.cancel()
+            self._http.should_exit = True
+            await asyncio.gather(routes, watching, serving, return_exceptions=True)
+
+    async def _load_routes(self) -> None:
+        create_app = await in_thread(lambda: importlib.import_module("quire.server.app").create_app)
+        self.door.app = create_app(self.state)
+        self.open()
+
+    async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
+        """Raises ValueError for files that are wrong or not there."""
+        from quire.server.api.openai.sampling import read_sampling_defaults
+
+        self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
+        self.state.tokenizer = await in_thread(lambda: _tokenizer(tokenizer_folder, self.config))
+        if not self.state.tokenizer.chat_templates:
+            logger.warning("the model has no chat template: /v1/chat/completions answers 400; give one with --chat-template")
+        self.open()
+
+    def connect(self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Any], None]) -> list[Any]:
+        """A client for every engine, which has no address yet. The callbacks get the engine's index first."""
+        from quire.server.engines.client import EngineClient
+        from quire.server.engines.pool import EnginePool
+
+        def observe(engine: int, stats: EngineStats) -> None:
+            self._observe_stats(engine, stats)
+            on_stats(engine, stats)
+
+        numbers = range(self.config.parallel.data_parallel_size)
+        self._engine_stats = [EngineStats() for _ in numbers]
+        clients = [EngineClient(functools.partial(observe, engine), functools.partial(on_progress, engine), engine) for engine in numbers]
+        self.state.client = EnginePool(clients) if len(clients) > 1 else clients[0]
+        self._silences = [Silence(client, functools.partial(_is_busy, client)) for client in clients]
+        return clients
+
+    def progress(self, phase: str, fraction: float) -> None:
+        self.state.progress(phase, fraction)
+
+    def open(self) -> None:
+        """Called whenever something that the door waits for is there."""
+        state = self.state
+        if state.client is None or state.client.ready is None:
+            return
+        if state.tokenizer is None or self.door.app is None:
+            self.progress("loading tokenizer", 0.0)
+            return
+        from quire.server.metrics.pool import make_metrics
+        from quire.server.state import ModelInfo, known_token_ids
+
+        ready = state.client.ready
+        worker, first = ready.worker, state.model is None
+        eos_token_ids = known_token_ids(state.tokenizer.eos_token_ids, worker.vocab_size) if first else state.model.eos_token_ids
+        state.model = ModelInfo(worker.max_model_len, worker.vocab_size, eos_token_ids, self.sampling_defaults,
+                                self.config.server.max_logprobs, self.config.scheduler.scheduling_policy == "priority")
+        if first:
+            state.metrics = make_metrics(self.config, state.names[0], worker)
+        state.ready = ready
+        if first:
+            self.on_open(ready)
+
+    # ---- life
+
+    async def _watch(self) -> None:
+        """Note an engine that ends no step for `health_stall_timeout` seconds while requests wait for it."""
+        timeout = self.config.server.health_stall_timeout
+        tick = min(timeout / 20, 1.0)
+        while timeout:
+            await asyncio.sleep(tick)
+            for silence in self._silences:
+                silence.tick(tick)
+            longest = max((silence.seconds for silence in self._silences), default=0.0)
+            self.state.stalled = f"no step has ended for {longest:.0f} seconds, and requests wait" if longest >= timeout else None
+
+    def _observe_stats(self, engine: int, stats: EngineStats) -> None:
+        self._engine_stats[engine] = stats
+        every = self._engine_stats
+        self.state.stats = EngineStats(sum(one.num_running for one in every), sum(one.num_waiting for one in every), sum(one.kv_cache_usage for one in every) / len(every))
+
+    def observe_stats(self, engine: int, stats: EngineStats) -> None:
+        """Publish what an engine counted. One process does so: every one is told the same."""
+        if self.state.metrics is not None:
+            self.state.metrics.of(engine).observe_stats(stats)
+
+    def on_death(self, engine: int) -> None:
+        """Of an engine, which the client knows already."""
+        if self.config.parallel.data_parallel_size > 1:
+            self.state.client.forget(engine)
+        self.state.ready = self.state.client.ready  # another engine may be up
+        if self.state.ready is None:
+            self.progress("restarting the engine", 0.0)
+
+    # ---- end
+
+    def refuse(self) -> None:
+        """No new requests from now on."""
+        self.state.draining = True
+
+    async def drain(self) -> None:
+        """Let what runs finish, end the rest with an error."""
+        try:
+            await asyncio.wait_for(self.state.idle.wait(), self.config.server.shutdown_timeout)
+        except TimeoutError:
+            logger.warning("%d requests did not finish in time and are ended", self.state.num_in_flight)
+        await self._end_requests()
+
+    async def fail(self, reason: str) -> None:
+        """There is no engine and will be none: end every request with an error."""
+        self.state.failure = reason
+        await self._end_requests()
+
+    async def _end_requests(self) -> None:
+        if self.state.client is not None:
+            await self.state.client.close()
+        try:
+            await asyncio.wait_for(self.state.idle.wait(), END_TIMEOUT)
+        except TimeoutError:  # clients that do not read
+            if self.connections is not None:
+                self.connections.abort_all()
+
+    async def end(self) -> None:
+        """Have `serve` return."""
+        if self._http is not None:
+            self._http.should_exit = True
+
+    def kill(self) -> None:
+        """Nothing to do: it ends with its process."""
+
+
+def _is_busy(client: Any) -> bool:
+    return client.ready is not None and client.load > 0
+
+
+def configure_logging(level: str, name: str = "server") -> None:
+    """Every line with the process's name."""
+    logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s", handlers=[BackgroundHandler(sys.stderr)])
+    for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpx2", "filelock"):
+        logging.getLogger(noisy).setLevel("WARNING")
+
+
+def _http_server(app: Any, connections: Any) -> Any:
+    import uvicorn
+
+    from quire.server.http.connections import Connection
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket]) -> None:
+            complain_once_about_descriptors(asyncio.get_running_loop())
+            await super().startup(sockets)
+            for one in sockets:
+                one.listen(BACKLOG)  # to asyncio, the backlog is also how many it accepts in a turn
+
+        def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()  # the Launcher says when to end
+
+    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False, backlog=ACCEPTS_PER_TURN,
+                                 http=functools.partial(Connection, shared=connections), ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=1))
+
+
+def _tokenizer(folder: str, config: Config) -> Any:
+    from quire.server.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code)
+    _ = tokenizer.max_token_chars  # computed once; not during the first request
+    return tokenizer
+
+
+def _version() -> str:
+    try:
+        return metadata.version("quire")
+    except metadata.PackageNotFoundError:
+        return "0+source"
+
+
+def _fingerprint(config: Config, version: str) -> str:
+    """Equal among servers whose answers may be compared: the same version, model, precision and placement."""
+    parts = repr((config.model, config.parallel, config.device, config.cache.enable_prefix_caching))
+    return f"quire-{version}-{hashlib.sha256(parts.encode()).hexdigest()[:8]}"

@@ -1,0 +1,232 @@
+"""One of several frontend processes: `python -m quire.server.frontends.member LISTENER CHANNEL`, both inherited descriptors; the end of stdin tells it that its parent is gone.
+
+It has a connection of its own to every engine, and so its own requests, which it sends again to a new engine. What concerns all frontends it hears from the
+parent (`fleet.py`), which starts another one when this one dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from quire.engine.messages import Ready
+from quire.server.engines.client import EngineUnavailable
+from quire.server.frontends.channel import Channel
+from quire.server.frontends.frontend import Frontend, configure_logging
+from quire.server.frontends.messages import (
+    Busy,
+    CannotStart,
+    Collect,
+    Drain,
+    Drained,
+    Elsewhere,
+    End,
+    Engine,
+    EngineGone,
+    Fail,
+    Load,
+    Loaded,
+    Opened,
+    Page,
+    Phase,
+    Ping,
+    Pong,
+    Scrape,
+    Snapshot,
+    Start,
+    ToFrontend,
+    TrialDeath,
+)
+
+_PR_SET_PDEATHSIG = 1
+BUSY_INTERVAL = 0.1  # seconds between looks at how much is open
+MAX_QUEUED = 1 << 20  # bytes that the parent has not taken, beyond which nothing is added that it did not ask for
+SNAPSHOT_INTERVAL = 1.0  # seconds of counts that die with this process
+SCRAPE_TIMEOUT = 5.0  # seconds for the other frontends to say what they counted
+
+
+class Member:
+    """A frontend that is told by its parent what to do."""
+
+    def __init__(self, channel: Channel, start: Start, listener: socket.socket):
+        self.channel = channel
+        self.frontend = Frontend(start.config, listener, self._on_open)
+        self.clients = self.frontend.connect(lambda engine, stats: None, self._on_progress)
+        self.frontend.state.scrape = self._scrape
+        self._scrapes: dict[int, asyncio.Future[bytes]] = {}
+        self._trial_deaths = [0] * len(self.clients)  # that the parent knows of
+        self._numbers = itertools.count(1)
+        self._background: set[asyncio.Task] = set()
+
+    async def run(self) -> None:
+        """Until the parent says so."""
+        async with asyncio.TaskGroup() as self._tasks:
+            self._start(self._report_busy())
+            self._start(self._report_counts())
+            self._tasks.create_task(self.frontend.serve())
+            await self._listen()
+            for task in list(self._background):
+                task.cancel()
+            await self.frontend.end()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Beside everything else. Its failure is ours; our end is its."""
+        task = self._tasks.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _listen(self) -> None:
+        while (message := await self.channel.receive()) is not None:
+            match message:
+                case Phase():
+                    self.frontend.progress(message.phase, message.fraction)
+                case Load():
+                    self._start(self._load(message))
+                case Engine():
+                    await self.clients[message.index].connect(message.address)
+                    self._start(self._open_when_ready(message.index))
+                case EngineGone():
+                    self._note_death(message)
+                case Elsewhere():
+                    self._note_elsewhere(message)
+                case Collect():
+                    self.channel.send(Snapshot(message.number, self._counts()))
+                case Ping():
+                    self.channel.send(Pong())
+                case Page():
+                    if waiting := self._scrapes.pop(message.number, None):
+                        waiting.set_result(message.text)
+                case Drain():
+                    self.frontend.refuse()
+                    self._start(self._end_requests(self.frontend.drain()))
+                case Fail():
+                    self._start(self._end_requests(self.frontend.fail(message.reason)))
+                case End():
+                    return
+
+    # ---- start
+
+    async def _load(self, message: Load) -> None:
+        try:
+            await self.frontend.load_tokenizer(message.model_folder, message.tokenizer_folder)
+            self.channel.send(Loaded())
+        except ValueError as error:
+            self.channel.send(CannotStart(str(error)))
+
+    async def _open_when_ready(self, engine: int) -> None:
+        with contextlib.suppress(EngineUnavailable):  # it died first: another one will come
+            await self.clients[engine].wait_ready()
+            self.frontend.open()
+
+    def _on_progress(self, engine: int, progress: Any) -> None:
+        if engine == 0:
+            self.frontend.progress(progress.phase, progress.fraction)
+
+    def _on_open(self, ready: Ready) -> None:
+        self.channel.send(Opened())
+
+    # ---- life
+
+    def _note_death(self, message: EngineGone) -> None:
+        client = self.clients[message.index]
+        client.on_dead(message.reason)
+        if client.num_trial_deaths > self._trial_deaths[message.index]:
+            self._trial_deaths[message.index] = client.num_trial_deaths
+            self.channel.send(TrialDeath(message.index))
+        self.frontend.on_death(message.index)
+
+    def _note_elsewhere(self, message: Elsewhere) -> None:
+        for client, count in zip(self.clients, message.num_open, strict=True):
+            client.num_elsewhere = count
+        self.frontend.state.num_in_flight_elsewhere = message.num_in_flight
+
+    async def _report_busy(self) -> None:
+        last = Busy([0] * len(self.clients), 0)
+        while True:
+            await asyncio.sleep(BUSY_INTERVAL)
+            busy = Busy([client.num_open for client in self.clients], self.frontend.num_in_flight)
+            if busy != last and not self._parent_stalls():
+                self.channel.send(busy)
+                last = busy
+
+    async def _report_counts(self) -> None:
+        last: list = []
+        while True:
+            await asyncio.sleep(SNAPSHOT_INTERVAL)
+            counts = self._counts()
+            if counts != last and not self._parent_stalls():
+                self.channel.send(Snapshot(0, counts))
+                last = counts
+
+    def _parent_stalls(self) -> bool:
+        """Then what we would tell it can wait: it is about the present only."""
+        return self.channel.num_queued > MAX_QUEUED
+
+    def _counts(self) -> list:
+        metrics = self.frontend.state.metrics
+        return [] if metrics is None else [metrics.of(engine).counts() for engine in range(len(self.clients))]
+
+    async def _scrape(self) -> bytes:
+        """The metrics of all frontends. Raises TimeoutError."""
+        number = next(self._numbers)
+        waiting = self._scrapes[number] = asyncio.get_running_loop().create_future()
+        self.channel.send(Scrape(number))
+        try:
+            return await asyncio.wait_for(waiting, SCRAPE_TIMEOUT)
+        finally:
+            self._scrapes.pop(number, None)
+
+    # ---- end
+
+    async def _end_requests(self, ending: Coroutine[Any, Any, None]) -> None:
+        await ending
+        self.channel.send(Snapshot(0, self._counts()))
+        self.channel.send(Drained())
+
+
+async def _run(listener: socket.socket, end: socket.socket) -> None:
+    channel = await Channel.open(end, ToFrontend)
+    start = await channel.receive()
+    if start is None:
+        return
+    configure_logging(start.config.server.log_level, f"server {start.index}")
+    with contextlib.suppress(OSError):  # Linux only; the name in ps and top
+        Path("/proc/self/comm").write_text(f"quire-api-{start.index}")
+    await Member(channel, start, listener).run()
+    channel.close()
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":  # also while it is stopped, or compiled code holds the interpreter
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+
+
+def _watch_parent() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+def main() -> None:
+    """Run a frontend process. When to end is the parent's to say, whoever else is signalled with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_with_parent()
+    listener, end = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    listener.setblocking(False)
+    asyncio.run(_run(listener, end))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Streams of `Delta`s: several prompts merged, cut at a deadline, or collected into whole choices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+
+from quire.engine.messages import TokenLogprobs
+from quire.server.errors import BadRequest, EngineError
+from quire.server.generate.generation import Delta, Generation
+
+PER_TURN = 128  # prompts of one request that are begun, or ended, before others get their turn
+
+
+async def run(generations: list[Generation], total: float | None = None, predict: float | None = None) -> AsyncGenerator[Delta, None]:
+    """The deltas of all prompts, `index` counting choices across them (prompt index * n + i).
+
+    `total` and `predict` are seconds until every unfinished choice ends with finish_reason "length" and stop_reason "timeout": from now, and from the first
+    delta. Closing the generator aborts what still runs. Raises EngineError when a choice fails, BadRequest when the engine refuses it.
+    """
+    deltas = aiter(generations[0]) if len(generations) == 1 else _merge(generations)
+    try:
+        if total is not None or predict is not None:
+            deltas = _until(deltas, len(generations) * generations[0].request.n, total, predict)
+        async for delta in deltas:
+            if delta.error is not None:
+                raise BadRequest(delta.error) if delta.error_kind == "invalid_request" else EngineError(delta.error)
+            yield delta
+    finally:
+        for number, generation in enumerate(generations, start=1):
+            await generation.aclose()
+            if number % PER_TURN == 0:
+                await asyncio.sleep(0)
+
+
+async def _merge(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
+    """One task per prompt, all feeding a queue of one place: while the reader is busy, outputs pile up below, where they are merged."""
+    queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(maxsize=1)
+
+    async def pump(generation: Generation, offset: int) -> None:
+        try:
+            async for delta in generation:
+                delta.index += offset
+                await queue.put(delta)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for i, generation in enumerate(generations):
+            tasks.append(asyncio.create_task(pump(generation, i * generation.request.n)))
+            if len(tasks) % PER_TURN == 0:
+                await asyncio.sleep(0)
+        remaining = len(tasks)
+        while remaining:
+            item = await queue.get()
+            if item is None:
+                remaining -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until(deltas: AsyncIterator[Delta], num_choices: int, total: float | None, predict: float | None) -> AsyncGenerator[Delta, None]:
+    clock = asyncio.get_running_loop().time
+    deadline = None if total is None else clock() + total
+    unfinished = set(range(num_choices))
+    while unfinished:
+        try:
+            async with asyncio.timeout_at(deadline):
+                delta = await anext(deltas)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            break
+        if predict is not None:
+            deadline = min(clock() + predict, deadline if deadline is not None else float("inf"))
+            predict = None
+        if delta.finish_reason is not None:
+            unfinished.discard(delta.index)
+        yield delta
+    for index in sorted(unfinished):
+        yield Delta(index=index, text="", token_ids=[], logprobs=None, prompt_logprobs=None, finish_reason="length", stop_reason="timeout",
+                    num_cached_tokens=0, error=None)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole choice."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+POSITION_SIZE = 64  # bytes of work (`threads.py`) that the log-probabilities of one position are
+
+
+def answer_size(choices: list[Choice]) -> int:
+    """How much work it is to write down the whole answer, for `Threads.run`."""
+    return sum(16 + len(choice.token_ids) // 4 + (len(choice.logprobs) + len(choice.prompt_logprobs)) * POSITION_SIZE for choice in choices)
+
+
+async def collect(deltas: AsyncGenerator[Delta, None], num_choices: int) -> list[Choice]:
+    """Every choice, complete. Raises EngineError."""
+    choices = [Choice() for _ in range(num_choices)]
+    try:
+        async for delta in deltas:
+            choice = choices[delta.index]
+            choice.texts.append(delta.text)
+            choice.token_ids.extend(delta.token_ids)
+            choice.logprobs.extend(delta.logprobs or ())
+            choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
+            choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
+            if delta.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+    finally:
+        await deltas.aclose()
+    return choices
+
+
+@dataclass(slots=True)
+class Counter:
+    """Tokens of a request so far, for its `usage`. A prompt shared by n choices counts once, and as cached only as far as the first to run found it so."""
+
+    num_prompt_tokens: int  # of all prompts
+    n: int
+    num_completion_tokens: int = 0
+    cached: dict[int, dict[int, int]] = field(default_factory=dict)  # prompt index -> choice index -> tokens
+
+    def add(self, index: int, num_tokens: int, num_cached_tokens: int) -> None:
+        self.num_completion_tokens += num_tokens
+        seen = self.cached.setdefault(index // self.n, {})
+        seen[index] = max(seen.get(index, 0), num_cached_tokens)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(min(seen.values()) for seen in self.cached.values())

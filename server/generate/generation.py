@@ -1,0 +1,208 @@
+"""One request, from its ids to its deltas: sends it to the engine, turns outputs into text, ends it at a stop string."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire.engine.messages import AddRequest, Choice, EngineOutput, SamplingParams, TokenLogprobs
+from quire.server.engines.client import EngineClient, OutputStream
+from quire.server.errors import BadRequest
+from quire.server.text.detokenizer import Detokenizer, StopStrings
+from quire.server.text.tokenizer import Tokenizer
+
+SLICE = 64  # tokens of a pile that are turned into text before others get their turn
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """What to generate: n choices of one prompt. `sampling.seed` is that of the first choice; choice i has `seed + i`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    n: int = 1
+    stop: list[str] | StopStrings = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival_time: float = field(default_factory=time.time)
+
+
+@dataclass(slots=True)
+class Delta:
+    """News of one choice. `token_ids` and `logprobs` (parallel) are the tokens whose text is complete with this delta's.
+
+    `finish_reason`, on the last: stop (`stop_reason` is the stop string or stop token id, None for an end-of-sequence token), length, abort, or error.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    num_cached_tokens: int
+    error: str | None
+    error_kind: str = "engine"  # as in `EngineOutput`
+
+
+class Generation:
+    """Iterate for the deltas of all choices, in the order in which they happen. The request is sent when iteration begins; `aclose` aborts the rest."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, request: GenerationRequest, metrics: Any = None):
+        self.request = request
+        self._client = client
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._stream: OutputStream | None = None
+        self._choices: dict[str, _Choice] = {}  # the unfinished ones, by their engine request
+        self._num_output_tokens = 0  # of the longest finished choice
+        self._rest: EngineOutput | None = None  # of a pile
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._stream is None:
+            self._start()
+        while True:
+            output = await self._next_output()
+            choice = self._choices[output.request_id]
+            if self._metrics is not None:
+                choice.observe(self._metrics, output)
+            delta = choice.advance(output)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                self._finish(output, delta, choice)
+            return delta
+
+    async def _next_output(self) -> EngineOutput:
+        """What piled up for a choice comes in slices, with a turn of the event loop between them."""
+        if self._rest is None:
+            output = await self._stream.__anext__()
+        else:
+            output, self._rest = self._rest, None
+            await asyncio.sleep(0)
+        if len(output.new_token_ids) > SLICE:
+            output, self._rest = _split(output)
+        return output
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+        if self._stream is None:
+            return
+        for _ in range(len(self._choices)):
+            self._choices.popitem()
+            if self._metrics is not None:
+                self._metrics.observe_abort()
+        await self._stream.aclose()
+
+    def _start(self) -> None:
+        request = self.request
+        ids = [request.request_id] if request.n == 1 else [f"{request.request_id}-{index}" for index in range(request.n)]
+        siblings = [Choice(request_id, _int64(request.sampling.seed + index)) for index, request_id in enumerate(ids) if index]
+        message = AddRequest(ids[0], request.prompt_token_ids, request.sampling, priority=request.priority, cache_salt=request.cache_salt, siblings=siblings)
+        try:
+            self._stream = self._client.generate(message)
+        except ValueError as error:
+            raise BadRequest(str(error), param="request_id") from None
+        self._choices = {request_id: _Choice(index, request, self._tokenizer) for index, request_id in enumerate(ids)}
+        if self._metrics is not None:
+            self._metrics = self._metrics.of(self._stream.engine)
+
+    def _finish(self, output: EngineOutput, delta: Delta, choice: _Choice) -> None:
+        del self._choices[output.request_id]
+        self._rest = None  # a stop string may end a choice before its pile does
+        if output.finish_reason is None:  # a stop string, of which the engine knows nothing
+            self._stream.abort(output.request_id)
+        if self._metrics is None:
+            return
+        num_tokens = choice.detokenizer.num_tokens + choice.num_silent
+        self._num_output_tokens = max(self._num_output_tokens, num_tokens)
+        self._metrics.observe_request(self.request, delta.finish_reason, num_tokens, choice.first_token_time, output.timing)
+        if not self._choices:
+            self._metrics.observe_group(self.request, self._num_output_tokens)
+
+
+def _split(output: EngineOutput) -> tuple[EngineOutput, EngineOutput]:
+    """The first `SLICE` tokens, and the rest with all that ends the request."""
+    logprobs = output.logprobs
+    first = EngineOutput(output.request_id, output.new_token_ids[:SLICE], logprobs=logprobs and logprobs[:SLICE], prompt_logprobs=output.prompt_logprobs,
+                         num_cached_tokens=output.num_cached_tokens)
+    return first, msgspec.structs.replace(output, new_token_ids=output.new_token_ids[SLICE:], logprobs=logprobs and logprobs[SLICE:], prompt_logprobs=None)
+
+
+def _int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+class _Choice:
+    """One of the n: its detokenizer, and the tokens whose text is not complete."""
+
+    __slots__ = ("detokenizer", "first_token_time", "index", "last_token_time", "logprobs", "num_cached_tokens", "num_silent", "num_taken", "request", "token_ids")
+
+    def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer):
+        self.index = index
+        self.request = request
+        self.detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.stop, request.include_stop_str_in_output, request.skip_special_tokens,
+                                       request.spaces_between_special_tokens, request.sampling.min_tokens)
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_taken = 0  # tokens given out
+        self.num_silent = 0  # 1 once a stop token ended it, which has no text
+        self.num_cached_tokens: int | None = None
+        self.first_token_time = self.last_token_time = 0.0
+
+    def advance(self, output: EngineOutput) -> Delta | None:
+        """Take an output; None if nothing can be told yet."""
+        detokenizer, finish_reason, stop_reason = self.detokenizer, output.finish_reason, output.stop_reason
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = output.num_cached_tokens
+        ids = output.new_token_ids
+        self.token_ids += ids
+        if output.logprobs is not None:
+            self.logprobs += output.logprobs
+        self.num_silent = int(finish_reason == "stop" and bool(ids) and not self.request.include_stop_str_in_output)
+        text = detokenizer.push(ids[:-1] if self.num_silent else ids)
+        if finish_reason is not None:
+            text += detokenizer.finish()
+        num_released = detokenizer.num_released
+        if detokenizer.stopped is not None:
+            finish_reason, stop_reason, self.num_silent = "stop", detokenizer.stopped, 0
+        elif finish_reason is not None:
+            num_released += self.num_silent
+        count = num_released - self.num_taken
+        if not (count or text or finish_reason or output.prompt_logprobs):
+            return None
+        self.num_taken = num_released
+        logprobs = None if self.request.sampling.logprobs is None else self._take(self.logprobs, count)
+        return Delta(self.index, text, self._take(self.token_ids, count), logprobs, output.prompt_logprobs, finish_reason, stop_reason, self.num_cached_tokens, output.error, output.error_kind)
+
+    def _take(self, items: list, count: int) -> list:
+        taken = items[:count]
+        del items[:count]
+        return taken
+
+    def observe(self, metrics: Any, output: EngineOutput) -> None:
+        """Record when tokens came. A prompt counts with its first token, or at the end of a request for none."""
+        num_tokens = len(output.new_token_ids)
+        if not self.last_token_time and (num_tokens or output.finish_reason == "length"):
+            metrics.observe_prompt(len(self.request.prompt_token_ids), output.num_cached_tokens)
+        if not num_tokens:
+            return
+        now = time.time()
+        if self.last_token_time:
+            metrics.observe_tokens(now - self.last_token_time, num_tokens)
+        else:
+            self.first_token_time = now
+            metrics.observe_first_token(now - self.request.arrival_time)
+        self.last_token_time = now

@@ -1,0 +1,295 @@
+"""The HTTP connections of one frontend: uvicorn's protocol over h11, with limits to their number, to the time that a
+request may take to arrive, and to the bytes of bodies in memory. What is wrong with a request as HTTP is answered here,
+as JSON like every other error."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quire.server.errors import error_body
+from quire.server.http.middleware import PROBES
+
+logger = logging.getLogger("quire")
+
+SPARE_CONNECTIONS = 32  # beyond the limit, when all others are being answered: for probes, and to say 503
+BODY_BUDGET = 128 << 20  # bytes of all bodies that are being received or parsed
+MIN_PROGRESS = 1024  # bytes of a body within `body_timeout`
+LINGER_BYTES = 128 << 20  # read and dropped behind an early answer
+CANCEL_DELAY = 0.05  # seconds
+LARGE_BODY = 256 << 10  # bytes, after which memory is given back to the system
+TRIM_DELAY = 1.0  # seconds after a large body
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Timeouts are in seconds."""
+
+    max_connections: int
+    header_timeout: float = 20.0  # for a request line and its headers, from the connection or their first byte on
+    body_timeout: float = 30.0  # without progress of a body
+    linger_timeout: float = 5.0  # for a client to read an answer that came before its body had been read
+    body_budget: int = BODY_BUDGET
+
+
+class Connections:
+    """What the connections of one frontend share."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.open: set[Connection] = set()
+        self.idle: dict[Connection, None] = {}  # those without a complete request to answer; the longest idle first
+        self.body_bytes = 0
+        self._trim: asyncio.TimerHandle | None = None
+
+    def close_longest_idle(self) -> bool:
+        """Make room for a connection. False if all are being answered."""
+        victim = next(iter(self.idle), None)
+        if victim is None:
+            return False
+        victim.give_way()
+        return True
+
+    def abort_all(self) -> None:
+        """Whatever is still to be sent."""
+        for connection in list(self.open):
+            connection.transport.abort()
+
+    def give_back_memory(self) -> None:
+        """Soon: what a large body took lies unused in the C library's heap."""
+        if self._trim is None and sys.platform == "linux":
+            self._trim = asyncio.get_running_loop().call_later(TRIM_DELAY, self._start_trim)
+
+    def _start_trim(self) -> None:
+        self._trim = None
+        asyncio.get_running_loop().run_in_executor(None, _malloc_trim)
+
+
+def _malloc_trim() -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
+
+
+class Connection(H11Protocol):
+    """One connection. `scope["state"]["connection"]` of each of its requests."""
+
+    def __init__(self, *args: Any, shared: Connections, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.shared, self.limits = shared, shared.limits
+        self.crowded = False  # beyond the limit: only probes are answered
+        self._next_app, self.app = self.app, self._run
+        self.app_state = self.app_state | {"connection": self}
+        self._expects: str | None = None  # what the client owes us: "head", "body" or nothing
+        self._timer: asyncio.TimerHandle | None = None
+        self._progress_at, self._progress_bytes = 0.0, 0
+        self._body_bytes = self._largest_body = 0
+        self._lingering = False
+        self._dropped = 0  # bytes, while lingering
+
+    @property
+    def body_unread(self) -> bool:
+        """Whether the client has more of the present request to send: an answer then ends the connection."""
+        return self.conn.their_state is h11.SEND_BODY
+
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # ---- what arrives
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(_Transport(transport, self))
+        self.shared.open.add(self)
+        excess = len(self.shared.open) - self.limits.max_connections
+        if excess > 0 and not self.shared.close_longest_idle():
+            self.crowded = True
+            if excess > SPARE_CONNECTIONS:
+                transport.abort()
+                return
+        self._follow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect(None)
+        self.forget_body()
+        self.shared.open.discard(self)
+        self.shared.idle.pop(self, None)
+        if self._busy and self.flow.write_paused:  # much may have piled up behind the answer: let it be cancelled first
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self.loop.call_later(CANCEL_DELAY, super().connection_lost, exc)
+        else:
+            super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            self._dropped += len(data)
+            if self._dropped > LINGER_BYTES:
+                self.transport.abort()
+            return
+        super().data_received(data)
+        if self._busy:
+            self._count_body(len(data))
+        self._follow(len(data))
+
+    def _follow(self, num_bytes: int = 0) -> None:
+        """Find out what the client owes us now, and until when; `num_bytes` have just come."""
+        if self.transport.is_closing():
+            self._expect(None)
+        elif self._busy:
+            self.shared.idle.pop(self, None)
+            self._expect("body" if self.body_unread else None, num_bytes)
+        else:
+            self.shared.idle.setdefault(self)
+            begun = self.cycle is None or self.conn.trailing_data[0]
+            self._expect("head" if begun else None)  # between two requests, uvicorn waits for `timeout_keep_alive`
+
+    def _expect(self, what: str | None, num_bytes: int = 0) -> None:
+        if what == self._expects:
+            self._progress_bytes += num_bytes
+            if what == "body" and self._progress_bytes >= MIN_PROGRESS:
+                self._progress_at, self._progress_bytes = self.loop.time(), 0
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._expects = what
+        if what is not None:
+            self._progress_at, self._progress_bytes = self.loop.time(), 0
+            self._timer = self.loop.call_later(self._timeout, self._on_timer)
+
+    @property
+    def _timeout(self) -> float:
+        return self.limits.body_timeout if self._expects == "body" else self.limits.header_timeout
+
+    def _on_timer(self) -> None:
+        if self.flow.read_paused:  # it is for us to read on
+            self._progress_at = self.loop.time()
+        left = self._progress_at + self._timeout - self.loop.time()
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._on_timer)
+        elif self._expects == "body":
+            self._refuse(408, f"The body made no progress for {self._timeout:g} seconds.")
+        elif self.conn.trailing_data[0]:
+            self._refuse(408, f"The headers did not arrive within {self._timeout:g} seconds.")
+        else:
+            self.transport.close()
+
+    # ---- the memory of bodies
+
+    def _count_body(self, num_bytes: int) -> None:
+        self._body_bytes += num_bytes
+        self._largest_body = max(self._largest_body, self._body_bytes)
+        self.shared.body_bytes += num_bytes
+        alone = self.shared.body_bytes == self._body_bytes  # then the limit of a single body is enough
+        if self.shared.body_bytes > self.limits.body_budget and not alone:
+            self._refuse_for_now(f"The bodies of the requests being received exceed {self.limits.body_budget} bytes.")
+
+    def forget_body(self) -> None:
+        """The present request's body is no longer in memory."""
+        self.shared.body_bytes -= self._body_bytes
+        self._body_bytes = 0
+        if self._largest_body > LARGE_BODY:
+            self.shared.give_back_memory()
+
+    # ---- answers
+
+    async def _run(self, scope: dict, receive: Callable, send: Callable) -> None:
+        """Between uvicorn and the application, which learns when the request came."""
+        scope["state"]["arrived"] = self.loop.time()
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may have believed the other one
+            self._refuse(400, "A request must not have both Content-Length and Transfer-Encoding.")
+        elif self.crowded and scope["path"] not in PROBES:
+            self._refuse_for_now(f"All {self.limits.max_connections} connections of this server are in use.")
+        else:
+            await self._next_app(scope, receive, send)
+
+    def send_400_response(self, msg: str) -> None:
+        """What h11 does not accept; called while its error is handled."""
+        error = sys.exc_info()[1]
+        self._refuse(getattr(error, "error_status_hint", 400), f"The request is not valid HTTP: {error}.")
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An upgrade is an offer, which we do not take: that needs no line in the log."""
+
+    def _refuse_for_now(self, message: str) -> None:
+        self._refuse(503, message, "overloaded", "Retry-After: 2\r\n")
+
+    def _refuse(self, status: int, message: str, code: str | None = None, fields: str = "") -> None:
+        """Answer in place of the application, and close the connection."""
+        logger.info("%s: refused with %d: %s", "{}:{}".format(*self.client) if self.client else "-", status, message)
+        self._expect(None)
+        self.forget_body()
+        if self._busy:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+        body = error_body(message, "server_error" if status >= 500 else "invalid_request_error", None, code)
+        fields += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+        self.transport.write(f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{fields}\r\n".encode("latin-1") + body)
+        self.linger()
+
+    def on_response_complete(self) -> None:
+        self.forget_body()
+        self._largest_body = 0
+        if self.body_unread:
+            self.transport.close()
+        super().on_response_complete()
+        self._follow()
+
+    # ---- the end
+
+    def linger(self) -> None:
+        """Close, but let the client read the answer first: with unread data in the socket, the system would drop it."""
+        if self._lingering:
+            return
+        self._lingering = True
+        self._expect(None)
+        self.shared.idle.pop(self, None)
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._timer = self.loop.call_later(self.limits.linger_timeout, self.transport.abort)
+
+    def give_way(self) -> None:
+        """To a new connection."""
+        self.shared.open.discard(self)
+        self.shared.idle.pop(self, None)
+        self._expect(None)
+        self.transport.close()
+
+    def shutdown(self) -> None:
+        """The server ends."""
+        if self._lingering:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+
+class _Transport:
+    """The transport as uvicorn sees it: `close` lingers when not all of the request was read."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection):
+        self._transport, self._connection = transport, connection
+        for name in ("write", "write_eof", "abort", "get_extra_info", "pause_reading", "resume_reading"):
+            setattr(self, name, getattr(transport, name))
+
+    def is_closing(self) -> bool:
+        return self._connection._lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self._connection.body_unread and not self._transport.is_closing():
+            self._connection.linger()
+        else:
+            self._transport.close()

@@ -1,0 +1,188 @@
+"""Plain ASGI layers around the routes, outermost first: `Edge` (request id, access log, last resort for exceptions), CORS, `Hosts`, `ApiKeys`.
+
+Not Starlette's BaseHTTPMiddleware: that passes every chunk of a stream through a queue.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.errors import ApiError, Forbidden, Unauthorized, internal_error_body
+from quire.server.state import ServerState
+from quire.server.web.pages import PAGES
+
+access_logger = logging.getLogger("quire.access")
+logger = logging.getLogger(__name__)
+
+PROBES = frozenset({"/live", "/ready", "/health"})
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    raw = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    raw += [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+def note_refusal(scope: Scope, error: ApiError) -> None:
+    """For the access log: the operator of a client that hides the message would be blind."""
+    scope["refusal"] = f" {error.type} {error.param or '-'}: {error.message}"
+
+
+async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
+    note_refusal(scope, error)
+    await send_json(send, error.status, error.body(), error.headers)
+
+
+class Edge:
+    """Gives every request an id, repeats it as `X-Request-Id`, writes the access log, counts what is in flight, and answers for unexpected exceptions."""
+
+    def __init__(self, app: ASGIApp, state: ServerState):
+        self.app, self.state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope["request_id"] = _usable(header(scope, b"x-request-id")) or uuid.uuid4().hex
+        probe = scope["path"] in PROBES
+        started, status, complete = time.perf_counter(), None, False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *_extra_headers(scope)]
+            elif not message.get("more_body", False):
+                complete = True
+            await send(message)
+
+        if not probe:
+            self.state.enter()
+        try:
+            await self.app(scope, receive, send_with_headers)
+        except Exception:
+            logger.exception("%s %s failed (request %s)", scope["method"], _printable(scope["path"]), scope["request_id"])
+            if status is None:
+                await send_json(send_with_headers, 500, internal_error_body(), {})
+            elif not complete:
+                raise  # the server closes the connection, so that the caller cannot take half an answer for a whole one
+        finally:
+            if not probe:
+                self.state.leave()
+                if room := scope.get("reserved_room"):
+                    self.state.release(*room)
+                self._log(scope, status, time.perf_counter() - started)
+                if self.state.metrics is not None and status is not None:
+                    self.state.metrics.observe_http(getattr(scope.get("route"), "path", "none"), scope["method"], status)
+
+    def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
+        client = scope.get("client")
+        access_logger.info('%s "%s %s" %s %.0f ms %s%s', f"{client[0]}:{client[1]}" if client else "-", scope["method"], _printable(scope["path"]), status,
+                           1000 * seconds, scope["request_id"], _printable(scope.get("refusal", "")))
+
+
+class Hosts:
+    """Refuses names in the Host header that are not `allowed`: a web page whose own name was made to point here could otherwise read the answers as its own.
+
+    Addresses, and names without a dot such as localhost, are no such page's.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: list[str]):
+        self.app, self.allowed = app, {name.lower() for name in allowed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROBES and not self._ours(name := host_name(header(scope, b"host") or b"")):
+            await send_error(scope, send, Forbidden(f"This server does not answer to the host name '{name[:200]}': start it with --allowed-hosts {name[:200]}."))
+            return
+        await self.app(scope, receive, send)
+
+    def _ours(self, name: str) -> bool:
+        return "." not in name.rstrip(".") or name in self.allowed or name.endswith(".localhost") or _is_address(name)
+
+
+def host_name(host: bytes) -> str:
+    """Of a Host header: without the port, and an IPv6 address without its brackets."""
+    text = host.decode("latin-1").strip().lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _usable(request_id: bytes | None) -> str | None:
+    """A caller's id, if it is fit for headers and logs."""
+    return request_id.decode("ascii") if request_id and re.fullmatch(rb"[\x21-\x7e]{1,256}", request_id) else None
+
+
+def _printable(path: str) -> str:
+    return path[:300].encode("unicode_escape").decode("ascii")
+
+
+def _extra_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    headers = [(b"x-request-id", scope["request_id"].encode("ascii"))]
+    if (connection := scope.get("state", {}).get("connection")) is not None and connection.body_unread:
+        headers.append((b"connection", b"close"))
+    if unknown := scope.get("unknown_parameters"):
+        names = ", ".join(unknown[:20]).encode("ascii", "backslashreplace").decode("ascii")
+        text = "".join(c if c.isprintable() and c not in '"\\' else "?" for c in names)
+        headers.append((b"warning", f'199 quire "unknown parameters ignored: {text}"'.encode("ascii")))
+    return headers
+
+
+class ApiKeys:
+    """Without one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`, only the probes and the static pages answer: also unknown routes give 401.
+
+    Who has which key is noted in the scope as "tenant", unless they are to share cached prefixes.
+    """
+
+    def __init__(self, app: ASGIApp, keys: list[str], share_prefix_cache: bool = False):
+        self.app = app
+        self.apart = len(set(keys)) > 1 and not share_prefix_cache
+        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROBES and not _is_page(scope):
+            key = _presented_key(scope)
+            if key is None or not self._known(key):
+                what = "Incorrect API key provided." if key else "No API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+                await send_error(scope, send, Unauthorized(what))
+                return
+            if self.apart:
+                scope["tenant"] = hashlib.sha256(b"prefix cache of " + key).hexdigest()[:32]
+        await self.app(scope, receive, send)
+
+    def _known(self, key: bytes) -> bool:
+        """In a time that does not tell how much of a key was right, or which."""
+        digest = hashlib.sha256(key).digest()
+        return sum(hmac.compare_digest(digest, known) for known in self.digests) > 0
+
+
+def _is_page(scope: Scope) -> bool:
+    return scope["path"] in PAGES and scope["method"] in ("GET", "HEAD")
+
+
+def _presented_key(scope: Scope) -> bytes | None:
+    scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else header(scope, b"x-api-key")

@@ -1,0 +1,118 @@
+"""Body bytes -> a request type of `protocol.py`, or the `BadRequest` that names the field at fault by its dotted path (`messages.0.role`).
+
+The type decides what is decoded: undeclared fields are only skipped over, and then judged by name, so that a body of a million of them costs no memory.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.server.api.openai.protocol import MAX_TEMPLATE_KWARGS_BYTES
+from quire.server.errors import BadRequest
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_NESTING = 64  # of JSON that goes through to templates
+MAX_FIELDS = 256  # of one object
+MAX_UNKNOWN = 100  # names of unknown fields that are remembered
+_NEUTRAL_BYTES = 64  # no neutral value of an unsupported field is longer
+_SHOWN_BYTES = 2**16  # no value is looked up for a message in a longer body
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?$", re.DOTALL)
+_Members = dict[str, msgspec.Raw]  # an object's members, their values not decoded
+_members = msgspec.json.Decoder(_Members).decode
+_list_of_members = msgspec.json.Decoder(list[_Members]).decode
+
+
+def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
+    """The request, and the dotted names of fields nobody knows, `MAX_UNKNOWN` at most. Raises BadRequest; for unknown fields only when `strict`."""
+    try:
+        members = _members(body)
+        if len(members.get("chat_template_kwargs", b"")) > MAX_TEMPLATE_KWARGS_BYTES:
+            raise BadRequest(f"chat_template_kwargs has more than {MAX_TEMPLATE_KWARGS_BYTES} bytes.", param="chat_template_kwargs")
+        request = msgspec.json.decode(body, type=cls)
+    except RecursionError:
+        raise BadRequest("The body's JSON is nested too deeply.") from None
+    except msgspec.ValidationError as error:
+        if str(error).startswith("Expected `object`") and " - at" not in str(error):
+            raise BadRequest("The body must be a JSON object.") from None
+        raise _bad_request(error, msgspec.json.decode(body) if len(body) <= _SHOWN_BYTES else None) from None
+    except (ValueError, UnicodeError) as error:  # msgspec's errors are ValueErrors
+        raise BadRequest(f"The body is not valid JSON: {error}") from None
+    if _deeper_than(getattr(request, "chat_template_kwargs", None), MAX_NESTING):
+        raise BadRequest(f"chat_template_kwargs is nested more than {MAX_NESTING} levels deep.", param="chat_template_kwargs")
+    unknown: list[str] = []
+    _judge_undeclared(members, request, "", unknown)
+    if unknown and strict:
+        raise BadRequest(f"Unknown parameter: {', '.join(unknown[:10])}.", param=unknown[0], code="unknown_parameter")
+    return request, unknown
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    if levels == 0:
+        return True
+    return any(_deeper_than(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value))
+
+
+def _bad_request(error: msgspec.ValidationError, data: Any) -> BadRequest:
+    match = _PATH.match(str(error))
+    what, path = match["what"], match["path"] or ""
+    keys = [int(number) if number else name or None for name, number in re.findall(r"\.(\w+)|\[(?:(\d+)|\.\.\.)\]", path) or []]
+    if missing := re.search(r"missing required field `(\w+)`", what):
+        param = ".".join([*map(str, keys), missing[1]])
+        return BadRequest(f"Missing required parameter: {param}.", param=param, code="missing_required_parameter")
+    while keys and keys[-1] is None:  # a value of a dictionary: the dictionary is what we can name
+        keys.pop()
+    param = ".".join(map(str, keys)) or None
+    return BadRequest(f"{param or 'body'}: {_readable(what)}{_shown(data, keys)}.", param=param)
+
+
+def _readable(what: str) -> str:
+    """`Expected `int | null`, got `str`` -> `expected int, got str`; ranges keep their limit."""
+    what = what.replace(" | null", "").replace("`", "")
+    return what[:1].lower() + what[1:]
+
+
+def _shown(data: Any, keys: list) -> str:
+    """The offending value, if it is short."""
+    for key in keys:
+        try:
+            data = data[key]
+        except (KeyError, IndexError, TypeError):
+            return ""
+    if isinstance(data, (int, float)) or (isinstance(data, str) and len(data) <= 100):
+        return f" (value: {data!r})"
+    return ""
+
+
+def _judge_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unknown: list[str]) -> None:
+    """Refuse meaningful fields that we do not support, collect the unknown ones, here and in the Structs below."""
+    if len(members) > MAX_FIELDS:
+        raise BadRequest(f"{prefix.rstrip('.') or 'The body'} has {len(members)} fields, which is more than {MAX_FIELDS}.", param=prefix.rstrip(".") or None)
+    cls = type(value)
+    declared = cls.__struct_fields__
+    for name, raw in members.items():
+        path = f"{prefix}{name[:100]}"
+        if name in declared:
+            child = getattr(value, name)
+            if isinstance(child, msgspec.Struct):
+                _judge_undeclared(_members(raw), child, f"{path}.", unknown)
+            elif isinstance(child, list) and child and isinstance(child[0], msgspec.Struct):
+                for i, (item_members, item) in enumerate(zip(_list_of_members(raw), child, strict=True)):
+                    _judge_undeclared(item_members, item, f"{path}.{i}.", unknown)
+        elif name in cls.unsupported:
+            if not _neutral(raw, cls.unsupported[name]):
+                raise BadRequest(f"{path} is not supported by this server.", param=path, code="unsupported_parameter")
+        elif name not in cls.harmless and len(unknown) < MAX_UNKNOWN:
+            unknown.append(path)
+
+
+def _neutral(raw: msgspec.Raw, neutral: tuple) -> bool:
+    if len(raw) > _NEUTRAL_BYTES:
+        return False
+    given = msgspec.json.decode(raw)
+    return given is None or given in neutral

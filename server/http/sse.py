@@ -1,0 +1,126 @@
+"""Server-sent events: the ASGI response that sends frames, keeps the connection alive while there are none, and notices when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.errors import ApiError, internal_error_body
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+def event(data: bytes) -> bytes:
+    """One event out of JSON, which has no raw line breaks."""
+    return b"data: " + data + b"\n\n"
+
+
+async def to_the_end(frames: AsyncGenerator[bytes, None], request_id: str) -> AsyncGenerator[bytes, None]:
+    """`frames`, then DONE. An error midway is an event too: the status has been sent. Closing it closes `frames`."""
+    try:
+        async for frame in frames:
+            yield frame
+    except ApiError as error:
+        yield event(error.body())
+    except Exception:
+        logger.exception("request %s failed", request_id)
+        yield event(internal_error_body())
+    finally:
+        await frames.aclose()
+    yield DONE
+
+
+class EventStream(Response):
+    """Sends each of `frames` (bytes of whole events) as it comes. `keep_alive` is the seconds of silence after which a comment is sent; 0 is never.
+
+    `send` waits while the client's buffers are full; frames are not asked for meanwhile, so that what piles up below is merged into fewer of them.
+    """
+
+    def __init__(self, frames: AsyncGenerator[bytes, None], keep_alive: float):
+        self.frames, self.keep_alive = frames, keep_alive
+        self.status_code, self.background, self.raw_headers = 200, None, list(HEADERS)
+        self.last_sent = 0.0
+        self.comment = b": waiting for the first token\n\n"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.last_sent = asyncio.get_running_loop().time()
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": b"", "more_body": True})  # the headers go out now: the first token may take a while
+        pump = asyncio.create_task(self._pump(send))
+        watch = asyncio.create_task(self._watch(receive, send))
+        try:
+            await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            pump.cancel()
+            await asyncio.gather(pump, watch, return_exceptions=True)
+            await self.frames.aclose()
+        if not pump.cancelled():
+            pump.result()
+
+    async def _pump(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        async for frame in self.frames:
+            self.comment = b": keep-alive\n\n"
+            self.last_sent = clock()
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        """Returns when the client has gone; sends the comments."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            silence = clock() - self.last_sent
+            try:
+                async with asyncio.timeout(max(self.keep_alive - silence, 0.001) if self.keep_alive else None):
+                    if (await receive())["type"] == "http.disconnect":
+                        return
+            except TimeoutError:
+                if clock() - self.last_sent >= self.keep_alive:
+                    self.last_sent = clock()
+                    await send({"type": "http.response.body", "body": self.comment, "more_body": True})
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. Raises ClientGone then."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        watch.cancel()
+        task.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class JsonResponse(Response):
+    """A Struct or plain object, encoded by msgspec."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return content if isinstance(content, bytes) else msgspec.json.encode(content)

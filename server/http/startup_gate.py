@@ -1,0 +1,46 @@
+"""What answers from the first moment on: the probes, and 503 for the rest, until the routes are imported (FastAPI and pydantic take most of a second)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.server.errors import ApiError
+from quire.server.http.middleware import PROBES, send_error, send_json
+from quire.server.state import ServerState
+
+POLL_SECONDS = 0.02
+
+
+class Door:
+    """Hands over to `app` as soon as there is one."""
+
+    def __init__(self, state: ServerState):
+        self.state = state
+        self.app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["path"].startswith("/v1/models") and self.state.status == "loading":  # clients ask first of all: soon it can be told
+            await self._wait()
+            await self(scope, receive, send)
+        elif scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):
+            await self._probe(scope["path"], send)
+        else:
+            try:
+                self.state.require_ready()
+            except ApiError as error:
+                await send_error(scope, send, error)
+
+    async def _wait(self) -> None:
+        while self.app is None and self.state.status == "loading":
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _probe(self, path: str, send: Send) -> None:
+        if path == "/live":
+            await send_json(send, 200, msgspec.json.encode({"status": "live"}), {})
+        else:
+            await send_json(send, 503, msgspec.json.encode(self.state.health()), {"Retry-After": "2"})

@@ -1,0 +1,266 @@
+"""What Prometheus scrapes: vLLM's metrics, under `quire:` and, so that existing dashboards work, under `vllm:` as well.
+
+Every value is recorded once, as a plain number; names, labels and families are made when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from quire.engine.messages import EngineStats, RequestTiming
+
+_LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_NEXT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+
+
+def _token_buckets(max_model_len: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50 ... up to the context length."""
+    bounds = []
+    scale = 1
+    while scale <= max_model_len:
+        bounds += [digit * scale for digit in (1, 2, 5) if digit * scale <= max_model_len]
+        scale *= 10
+    return bounds
+
+
+class Histogram:
+    """Counts per bucket; a value belongs to the first bucket whose bound is not below it."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Iterable[float]):
+        self.bounds = [float(bound) for bound in bounds]
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
+    def add(self, counts: list[int], total: float) -> None:
+        """The observations of another one with the same bounds."""
+        self.counts = [ours + theirs for ours, theirs in zip(self.counts, counts, strict=True)]
+        self.total += total
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """(upper bound, observations up to it), as Prometheus wants them."""
+        cumulative, rows = 0, []
+        for bound, count in zip([*self.bounds, float("inf")], self.counts):
+            cumulative += count
+            rows.append((floatToGoString(bound), cumulative))
+        return rows
+
+
+class Counts(msgspec.Struct, frozen=True, array_like=True):
+    """What a `Metrics` has counted, for adding to another one's."""
+
+    counters: dict[str, float]
+    finished: dict[str, int]
+    http: list[tuple[tuple[str, str, str], int]]
+    histograms: dict[str, tuple[list[int], float]]  # counts per bucket, total
+
+
+class Metrics(Collector):
+    """The metrics of one engine. Written by the event loop alone; `render` may be called from anywhere.
+
+    `registry` is ours alone, so nothing else of this process is published by accident.
+    """
+
+    def __init__(self, model_name: str, max_model_len: int, vllm_names: bool = True, engine: int = 0):
+        self._made_of = (model_name, max_model_len, vllm_names, engine)
+        self._labels = {"model_name": model_name, "engine": str(engine)}
+        self._prefixes = ("quire:", "vllm:") if vllm_names else ("quire:",)
+        self._stats = EngineStats()
+        self._cache_config: dict[str, str] = {}
+        self._counters = dict.fromkeys(_COUNTERS, 0)
+        self._finished = dict.fromkeys(_FINISH_REASONS, 0)
+        token_buckets = _token_buckets(max_model_len)
+        self._http: dict[tuple[str, str, str], int] = {}
+        self._histograms = {name: Histogram(token_buckets if bounds is None else bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
+        self._inter_token = self._histograms["inter_token_latency_seconds"]
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def of(self, engine: int) -> Metrics:
+        """Where the requests of `engine` are recorded: here, the only one."""
+        return self
+
+    # ---- recording
+
+    def observe_stats(self, stats: EngineStats) -> None:
+        """From the engine: gauges as they are, counts since its last message."""
+        self._stats = stats
+        counters = self._counters
+        counters["prefix_cache_queries"] += stats.prefix_cache_queries
+        counters["prefix_cache_hits"] += stats.prefix_cache_hits
+        counters["num_preemptions"] += stats.num_preemptions
+        counters["generation_tokens"] += stats.num_generation_tokens
+        steps = self._histograms["iteration_tokens_total"]
+        for num_tokens in stats.iteration_tokens:
+            steps.observe(num_tokens)
+
+    def observe_prompt(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A sequence's prompt was processed."""
+        self._counters["prompt_tokens"] += num_prompt_tokens
+        self._counters["prompt_tokens_cached"] += num_cached_tokens
+
+    def observe_first_token(self, latency: float) -> None:
+        """`latency` in seconds since the request arrived."""
+        self._histograms["time_to_first_token_seconds"].observe(latency)
+
+    def observe_tokens(self, interval: float, num_tokens: int) -> None:
+        """`num_tokens` came `interval` seconds after the last of the same sequence."""
+        self._inter_token.observe(interval / num_tokens, num_tokens)
+
+    def observe_request(self, request: Any, finish_reason: str, num_output_tokens: int, first_token_time: float, timing: RequestTiming | None) -> None:
+        """A sequence has ended now. `request` is its GenerationRequest, `first_token_time` is 0 if it had none.
+
+        The engine does not know of stop strings and so sends no `timing` for what they end: how long those waited and computed is not recorded.
+        """
+        self._finished[finish_reason] += 1
+        if finish_reason not in ("stop", "length"):
+            return
+        now, histograms = time.time(), self._histograms
+        histograms["e2e_request_latency_seconds"].observe(now - request.arrival_time)
+        histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
+        histograms["request_generation_tokens"].observe(num_output_tokens)
+        histograms["request_params_max_tokens"].observe(request.sampling.max_tokens)
+        decode_time = now - first_token_time
+        if timing is not None and timing.scheduled:
+            decode_time = timing.finished - timing.first_token
+            histograms["request_queue_time_seconds"].observe(timing.scheduled - timing.queued)
+            histograms["request_inference_time_seconds"].observe(timing.finished - timing.scheduled)
+            histograms["request_num_preemptions"].observe(timing.num_preemptions)
+            histograms["request_prefill_kv_computed_tokens"].observe(timing.num_prefill_computed)
+            if timing.first_token:
+                histograms["request_prefill_time_seconds"].observe(timing.first_token - timing.scheduled)
+                histograms["request_decode_time_seconds"].observe(decode_time)
+        if first_token_time and num_output_tokens > 1:
+            histograms["request_time_per_output_token_seconds"].observe(decode_time / (num_output_tokens - 1))
+
+    def observe_group(self, request: Any, max_num_output_tokens: int) -> None:
+        """All n sequences of a request have ended; `max_num_output_tokens` is that of the longest."""
+        self._histograms["request_params_n"].observe(request.n)
+        self._histograms["request_max_num_generation_tokens"].observe(max_num_output_tokens)
+
+    def observe_abort(self) -> None:
+        """A sequence was given up by the server or its client."""
+        self._finished["abort"] += 1
+
+    def observe_http(self, handler: str, method: str, status: int) -> None:
+        """An HTTP request was answered. `handler` is its route, not its path, of which there may be any number."""
+        key = (handler, method, f"{status // 100}xx")
+        self._http[key] = self._http.get(key, 0) + 1
+
+    def set_cache_config(self, **fields: Any) -> None:
+        """Published as labels of `cache_config_info`: the settings of the KV cache and what they came to (`num_gpu_blocks`, `block_size`)."""
+        self._cache_config = {name: str(value) for name, value in fields.items()}
+
+    # ---- several as one
+
+    def counts(self) -> Counts:
+        """All but the gauges, until now."""
+        return Counts(dict(self._counters), dict(self._finished), list(self._http.items()),
+                      {name: (list(histogram.counts), histogram.total) for name, histogram in self._histograms.items()})
+
+    def add(self, counts: Counts) -> None:
+        """What was counted elsewhere, for the same model."""
+        for name, count in counts.counters.items():
+            self._counters[name] += count
+        for reason, count in counts.finished.items():
+            self._finished[reason] += count
+        for key, count in counts.http:
+            self._http[key] = self._http.get(key, 0) + count
+        for name, (buckets, total) in counts.histograms.items():
+            self._histograms[name].add(buckets, total)
+
+    def plus(self, others: Iterable[Counts]) -> Metrics:
+        """A new one with our gauges, and our counts and all of theirs."""
+        result = Metrics(*self._made_of)
+        result._stats, result._cache_config = self._stats, self._cache_config
+        for counts in (self.counts(), *others):
+            result.add(counts)
+        return result
+
+    # ---- publishing
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Any]:
+        """Called by the registry on each scrape."""
+        http = CounterMetricFamily("http_requests", "Requests answered, by route.", labels=["handler", "method", "status"])
+        for key, count in self._http.items():
+            http.add_metric(key, count)
+        yield http
+        for prefix in self._prefixes:
+            yield from self._gauges(prefix)
+            for name, value in self._counters.items():
+                yield self._family(CounterMetricFamily, prefix + name, _COUNTERS[name], [({}, value)])
+            yield self._family(CounterMetricFamily, prefix + "request_success", "Requests that ended, by how.",
+                               [({"finished_reason": reason}, count) for reason, count in self._finished.items()])
+            for name, histogram in self._histograms.items():
+                family = HistogramMetricFamily(prefix + name, _HISTOGRAMS[name][1], labels=list(self._labels))
+                family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.total)
+                yield family
+
+    def _gauges(self, prefix: str) -> Iterator[Any]:
+        stats = self._stats
+        yield self._family(GaugeMetricFamily, prefix + "num_requests_running", "Requests in the engine's batch.", [({}, stats.num_running)])
+        yield self._family(GaugeMetricFamily, prefix + "num_requests_waiting", "Requests waiting to be scheduled.", [({}, stats.num_waiting)])
+        yield self._family(GaugeMetricFamily, prefix + "num_requests_waiting_by_reason", "Requests waiting to be scheduled, by why: for room (capacity), or for "
+                           "something else (deferred).", [({"reason": "capacity"}, stats.num_waiting), ({"reason": "deferred"}, 0)])
+        yield self._family(GaugeMetricFamily, prefix + "kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", [({}, stats.kv_cache_usage)])
+        if self._cache_config:
+            labels = {**self._cache_config, "engine": self._labels["engine"]}
+            family = GaugeMetricFamily(prefix + "cache_config_info", "The KV cache's configuration, in the labels.", labels=list(labels))
+            family.add_metric(list(labels.values()), 1)
+            yield family
+
+    def _family(self, cls: type, name: str, documentation: str, samples: list[tuple[dict[str, str], float]]) -> Any:
+        family = cls(name, documentation, labels=[*self._labels, *samples[0][0]])
+        for labels, value in samples:
+            family.add_metric([*self._labels.values(), *labels.values()], value)
+        return family
+
+
+_COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "num_preemptions": "Running requests that were put back to free memory.",
+    "prompt_tokens": "Prompt tokens processed, found in the cache or computed.",
+    "prompt_tokens_cached": "Prompt tokens that were found in the cache.",
+    "generation_tokens": "Tokens generated.",
+}
+_HISTOGRAMS = {  # name: (bounds; None: token counts up to the context length, what it is)
+    "time_to_first_token_seconds": (_FIRST_TOKEN, "From a request's arrival to its first token."),
+    "inter_token_latency_seconds": (_NEXT_TOKEN, "Between consecutive tokens of a sequence."),
+    "request_time_per_output_token_seconds": (_NEXT_TOKEN, "A sequence's mean time per token after its first."),
+    "e2e_request_latency_seconds": (_LATENCY, "From a request's arrival to its end."),
+    "request_queue_time_seconds": (_LATENCY, "From entering the engine to first being scheduled."),
+    "request_inference_time_seconds": (_LATENCY, "From first being scheduled to the last token."),
+    "request_prefill_time_seconds": (_LATENCY, "From first being scheduled to the first token."),
+    "request_decode_time_seconds": (_LATENCY, "From the first token to the last."),
+    "request_prompt_tokens": (None, "Prompt tokens per request."),
+    "request_generation_tokens": (None, "Generated tokens per sequence."),
+    "request_max_num_generation_tokens": (None, "Generated tokens of the longest of a request's sequences."),
+    "request_params_n": ((1, 2, 5, 10, 20), "The n that requests ask for."),
+    "request_params_max_tokens": (None, "The max_tokens that requests ask for."),
+    "iteration_tokens_total": (_STEP_TOKENS, "Tokens per engine step."),
+    "request_num_preemptions": ((1, 2, 3, 4, 5, 10, 20), "Preemptions per sequence."),
+    "request_prefill_kv_computed_tokens": (None, "Prompt tokens per sequence that were computed, not found in the cache."),
+}

@@ -1,0 +1,50 @@
+"""The metrics of several engines as one page: every family once, with the series of each engine in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
+
+from quire.configs.config import Config
+from quire.engine.messages import WorkerReady
+from quire.server.metrics.metrics import Metrics
+
+
+def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metrics | MetricsPool:
+    """Of as many engines as there are."""
+    every = [Metrics(model_name, worker.max_model_len, config.server.vllm_metrics, engine) for engine in range(config.parallel.data_parallel_size)]
+    for metrics in every:
+        metrics.set_cache_config(**{**dataclasses.asdict(config.cache), "block_size": worker.block_size, "num_gpu_blocks": worker.num_blocks})
+    return MetricsPool(every) if len(every) > 1 else every[0]
+
+
+class MetricsPool(Collector):
+    """`of(engine)` is where that engine's requests are recorded; what belongs to no engine is the first one's."""
+
+    def __init__(self, engines: list[Metrics]):
+        self.engines = engines
+        self.observe_http = engines[0].observe_http
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def of(self, engine: int) -> Metrics:
+        return self.engines[engine]
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Any]:
+        families: dict[str, Any] = {}
+        for engine in self.engines:
+            for family in engine.collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()

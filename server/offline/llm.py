@@ -1,0 +1,318 @@
+"""`from quire import LLM, SamplingParams`: generate in a script, without HTTP. Names, defaults and shapes are vLLM's.
+
+The engine is the same child process that `quire serve` runs, behind the same client and the same checks; an event loop in a thread drives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from tqdm import tqdm
+
+from quire.configs.config import Config
+from quire.configs.options import all_options, config_from
+from quire.configs.sources import embedded_model
+from quire.server.api.openai import prepare as intake
+from quire.server.api.openai.chat import prompt_ids as chat_prompt_ids
+from quire.server.api.openai.completions import prompt_ids
+from quire.server.api.openai.logprobs import Formatter
+from quire.server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, PromptLogprob
+from quire.server.api.openai.sampling import to_sampling_params
+from quire.server.errors import ApiError, BadRequest
+from quire.server.generate import deltas
+from quire.server.generate.generation import Generation, GenerationRequest
+from quire.server.http.parse_body import parse
+from quire.server.startup.runtime import Runtime
+
+T = TypeVar("T")
+Prompt = str | Sequence[int] | dict[str, Any]
+SERVER_SETTINGS = ("chat_template", "generation_config", "max_logprobs", "step_timeout")  # those that mean something without HTTP
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How to generate. Raises ValueError naming the parameter and its limit.
+
+    `max_tokens=None` is all that the context holds; `top_k` 0 or -1 is off; `logprobs` is the number of most likely tokens to report beside the sampled one.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        self.to_request()
+
+    def to_request(self) -> CompletionRequest:
+        """The same as fields of a text completion, whose checks are these parameters' checks. Raises ValueError."""
+        fields = asdict(self)
+        for name, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):  # JSON would turn it into null, which means the default
+                raise ValueError(f"{name}: must be a finite number, got {value}")
+        return _checked(fields | {"prompt": ""}, CompletionRequest)
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` answers to a prompt. `logprobs` maps token ids to log-probabilities, at every position."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, PromptLogprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers. `num_cached_tokens` of the prompt were found in the prefix cache."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+
+
+class LLM:
+    """An engine for one model. `settings` are the names of `configs/config.py`: `LLM("Qwen/Qwen3-0.6B", max_model_len=4096, dtype="bfloat16")`.
+
+    Without `model`, the small one that comes with quire. Blocks until the engine is ready. Raises ValueError for a wrong setting or model, RuntimeError when the engine cannot start.
+    Close it, use it as a context manager, or leave it to the end of the program.
+    """
+
+    def __init__(self, model: str = "", **settings: Any):
+        self._ids = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._runtime = Runtime(offline_config(model, settings))
+        threading.Thread(target=self._loop.run_forever, name="quire", daemon=True).start()
+        self._close = weakref.finalize(self, _close, self._loop, self._runtime)  # also at the end of the program
+        try:
+            self._run(self._runtime.start())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tokenizer(self):
+        """The model's `quire.server.text.tokenizer.Tokenizer`."""
+        return self._runtime.state.tokenizer
+
+    def get_tokenizer(self):
+        return self.tokenizer
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Continue every prompt, in order. A prompt is a text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}, each with an optional
+        "cache_salt"; one prompt or a list. `sampling_params` are for all prompts, one each, or the model's defaults.
+
+        Raises ValueError for what a prompt or parameter has wrong, before anything runs; RuntimeError when the engine fails.
+        """
+        bodies = [_completion_fields(prompt) for prompt in _as_list(prompts)]
+        return self._run(self._generate(bodies, self._params(sampling_params, len(bodies)), use_tqdm))
+
+    def chat(self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+             use_tqdm: bool = True, *, chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
+             chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
+        """Answer a conversation, or each of several. `chat_template` stands in for the model's. Raises as `generate` does."""
+        conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
+        options = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+                   "chat_template_kwargs": chat_template_kwargs}
+        bodies = [_checked({"messages": list(conversation), **options}, ChatCompletionRequest) for conversation in conversations]
+        return self._run(self._chat(bodies, self._params(sampling_params, len(bodies)), use_tqdm))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False when requests are running."""
+        return self._run(self._runtime.state.client.call("reset_prefix_cache"))
+
+    def close(self) -> None:
+        """End the engine. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- in the caller's thread
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[CompletionRequest]:
+        if params is None:
+            return [_checked({"prompt": ""}, CompletionRequest)] * num_prompts
+        if isinstance(params, SamplingParams):
+            return [self._request(params)] * num_prompts
+        if len(params) != num_prompts:
+            raise ValueError(f"sampling_params: {len(params)} for {num_prompts} prompts")
+        return [self._request(one) for one in params]
+
+    def _request(self, params: SamplingParams) -> CompletionRequest:
+        request = params.to_request()
+        return request if request.max_tokens is not None else msgspec.structs.replace(request, max_tokens=self._runtime.state.model.max_model_len)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the engine's loop. Ctrl-C cancels it, which aborts its requests."""
+        if not self._close.alive:
+            work.close()
+            raise RuntimeError("this LLM is closed")
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except ApiError as error:
+            raise (ValueError if isinstance(error, BadRequest) else RuntimeError)(error.message) from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    # ---- on the loop
+
+    async def _generate(self, prompts: list[dict[str, Any]], bodies: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
+        requests, texts = [], []
+        for fields, body in zip(prompts, bodies, strict=True):
+            body = msgspec.structs.replace(body, **fields)
+            _, (ids,) = prompt_ids(body, self._runtime.state)
+            requests.append(self._generation_request(ids, body))
+            texts.append(body.prompt if isinstance(body.prompt, str) and body.truncate_prompt_tokens is None else None)
+        return await self._run_all(requests, texts, bodies, use_tqdm)
+
+    async def _chat(self, conversations: list[ChatCompletionRequest], bodies: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
+        requests = []
+        for conversation, body in zip(conversations, bodies, strict=True):
+            conversation.truncate_prompt_tokens = body.truncate_prompt_tokens
+            requests.append(self._generation_request(chat_prompt_ids(conversation, self._runtime.state), body))
+        texts = [self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False) for request in requests]
+        return await self._run_all(requests, texts, bodies, use_tqdm)
+
+    def _generation_request(self, ids: list[int], body: CompletionRequest) -> GenerationRequest:
+        model = self._runtime.state.model
+        sampling = to_sampling_params(body, model, self.tokenizer)
+        return intake.generation_request(intake.truncate(ids, body, sampling, model), body, sampling, model, request_id=str(next(self._ids)), priority=0, param="prompt")
+
+    async def _run_all(self, requests: list[GenerationRequest], texts: Iterable[str | None], bodies: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """All at once; the engine queues what does not fit. The first failure aborts the others."""
+        self._runtime.require_alive()
+        with _Progress(len(requests), use_tqdm) as progress:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._one(*one, progress)) for one in zip(requests, texts, bodies, strict=True)]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _one(self, request: GenerationRequest, text: str | None, body: CompletionRequest, progress: _Progress) -> RequestOutput:
+        generation = Generation(self._runtime.state.client, self.tokenizer, request)
+        choices = await deltas.collect(deltas.run([generation]), request.n)
+        progress.add(len(request.prompt_token_ids), sum(len(choice.token_ids) for choice in choices))
+        outputs = [CompletionOutput(i, choice.text, choice.token_ids, None if body.logprobs is None else Formatter(self.tokenizer, body.logprobs).prompt(choice.logprobs)[1:],
+                                    choice.finish_reason, choice.stop_reason) for i, choice in enumerate(choices)]
+        prompt_logprobs = None if body.prompt_logprobs is None else Formatter(self.tokenizer, body.prompt_logprobs).prompt(choices[0].prompt_logprobs)
+        return RequestOutput(request.request_id, text, request.prompt_token_ids, prompt_logprobs, outputs, True, min(choice.num_cached_tokens for choice in choices))
+
+
+class _Progress:
+    """A bar over prompts with the speed in tokens."""
+
+    def __init__(self, num_requests: int, shown: bool):
+        self.bar = tqdm(total=num_requests, desc="Processed prompts", disable=not shown, postfix="est. speed input: 0.00 toks/s, output: 0.00 toks/s", dynamic_ncols=True)
+        self.num_input = self.num_output = 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.close()
+
+    def add(self, num_input: int, num_output: int) -> None:
+        if self.bar.disable:
+            return
+        self.num_input += num_input
+        self.num_output += num_output
+        elapsed = max(self.bar.format_dict["elapsed"], 1e-9)
+        self.bar.set_postfix_str(f"est. speed input: {self.num_input / elapsed:.2f} toks/s, output: {self.num_output / elapsed:.2f} toks/s", refresh=False)
+        self.bar.update()
+
+
+def offline_config(model: str, settings: dict[str, Any]) -> Config:
+    """Checked settings; those of the HTTP server are refused. Raises ValueError."""
+    for name in settings:
+        option = all_options().get(name)
+        if option is not None and option.section == "server" and name not in SERVER_SETTINGS:
+            raise ValueError(f"{name} is a setting of the HTTP server; LLM has none")
+    if settings.get("data_parallel_size", 1) != 1:
+        raise ValueError("data_parallel_size: LLM has one engine; start several behind one port with `quire serve --data-parallel-size`")
+    model = model or embedded_model() or ""
+    if not model:
+        raise ValueError("model: name a Hugging Face folder or a Hub id; no model comes with this copy of quire")
+    return config_from({**settings, "model": model, "trust_request_chat_template": True})  # the caller of chat() is no stranger
+
+
+def _close(loop: asyncio.AbstractEventLoop, runtime: Runtime) -> None:
+    if loop.is_running():
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(runtime.stop(), loop).result(timeout=30)
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _checked(fields: dict[str, Any], cls: type[T]) -> T:
+    """`fields` as a request of type `cls`, with the checks of the HTTP side. None is absent. Raises ValueError."""
+    try:
+        return parse(msgspec.json.encode({name: value for name, value in fields.items() if value is not None}), cls, strict=True)[0]
+    except BadRequest as error:
+        raise ValueError(error.message) from None
+    except TypeError as error:  # not JSON
+        raise ValueError(str(error)) from None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and all(isinstance(item, int) for item in prompts) else prompts
+
+
+def _completion_fields(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as fields of a text completion. Raises ValueError."""
+    if not isinstance(prompt, dict):
+        return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    known = {"prompt", "prompt_token_ids", "cache_salt"}
+    if unknown := sorted(set(prompt) - known):
+        raise ValueError(f"prompts: unknown key {unknown[0]!r}; a prompt has {', '.join(sorted(known))}")
+    given = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+    if len(given) != 1:
+        raise ValueError("prompts: give exactly one of prompt and prompt_token_ids")
+    fields = {"prompt": given[0] if isinstance(given[0], str) else list(given[0])}
+    return fields | ({"cache_salt": prompt["cache_salt"]} if prompt.get("cache_salt") is not None else {})

@@ -1,0 +1,117 @@
+"""MODEL -> a local folder: itself, or a download from the Hugging Face Hub. huggingface_hub is imported only for the latter."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from quire.configs.files import denied
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
+UNUSED_FILES = ["*/*.safetensors", "*/*.json", "consolidated*"]  # other precisions and formats of the same weights
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Progress = Callable[[str, float], None]
+
+
+def local_folder(model: str) -> str | None:
+    """`model` as an absolute path if it is a folder, else None. Raises ValueError if it can only mean a path, but there is no such folder."""
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):
+        return os.path.abspath(path)
+    if os.path.isfile(path):
+        kind = "a GGUF file, which is not supported yet" if path.lower().endswith(".gguf") else "a file"
+        raise ValueError(f"model: {model} is {kind}; give the folder that has the model's config.json and safetensors")
+    _require_reachable(path)
+    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        raise ValueError(f"model: there is no folder {model}")
+    return None
+
+
+def _require_reachable(path: str) -> None:
+    """Raise ValueError for a path that is there or not, which the permissions of a folder above it do not let us see."""
+    try:
+        os.stat(path)
+    except PermissionError:
+        raise ValueError(f"model: {denied(path)}") from None
+    except OSError:
+        pass  # there is none: the caller says so
+
+
+def resolve(model: str, *, revision: str | None = None, download_dir: str | None = None, tokenizer_only: bool = False,
+            progress: Progress = lambda phase, fraction: None) -> str:
+    """The folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` is called from other threads.
+
+    HF_HUB_OFFLINE, HF_TOKEN and HF_HOME mean what they mean to huggingface_hub. Raises ValueError saying what is wrong and what to do.
+    """
+    folder = local_folder(model)
+    if folder is not None:
+        return folder
+    import huggingface_hub as hub
+
+    patterns = {"allow_patterns": TOKENIZER_FILES if tokenizer_only else MODEL_FILES, "ignore_patterns": UNUSED_FILES}
+    try:
+        num_bytes = _bytes_to_download(model, revision, download_dir, patterns)
+        if num_bytes:
+            logger.info("downloading %s from the Hugging Face Hub: %.2f GB", model, num_bytes / 1e9)
+            progress("downloading", 0.0)
+        return hub.snapshot_download(model, revision=revision, cache_dir=download_dir, tqdm_class=_bar_class(num_bytes, progress), **patterns)
+    except Exception as error:  # of huggingface_hub, of its HTTP client, of the disk
+        raise ValueError(_explain(error, model, revision)) from error
+
+
+def _bytes_to_download(model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]) -> int:
+    """What is not in the cache yet; 0 also when the Hub cannot be asked, and the cache decides."""
+    import huggingface_hub as hub
+    from huggingface_hub import constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return 0
+    try:
+        files = hub.snapshot_download(model, revision=revision, cache_dir=download_dir, tqdm_class=_bar_class(0, lambda phase, fraction: None), dry_run=True, **patterns)
+    except errors.DryRunError:
+        return 0
+    return sum(file.file_size for file in files if file.will_download)
+
+
+def _bar_class(num_bytes: int, progress: Progress) -> type:
+    """A silent tqdm that reports how much of `num_bytes` has arrived. The library makes several bars; one counts the bytes, and that is the fullest."""
+    from tqdm import tqdm
+
+    reported = 0.0
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any):
+            kwargs.pop("name", None)
+            self.counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal reported
+            self.n += n or 0
+            if num_bytes and self.counts_bytes and min(self.n / num_bytes, 1.0) > reported:
+                reported = min(self.n / num_bytes, 1.0)
+                progress("downloading", reported)
+
+    return Bar
+
+
+def _explain(error: Exception, model: str, revision: str | None) -> str:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"model: {model} is gated: accept its conditions at https://huggingface.co/{model} and set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"revision: {model} has no revision {revision}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"model: there is no folder {model}, and no such model on the Hugging Face Hub (a private one needs HF_TOKEN)"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
+        return f"model: there is no folder {model}, it is not in the Hugging Face cache, and {why}"
+    return f"model: {model} cannot be downloaded: {type(error).__name__}: {error}"

@@ -1,0 +1,39 @@
+"""The table that says where the memory goes and what was chosen automatically, shown before serving and by `quire check`."""
+
+from __future__ import annotations
+
+from quire.engine.messages import WorkerReady
+
+
+def plan_table(ready: WorkerReady) -> str:
+    """Several lines of text, without a line break at the end."""
+    plan = ready.plan
+    num_tokens = (ready.num_blocks - 1) * ready.block_size
+    rows = [("weights", plan.weights, ""),
+            ("activations", plan.activations, f"one step of {ready.max_num_batched_tokens:,} tokens, {ready.max_num_seqs} requests"),
+            ("KV cache", plan.kv_cache, f"{ready.num_blocks - 1:,} blocks of {ready.block_size} tokens, {format_bytes(plan.bytes_per_block)} each"),
+            ("reserve", plan.reserve, "left to others")]
+    if plan.graphs:
+        rows.insert(2, ("CUDA graphs", plan.graphs, "at most, as batch sizes come up"))
+    lines = [f"memory of {plan.device}: {format_bytes(plan.total)}, of which {format_bytes(plan.available)} were free at start"]
+    lines += [f"  {name:<12} {format_bytes(size):>10}  {_percent(size, plan.available):>4}  {note}".rstrip() for name, size, note in rows]
+    lines.append(f"  fits {num_tokens:,} tokens: {num_tokens / ready.max_model_len:.1f} requests of the full length of {ready.max_model_len:,}")
+    if ready.choices:
+        width = max(len(setting) for setting, _, _ in ready.choices)
+        lines.append("chosen automatically:")
+        lines += [f"  {setting:<{width}} = {value}  ({reason})" for setting, value, reason in ready.choices]
+    return "\n".join(lines)
+
+
+def format_bytes(size: int) -> str:
+    """Three significant digits at least: 640 B, 1.20 GiB, 139 GiB."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{size} B" if unit == "B" else f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else ""

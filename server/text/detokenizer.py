@@ -1,0 +1,160 @@
+"""Output ids of one request -> text that may be sent: whole characters, and never the beginning of a stop string."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from quire.server.text.tokenizer import Tokenizer
+
+
+class StopStrings:
+    """Finds stop strings in a text that arrives in parts, at the same cost for one and for many (the automaton of Aho and Corasick).
+
+    A state stands for the longest end of the text that begins a stop string; 0 is that of the empty end. Immutable: the choices of a request share one.
+    """
+
+    def __init__(self, stop: Sequence[str]):
+        self.strings = list(stop)
+        self.depth = [0]  # of each state: characters of that end
+        self.held = [0]  # of each state: characters of the longest end that may still grow into a stop string
+        self._next: list[dict[str, int]] = [{}]
+        self._fail = [0]  # the state of the next shorter such end
+        self._hit = [-1]  # of each state: the first in `stop` of the strings that are complete with it
+        for index, string in enumerate(self.strings):
+            self._add(index, string)
+        self._link()
+        first = "".join(sorted(self._next[0]))
+        self._skip = re.compile(f"[^{re.escape(first)}]*").match if first else None
+
+    def __len__(self) -> int:
+        return len(self.strings)
+
+    def _add(self, index: int, string: str) -> None:
+        state = 0
+        for char in string:
+            following = self._next[state].get(char)
+            if following is None:
+                following = self._next[state][char] = len(self._next)
+                self._next.append({})
+                self.depth.append(self.depth[state] + 1)
+                self.held.append(0)
+                self._fail.append(0)
+                self._hit.append(-1)
+            state = following
+        if self._hit[state] < 0:
+            self._hit[state] = index
+
+    def _link(self) -> None:
+        """Breadth first, so that what is shorter is linked already."""
+        queue = deque([0])
+        while queue:
+            state = queue.popleft()
+            shorter = self._fail[state]
+            self.held[state] = self.depth[state] if self._next[state] else self.held[shorter]
+            hits = [hit for hit in (self._hit[state], self._hit[shorter]) if hit >= 0]
+            self._hit[state] = min(hits, default=-1)
+            for char, child in self._next[state].items():
+                self._fail[child] = self.step(shorter, char) if state else 0
+                queue.append(child)
+
+    def step(self, state: int, char: str) -> int:
+        while (following := self._next[state].get(char)) is None:
+            if state == 0:
+                return 0
+            state = self._fail[state]
+        return following
+
+    def scan(self, state: int, text: str, match: bool) -> tuple[int, int, int]:
+        """Read `text` from `state` on, if `match` up to the end of the first stop string: the new state, how much was read, and that string's index or -1."""
+        position, end = 0, len(text)
+        while position < end:
+            if state == 0:
+                position = self._skip(text, position).end()
+                if position == end:
+                    break
+            state = self.step(state, text[position])
+            position += 1
+            if match and self._hit[state] >= 0:
+                return state, position, self._hit[state]
+        return state, end, -1
+
+
+class Detokenizer:
+    """Text of one sequence as its tokens arrive. The pushes and `finish` add up to the full text, cut at the first stop string.
+
+        text decoded so far:  [ emitted ............ | tail ]       tail: the longest end that may grow into a stop string
+        tokens:               [ num_released | the rest     ]       released: all of their text is emitted
+
+    A stop string counts if it is complete with a token after the first `min_tokens`. Of several, the one complete first wins, then the one that comes
+    first in `stop`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] | StopStrings = (), include_stop_str_in_output: bool = False,
+                 skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True, min_tokens: int = 0):
+        self.stopped: str | None = None  # the stop string that was hit
+        self.num_tokens = 0  # pushed, up to the one that completed a stop string
+        self.num_released = 0
+        self._stream = tokenizer.stream(prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
+        self._stop = stop if isinstance(stop, StopStrings) else StopStrings(stop)
+        self._state = 0  # of `_stop`, at the end of the text decoded so far
+        self._include = include_stop_str_in_output
+        self._min_tokens = min_tokens
+        self._tail = ""
+        self._num_decoded = 0  # characters
+        self._ends: deque[int] = deque()  # of each token not released: the number of characters that must be emitted for it to be
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take new tokens; return the text that may be sent now. Once a stop string was hit, tokens are ignored."""
+        texts = []
+        for token_id in ids:
+            if self.stopped is not None:
+                break
+            texts.append(self._push_one(token_id))
+        return "".join(texts)
+
+    def finish(self) -> str:
+        """The text still held back: no more tokens will come. An unfinished character becomes U+FFFD."""
+        if self.stopped is not None:
+            return ""
+        text = self._stream.finish()
+        if self._stop:
+            text = self._before_stop(text) + self._tail
+            self._tail = ""
+        self._release_all()
+        return text
+
+    def _push_one(self, token_id: int) -> str:
+        text = self._stream.push((token_id,))
+        held = self._stream.held
+        self.num_tokens += 1
+        self._num_decoded += len(text)
+        if self._stop and text:
+            text = self._before_stop(text)
+        if self.stopped is not None or not (held or self._tail):
+            self._release_all()
+        else:
+            self._ends.append(self._num_decoded + held)  # a held token waits for the next character at least
+            num_emitted = self._num_decoded - len(self._tail)
+            while self._ends and self._ends[0] <= num_emitted:
+                self._ends.popleft()
+                self.num_released += 1
+        return text
+
+    def _release_all(self) -> None:
+        self.num_released = self.num_tokens
+        self._ends.clear()
+
+    def _before_stop(self, text: str) -> str:
+        """Append `text` to the tail; return what leaves it: all up to a stop string, or all that cannot be the beginning of one."""
+        buffer = self._tail + text
+        self._state, num_read, hit = self._stop.scan(self._state, text, self.num_tokens > self._min_tokens)
+        if hit >= 0:
+            self.stopped = self._stop.strings[hit]
+            end = len(self._tail) + num_read
+            self._tail = ""
+            return buffer[:end if self._include else end - len(self.stopped)]
+        start = len(buffer) - self._stop.held[self._state]
+        self._tail = buffer[start:]
+        return buffer[:start]

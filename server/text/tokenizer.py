@@ -1,0 +1,347 @@
+"""Text <-> token ids, on the `tokenizers` library alone: importing transformers costs seconds and brings torch.
+
+Reads a model folder as transformers does (tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat templates) and gives the same ids,
+texts and prompts. Folders without tokenizer.json go through transformers once, at load time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers
+
+from quire.configs.files import check_readable
+from quire.server.text.chat_template import compile_template
+from quire.server.text.incremental_decoding import CleanUpStream, WindowDecoding, clean_up_spaces, decoding_of
+
+logger = logging.getLogger("quire.tokenizer")
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.bpe", "merges*")  # at least one is there, whatever the kind
+
+# Texts are encoded in threads of ours (`threads.py`), so the library's own thread pool only costs: and it warns whenever the process starts the engine.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template. Immutable after loading; every method may be called from any thread."""
+
+    def __init__(self, backend: tokenizers.Tokenizer | _PythonTokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str],
+                 clean_up: bool = False, eos_token_ids: Sequence[int] = ()):
+        self._backend = backend
+        self.special_tokens = dict(special_tokens)  # name ("bos_token") -> text: variables of the chat template
+        self.chat_templates = dict(chat_templates)  # name -> source; a single template is "default"
+        self.eos_token_ids = list(eos_token_ids)
+        added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added_texts = {token_id: token.content for token_id, token in added.items()}
+        self._clean_up = clean_up
+        self._decoding = decoding_of(backend) if isinstance(backend, tokenizers.Tokenizer) else WindowDecoding(backend.decode, backend.id_to_token)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+        """Load from a local folder. `chat_template` is a file or the text of a template to use instead of the model's.
+
+        Raises ValueError if the folder has no usable tokenizer or the template is not valid.
+        """
+        folder = Path(folder)
+        if folder.is_dir():
+            check_readable(str(folder), "tokenizer")
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = _load_fast(cls, folder)
+        else:
+            tokenizer = _load_with_transformers(cls, folder, trust_remote_code)
+        if tokenizer.vocab_size <= len(tokenizer.special_ids):
+            raise ValueError(f"tokenizer: the vocabulary in {folder} is empty (it has {tokenizer.vocab_size} special tokens and nothing else): "
+                             "download the tokenizer's files again, or name another folder or Hub id with --tokenizer")
+        if chat_template is not None:
+            tokenizer.chat_templates = {"default": _read_template(chat_template)}
+        for source in tokenizer.chat_templates.values():
+            compile_template(source)
+        return tokenizer
+
+    # ---- ids and text
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises ValueError for a text with unpaired surrogates, which has no UTF-8."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The ids of each text. Raises as `encode` does."""
+        try:
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        except TypeError as error:
+            raise ValueError("the text is not valid Unicode: it has unpaired surrogates") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> str:
+        """The text of all ids together. Ids without a token have no text."""
+        if not (skip_special_tokens or spaces_between_special_tokens):
+            stream = self.stream((), False, False)
+            return stream.push(ids) + stream.finish()
+        text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return clean_up_spaces(text) if self._clean_up else text
+
+    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True):
+        """A stream with `push(ids) -> str`, `finish() -> str` and `held` that decodes what follows `prompt_ids` as it arrives."""
+        skip = self.special_ids if skip_special_tokens else frozenset()
+        raw_repeats = frozenset() if skip_special_tokens or spaces_between_special_tokens else self.added_ids
+        stream = self._decoding.stream(prompt_ids, skip, raw_repeats)
+        return CleanUpStream(stream) if self._clean_up else stream
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token contributes to the UTF-8 of a text it stands in the middle of; several tokens may share one character."""
+        content = self._added_texts.get(token_id)
+        return self._decoding.token_bytes(token_id) if content is None else content.encode()
+
+    def id_to_token(self, token_id: int) -> str:
+        r"""The token's own text, as logprobs show it: bytes that are no whole character are written like `\xf0\x9f`."""
+        return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
+
+    def vocabulary_entry(self, token_id: int) -> str:
+        """The token as the vocabulary writes it (`Ġwor`, `▁wor`, `<0xE4>`); empty for an id that has none."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens including added ones; the model's vocabulary may be padded beyond it."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """No token is longer: a text of more than this many characters per position of the context cannot fit it, whatever its tokens."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    # ---- chat
+
+    def template_source(self, chat_template: str | None = None, tools: list[dict] | None = None) -> str:
+        """The template to use: `chat_template` (the name of one of the model's, or a text), else "tool_use" if there are tools, else "default"."""
+        templates = self.chat_templates
+        if chat_template is not None:
+            return templates.get(chat_template, chat_template)
+        if tools is not None and "tool_use" in templates:
+            return templates["tool_use"]
+        if "default" in templates:
+            return templates["default"]
+        if templates:
+            raise ValueError(f"this model has several chat templates and no default: set chat_template to one of {', '.join(sorted(templates))}")
+        raise ValueError("this model has no chat template: start the server with --chat-template, or use the completions endpoint")
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, continue_final_message: bool = False,
+                    tools: list[dict] | None = None, documents: list[dict] | None = None, chat_template: str | None = None,
+                    variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt text for a conversation; encode it with `add_special_tokens=False`. `variables` are further ones of the template, of any name.
+
+        Content may be text or a list of {"type": "text", "text": ...} parts, whatever the template takes. A template that is not one of the model's is a
+        stranger's program and gets limits (`chat_template.py`). Raises ValueError for what the template refuses.
+        """
+        source = self.template_source(chat_template, tools)
+        template = compile_template(source)
+        return template.render(messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt,
+                               continue_final_message=continue_final_message, variables={**self.special_tokens, **(variables or {})},
+                               limited=source not in self.chat_templates.values())
+
+
+# ---- loading
+
+
+def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
+    config = _read_json(folder / "tokenizer_config.json")
+    if not config.get("extra_special_tokens"):
+        config["extra_special_tokens"] = config.pop("additional_special_tokens", None) or []  # its older name
+    if "added_tokens_decoder" not in config:  # older folders keep some of the configuration in files of its own
+        config.update(_read_json(folder / "special_tokens_map.json"))
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{folder}/tokenizer.json cannot be read: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    if _is_legacy_llama(backend, config, folder):
+        _as_llama_tokenizer(backend, config)
+    special_tokens = _add_special_tokens(backend, config, folder)
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    # transformers cleans up for WordPiece and the like only: it would eat the spaces of a BPE text
+    clean_up = bool(config.get("clean_up_tokenization_spaces", False)) and not isinstance(backend.model, tokenizers.models.BPE)
+    return cls(backend, special_tokens, _chat_templates(folder, config), clean_up, _eos_token_ids(backend, special_tokens, folder))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def _text_of(token: Any) -> str | None:
+    """A token as configurations write it: plain, or as a dict with flags."""
+    return token["content"] if isinstance(token, Mapping) else token
+
+
+def _added_token(token: Any) -> AddedToken:
+    if not isinstance(token, Mapping):
+        return AddedToken(token, special=True)
+    flags = {key: value for key, value in token.items() if key not in ("content", "__type", "id")}
+    return AddedToken(token["content"], **{"special": True, **flags})
+
+
+def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Register what the configuration declares beyond tokenizer.json; return the named tokens."""
+    entries = {int(token_id): _added_token({"special": False, **token}) for token_id, token in config.get("added_tokens_decoder", {}).items()}
+    if not entries:
+        entries = _added_tokens_file(folder, config)
+    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    pending = [token for _, token in sorted(entries.items(), key=lambda item: item[0]) if repr(token) not in known]
+    names = {token.content for token in (*backend.get_added_tokens_decoder().values(), *pending)}
+
+    extra = config["extra_special_tokens"] or config.get("additional_special_tokens") or []
+    named = {key: config[key] for key in NAMED_TOKENS if config.get(key) is not None}
+    named |= {key: value for key, value in config.items() if key.endswith("_token") and key not in named and isinstance(_maybe_text(value), str)}
+    if isinstance(extra, Mapping):
+        named, extra = named | dict(extra), []
+    for token in (*named.values(), *extra):
+        if _text_of(token) not in names:
+            pending.append(_added_token(token))
+            names.add(_text_of(token))
+    if pending:
+        texts = {_text_of(token) for token in named.values()}
+        for token in pending:
+            token.special = token.special or token.content in texts
+        backend.add_tokens(pending)
+    return {name: _text_of(token) for name, token in named.items()}
+
+
+def _maybe_text(value: Any) -> Any:
+    return value.get("content") if isinstance(value, Mapping) else value
+
+
+def _added_tokens_file(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    special = {_text_of(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
+    special |= {_text_of(token) for token in config["extra_special_tokens"]}
+    return {token_id: AddedToken(text, normalized=text not in special, special=text in special)
+            for text, token_id in _read_json(folder / "added_tokens.json").items()}
+
+
+def _is_legacy_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> bool:
+    """Does transformers replace the pipeline in this tokenizer.json by the one built into its LlamaTokenizer? (Since version 5.)"""
+    model_config = _read_json(folder / "config.json")
+    tokenizer_class = config.get("tokenizer_class") or model_config.get("tokenizer_class") or ""
+    if tokenizer_class.removesuffix("Fast") != "LlamaTokenizer" or "auto_map" in config or not isinstance(backend.model, tokenizers.models.BPE):
+        return False
+    pipeline = b"".join(part.__getstate__() for part in (backend.pre_tokenizer, backend.decoder) if part is not None)
+    return model_config.get("model_type", "llama") == "llama" and b'"ByteLevel"' not in pipeline
+
+
+def _as_llama_tokenizer(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Llama 1 and 2: a space is put before the text, not before every stretch between special tokens as their tokenizer.json has it."""
+    prefix = config.get("add_prefix_space")
+    prefix = True if prefix is None else prefix
+    scheme = "never" if not prefix else "always" if config.get("legacy", False) else "first"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
+    model = backend.model
+    model.fuse_unk, model.byte_fallback, model.dropout, model.unk_token = True, True, None, None
+    for key, default in (("unk_token", "<unk>"), ("bos_token", "<s>"), ("eos_token", "</s>")):
+        config.setdefault(key, default)
+
+
+def _eos_token_ids(backend: Any, special_tokens: Mapping[str, str], folder: Path) -> list[int]:
+    """The tokenizer's end token, then those that the model's generation_config.json (else config.json) ends on."""
+    eos = special_tokens.get("eos_token")
+    ids = [backend.token_to_id(eos)] if eos is not None else []
+    declared = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if declared is None:
+        declared = _read_json(folder / "config.json").get("eos_token_id")
+    ids += declared if isinstance(declared, list) else [declared]
+    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Template files come before the configuration's entry: a text, or a list of {name, template}."""
+    templates = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if templates:
+        return templates
+    declared = config.get("chat_template")
+    if declared is None:
+        return {}
+    return {"default": declared} if isinstance(declared, str) else {entry["name"]: entry["template"] for entry in declared}
+
+
+def _read_template(value: str) -> str:
+    """A template given as a file or as its text."""
+    if "\n" not in value and len(value) < 4096 and Path(value).is_file():
+        return Path(value).read_text(encoding="utf-8")
+    if "{" not in value and "\n" not in value:
+        raise ValueError(f"chat_template: there is no file {value}, and it is not the text of a template")
+    return value
+
+
+def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_code: bool) -> Tokenizer:
+    if not folder.is_dir():
+        raise ValueError(f"tokenizer: there is no folder {folder}")
+    if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
+        raise ValueError(f"tokenizer: there are no tokenizer files in {folder} (tokenizer.json, for example): download them, or name another folder or "
+                         "Hub id with --tokenizer")
+    logger.info("%s has no tokenizer.json: loading its tokenizer through transformers, which takes a few seconds", folder)
+    from transformers import AutoTokenizer
+
+    try:
+        slow = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # of any kind: the folder's files decide what runs
+        raise ValueError(f"no tokenizer can be loaded from {folder}: {error}") from error
+    backend = getattr(slow, "backend_tokenizer", None) or _PythonTokenizer(slow)
+    templates = slow.chat_template or {}
+    clean_up = bool(slow.clean_up_tokenization_spaces) and isinstance(backend, tokenizers.Tokenizer) and not isinstance(backend.model, tokenizers.models.BPE)
+    return cls(backend, slow.special_tokens_map, {"default": templates} if isinstance(templates, str) else templates, clean_up,
+               _eos_token_ids(backend, slow.special_tokens_map, folder))
+
+
+class _PythonTokenizer:
+    """A transformers tokenizer written in Python, under the names of `tokenizers.Tokenizer`."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[_Encoding]:
+        return [_Encoding(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._tokenizer.convert_ids_to_tokens(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._tokenizer.convert_tokens_to_ids(token)
+
+    def get_vocab_size(self, with_added_tokens: bool) -> int:
+        return len(self._tokenizer)
+
+    def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
+        return self._tokenizer.get_vocab()
+
+    def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
+        special = set(self._tokenizer.all_special_ids)
+        added = {token_id: AddedToken(str(token), special=token_id in special) for token_id, token in self._tokenizer.added_tokens_decoder.items()}
+        return added | {i: AddedToken(self._tokenizer.convert_ids_to_tokens(i), special=True) for i in special if i not in added}
+
+
+class _Encoding:
+    def __init__(self, ids: list[int]):
+        self.ids = ids

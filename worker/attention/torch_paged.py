@@ -1,0 +1,202 @@
+"""Paged attention in plain torch: gather keys and values by slot, then torch's fused attention.
+
+The requests that decode (one query token) are batched: a few groups of similar length, each one gather and one call, no loop over sequences. Requests
+with more query tokens go one by one, in pieces of queries that see only the keys they may. What is gathered at once is bounded either way, but for a
+single sequence longer than the bound. Runs on any device; on CUDA it makes the host wait, so it is the last resort there.
+
+Slots beyond a sequence are never read: their place in a gather is taken by the null block, which holds finite values. A masked score alone would
+not do, since 0 * NaN is NaN and a freed block may hold anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+
+_DECODE_TOKENS = 8192  # most keys gathered at once for decoding requests
+_PREFILL_SCORES = 1 << 23  # most scores (per head) of one piece of a prefill
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One call: n sequences with `queries` tokens each over `keys` keys each."""
+
+    tokens: torch.Tensor | slice  # [n * queries], which tokens of the batch
+    rows: torch.Tensor  # [n * num_kv_heads * keys] int64, where they lie: see `_Rows`
+    num_seqs: int
+    num_queries: int
+    num_keys: int
+    mask: torch.Tensor | None  # broadcastable to [n, heads, queries, keys], True where the key is seen
+    is_causal: bool = False
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The pieces of this step for each window in use, and the gather buffers that all layers share."""
+
+    starts: list[int]
+    lengths: list[int]
+    pieces: dict[int | None, list[_Piece]] = field(default_factory=dict)
+    workspace: list[torch.Tensor] | None = None
+
+
+class CpuPagedAttention(AttentionBackend):
+    """See the module."""
+
+    name = "cpu_paged"
+    default_block_size = 16
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    def build(self, meta: AttentionMetadata) -> None:
+        meta.extra = _Plan(meta.query_start_loc.tolist(), meta.seq_lens.tolist())
+
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
+                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+        plan: _Plan = meta.extra
+        pieces = plan.pieces.get(sliding_window)
+        if pieces is None:
+            pieces = plan.pieces[sliding_window] = _pieces(plan, _Rows(meta.block_table, k_cache), sliding_window)
+        out = torch.empty_like(q)
+        for piece in pieces:
+            k, v = _gather(plan, piece, k_cache, v_cache)
+            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scale, soft_cap)
+        return out
+
+
+def _pieces(plan: _Plan, rows: _Rows, window: int | None) -> list[_Piece]:
+    decodes, pieces = [], []
+    for i, length in enumerate(plan.lengths):
+        num_queries = plan.starts[i + 1] - plan.starts[i]
+        if num_queries == 1:
+            decodes.append(i)
+        else:
+            pieces += _prefill_pieces(rows, i, plan.starts[i], num_queries, length, window)
+    seen = [min(length, window or length) for length in plan.lengths]
+    for group in _groups(decodes, seen):
+        pieces.append(_decode_piece(rows, group, [plan.starts[i] for i in group], [plan.lengths[i] for i in group], [seen[i] for i in group]))
+    return pieces
+
+
+def _groups(decodes: list[int], seen: list[int]) -> list[list[int]]:
+    """Split decoding requests so that a group gathers at most _DECODE_TOKENS keys, padding included, and padding at most doubles it."""
+    if not decodes or len(decodes) * max(seen[i] for i in decodes) <= min(_DECODE_TOKENS, 2 * sum(seen[i] for i in decodes)):
+        return [decodes] if decodes else []
+    groups: list[list[int]] = []
+    for i in sorted(decodes, key=lambda i: -seen[i]):
+        longest = seen[groups[-1][0]] if groups else 0
+        if groups and (len(groups[-1]) + 1) * longest <= _DECODE_TOKENS and 2 * seen[i] >= longest:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+class _Rows:
+    """Where the keys of positions lie, through the block table: a cache, whichever way its blocks are laid out, is a sequence of rows of head_dim. All layers' are alike."""
+
+    def __init__(self, block_table: torch.Tensor, cache: torch.Tensor) -> None:
+        _, self.block_size, num_heads, dim = cache.shape
+        self.block_table, self.device = block_table, block_table.device
+        self.block_rows, self.slot_rows, head_rows = (stride // dim for stride in cache.stride()[:3])
+        self.heads = torch.arange(num_heads, device=self.device)[:, None] * head_rows
+
+    def of_sequence(self, i: int, start: int, stop: int) -> torch.Tensor:
+        """Positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
+        positions = torch.arange(start, stop, device=self.device)
+        return self._rows(self.block_table[i][positions // self.block_size], positions % self.block_size)
+
+    def of_group(self, group: list[int], starts: torch.Tensor, counts: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each request of `group` its positions starts .. starts + counts - 1, padded with slot 0 to `width`: (rows `[n * num_kv_heads * width]`, which keys `[n, width]` are real)."""
+        offsets = torch.arange(width, device=self.device)
+        real = offsets < counts[:, None]
+        positions = torch.where(real, starts[:, None] + offsets, 0)
+        blocks = self.block_table[torch.tensor(group, device=self.device)].gather(1, positions // self.block_size)
+        return self._rows(torch.where(real, blocks, 0), positions % self.block_size), real
+
+    def _rows(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return ((blocks.long() * self.block_rows + offsets * self.slot_rows)[..., None, :] + self.heads).flatten()
+
+
+def _decode_piece(rows: _Rows, group: list[int], tokens: list[int], lengths: list[int], seen: list[int]) -> _Piece:
+    device, width = rows.device, max(seen)
+    counts = torch.tensor(seen, device=device)
+    indices, real = rows.of_group(group, torch.tensor(lengths, device=device) - counts, counts, width)
+    mask = None if min(seen) == width else real[:, None, None, :]
+    in_order = tokens == list(range(tokens[0], tokens[0] + len(tokens)))
+    where = slice(tokens[0], tokens[0] + len(tokens)) if in_order else torch.tensor(tokens, device=device)
+    return _Piece(where, indices, len(group), 1, width, mask)
+
+
+def _prefill_pieces(rows: _Rows, i: int, first_token: int, num_queries: int, length: int, window: int | None) -> list[_Piece]:
+    """Cut the queries so that a piece has at most _PREFILL_SCORES scores; each sees the keys up to its last query, from its first query's window on."""
+    pieces = []
+    step = max(1, min(num_queries, _PREFILL_SCORES // length))
+    for first in range(0, num_queries, step):
+        last = min(first + step, num_queries)
+        start_position, stop_position = length - num_queries + first, length - num_queries + last
+        first_key = max(0, start_position - window + 1) if window else 0
+        num_keys = stop_position - first_key
+        mask = None
+        plain = first_key == start_position and (not window or num_keys <= window)  # then the mask is the square triangle the kernel knows
+        if not plain:
+            queries = torch.arange(start_position, stop_position, device=rows.device)[:, None]
+            keys = torch.arange(first_key, stop_position, device=rows.device)
+            mask = keys <= queries
+            if window:
+                mask &= keys > queries - window
+        where = slice(first_token + first, first_token + last)
+        pieces.append(_Piece(where, rows.of_sequence(i, first_key, stop_position), 1, last - first, num_keys, mask, plain))
+    return pieces
+
+
+def _gather(plan: _Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[n, num_kv_heads, keys, head_dim]`, in the buffers of the plan: fresh ones would cost a page fault per page in every layer."""
+    heads, dim = k_cache.shape[2:]
+    if plan.workspace is None:
+        most = max(len(p.rows) for pieces in plan.pieces.values() for p in pieces)
+        plan.workspace = [k_cache.new_empty(most, dim) for _ in range(2)]
+    gathered = []
+    for buffer, cache in zip(plan.workspace, (k_cache, v_cache)):
+        if len(buffer) < len(piece.rows):  # a layer with a wider window than those before it
+            buffer = cache.new_empty(len(piece.rows), dim)
+        found = buffer[: len(piece.rows)]
+        torch.index_select(cache.as_strided((cache.numel() // dim, dim), (dim, 1)), 0, piece.rows, out=found)
+        gathered.append(found.view(piece.num_seqs, heads, piece.num_keys, dim))
+    return gathered[0], gathered[1]
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece, scale: float, soft_cap: float | None) -> torch.Tensor:
+    """Attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`; the shape of q.
+
+    The query heads that share a kv head are laid out so that it is read once for all of them: as queries of it when decoding, as heads of a batch
+    of kv heads (with a stride of 0) in a prefill.
+    """
+    num_heads, dim = q.shape[1:]
+    kv_heads = k.shape[1]
+    group = num_heads // kv_heads
+    if piece.num_queries == 1:
+        q = q.view(piece.num_seqs, kv_heads, group, dim)
+        return _fused(q, k, v, piece, scale, soft_cap).reshape(piece.num_seqs, num_heads, dim)
+    q = q.view(piece.num_queries, kv_heads, group, dim).permute(1, 2, 0, 3)
+    k, v = (t.transpose(0, 1).expand(kv_heads, group, -1, -1) for t in (k, v))
+    return _fused(q, k, v, piece, scale, soft_cap).permute(2, 0, 1, 3).reshape(piece.num_queries, num_heads, dim)
+
+
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece, scale: float, soft_cap: float | None) -> torch.Tensor:
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=piece.mask, is_causal=piece.is_causal, scale=scale)
+    scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))  # the fused call has no soft-cap
+    scores = soft_cap * torch.tanh(scores / soft_cap)
+    mask = piece.mask
+    if piece.is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)

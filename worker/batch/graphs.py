@@ -1,0 +1,154 @@
+"""CUDA graphs for steps in which every request has one token: the forward pass is recorded once per padded batch size and then replayed by one call.
+
+Eager steps and graphs read the same `InputBuffers`; a replay only fills the padding. Padding rows are requests of one token in the null block, so they
+touch nothing that anybody reads.
+
+Sizes are recorded while no request is there, one at a time, the largest first, since the others then find room in its
+memory. A server that is never idle records a size that has come up often, and then none for many steps: a recording
+takes as long as a few eager steps, which is what a running request may wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata
+from quire.worker.batch.input_batch import InputBatch, InputBuffers
+from quire.worker.parallel import tp
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]  # (input_ids, positions, attn) -> hidden
+Replay = Callable[[], None]
+
+_SEEN_OFTEN = 8  # steps of a size after which it is recorded among steps
+_STEPS_BETWEEN = 128  # from one recording among steps to the next
+
+
+def padded_sizes(max_num_seqs: int, largest: int = 1024) -> list[int]:
+    """1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512 and of 64 above: padding costs at most an
+    eighth of a large step.
+    """
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, largest + 1, 64)]
+    return [size for size in sizes if size < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= largest else [])
+
+
+class CudaGraphs:
+    """A forward pass for `ModelRunner.forward`: replays a graph where one applies, and runs `eager` otherwise.
+
+    `record(function)` runs `function` once under capture and returns what replays it; all recordings share one memory pool, the largest comes to need most.
+    """
+
+    def __init__(self, forward: Forward, eager: Callable[[InputBatch], torch.Tensor], buffers: InputBuffers, backend: AttentionBackend, max_model_len: int,
+                 record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
+        self.forward, self.eager, self.buffers, self.backend = forward, eager, buffers, backend
+        self.max_model_len = max_model_len
+        self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
+        self.record = record or _CudaRecorder()
+        self._seen: Counter[int] = Counter()
+        self._num_steps = self._may_record_at = 0  # in steps, not seconds: all ranks must record in the same step
+        self._graphs: dict[int, tuple[Replay, torch.Tensor] | None] = {}  # padded size -> (replay, hidden states [size, H] that it overwrites); None: runs eagerly
+
+    def __call__(self, batch: InputBatch) -> torch.Tensor:
+        """As `eager`; valid until the next call."""
+        self._num_steps += 1
+        num_reqs = len(batch.step.rows)
+        if batch.attn.max_query_len > 1 or num_reqs > self.sizes[-1] or batch.wanted is not None:
+            return self.eager(batch)
+        size = self.sizes[bisect_left(self.sizes, num_reqs)]
+        if size not in self._graphs and self._worth_recording(size):
+            self._pad(num_reqs, size)
+            self._graphs[size] = self._try_to_record(size)
+        graph = self._graphs.get(size)
+        if graph is None:
+            return self.eager(batch)
+        self._pad(num_reqs, size)
+        replay, hidden = graph
+        replay()
+        return hidden[:num_reqs]
+
+    def record_next(self) -> bool:
+        """Record the largest size that is not yet. Only while no step runs: the buffers change. Says if more are left."""
+        missing = [size for size in self.sizes if size not in self._graphs]
+        if missing:
+            self._pad(0, missing[-1])
+            self._graphs[missing[-1]] = self._try_to_record(missing[-1])
+        return len(missing) > 1
+
+    def _worth_recording(self, size: int) -> bool:
+        """Whether to record `size` now, although requests wait for it."""
+        self._seen[size] += 1
+        if self._seen[size] < _SEEN_OFTEN or self._num_steps < self._may_record_at:
+            return False
+        self._may_record_at = self._num_steps + _STEPS_BETWEEN
+        return True
+
+    def _pad(self, num_reqs: int, size: int) -> None:
+        """Make rows num_reqs .. size - 1 requests of one token, token 0 at position 0, in the null block."""
+        if num_reqs == size:
+            return
+        buffers, padding = self.buffers, slice(num_reqs, size)
+        for tensor in (buffers.input_ids, buffers.positions, buffers.slot_mapping):
+            tensor[padding].zero_()
+        buffers.seq_lens[padding].fill_(1)
+        buffers.block_table[padding, 0].zero_()
+        buffers.query_start_loc[num_reqs + 1 : size + 1] = buffers.arange[num_reqs + 1 : size + 1]
+
+    def _try_to_record(self, size: int) -> tuple[Replay, torch.Tensor] | None:
+        """A graph is worth having, but not worth failing for: out of memory, or something in it that cannot be recorded."""
+        try:
+            return self._record(size)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            if tp().size > 1:  # the other ranks now wait for this one, and nothing says for what
+                raise RuntimeError(f"no CUDA graph for {size} requests on rank {tp().rank}") from error
+            logger.warning("no CUDA graph for %d requests, these steps run eagerly: %s: %s", size, type(error).__name__, error)
+            return None
+
+    def _record(self, size: int) -> tuple[Replay, torch.Tensor]:
+        buffers, outputs = self.buffers, []
+        # The table is as wide as the longest context and the lengths are bounds only, because both change between replays.
+        attn = AttentionMetadata(self.backend, buffers.slot_mapping[:size], buffers.query_start_loc[: size + 1], buffers.seq_lens[:size], buffers.block_table[:size],
+                                 max_query_len=1, max_seq_len=self.max_model_len)
+
+        def run() -> None:
+            self.backend.build(attn)
+            outputs.append(self.forward(buffers.input_ids[:size], buffers.positions[:size], attn))
+
+        replay = self.record(run)
+        return replay, outputs[-1]
+
+
+class _CudaRecorder:
+    """Capture with torch, after a run that lets kernels compile and libraries allocate their workspaces, on the stream that then records.
+
+    Errors are this thread's only: meanwhile others wait for events (the engine for a step's result, NCCL's watchdog),
+    which the stricter mode forbids. Without `torch.cuda.graph`, which waits for the device and gives all unused memory
+    back to it: the next steps would ask for it anew.
+    """
+
+    def __init__(self) -> None:
+        self._pool, self._stream = None, torch.cuda.Stream()
+
+    def __call__(self, function: Callable[[], None]) -> Replay:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._stream):
+                function()
+            current.wait_stream(self._stream)
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    function()
+                finally:
+                    graph.capture_end()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails leaves its own behind
+        self._pool = self._pool or graph.pool()
+        return graph.replay

@@ -1,0 +1,91 @@
+"""When a step needs more memory than there is: run it in two parts, one after the other, and those in parts again, down to a single token.
+
+What a step does can be cut anywhere between two tokens, as long as the order stays: a token attends to the keys of those before it, be they of its own
+request or of one whose blocks it shares. Only the tables must not be updated twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from quire.worker.messages import StepInput, StepOutput, TokenLogprobs
+
+OUT_OF_MEMORY = "the device is out of memory: not even one token of this request can be computed. Lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens"
+
+
+class Output(Protocol):
+    failed: bool  # whether some request found no memory at all
+
+    def done(self) -> bool: ...
+
+    def result(self) -> StepOutput: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A step whose tables are up to date, and where its requests stand in the whole one."""
+
+    step: StepInput
+    positions: list[int]
+
+
+def halves(step: StepInput) -> tuple[Part, Part] | None:
+    """Two parts with about half the tokens each; None for a single token."""
+    if len(step.rows) > 1:
+        ends = list(accumulate(step.num_scheduled))
+        cut = min(range(1, len(ends)), key=lambda i: abs(2 * ends[i - 1] - ends[-1]))
+        return _requests(step, 0, cut), _requests(step, cut, len(ends))
+    (row,), (computed,), (scheduled,) = step.rows, step.num_computed, step.num_scheduled
+    if scheduled == 1:
+        return None
+    first = scheduled // 2
+    return (Part(StepInput(step.step, [], [row], [computed], [first], [[]], []), [0]),
+            Part(StepInput(step.step, [], [row], [computed + first], [scheduled - first], [[]], step.samples), [0]))
+
+
+def _requests(step: StepInput, start: int, stop: int) -> Part:
+    part = slice(start, stop)
+    samples = [i - start for i in step.samples if start <= i < stop]
+    return Part(StepInput(step.step, [], step.rows[part], step.num_computed[part], step.num_scheduled[part], [[] for _ in step.rows[part]], samples), list(range(start, stop)))
+
+
+@dataclass(slots=True)
+class SplitOutput:
+    """The outputs of a step's parts as one."""
+
+    step: StepInput
+    parts: list[tuple[Part, Output]]
+    failed: bool
+
+    def done(self) -> bool:
+        return all(output.done() for _, output in self.parts)
+
+    def result(self) -> StepOutput:
+        token_ids: list[list[int]] = []
+        logprobs: list[list[TokenLogprobs] | None] = []
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        errors: dict[int, str] = {}
+        for part, output in self.parts:
+            result = output.result()
+            token_ids += result.token_ids
+            logprobs += result.logprobs or [None] * len(result.token_ids)
+            for i, entries in (result.prompt_logprobs or {}).items():
+                prompt_logprobs.setdefault(part.positions[i], []).extend(entries)
+            errors |= {part.positions[i]: message for i, message in (result.errors or {}).items()}
+        return StepOutput(self.step.step, token_ids, logprobs if any(logprobs) else None, prompt_logprobs or None, errors or None)
+
+
+@dataclass(slots=True)
+class Failed:
+    """A step for which there was no memory. Every request in it ends: what it should have left in the KV cache is missing, for whoever shares it, too."""
+
+    step: StepInput
+    failed: bool = True
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> StepOutput:
+        return StepOutput(self.step.step, [[] for _ in self.step.samples], errors=dict.fromkeys(range(len(self.step.rows)), OUT_OF_MEMORY))

@@ -1,0 +1,159 @@
+"""Compiles the native CPU kernels (`csrc/`) into one shared library per instruction-set level. Needs no torch, and runs as a script of its own.
+
+A library is named after what it was made from: `quire-<hash of the sources and flags>-<level>-<compiler>.so`. It appears under its name in one atomic step,
+and a lock keeps two builders of the same library apart. What a builder has compiled when it is killed the next one uses. The libraries need libstdc++ and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+# Functions are aligned, for otherwise what lies before a loop in the library decides how fast it is.
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-falign-functions=64", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+_AVX2 = ["avx2", "fma", "f16c", "bmi2"]
+_AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"]
+_BF16 = [*_AVX512, "avx512bf16", "avx512vnni"]
+LEVELS = {"amx": [*_BF16, "avx512vbmi", "amx-tile", "amx-bf16", "amx-int8"], "avx512bf16": _BF16, "avx512": _AVX512, "avx2": _AVX2}  # best first: compiler options -m...
+_CPU_FLAGS = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16", "amx-int8": "amx_int8"}  # where /proc/cpuinfo spells it differently
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled here; the text says why."""
+
+
+def cpu_level() -> str | None:
+    """The best level that this machine's CPU runs, or None if it has none (not x86-64, or too old)."""
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+        return None
+    with open("/proc/cpuinfo") as f:
+        flags = next((set(line.split(":", 1)[1].split()) for line in f if line.startswith("flags")), set())
+    return next((level for level, needs in LEVELS.items() if all(_CPU_FLAGS.get(need, need) in flags for need in needs)), None)
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler: $CXX, else g++, else clang++."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def library_prefix(level: str) -> str:
+    """What the names of all libraries start with that are built from these sources for `level`, whatever the compiler."""
+    digest = hashlib.sha256(" ".join(FLAGS + LEVELS[level]).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return f"quire-{digest.hexdigest()[:16]}-{level}-"
+
+
+def library_name(level: str, cxx: str) -> str:
+    """The name of the library that `cxx` builds for `level`. The compiler is known by its file, which is quicker than asking for its version."""
+    path = os.path.realpath(cxx)
+    stat = os.stat(path)
+    return f"{library_prefix(level)}{hashlib.sha256(f'{path} {stat.st_size} {stat.st_mtime_ns}'.encode()).hexdigest()[:8]}.so"
+
+
+def cache_folder() -> Path:
+    """$QUIRE_CACHE/kernels, by default ~/.cache/quire/kernels."""
+    root = os.environ.get("QUIRE_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quire")
+    return Path(root) / "kernels"
+
+
+def prebuilt_folder() -> Path:
+    """Where a wheel or an image carries libraries that were built ahead."""
+    return Path(__file__).parent / "prebuilt"
+
+
+def find_library(level: str) -> Path | None:
+    """A library for `level` that is ready to load: a prebuilt one, or the cached one of this compiler (of any, where there is none)."""
+    cxx = compiler()
+    cached = library_name(level, cxx) if cxx else f"{library_prefix(level)}*.so"
+    for folder, pattern in ((prebuilt_folder(), f"{library_prefix(level)}*.so"), (cache_folder(), cached)):
+        if found := sorted(folder.glob(pattern)):
+            return found[0]
+    return None
+
+
+def build(level: str, folder: Path) -> Path:
+    """Compile the library for `level` into `folder`, unless it is there already.
+
+    Raises:
+        BuildError: there is no compiler, or it failed (with its output).
+    """
+    cxx = compiler()
+    if cxx is None:
+        raise BuildError("no C++ compiler (looked for $CXX, g++, clang++)")
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / library_name(level, cxx)
+    with open(folder / f"{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            work = folder / f".build-{target.name}"
+            work.mkdir(exist_ok=True)
+            _compile(cxx, level, work, target)
+            shutil.rmtree(work)
+    return target
+
+
+def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
+    """By way of objects in `work`, of which those are used that a builder left which was killed."""
+    options = FLAGS + [f"-m{name}" for name in LEVELS[level]]
+    environment = os.environ | {"TMPDIR": str(work)}  # a compiler that is killed leaves its temporary files
+
+    def make(out: Path, *arguments: str) -> None:
+        if out.exists():
+            return
+        draft = work / f"{out.name}.new"
+        command = [cxx, *arguments, "-o", str(draft)]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        if result.returncode:
+            raise BuildError(f"{' '.join(command)} failed:\n{result.stdout}")
+        os.replace(draft, out)
+
+    objects = {work / f"{source.stem}.o": source for source in sorted(SOURCES.glob("*.cpp"))}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # no more at a time, or a background build takes most of a small machine whatever its priority
+        list(pool.map(lambda out: make(out, *options, "-c", str(objects[out])), objects))
+    make(target, "-shared", "-pthread", *map(str, objects))
+
+
+def build_kernels(folder: Path | None = None, levels: list[str] | None = None) -> list[Path]:
+    """Build ahead, for a wheel or an image: the libraries of `levels` (default: all) into `folder` (default: where the package looks for them).
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+        ValueError: an unknown level.
+    """
+    for level in levels or []:
+        if level not in LEVELS:
+            raise ValueError(f"unknown instruction-set level {level!r}; there are {', '.join(LEVELS)}")
+    return [build(level, folder or prebuilt_folder()) for level in levels or LEVELS]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="quire build-kernels", allow_abbrev=False, description="Compile the native CPU kernels into the installed package, so that no start needs a compiler. "
+                                     "Without this the first start on a machine compiles those it needs, in the background, into the cache.")
+    parser.add_argument("--into", type=Path, default=None, metavar="DIR", help="folder of the libraries (default: worker/cpu/prebuilt of the package, where a start looks first)")
+    parser.add_argument("--level", action="append", choices=list(LEVELS), help="instruction-set level, may be repeated (default: all)")
+    parser.add_argument("--background", action="store_true", help="at a lower priority, as a server's first start runs it")
+    args = parser.parse_args(argv)
+    if args.background:
+        os.nice(5)  # of two cores that a server keeps busy a build gets the time of half a one: 19 left it none for minutes, in which torch's twins served
+    try:
+        for path in build_kernels(args.into, args.level):
+            print(path)
+    except (BuildError, OSError) as error:
+        print(f"quire build-kernels: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

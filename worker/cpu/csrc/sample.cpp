@@ -1,0 +1,231 @@
+// One token for each row of logits: the first of the largest, or drawn at random after temperature, min-p, top-k and top-p.
+//
+// The arithmetic is that of worker/sampling/arithmetic.py, the twin, where it is explained: weights w = exp((x - max) / temperature), which become integers
+// q = floor(w * 2^40); filters are thresholds on w; the token is the first at which the running sum of q exceeds floor(uniform * total). Integer sums are exact in any
+// order, so they can be taken by vectors and by tiles, and a row's token depends on nothing but the row. Only exp's last bit may differ from the twin's.
+//
+// A thread takes a row at a time, which stays in its L2. The first pass leaves the maximum of every block. Later ones skip the blocks in which no weight counts, so
+// that with a filter, or a row with a clear favourite, they touch little.
+#include "logits_row.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace {
+
+constexpr long kTileBlocks = 32;                // blocks of a tile, of which a sum is kept
+constexpr float kScale = 1 << 20;               // weights become integers in two steps of so much, which float32 holds exactly
+constexpr float kLeast = 1.f / kScale / kScale; // a weight below is nothing
+constexpr float kFarBelow = -30.f;              // e^this is less than kLeast
+
+// Sixteen floats without their fractions, as 32-bit integers.
+#if defined(__AVX512F__)
+struct Whole { __m512i v; };
+Whole truncated(vf x) { return {_mm512_cvttps_epi32(x.v)}; }
+vf to_float(Whole x) { return {_mm512_cvtepi32_ps(x.v)}; }
+Whole operator+(Whole a, Whole b) { return {_mm512_add_epi32(a.v, b.v)}; }
+void store(int32_t* p, Whole x) { _mm512_storeu_si512(p, x.v); }
+#else
+struct Whole { __m256i a, b; };
+Whole truncated(vf x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
+vf to_float(Whole x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+Whole operator+(Whole x, Whole y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+void store(int32_t* p, Whole x) {
+  _mm256_storeu_si256((__m256i*)p, x.a);
+  _mm256_storeu_si256((__m256i*)(p + 8), x.b);
+}
+#endif
+
+struct Sampling {
+  float temperature, min_p;
+  double top_p;
+  long top_k;
+  double uniform;
+};
+
+uint32_t bits_of(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+
+float float_of(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+
+// sampling_math.uniform: SplitMix64.
+double uniform(uint64_t state, uint64_t position) {
+  uint64_t z = state + (position + 1) * 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
+}
+
+// The largest t such that the weights >= t, or their q if `amounts`, sum to at least `needed`, which `weights` hold; they are overwritten. By histograms over their
+// bits, which order like they do, from the highest to the lowest.
+float kth_weight(float* weights, long n, int64_t needed, bool amounts) {
+  const uint32_t base = bits_of(kLeast);
+  uint32_t found = 0;
+  for (const auto& [shift, bits] : {std::pair{19, 10}, {9, 10}, {0, 9}}) {
+    int64_t histogram[1 << 10] = {};
+    const uint32_t mask = (1u << bits) - 1;
+    auto bin = [&, shift = shift](float w) { return ((bits_of(w) - base) >> shift) & mask; };
+    for (long i = 0; i < n; i++) histogram[bin(weights[i])] += amounts ? int64_t(weights[i] * (kScale * kScale)) : 1;
+    uint32_t reached = mask;
+    while (reached > 0 && histogram[reached] < needed) needed -= histogram[reached--];
+    found |= reached << shift;
+    long kept = 0;
+    for (long i = 0; i < n; i++) {
+      const float w = weights[i];
+      weights[kept] = w;
+      kept += bin(w) == reached;
+    }
+    n = kept;
+  }
+  return float_of(found + base);
+}
+
+// exp((x - maximum) / temperature). As if divided, but for rare last bits: the quotient's error is computed exactly and divided in turn.
+struct Weigh {
+  vf maximum, divisor, inverse, floor;
+  Weigh(float maximum, float temperature)
+      : maximum(set1(maximum)), divisor(set1(temperature)), inverse(set1(1.f / temperature)), floor(set1(kFarBelow * temperature)) {}
+  vf operator()(vf x) const {
+    const vf d = max(x - maximum, floor), quotient = d * inverse;
+    return exp_exact(fma(fma(zero() - quotient, divisor, d), inverse, quotient));
+  }
+};
+
+thread_local Scratch scratch;
+
+class Row : public LogitsRow {
+ public:
+  Row(const float* x, long n) : LogitsRow(x, n, room(n)), tiles_((blocks_ + kTileBlocks - 1) / kTileBlocks) {
+    weights_ = order_ + blocks_;
+    sums_ = (int64_t*)(weights_ + blocks_ * kBlock + 16);
+  }
+
+  long draw(const Sampling& s) {
+    temperature_ = s.temperature;
+    float least = std::min(std::max(s.min_p, 0.f), 1.f);
+    if (s.top_k > 0) least = std::max(least, kth_largest(s.top_k));
+    if (s.top_p < 1) least = std::max(least, nucleus(s.top_p, least));
+    const int64_t total = sum(least);
+    int64_t target = std::min(int64_t(s.uniform * double(total)), total - 1);
+    long tile = 0;
+    for (; target >= sums_[tile]; tile++) target -= sums_[tile];
+    for (long b = tile * kTileBlocks;; b++) {
+      float w[kBlock];
+      weights_of(b, least, w);
+      for (long i = 0; i < kBlock; i++) {
+        target -= int64_t(w[i] * (kScale * kScale));
+        if (target < 0) return b * kBlock + i;
+      }
+    }
+  }
+
+ private:
+  static float* room(long n) {
+    const long blocks = blocks_of(n);
+    return (float*)scratch.get((2 * blocks + blocks * kBlock + 16) * sizeof(float) + (blocks / kTileBlocks + 1) * sizeof(int64_t));
+  }
+
+  // A logit below this has a weight below `least`, however the two are rounded.
+  float logit_below(float least) const {
+    const double log = temperature_ * std::log(double(std::max(least, kLeast)));
+    return float(maximum_ + log - 1e-5 * temperature_ - 1e-6 * (std::abs(maximum_) - log));
+  }
+
+  void weights_of(long b, float least, float* w) const {
+    float buffer[kBlock];
+    const float* p = block(b, buffer);
+    const Weigh weight(maximum_, temperature_);
+    for (long i = 0; i < kBlock; i += 16) store(w + i, zero_below(weight(load(p + i)), set1(least)));
+  }
+
+  // What q of the weights not below `least` sums to, also of each tile.
+  int64_t sum(float least) {
+    const float low = logit_below(least);
+    const Weigh weight(maximum_, temperature_);
+    int64_t total = 0;
+    for (long tile = 0; tile < tiles_; tile++) {
+      Whole high = truncated(zero()), rest = high;  // in a lane at most 256 * 2^20
+      for (long b = tile * kTileBlocks, end = std::min(b + kTileBlocks, blocks_); b < end; b++) {
+        if (maxima_[b] < low) continue;
+        float buffer[kBlock];
+        const float* p = block(b, buffer);
+        for (long i = 0; i < kBlock; i += 16) {
+          const vf w = zero_below(weight(load(p + i)), set1(least)) * set1(kScale);
+          const Whole whole = truncated(w);
+          high = high + whole;
+          rest = rest + truncated((w - to_float(whole)) * set1(kScale));
+        }
+      }
+      int32_t h[16], r[16];
+      store(h, high);
+      store(r, rest);
+      int64_t in_tile = 0;
+      for (int i = 0; i < 16; i++) in_tile += (int64_t(h[i]) << 20) + r[i];
+      total += sums_[tile] = in_tile;
+    }
+    return total;
+  }
+
+  // Gathers all weights not below `least` in weights_; how many. `least` is kLeast or more.
+  long collect(float least) {
+    const float low = logit_below(least);
+    const Weigh weight(maximum_, temperature_);
+    long n = 0;
+    for (long b = 0; b < blocks_; b++) {
+      if (maxima_[b] < low) continue;
+      float buffer[kBlock];
+      const float* p = block(b, buffer);
+      for (long i = 0; i < kBlock; i += 16) n += append_not_below(weights_ + n, weight(load(p + i)), set1(least));
+    }
+    return n;
+  }
+
+  // The k-th largest weight, or kLeast if that is less.
+  float kth_largest(long k) {
+    float w[16];
+    store(w, Weigh(maximum_, temperature_)(set1(reached_by(k))));
+    const float least = std::max(kLeast, w[0] * 0.99999f);  // exp need not grow in the last bit
+    const long n = collect(least);
+    return n < k ? kLeast : kth_weight(weights_, n, k, false);
+  }
+
+  // The least of the fewest largest weights that hold `top_p` of what is not below `least`. What is below 1 - top_p of the mean sums to less than 1 - top_p of the
+  // whole, so it cannot be among them.
+  float nucleus(double top_p, float least) {
+    const int64_t total = sum(least), needed = std::min(std::max(int64_t(std::ceil(double(total) * top_p)), int64_t(1)), total);
+    const double bound = 0.99 * (1 - top_p) * double(total) / double(n_) * kLeast;
+    return kth_weight(weights_, collect(std::max({least, kLeast, float(bound)})), needed, true);
+  }
+
+  long tiles_;
+  float* weights_;  // room for those of a row, and a vector more
+  int64_t* sums_;   // of q, of each tile
+  float temperature_ = 1;
+};
+
+}  // namespace
+
+extern "C" {
+
+// token_ids[i]: sampled from row i of logits [num_rows, n], ld apart, for the request in row r = rows[i] of the tables as its token at positions[i]; -1 where a logit is
+// NaN or the largest is infinite. floats: temperature (0: the first of the largest), top_p (1: off) and min_p, ints: top_k (0: off) and the state of the seed, each an
+// array of `max_rows`, one after another.
+void quire_sample(const float* logits, long ld, long num_rows, long n, const long* rows, const long* positions, const double* floats, const long* ints, long max_rows,
+                  long* token_ids) {
+  parallel_for(num_rows, 1, [&](long i) {
+    const long r = rows[i];
+    Row row(logits + i * ld, n);
+    if (!row.scan()) token_ids[i] = -1;
+    else if (floats[r] == 0) token_ids[i] = row.first_largest();
+    else
+      token_ids[i] = row.draw({float(floats[r]), float(floats[2 * max_rows + r]), floats[max_rows + r], ints[r],
+                               uniform(uint64_t(ints[max_rows + r]), uint64_t(positions[i]))});
+  });
+}
+}

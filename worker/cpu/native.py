@@ -1,0 +1,172 @@
+"""Loads the compiled CPU kernels, and has them compiled in the background where they are not there yet.
+
+The torch twins serve until the library is loaded; nobody waits for a compiler. `load()` is called once at start; while it is `building`, the worker calls
+`poll()` between steps, and finalizes the model's layers again once it returns True.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import subprocess
+import sys
+from ctypes import c_float, c_int, c_long, c_void_p
+
+import torch
+
+from quire.worker.cpu import build
+
+logger = logging.getLogger(__name__)
+
+_P, _L, _I, _F = c_void_p, c_long, c_int, c_float
+
+
+class LayerArgs(ctypes.Structure):
+    """What attention needs of a layer. Mirrors `Layer` in attention.cpp; strides in elements."""
+
+    _fields_ = [("k_cache", _P), ("v_cache", _P), ("k_block", _L), ("k_slot", _L), ("k_head", _L), ("v_block", _L), ("v_slot", _L), ("v_head", _L),
+                ("num_heads", _L), ("num_kv_heads", _L), ("head_dim", _L), ("block_size", _L), ("dtype", _L), ("window", _L), ("scale", _F), ("soft_cap", _F)]
+
+
+class QkvArgs(ctypes.Structure):
+    """What the q/k norm, rotary and cache write need of a layer. Mirrors `QkvArgs` in fused.cpp."""
+
+    _fields_ = [("qkv", _P), ("k_cache", _P), ("v_cache", _P), ("q_weight", _P), ("k_weight", _P), ("cos_sin", _P),
+                ("ld_qkv", _L), ("k_block", _L), ("k_slot", _L), ("k_head", _L), ("v_block", _L), ("v_slot", _L), ("v_head", _L),
+                ("num_heads", _L), ("num_kv_heads", _L), ("head_dim", _L), ("rotary_dim", _L), ("block_size", _L), ("dtype", _L), ("eps", _F)]
+
+
+class QuantArgs(ctypes.Structure):
+    """A packed weight of 4 or 8 bits. Mirrors `Quant` in quant.h."""
+
+    _fields_ = [("data", _P), ("scales", _P), ("offsets", _P), ("bits", _I), ("group", _I), ("groups", _I), ("k_steps", _I)]
+
+
+class CompactArgs(ctypes.Structure):
+    """A packed bf16 weight in 12 bits. Mirrors `Compact` in compact.h."""
+
+    _fields_ = [("data", _P), ("exceptions", _P), ("first", _P), ("scales", _P), ("k_steps", _I), ("units", _P)]
+
+
+class ScreenArgs(ctypes.Structure):
+    """A copy of a weight `[n, k]` in 8 bits, and what is to be known of each of its rows. Mirrors `Screen` in greedy.cpp, where both shapes are."""
+
+    _fields_ = [("data", _P), ("columns", _P), ("k_steps", _L)]
+
+
+class LinearArgs(ctypes.Structure):
+    """A packed linear layer. Mirrors `Linear` in segment.cpp; all zero where there is none."""
+
+    _fields_ = [("packed", _P), ("quant", _P), ("compact", _P), ("bias", _P), ("n", _L), ("k", _L), ("silu_mul", _L), ("path", _L)]
+
+
+class SegmentArgs(ctypes.Structure):
+    """What lies between the attention of one layer and that of the next. Mirrors `Segment` in segment.cpp."""
+
+    _fields_ = [("o_proj", LinearArgs), ("gate_up", LinearArgs), ("down", LinearArgs), ("qkv", LinearArgs), ("mlp_norm", _P), ("norm", _P), ("cache", QkvArgs),
+                ("attention", _P), ("hidden", _L), ("eps", _F)]
+
+
+_SIGNATURES = {
+    "quire_set_threads": ([_I], None),
+    "quire_gemm_packed_columns": ([_L, _I], _L),
+    "quire_gemm_pack": ([_P, _L, _P, _L, _L, _I], None),
+    "quire_gemm_unpack_rows": ([_P, _P, _L, _P, _L, _L], None),
+    "quire_gemm_run": ([_P, _L, _P, _P, _P, _L, _L, _L, _L, _I, _I], None),
+    "quire_gemm_compact": ([_P, _L, _P, _P, _P, _P, _P, _L, _L, _I, _L], _L),
+    "quire_compact_rows": ([ctypes.POINTER(CompactArgs), _P, _L, _P, _L, _L], None),
+    "quire_gemm_run_compact": ([_P, _L, ctypes.POINTER(CompactArgs), _P, _P, _L, _L, _L, _L, _I, _I], None),
+    "quire_gemm_run_quant": ([_P, _L, ctypes.POINTER(QuantArgs), _P, _P, _L, _L, _L, _L, _I, _I], None),
+    "quire_quantize": ([_P, _L, _P, _P, _L, _L, _I, _L, _I], None),
+    "quire_pack_quantized": ([_P, _P, _P, _P, _P, _P, _L, _L, _I, _L, _I], None),
+    "quire_quant_rows": ([ctypes.POINTER(QuantArgs), _P, _L, _P, _L, _L], None),
+    "quire_screen_make": ([_P, _P, ctypes.POINTER(ScreenArgs), _L, _L], ctypes.c_bool),
+    "quire_greedy": ([_P, _L, _P, _P, ctypes.POINTER(ScreenArgs), _P, _L, _L, _L], _L),
+    "quire_add_rms_norm": ([_P, _L, _P, _L, _P, _P, _L, _L, _L, _F, _I], None),
+    "quire_silu_and_mul": ([_P, _L, _P, _L, _L, _L, _I], None),
+    "quire_qkv_to_cache": ([ctypes.POINTER(QkvArgs), _P, _P, _P, _L], None),
+    "quire_write_kv": ([ctypes.POINTER(QkvArgs), _P, _L, _P, _L, _P, _L], None),
+    "quire_fill_inputs": ([_P, _L, _L, _P, _L, _P, _L, _L, _P, _P, _P, _P, _P, _P, _L, _L, _P], None),
+    "quire_append_tokens": ([_P, _L, _P, _P, _P, _L], None),
+    "quire_sample": ([_P, _L, _L, _L, _P, _P, _P, _P, _L, _P], None),
+    "quire_logprobs": ([_P, _L, _L, _L, _P, _L, _I, _P, _P, _P], None),
+    "quire_segment_workspace": ([_L, _L], _L),
+    "quire_segment_conflicts": ([_P, _L], ctypes.c_double),
+    "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _L, _P, _P, _P, _P, _L, _P], None),
+    "quire_run_layers": ([ctypes.POINTER(SegmentArgs), _L, _P, _P, _P, _L, _P, _P, _P, _L, _P, _P, _L, _P, _P, _L, _I, _P, _L], None),
+    "quire_paged_attention": ([ctypes.POINTER(LayerArgs), _P, _L, _P, _L, _P, _L, _P, _P, _L, _I, _P, _L], None),
+}
+
+
+class Kernels:
+    """The library of this process. `lib` is None until it is loaded; `status` says where it stands, for the log and the table of choices."""
+
+    def __init__(self) -> None:
+        self.lib: ctypes.CDLL | None = None
+        self.level: str | None = None
+        self.status = "not loaded"
+        self._builder: subprocess.Popen | None = None
+
+    def load(self, background: bool = True) -> bool:
+        """Load the library if it exists; else start building it, in a process of its own (or, with background=False, right here). True if it is loaded."""
+        if self.lib is not None:
+            return True
+        self.level = build.cpu_level()
+        if self.level is None:
+            self.status = "no native kernels: the CPU lacks AVX2, or is not x86-64 Linux"
+            return False
+        path = build.find_library(self.level)
+        if path is not None:
+            return self._open(str(path))
+        if build.compiler() is None:
+            self.status = "no native kernels: no C++ compiler to build them ($CXX, g++, clang++) and none prebuilt"
+            return False
+        if not background:
+            return self._open(str(build.build(self.level, build.cache_folder())))
+        self._builder = subprocess.Popen([sys.executable, build.__file__, "--background", "--level", self.level, "--into", str(build.cache_folder())],
+                                         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.status = f"building native kernels ({self.level}) in the background"
+        return False
+
+    def serve(self, device: torch.device) -> bool:
+        """Whether the library is there, and computes on `device`."""
+        return self.lib is not None and device.type == "cpu"
+
+    @property
+    def building(self) -> bool:
+        """Whether a background build has not been seen to end yet."""
+        return self._builder is not None
+
+    def give_up(self, reason: str) -> None:
+        """Use no native kernels in this process, for `reason`. A build goes on for the next start."""
+        self.lib, self._builder, self.status = None, None, f"no native kernels: {reason}"
+
+    def poll(self) -> bool:
+        """True exactly once: when a background build has ended well and its library is now loaded."""
+        if self._builder is None or self._builder.poll() is None:
+            return False
+        builder, self._builder = self._builder, None
+        output = builder.stdout.read()
+        builder.stdout.close()
+        if builder.returncode:
+            self.status = "no native kernels: the build failed"
+            logger.warning("building the native kernels failed; serving without them:\n%s", output)
+            return False
+        return self._open(output.split()[-1])
+
+    def _open(self, path: str) -> bool:
+        try:
+            lib = ctypes.CDLL(path)
+        except OSError as error:
+            self.status = f"no native kernels: {error}"
+            logger.warning("cannot load the native kernels: %s", error)
+            return False
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(lib, name)
+            function.argtypes, function.restype = arguments, result
+        lib.quire_set_threads(torch.get_num_threads())
+        self.lib, self.status = lib, f"native kernels ({self.level})"
+        return True
+
+
+KERNELS = Kernels()  # one per process: a library cannot be unloaded

@@ -1,0 +1,34 @@
+"""Linear layers through the native CPU kernel, which wants its weights rearranged."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.worker.cpu.native import KERNELS
+from quire.worker.cpu.ops import PackedLinear
+from quire.worker.layers.linear import GateUpParallelLinear, Linear, LinearMethod
+from quire.worker.platforms.huge_pages import Workspace
+
+
+class PackedMethod(LinearMethod):
+    """Takes a layer's weight over: after construction the layer holds `packed_weight` instead of `weight`."""
+
+    def __init__(self, layer: Linear):
+        self.linear = PackedLinear(layer.weight, layer.bias, silu_and_mul=isinstance(layer, GateUpParallelLinear))
+        layer.weight = None
+        layer.register_buffer("packed_weight", self.linear.packed, persistent=False)
+        self.rows = self.linear.rows  # of the weight as it was, for an embedding tied to it
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        return self.linear(x, torch.float32, workspace=workspace)
+
+    def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether the kernel is loaded and takes such weights."""
+    return KERNELS.serve(weight.device) and weight.dtype == torch.bfloat16

@@ -1,0 +1,100 @@
+"""A decoder's layers on the native CPU kernels: one call for all of them where attention is native, too; else one between the attention of a layer and that of the next.
+
+The same kernels in the same order as when the layers are called one by one, which is the twin. A layer is anything with the parts of `models/decoder.py`'s `DecoderLayer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import addressof, byref
+
+import torch
+from torch import nn
+
+from quire.worker.attention.base import AttentionMetadata
+from quire.worker.cpu.native import KERNELS, LayerArgs, LinearArgs, SegmentArgs
+from quire.worker.cpu.ops import layer_args, qkv_args
+from quire.worker.cpu.packed_linear import PackedMethod
+from quire.worker.layers.linear import Linear
+from quire.worker.layers.norm import RMSNorm
+from quire.worker.layers.quantization.int_at_load import NativeQuantMethod
+from quire.worker.platforms import huge_pages
+
+_PAD = 32  # elements between rows: those whose distance is a multiple of 4 KiB would share a few lines of the caches
+
+
+class Segments:
+    """Made from layers whose weights are packed and whose caches are bound; see `of`. Holds addresses: to be made anew when either changes (`fits`)."""
+
+    def __init__(self, layers: Sequence[nn.Module], linears: list[list[LinearArgs]], final_norm: RMSNorm, cos_sin: torch.Tensor):
+        first = layers[0].self_attn
+        self.attentions = [layer.self_attn.attn for layer in layers]
+        self.k_cache = first.attn.k_cache
+        self.num_heads, self.head_dim, self.hidden = first.attn.num_heads, first.attn.head_dim, final_norm.weight.shape[0]
+        self.widths = linears[0][0].n + _PAD, linears[0][1].k + _PAD  # of rows of q, k and v; of what was attended to
+        self.layer_args = [layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap) for a in self.attentions]
+        ends = zip([None, *zip(layers, linears, self.layer_args)], [*zip(layers, linears), None])
+        self.segments = (SegmentArgs * (len(layers) + 1))(*(_segment(before, after, final_norm, cos_sin) for before, after in ends))
+        size, conflicts = KERNELS.lib.quire_segment_workspace(self.hidden, linears[0][3].k), KERNELS.lib.quire_segment_conflicts
+        self.workspace = huge_pages.well_placed(size, dtype=torch.bfloat16, conflicts=lambda address: conflicts(address, self.hidden), enough=1.4)
+        self.between = huge_pages.Workspace(torch.bfloat16)  # for activations on their way to attention and back
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
+        """None where a layer is not what the native code computes: another kind of weight, or not on this rank alone."""
+        linears = [[_args(linear) for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)] for layer in layers]
+        if any(args is None for layer in linears for args in layer) or layers[0].self_attn.o_proj.group.size > 1 or layers[0].self_attn.attn.k_cache.dtype != torch.bfloat16:
+            return None
+        return cls(layers, linears, final_norm, cos_sin)
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether `layer`, the first, still has the cache that it had."""
+        return layer.self_attn.attn.k_cache is self.k_cache
+
+    def run(self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Embedded tokens `[T, H]` bfloat16, which are overwritten, -> the normed result of the last layer, of all tokens or of those in `wanted`."""
+        assert positions.dtype == attn.slot_mapping.dtype == torch.int64 and x.is_contiguous() and (wanted is None or wanted.dtype == torch.int64)
+        qkv, attended = self._between(len(x))
+        result = torch.empty_like(x if wanted is None else x[: len(wanted)])
+        tokens = positions.data_ptr(), attn.slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()
+        if requests := attn.backend.native_requests(attn, self.head_dim, x.dtype):
+            table, lengths, starts, path = requests
+            KERNELS.lib.quire_run_layers(self.segments, len(self.attentions), x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), attended.stride(0), result.data_ptr(), *tokens,
+                                         table.data_ptr(), table.stride(0), lengths.data_ptr(), starts.data_ptr(), len(lengths), path,
+                                         None if wanted is None else wanted.data_ptr(), len(result))  # fmt: skip
+        else:
+            self._run_in_turn(x, qkv, result, tokens, attn, wanted)
+        return result
+
+    def _run_in_turn(self, x: torch.Tensor, qkv: torch.Tensor, result: torch.Tensor, tokens: tuple[int, ...], attn: AttentionMetadata, wanted: torch.Tensor | None) -> None:
+        """With a backend that is called from here, between the native calls."""
+        run, q = KERNELS.lib.quire_run_segment, qkv[:, : self.num_heads * self.head_dim].view(-1, self.num_heads, self.head_dim)
+        run(byref(self.segments[0]), None, 0, x.data_ptr(), qkv.data_ptr(), *tokens)
+        for i, attention in enumerate(self.attentions, 1):
+            attended, end = attention.attend(q, attn).contiguous(), i == len(self.attentions)
+            if end and wanted is not None:
+                attended, x, tokens = attended[wanted], x[wanted], (*tokens[:2], len(wanted), tokens[3])
+            run(byref(self.segments[i]), attended.data_ptr(), attended[0].numel(), x.data_ptr(), (result if end else qkv).data_ptr(), *tokens)
+
+    def _between(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for q, k and v of that many tokens, and for what was attended to."""
+        flat = self.between.take(num_tokens * sum(self.widths))
+        return flat[: num_tokens * self.widths[0]].view(num_tokens, -1), flat[num_tokens * self.widths[0] :].view(num_tokens, -1)
+
+
+def _args(linear: Linear) -> LinearArgs | None:
+    return linear.method.linear.args() if isinstance(linear.method, (PackedMethod, NativeQuantMethod)) else None
+
+
+def _segment(before: tuple[nn.Module, list[LinearArgs], LayerArgs] | None, after: tuple[nn.Module, list[LinearArgs]] | None, final_norm: RMSNorm, cos_sin: torch.Tensor) -> SegmentArgs:
+    segment = SegmentArgs(hidden=final_norm.weight.shape[0], eps=final_norm.eps)
+    if before:
+        layer, (_, segment.o_proj, segment.gate_up, segment.down), attention = before
+        segment.attention = addressof(attention)
+        segment.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
+    segment.norm = (after[0].input_layernorm if after else final_norm).weight.data_ptr()
+    if after:
+        layer, (segment.qkv, *_) = after
+        attention = layer.self_attn
+        segment.cache = qkv_args(*attention.head_norms(), attention.eps, cos_sin, attention.attn.k_cache, attention.attn.v_cache, attention.attn.num_heads, segment.qkv.n + _PAD)
+    return segment

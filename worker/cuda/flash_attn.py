@@ -1,0 +1,138 @@
+"""FlashAttention 3 and 2 (Dao et al., arXiv:2205.14135, 2307.08691, 2407.08608) over the paged cache, from the packages of their authors.
+
+Both take the cache's layout as it is and right-align the causal mask, so prefill, chunked prefill and decode are one call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, try_once
+
+
+def window_size(sliding_window: int | None) -> tuple[int, int]:
+    """FlashAttention's (left, right), which leaves the token itself out of the count."""
+    return (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+
+
+def cumulative(seq_lens: torch.Tensor) -> torch.Tensor:
+    """`[R + 1]` int32: 0 and the running sums."""
+    return torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+# Arguments, by name, that FlashAttention 3's operators must have.
+_FORWARD = {"cu_seqlens_q", "seqused_k", "max_seqlen_q", "page_table", "softmax_scale", "is_causal", "window_size_left",
+            "window_size_right", "softcap", "scheduler_metadata", "num_splits"}
+_METADATA = {"cu_seqlens_q", "page_size", "is_causal", "window_size_left", "window_size_right", "has_softcap",
+             "num_splits"}
+
+
+def _operator(name: str, arguments: set[str]) -> Callable[..., Any] | None:
+    """FlashAttention 3's operator of that name, None if its package has not registered one that takes `arguments`."""
+    operator = getattr(getattr(torch.ops.flash_attn_3, name, None), "default", None)
+    taken = set() if operator is None else {argument.name for argument in operator._schema.arguments}
+    return operator if arguments <= taken else None
+
+
+class _FlashAttention(AttentionBackend):
+    """What the versions share: a package to import, and its own word on what it was built for."""
+
+    module_name: str
+    page_multiple = 1
+    graph_safe = True
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cuda":
+            return "needs a GPU"
+        if spec.dtype not in (torch.bfloat16, torch.float16):
+            return f"computes in bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
+        if spec.block_size is not None and spec.block_size % cls.page_multiple:
+            return f"needs a block size that is a multiple of {cls.page_multiple}, not {spec.block_size}"
+        try:
+            return try_once(cls(), spec)
+        except ImportError as error:
+            return f"{cls.module_name} cannot be imported ({error})"
+
+    def __init__(self) -> None:
+        self._module: ModuleType = importlib.import_module(self.module_name)
+
+
+class FlashAttention3(_FlashAttention):
+    """Hopper's own kernels; any page size.
+
+    They are called as the operators that the package registers: its Python wrapper costs tens of microseconds in each
+    layer. How they share the work out (scheduler metadata) depends on the lengths and the kind of layer alone, so the
+    first layer of a kind computes it for the others. A package that registers no such operators is called as it wants
+    to be.
+    """
+
+    name = "flash_attn_3"
+    module_name = "flash_attn_interface"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward, self._metadata = _operator("fwd", _FORWARD), _operator("get_scheduler_metadata", _METADATA)
+
+    def build(self, meta: AttentionMetadata) -> None:
+        meta.extra = {}  # (window, has soft-cap) -> scheduler metadata
+
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
+                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+        if self._forward is None:
+            return self._call_wrapper(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap)
+        left, right = window_size(sliding_window)
+        return self._forward(
+            q, k_cache, v_cache, cu_seqlens_q=meta.query_start_loc, seqused_k=meta.seq_lens,
+            max_seqlen_q=meta.max_query_len, page_table=meta.block_table, softmax_scale=scale, is_causal=True,
+            window_size_left=left, window_size_right=right, softcap=soft_cap or 0.0,
+            scheduler_metadata=self._scheduler_metadata(q, k_cache, meta, sliding_window, soft_cap), num_splits=0)[0]
+
+    def _scheduler_metadata(self, q: torch.Tensor, k_cache: torch.Tensor, meta: AttentionMetadata,
+                            sliding_window: int | None, soft_cap: float | None) -> torch.Tensor | None:
+        """Of this step for layers of this kind: the same sizes as in the call itself, which chooses the number of
+        splits by them.
+        """
+        if self._metadata is None:
+            return None
+        kind = sliding_window, bool(soft_cap)
+        if kind not in meta.extra:
+            left, right = window_size(sliding_window)
+            page_size = k_cache.shape[1]
+            meta.extra[kind] = self._metadata(
+                len(meta.seq_lens), meta.max_query_len, meta.block_table.shape[1] * page_size, q.shape[1],
+                k_cache.shape[2], q.shape[2], q.shape[2], q.dtype, meta.seq_lens, cu_seqlens_q=meta.query_start_loc,
+                page_size=page_size, is_causal=True, window_size_left=left, window_size_right=right,
+                has_softcap=bool(soft_cap), num_splits=0)
+        return meta.extra[kind]
+
+    def _call_wrapper(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata,
+                      scale: float, sliding_window: int | None, soft_cap: float | None) -> torch.Tensor:
+        return self._module.flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=meta.seq_lens, page_table=meta.block_table, cu_seqlens_q=meta.query_start_loc,
+            max_seqlen_q=meta.max_query_len, softmax_scale=scale, causal=True, window_size=window_size(sliding_window), softcap=soft_cap or 0.0)
+
+
+class FlashAttention2(_FlashAttention):
+    """Ampere and later. Pages are multiples of 256 tokens. A batch that only decodes takes the entry point that splits long sequences over the device."""
+
+    name = "flash_attn_2"
+    module_name = "flash_attn"
+    default_block_size = 256
+    page_multiple = 256
+
+    def build(self, meta: AttentionMetadata) -> None:
+        if meta.max_query_len > 1:
+            meta.extra = cumulative(meta.seq_lens)
+
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
+                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+        options = {"softmax_scale": scale, "causal": True, "window_size": window_size(sliding_window), "softcap": soft_cap or 0.0, "block_table": meta.block_table}
+        if meta.max_query_len == 1:
+            return self._module.flash_attn_with_kvcache(q.unsqueeze(1), k_cache, v_cache, cache_seqlens=meta.seq_lens, **options).squeeze(1)
+        return self._module.flash_attn_varlen_func(q, k_cache, v_cache, meta.query_start_loc, meta.extra, meta.max_query_len, meta.max_seq_len, **options)

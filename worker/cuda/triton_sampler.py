@@ -1,0 +1,302 @@
+"""Sampling in Triton: greedy rows, random ones, and those with a top-k, top-p or min-p, in two launches for all rows of
+a step.
+
+A first kernel reads every logit and leaves, for each tile of a row, its largest value with its index and the sum of its
+weights exp((x - max) / temperature). A second one, a program per row, chooses.
+
+- Without filters it puts the tiles' sums on one scale, finds the tile in which the running sum passes `uniform *
+  total`, and reads that one again to find the token: in float64 from float32 weights, where the twin adds integers, so
+  that a token may differ where the number falls on an edge between two.
+- With filters it computes what the twin does, in the twin's integers: q = floor(w * 2^40), thresholds on w, and the
+  first token, by id, at which the running sum of what is kept exceeds floor(uniform * total). A pass over the row makes
+  a histogram of the weights' highest bits, which says from where on the weights hold everything that the filters can
+  leave, or so many that they nearly always do; a second pass collects those tokens in the order of their ids, and
+  thresholds and token are found among them, without looking at the rest. If they turn out not to suffice (a flat
+  distribution with a large top_p), the thresholds are found by bisection over the whole row, with the same result.
+
+The twin in torch, and where the uniform number comes from, is `worker/sampling/arithmetic.py`. A row's result depends on that
+row alone, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 4096  # logits of one program
+CANDIDATES = 4096  # tokens of a row among which those that the filters leave are looked for first
+
+_BASE = tl.constexpr((127 - 40) << 23)  # the bits of 2^-40: weights below are not told apart
+_TOP = tl.constexpr(40 << 23)  # the key of weight 1, which the largest logit has: keys have 29 bits
+_BIN_SHIFT = tl.constexpr(19)
+_BINS = tl.constexpr(1024)  # of the histogram: of keys >> _BIN_SHIFT, at most 640
+_SCALE = tl.constexpr(1099511627776.0)  # 2^40
+
+
+@triton.jit
+def _weights(x, maximum, temperature):
+    """exp((x - maximum) / temperature). A maximum of -inf (everything is excluded) gives zeros instead of NaN."""
+    reference = tl.where(maximum == float("-inf"), 0.0, maximum)
+    return tl.exp((x - reference) / temperature)
+
+
+@triton.jit
+def _uniform(state, position):
+    """`sampling_math.uniform`: SplitMix64 in int64, whose products wrap around; a shift right keeps the sign, hence the masks."""
+    z = state + (position + 1) * -7046029254386353131
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    z = z ^ ((z >> 31) & 0x1FFFFFFFF)
+    return ((z >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def _tiles_kernel(logits, rows, temperatures, tile_max, tile_index, tile_sum, row_stride, size, num_tiles, TILE: tl.constexpr):
+    i, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + i * row_stride + columns, mask=columns < size, other=float("-inf"))
+    temperature = tl.load(temperatures + tl.load(rows + i))
+    maximum = tl.max(x, 0)
+    first = tl.min(tl.where(x == maximum, columns, size), 0)
+    has_nan = tl.max((x != x).to(tl.int32), 0)
+    weights = _weights(x, maximum, tl.where(temperature > 0, temperature, 1.0))
+    at = i * num_tiles + tile
+    tl.store(tile_max + at, tl.where(has_nan > 0, float("nan"), maximum))
+    tl.store(tile_index + at, tl.minimum(first, size - 1))
+    tl.store(tile_sum + at, tl.sum(weights, 0))
+
+
+@triton.jit
+def _keys(w):
+    """The bits of weights, from 2^-40 on: integers from 0 that order as the weights do."""
+    return tl.minimum(tl.maximum(w.to(tl.int32, bitcast=True) - _BASE, 0), _TOP)
+
+
+@triton.jit
+def _load_weights(row_logits, tile, maximum, temperature, size, TILE: tl.constexpr):
+    """Weights of a tile; 0 behind the end."""
+    columns = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(row_logits + columns, mask=columns < size, other=float("-inf"))
+    return _weights(x, maximum, temperature)
+
+
+@triton.jit
+def _amounts(w, min_p):
+    """The twin's integers, without what min-p excludes."""
+    return tl.where(w >= min_p, (w * _SCALE).to(tl.int64), 0)
+
+
+@triton.jit
+def _sums_reach(amounts, keys, needed):
+    """The largest key such that the amounts of the keys from it on sum to `needed`, which all of them do."""
+    found = tl.zeros([], tl.int32)
+    for level in range(29):
+        trial = found | (1 << (28 - level))
+        found = tl.where(tl.sum(tl.where(keys >= trial, amounts, 0), 0) >= needed, trial, found)
+    return found
+
+
+@triton.jit
+def _sum_from(row_logits, key, count, maximum, temperature, min_p, size, num_tiles, TILE: tl.constexpr):
+    """Over a whole row the sum of the amounts of the keys from `key` on; with `count` their number, whatever min-p
+    says.
+    """
+    total = tl.zeros([TILE], tl.int64)
+    for tile in range(0, num_tiles):
+        w = _load_weights(row_logits, tile, maximum, temperature, size, TILE)
+        columns = tile * TILE + tl.arange(0, TILE)
+        amounts = tl.where(count, tl.full([TILE], 1, tl.int64), _amounts(w, min_p))
+        total += tl.where((_keys(w) >= key) & (columns < size), amounts, 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _row_sums_reach(
+    row_logits, needed, count, lowest, maximum, temperature, min_p, size, num_tiles, TILE: tl.constexpr,
+):  # fmt: skip
+    """`_sums_reach` over a whole row, of the keys from `lowest` on."""
+    found = tl.zeros([], tl.int32)
+    for level in range(29):
+        trial = found | (1 << (28 - level))
+        key = tl.maximum(trial, lowest)
+        reached = _sum_from(row_logits, key, count, maximum, temperature, min_p, size, num_tiles, TILE)
+        found = tl.where(reached >= needed, trial, found)
+    return found
+
+
+@triton.jit
+def _needed(total, top_p):
+    """How much of `total` the nucleus must hold."""
+    return tl.minimum(tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1), total)
+
+
+@triton.jit
+def _target(total, uniform):
+    return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
+
+
+@triton.jit
+def _invert_row(row_logits, lowest, target, maximum, temperature, min_p, size, num_tiles, TILE: tl.constexpr):
+    """The first token of a row at which the running sum of the amounts of the keys from `lowest` on exceeds `target`.
+    """
+    token = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.int64)
+    for tile in range(0, num_tiles):
+        w = _load_weights(row_logits, tile, maximum, temperature, size, TILE)
+        running = before + tl.cumsum(tl.where(_keys(w) >= lowest, _amounts(w, min_p), 0), 0)
+        token += tl.sum((running <= target).to(tl.int32), 0)  # the sum only grows: this counts the tokens before
+        before = tl.max(running, 0)
+    return tl.minimum(token, size - 1)
+
+
+@triton.jit
+def _filtered_token(
+    row_logits, tile_max, indices, weights, maximum, temperature, uniform, top_k, top_p, min_p,
+    size, num_tiles, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """The token of a row with filters. `indices` and `weights` are its room for candidates."""
+    histogram = tl.zeros([_BINS], tl.int32)
+    sums = tl.zeros([TILE], tl.int64)
+    for tile in range(0, num_tiles):
+        w = _load_weights(row_logits, tile, maximum, temperature, size, TILE)
+        histogram += tl.histogram(_keys(w) >> _BIN_SHIFT, _BINS)
+        sums += _amounts(w, min_p)
+    total = tl.sum(sums, 0)
+
+    # What stands behind the end counts in bin 0: the searches below then find more there than is needed, never less.
+    bins = tl.arange(0, _BINS)
+    from_top = tl.sum(histogram, 0) - tl.cumsum(histogram, 0) + histogram
+    edges = ((tl.minimum(bins, _TOP >> _BIN_SHIFT) << _BIN_SHIFT) + _BASE).to(tl.float32, bitcast=True)
+    # What the weights of a bin sum to at least.
+    least = tl.where(bins > 0, (edges * _SCALE).to(tl.int64), 0) * histogram.to(tl.int64)
+    mass_from_top = tl.sum(least, 0) - tl.cumsum(least, 0) + least
+    kth = tl.where(top_k > 0, tl.sum((from_top >= top_k).to(tl.int32), 0) - 1, 0)
+    nucleus = tl.sum((mass_from_top >= _needed(total, top_p)).to(tl.int32), 0) - 1
+    nucleus = tl.where((top_p < 1) & (top_k == 0), nucleus, 0)
+    least_kept = _keys(min_p + tl.zeros([], tl.float32)) >> _BIN_SHIFT
+    enough = tl.maximum(tl.maximum(kth, nucleus), least_kept)  # the filters leave nothing below this bin
+    fitting = tl.sum((from_top > CANDIDATES).to(tl.int32), 0)  # more than there is room for begins below this bin
+    first_key = tl.maximum(enough, fitting) << _BIN_SHIFT
+
+    num = tl.zeros([], tl.int32)
+    for tile in range(0, num_tiles):
+        if _keys(_weights(tl.load(tile_max + tile), maximum, temperature)) >= first_key:
+            w = _load_weights(row_logits, tile, maximum, temperature, size, TILE)
+            columns = tile * TILE + tl.arange(0, TILE)
+            chosen = (_keys(w) >= first_key) & (columns < size)
+            slots = num + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(indices + slots, columns, mask=chosen & (slots < CANDIDATES))
+            tl.store(weights + slots, w, mask=chosen & (slots < CANDIDATES))
+            num += tl.sum(chosen.to(tl.int32), 0)
+    tl.debug_barrier()  # what one thread has stored another reads
+
+    lanes = tl.arange(0, CANDIDATES)
+    w = tl.load(weights + lanes, mask=lanes < num, other=0.0)
+    keys = tl.where(lanes < num, _keys(w), -1)
+    amounts = tl.where(lanes < num, _amounts(w, min_p), 0)
+    has_kth = (top_k > 0) & (top_k <= num)
+    lowest = tl.where(has_kth, _sums_reach((lanes < num).to(tl.int32), keys, top_k), 0)
+    amounts = tl.where(keys >= lowest, amounts, 0)
+    held = tl.sum(amounts, 0)
+    complete = has_kth | (enough >= fitting)  # what is left of the row before top-p is among the candidates
+    total = tl.where(top_k > 0, held, total)
+    needed = _needed(total, top_p)
+    if complete | ((top_k == 0) & (top_p < 1) & (held >= needed)):
+        lowest = tl.where(top_p < 1, _sums_reach(amounts, keys, needed), 0)
+        amounts = tl.where(keys >= lowest, amounts, 0)
+        target = _target(tl.sum(amounts, 0), uniform)
+        at = tl.sum((tl.cumsum(amounts, 0) <= target).to(tl.int32), 0)
+        tokens = tl.load(indices + lanes, mask=lanes < num, other=0)
+        token = tl.sum(tl.where(lanes == tl.minimum(at, num - 1), tokens, 0), 0)
+    else:
+        lowest = tl.zeros([], tl.int32)
+        if top_k > 0:
+            lowest = _row_sums_reach(
+                row_logits, top_k.to(tl.int64), True, 0, maximum, temperature, min_p, size, num_tiles, TILE)
+        if top_p < 1:
+            total = _sum_from(row_logits, lowest, False, maximum, temperature, min_p, size, num_tiles, TILE)
+            nucleus = _row_sums_reach(
+                row_logits, _needed(total, top_p), False, lowest, maximum, temperature, min_p, size, num_tiles, TILE)
+            lowest = tl.maximum(lowest, nucleus)
+        total = _sum_from(row_logits, lowest, False, maximum, temperature, min_p, size, num_tiles, TILE)
+        target = _target(total, uniform)
+        token = _invert_row(row_logits, lowest, target, maximum, temperature, min_p, size, num_tiles, TILE)
+    return tl.minimum(tl.maximum(token, 0), size - 1)
+
+
+@triton.jit
+def _choose_kernel(
+    logits, rows, positions, temperatures, states, top_ks, top_ps, min_ps, tile_max, tile_index, tile_sum,
+    indices, weights, values, token_ids, row_stride, size, num_tiles,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, FILTERS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + i)
+    temperature = tl.load(temperatures + row)
+    tiles = tl.arange(0, BLOCK)
+    mask = tiles < num_tiles
+    maxima = tl.load(tile_max + i * num_tiles + tiles, mask=mask, other=float("-inf"))
+    maximum = tl.max(maxima, 0)
+    has_nan = tl.max((maxima != maxima).to(tl.int32), 0)
+    tl.store(values + i, tl.where(has_nan > 0, float("nan"), maximum))
+    filters = False
+    if FILTERS:
+        top_k, top_p, min_p = tl.load(top_ks + row).to(tl.int32), tl.load(top_ps + row), tl.load(min_ps + row)
+        filters = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        filters = filters & (has_nan == 0) & (tl.abs(maximum) < float("inf"))
+        if filters:
+            uniform = _uniform(tl.load(states + row), tl.load(positions + i))
+            token = _filtered_token(
+                logits + i * row_stride, tile_max + i * num_tiles, indices + i * CANDIDATES, weights + i * CANDIDATES,
+                maximum, temperature, uniform, top_k, top_p, min_p, size, num_tiles, TILE, CANDIDATES)
+            tl.store(token_ids + i, token.to(tl.int64))
+    if not filters:
+        if temperature > 0:
+            sums = tl.load(tile_sum + i * num_tiles + tiles, mask=mask, other=0.0).to(tl.float64)
+            sums *= _weights(maxima, maximum, temperature).to(tl.float64)
+            sums = tl.where(mask & (sums > 0.0), sums, 0.0)
+            running = tl.cumsum(sums, 0)
+            target = _uniform(tl.load(states + row), tl.load(positions + i)) * tl.sum(sums, 0)
+            last = tl.max(tl.where(sums > 0.0, tiles, 0), 0)
+            tile = tl.minimum(tl.sum((mask & (running <= target)).to(tl.int32), 0), last)
+            target -= tl.sum(tl.where(tiles < tile, sums, 0.0), 0)
+            lanes = tl.arange(0, TILE)
+            columns = tile * TILE + lanes
+            x = tl.load(logits + i * row_stride + columns, mask=columns < size, other=float("-inf"))
+            w = _weights(x, maximum, temperature).to(tl.float64)
+            w = tl.where(w >= 9.094947017729282e-13, w, 0.0)  # 2^-40, as the twin
+            running = tl.cumsum(w, 0)
+            last = tl.max(tl.where(w > 0.0, lanes, 0), 0)
+            lane = tl.minimum(tl.sum((running <= target).to(tl.int32), 0), last)
+            tl.store(token_ids + i, (tile * TILE + lane).to(tl.int64))
+        else:
+            first = tl.min(tl.where(maxima == maximum, tiles, num_tiles - 1), 0)
+            tl.store(token_ids + i, tl.load(tile_index + i * num_tiles + first).to(tl.int64))
+
+
+def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor,
+           states: torch.Tensor, top_ks: torch.Tensor | None = None, top_ps: torch.Tensor | None = None,
+           min_ps: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(largest value `[S]` float32, sampled token `[S]` int64) of each row of logits `[S, V]` float32. The value is NaN
+    if any logit is; where it is not finite the token means nothing.
+
+    rows and positions are `[S]` int64. The others are tables that `rows` index: temperatures float32 (0: greedy, the
+    first of the largest), states int64 (`sampling_math.seed_state`), and, unless no row of the batch has a filter,
+    top_ks int64 (0: off), top_ps float64 (1: off) and min_ps float32 (0: off).
+    """
+    num_rows, size = logits.shape
+    num_tiles = triton.cdiv(size, TILE)
+    tile_max, tile_sum = logits.new_empty(num_rows, num_tiles), logits.new_empty(num_rows, num_tiles)
+    tile_index = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
+    values, token_ids = logits.new_empty(num_rows), logits.new_empty(num_rows, dtype=torch.int64)
+    filters = top_ks is not None
+    room = CANDIDATES if filters else 0
+    indices, weights = logits.new_empty(num_rows, room, dtype=torch.int32), logits.new_empty(num_rows, room)
+    _tiles_kernel[(num_rows, num_tiles)](logits, rows, temperatures, tile_max, tile_index, tile_sum, logits.stride(0), size, num_tiles, TILE=TILE, num_warps=8)
+    _choose_kernel[(num_rows,)](
+        logits, rows, positions, temperatures, states, top_ks, top_ps, min_ps, tile_max, tile_index, tile_sum,
+        indices, weights, values, token_ids, logits.stride(0), size, num_tiles, TILE=TILE,
+        BLOCK=max(16, triton.next_power_of_2(num_tiles)), CANDIDATES=CANDIDATES, FILTERS=filters,
+        num_warps=16 if filters else 8)  # fmt: skip
+    return values, token_ids

@@ -1,0 +1,257 @@
+"""What changes a row's logits before sampling: a list of row states, each with the rows that use it, each one file-local rule.
+
+They run in the order of `logits_processors()`: masks, then bias, then penalties; an excluded token is -inf and stays
+so. A step in which no sampling row uses a processor does not call it. A processor changes all its rows at once: what
+they have in common is put together when the rows of the batch change, and kept while they stay the same, so that a step
+takes a few launches however many rows there are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.worker.batch.input_batch import SamplingBatch
+from quire.worker.batch.request_table import RequestTable, check_token_ids
+from quire.worker.messages import NewRequest, SamplingParams
+from quire.worker.platforms.platform import Platform
+
+_EXCLUDED = float("-inf")
+_MAX_RUNS = 8  # of rows, that are filled one after another: several times faster than by index, but a launch each
+_CHUNK_ELEMENTS = 1 << 24  # logits whose penalties are computed at once: bounds the copies
+
+
+class LogitsProcessor(ABC):
+    """A `RowState` that keeps what `read` makes of a request's parameters, if anything, and applies it."""
+
+    def __init__(self, table: RequestTable, platform: Platform) -> None:
+        self.table, self.platform = table, platform
+        self.rows: dict[int, Any] = {}
+        # (rows of a batch, row stride, what `compose` made of them); None when an entry has changed.
+        self._composed: tuple[list[int], int, Any] | None = None
+
+    def add(self, row: int, new: NewRequest) -> None:
+        entry = self.read(new.sampling)
+        if entry is not None:
+            self.rows[row] = entry
+            self._composed = None
+
+    def remove(self, row: int) -> None:
+        if self.rows.pop(row, None) is not None:
+            self._composed = None
+
+    def needed(self, batch: SamplingBatch) -> bool:
+        """Whether some row of the batch uses this."""
+        return bool(self.rows) and not self.rows.keys().isdisjoint(batch.rows)
+
+    @abstractmethod
+    def read(self, sampling: SamplingParams) -> Any:
+        """What to remember of a request, None if it does not use this. Raises ValueError for a parameter that cannot be served."""
+
+    @abstractmethod
+    def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
+        """Change logits `[S, V]` of the rows that use this, in place."""
+
+    def compose(self, using: list[tuple[int, Any]], stride: int, batch: SamplingBatch) -> Any:
+        """What `apply` reads of the rows that use this, of which there is one at least; depends on `batch.rows`, the
+        entries and the logits' row stride alone.
+        """
+        raise NotImplementedError
+
+    def _together(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Any]:
+        """The logits as one row, which takes the fastest kernels, and what `compose` made for this batch's rows."""
+        stride = logits.stride(0) if len(logits) > 1 else logits.shape[1]
+        if self._composed is None or self._composed[:2] != (batch.rows, stride):
+            self._composed = batch.rows, stride, self.compose(self._using(batch), stride, batch)
+        return logits.as_strided(((len(logits) - 1) * stride + logits.shape[1],), (1,)), self._composed[2]
+
+    def _using(self, batch: SamplingBatch) -> list[tuple[int, Any]]:
+        """(batch index, entry) of those rows."""
+        return [(i, self.rows[row]) for i, row in enumerate(batch.rows) if row in self.rows]
+
+    def _token_ids(self, what: str, token_ids: list[int]) -> torch.Tensor:
+        check_token_ids(what, token_ids, self.table.vocab_size)
+        return self._send(token_ids)
+
+    def _send(self, numbers: list[int]) -> torch.Tensor:
+        return self.platform.to_device(np.array(numbers, dtype=np.int64))
+
+    def _elements(self, which: list[int], token_ids: list[torch.Tensor], stride: int) -> torch.Tensor:
+        """Where the logits of `token_ids[i]` are in the batch's row `which[i]`, all rows taken as one."""
+        return self._repeated([i * stride for i in which], token_ids).add_(torch.cat(token_ids))
+
+    def _repeated(self, numbers: list[int], parts: list[torch.Tensor]) -> torch.Tensor:
+        """numbers[i] for each element of parts[i]."""
+        counts = [len(part) for part in parts]
+        sent = self._send([numbers, counts])
+        return torch.repeat_interleave(sent[0], sent[1], output_size=sum(counts))
+
+
+class AllowedTokens(LogitsProcessor):
+    """allowed_token_ids: all others are excluded."""
+
+    def read(self, sampling: SamplingParams) -> torch.Tensor | None:
+        return None if sampling.allowed_token_ids is None else self._token_ids("allowed_token_ids", sampling.allowed_token_ids)
+
+    def compose(self, using: list[tuple[int, torch.Tensor]], stride: int,
+                batch: SamplingBatch) -> tuple[list[slice], torch.Tensor, torch.Tensor]:
+        """(runs of neighbouring rows, all rows, elements)."""
+        which = [i for i, _ in using]
+        runs: list[slice] = []
+        for i in which:
+            start = runs.pop().start if runs and runs[-1].stop == i else i
+            runs.append(slice(start, i + 1))
+        return runs, self._send(which), self._elements(which, [allowed for _, allowed in using], stride)
+
+    def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
+        flat, (runs, which, elements) = self._together(logits, batch)
+        kept = flat.index_select(0, elements)
+        if len(runs) <= _MAX_RUNS:
+            for run in runs:
+                logits[run].fill_(_EXCLUDED)
+        else:
+            logits.index_fill_(0, which, _EXCLUDED)
+        flat.scatter_(0, elements, kept)
+
+
+@dataclass(slots=True)
+class _Words:
+    """N token sequences, B tokens before their last ones. Memory grows with the number of tokens alone."""
+
+    last: torch.Tensor  # [M] the different last tokens
+    ends: torch.Tensor  # [N] the index in `last` of each sequence's
+    before: torch.Tensor  # [B] int32: the other tokens, one sequence after another
+    distance: torch.Tensor  # [B] how far before the end each stands, from 1
+    word: torch.Tensor  # [B] the sequence it belongs to
+
+
+class BadWords(LogitsProcessor):
+    """bad_words: the last token of each sequence is excluded where the others stand before it, in the prompt or the output."""
+
+    def read(self, sampling: SamplingParams) -> _Words | None:
+        words = [word for word in sampling.bad_words_ids or [] if word]
+        if not words:
+            return None
+        lengths = np.array([len(word) for word in words], dtype=np.int64)
+        tokens = np.fromiter(chain.from_iterable(words), np.int64, int(lengths.sum()))
+        if tokens.min() < 0 or tokens.max() >= self.table.vocab_size:
+            check_token_ids("bad_words", tokens.tolist(), self.table.vocab_size)
+        distance = np.repeat(lengths.cumsum(), lengths) - 1 - np.arange(len(tokens))  # 0 at a last token
+        before = distance > 0
+        last, ends = np.unique(tokens[~before], return_inverse=True)
+        word = np.repeat(np.arange(len(words)), lengths)
+        send = self.platform.to_device
+        return _Words(send(last), send(ends), send(tokens[before].astype(np.int32)), send(distance[before]),
+                      send(word[before]))
+
+    def compose(self, using: list[tuple[int, _Words]], stride: int,
+                batch: SamplingBatch) -> tuple[_Words, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(all words as one, batch index and start in the token table of each token before, elements to exclude)."""
+        which = [i for i, _ in using]
+        last, ends, before, distance, word = (
+            [getattr(words, name) for _, words in using] for name in ("last", "ends", "before", "distance", "word"))
+        first_last, first_word = ([0, *accumulate(map(len, parts))][:-1] for parts in (last, ends))
+        joined = _Words(torch.cat(last), torch.cat(ends) + self._repeated(first_last, ends), torch.cat(before),
+                        torch.cat(distance), torch.cat(word) + self._repeated(first_word, word))
+        rows = self._repeated(which, before)
+        start = batch.rows_tensor[rows] * self.table.max_model_len
+        return joined, rows, start, self._elements(which, last, stride)
+
+    def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
+        flat, (words, rows, start, elements) = self._together(logits, batch)
+        position = batch.positions_tensor[rows] - words.distance
+        differs = self.table.token_table.view(-1)[start + position.clamp(min=0)] != words.before
+        differs |= position < 0  # a sequence longer than the context cannot have begun
+        misses = torch.zeros_like(words.ends).scatter_add_(0, words.word, differs.long())
+        # Several may end in one token.
+        hits = torch.zeros_like(words.last).scatter_add_(0, words.ends, (misses == 0).long())
+        flat.scatter_(0, elements, flat.index_select(0, elements).masked_fill_(hits > 0, _EXCLUDED))
+
+
+class MinTokens(LogitsProcessor):
+    """min_tokens: what would end the output is excluded until it has that many tokens."""
+
+    def read(self, sampling: SamplingParams) -> tuple[int, torch.Tensor] | None:
+        ends = [*sampling.stop_token_ids, *sampling.eos_token_ids]
+        return (sampling.min_tokens, self._token_ids("stop_token_ids", ends)) if sampling.min_tokens > 0 and ends else None
+
+    def compose(self, using: list[tuple[int, tuple[int, torch.Tensor]]], stride: int,
+                batch: SamplingBatch) -> torch.Tensor:
+        return self._elements([i for i, _ in using], [ends for _, (_, ends) in using], stride)
+
+    def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
+        for i, row in enumerate(batch.rows):
+            if row in self.rows and batch.positions[i] - self.table.num_prompt_tokens[row] >= self.rows[row][0]:
+                self.remove(row)  # it only grows; a preempted request comes back as a new one
+        if self.needed(batch):
+            flat, elements = self._together(logits, batch)
+            flat.scatter_(0, elements, _EXCLUDED)
+
+
+class LogitBias(LogitsProcessor):
+    """logit_bias: added to the logits of the named tokens."""
+
+    def read(self, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not sampling.logit_bias:
+            return None
+        bias = self.platform.to_device(np.array(list(sampling.logit_bias.values()), dtype=np.float32))
+        return self._token_ids("logit_bias", list(sampling.logit_bias)), bias
+
+    def compose(self, using: list[tuple[int, tuple[torch.Tensor, torch.Tensor]]], stride: int,
+                batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        elements = self._elements([i for i, _ in using], [token_ids for _, (token_ids, _) in using], stride)
+        return elements, torch.cat([bias for _, (_, bias) in using])
+
+    def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
+        flat, (elements, bias) = self._together(logits, batch)
+        flat.scatter_add_(0, elements, bias)  # no token of a row is named twice
+
+
+class Penalties(LogitsProcessor):
+    """repetition_penalty over prompt and output (positive logits are divided by it, others multiplied: Keskar et al., arXiv:1909.05858), then
+    frequency_penalty per occurrence in the output and presence_penalty once if there is one. Counts are made from the token table each step.
+    """
+
+    def read(self, sampling: SamplingParams) -> tuple[float, float, float] | None:
+        values = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        return None if values == (1.0, 0.0, 0.0) else values
+
+    def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
+        using = self._using(batch)
+        size = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], max(batch.positions[i] for i, _ in using)))
+        for first in range(0, len(using), size):
+            self._apply(logits, batch, using[first : first + size])
+
+    def _apply(self, logits: torch.Tensor, batch: SamplingBatch,
+               using: list[tuple[int, tuple[float, float, float]]]) -> None:
+        which = [i for i, _ in using]
+        rows = [batch.rows[i] for i in which]
+        lengths = [batch.positions[i] for i in which]
+        prompts = [min(self.table.num_prompt_tokens[row], length) for row, length in zip(rows, lengths)]
+        index, row_ids, length, prompt = self.platform.to_device(np.array([which, rows, lengths, prompts], dtype=np.int64))
+        repetition, frequency, presence = self.platform.to_device(np.array([values for _, values in using], dtype=np.float32).T.copy())[:, :, None]
+
+        position = torch.arange(max(lengths), device=logits.device)
+        tokens = self.table.token_table[row_ids, : max(lengths)].long()
+        real = position < length[:, None]
+        tokens = torch.where(real, tokens, tokens[:, :1])  # behind the end stands the first token once more: equal tokens get equal values
+        target = logits if len(which) == len(logits) else logits[index]
+        x = target.gather(1, tokens)
+        x = torch.where(x > 0, x / repetition, x * repetition)
+        if any(values[1:] != (0.0, 0.0) for _, values in using):
+            in_output = real & (position >= prompt[:, None])
+            count = torch.zeros_like(target).scatter_add_(1, tokens, in_output.float()).gather(1, tokens)
+            x = x - count * frequency - (count > 0) * presence
+        target.scatter_(1, tokens, x)
+        if target is not logits:
+            logits[index] = target
+
+
+def logits_processors(table: RequestTable, platform: Platform) -> list[LogitsProcessor]:
+    """All of them, in the order they run."""
+    return [cls(table, platform) for cls in (AllowedTokens, BadWords, MinTokens, LogitBias, Penalties)]

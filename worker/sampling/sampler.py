@@ -1,0 +1,242 @@
+"""From logits to one token per sampling row, and its log-probabilities.
+
+What the rows of a step do not use costs nothing: a greedy step is two reductions. Which rows use what is known on the host, so the device is never waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.worker.batch.input_batch import SamplingBatch
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.cpu import ops as cpu_ops
+from quire.worker.cpu.native import KERNELS
+from quire.worker.cuda.triton_ready import triton_works
+from quire.worker.messages import NewRequest, TokenLogprobs
+from quire.worker.platforms.platform import Platform
+from quire.worker.sampling import arithmetic as sampling_math
+from quire.worker.sampling.arithmetic import RandomRows
+from quire.worker.sampling.logprobs import Entries, entries, is_normalized
+from quire.worker.sampling.processors import logits_processors
+
+_MIN_TEMPERATURE = 1e-5  # below, the softmax has one token in any case: greedy
+_LOGPROBS_ELEMENTS = 1 << 24  # logits whose log-probabilities are computed at once, which takes a few copies of them
+_CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24  # logits sampled at once: per thread, to stay in its cache; of a share of a GPU's memory
+
+
+@dataclass(slots=True)
+class RowLogprobs:
+    """The log-probabilities that some sampling rows asked for, on their way to the host."""
+
+    which: list[int]  # of the S sampling rows
+    counts: list[int]
+    entries: Entries
+
+    def messages(self) -> dict[int, list[TokenLogprobs]]:
+        """By index of the sampling row."""
+        return {i: [message] for i, message in zip(self.which, self.entries.messages(self.counts))}
+
+
+@dataclass(slots=True)
+class Sampled:
+    """`token_ids` `[S]` int64 on the device: -1 where a row's logits are not finite or leave no token."""
+
+    token_ids: torch.Tensor
+    logprobs: list[RowLogprobs]
+
+
+class SamplingRows:
+    """A `RowState`: the numbers that random sampling needs, on the host, from where a step sends those of its rows."""
+
+    def __init__(self, max_num_reqs: int, vocab_size: int, platform: Platform) -> None:
+        self.vocab_size, self.platform = vocab_size, platform
+        self.random: set[int] = set()
+        self.top_k: dict[int, int] = {}  # rows that filter, of those in `random`
+        self.top_p: set[int] = set()
+        self.min_p: set[int] = set()
+        self.floats = torch.zeros(3, max_num_reqs, dtype=torch.float64)  # temperature, 0 where a row is greedy; top_p, min_p
+        self.ints = torch.zeros(2, max_num_reqs, dtype=torch.int64)  # top_k or 0, state of the seed
+        self._floats, self._ints = self.floats.numpy(), self.ints.numpy()  # the same memory
+        self._tables: tuple[torch.Tensor, ...] | None = None  # what `tables` gave; None when that is out of date
+
+    def add(self, row: int, new: NewRequest) -> None:
+        sampling = new.sampling
+        if sampling.temperature < _MIN_TEMPERATURE:
+            return
+        self.random.add(row)
+        top_k = sampling.top_k if 0 < sampling.top_k < self.vocab_size else 0
+        if top_k:
+            self.top_k[row] = top_k
+        if sampling.top_p < 1:
+            self.top_p.add(row)
+        if sampling.min_p > 0:
+            self.min_p.add(row)
+        self._floats[:, row] = sampling.temperature, sampling.top_p, sampling.min_p
+        self._ints[:, row] = top_k, sampling_math.seed_state(sampling.seed)
+        self._tables = None
+
+    def remove(self, row: int) -> None:
+        if row in self.random:
+            self.random.remove(row)
+            self._floats[0, row] = 0
+            self._tables = None
+        self.top_k.pop(row, None)
+        self.top_p.discard(row)
+        self.min_p.discard(row)
+
+    def any_filter(self, rows: list[int]) -> bool:
+        """Whether one of `rows` has a top_k, top_p or min_p."""
+        filtering = self.top_k.keys(), self.top_p, self.min_p
+        return any(some and not some.isdisjoint(rows) for some in filtering)
+
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """What the fused sampler reads, each `[max_num_reqs]` on the device: temperature float32, 0 where a row is
+        greedy; the seed's state int64; top_k int64, 0: off; top_p float64, 1: off; min_p float32. Sent only after a
+        change.
+        """
+        if self._tables is None:
+            sent = self.platform.to_device(np.concatenate([self._floats.view(np.int64), self._ints]))
+            temperature, top_p, min_p = sent[:3].view(torch.float64)
+            self._tables = temperature.float(), sent[4], sent[3], top_p, min_p.float()
+        return self._tables
+
+    def gather(self, rows: list[int], positions: torch.Tensor) -> RandomRows:
+        """The parameters of `rows` (all random), which sample at `positions` `[S]`."""
+        temperature, top_p, min_p = self.platform.to_device(self._floats[:, rows])
+        top_k, state = self.platform.to_device(self._ints[:, rows])
+        ks = [self.top_k.get(row, 0) for row in rows]
+        return RandomRows(temperature.float(), top_p, min_p.float(), top_k, sampling_math.uniform(state, positions), max(ks), min(ks) > 0,
+                          not self.top_p.isdisjoint(rows), self.top_p.issuperset(rows), not self.min_p.isdisjoint(rows))
+
+
+class Sampler:
+    """Owns the row states that sampling reads, and registers them with the request table."""
+
+    def __init__(self, table: RequestTable, platform: Platform) -> None:
+        self.table, self.platform = table, platform
+        self.params = SamplingRows(table.max_num_reqs, table.vocab_size, platform)
+        self.processors = logits_processors(table, platform)
+        self.logprobs = LogprobRows(table.vocab_size)
+        for state in (self.params, *self.processors, self.logprobs):
+            table.register(state)
+        self.fused = _fused_sampler(platform.device)
+        self._elements = _CPU_ELEMENTS * torch.get_num_threads() if platform.device.type == "cpu" else _ELEMENTS
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+        """One token for each row of logits `[S, V]` float32, which are overwritten."""
+        wanted = self.logprobs.wanted(batch)
+        active = [processor for processor in self.processors if processor.needed(batch)]
+        raw = {key: self._copy(logits, which, batch) for key, which in wanted.items() if not key[0]} if active else {}
+        for processor in active:
+            processor.apply(logits, batch)
+        token_ids = self._choose(logits, batch)
+        size = max(1, _LOGPROBS_ELEMENTS // logits.shape[1])
+        logprobs = []
+        for key, which in wanted.items():
+            for part in (slice(i, i + size) for i in range(0, len(which), size)):
+                copies = raw[key][part] if key in raw else None
+                logprobs.append(self._row_logprobs(key, which[part], copies, logits, token_ids, batch))
+        return Sampled(token_ids, logprobs)
+
+    def only_largest(self, batch: SamplingBatch) -> bool:
+        """Whether all that is wanted of a step's logits is the largest of each row."""
+        return self.params.random.isdisjoint(batch.rows) and not self.logprobs.wanted(batch) and not any(processor.needed(batch) for processor in self.processors)
+
+    def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        params, rows = self.params, batch.rows
+        if KERNELS.serve(logits.device):
+            return cpu_ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
+        if self.fused:
+            tables = params.tables() if params.any_filter(rows) else params.tables()[:2]
+            values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *tables)
+            return torch.where(values.isfinite(), token_ids, -1)
+        if not params.random or params.random.isdisjoint(rows):
+            values, token_ids = sampling_math.best(logits)
+            return torch.where(values.isfinite(), token_ids, -1)
+        values, token_ids = logits.new_empty(len(rows)), logits.new_empty(len(rows), dtype=torch.int64)
+        groups: dict[tuple[bool, bool, bool], list[int]] = {}  # batch indices by (random, has top_k, has top_p): each takes the way that is cheapest for it
+        for i, row in enumerate(rows):
+            groups.setdefault((row in params.random, row in params.top_k, row in params.top_p), []).append(i)
+        for (random, *_), which in groups.items():
+            where = self._indices(which, batch)
+            if random:
+                values[where], token_ids[where] = self._pick(logits[where], params.gather([rows[i] for i in which], batch.positions_tensor[where]))
+            else:
+                values[where], token_ids[where] = sampling_math.best(logits[where])
+        return torch.where(values.isfinite(), token_ids, -1)
+
+    def _indices(self, which: list[int], batch: SamplingBatch) -> torch.Tensor | slice:
+        """`which` as an index of the batch's tensors."""
+        return slice(None) if len(which) == len(batch.rows) else self.platform.to_device(np.array(which, dtype=np.int64))
+
+    def _copy(self, logits: torch.Tensor, which: list[int], batch: SamplingBatch) -> torch.Tensor:
+        where = self._indices(which, batch)
+        return logits.clone() if isinstance(where, slice) else logits[where]
+
+    def _pick(self, logits: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
+        size = max(1, self._elements // logits.shape[1])
+        if rows.all_top_k:
+            size *= 8  # little of each row is looked at
+        if len(logits) <= size:
+            return sampling_math.pick(logits, rows)
+        parts = [sampling_math.pick(logits[i : i + size], rows.select(slice(i, i + size))) for i in range(0, len(logits), size)]
+        values, token_ids = zip(*parts)
+        return torch.cat(values), torch.cat(token_ids)
+
+    def _row_logprobs(self, key: tuple[bool, bool], which: list[int], raw: torch.Tensor | None, logits: torch.Tensor, token_ids: torch.Tensor, batch: SamplingBatch) -> RowLogprobs:
+        processed, normalize = key
+        where = self._indices(which, batch)
+        if raw is None:
+            raw = logits[where]
+        if processed:
+            raw = self._filtered(raw, [batch.rows[i] for i in which], batch.positions_tensor[where])
+        counts = [self.logprobs.rows[batch.rows[i]][0] for i in which]
+        return RowLogprobs(which, counts, entries(raw, token_ids[where].clamp(min=0), max(counts), normalize, self.platform))
+
+    def _filtered(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """Logits as the random rows among `rows` sample from them: after temperature and filters. Greedy rows have neither."""
+        random = [i for i, row in enumerate(rows) if row in self.params.random]
+        if not random:
+            return logits
+        where = self.platform.to_device(np.array(random, dtype=np.int64))
+        logits = logits.clone()
+        logits[where] = sampling_math.filtered(logits[where], self.params.gather([rows[i] for i in random], positions[where]))
+        return logits
+
+
+def _fused_sampler(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+    """`triton_sampler.sample` where it works."""
+    if device.type != "cuda" or not triton_works(device):
+        return None
+    from quire.worker.cuda import triton_sampler
+
+    return triton_sampler.sample
+
+
+class LogprobRows:
+    """A `RowState`: the rows that want log-probabilities of what they sample."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.rows: dict[int, tuple[int, tuple[bool, bool]]] = {}  # row -> (how many best tokens, (of the processed logits, normalized))
+
+    def add(self, row: int, new: NewRequest) -> None:
+        num, mode = new.sampling.logprobs, new.sampling.logprobs_mode
+        if num is not None:
+            self.rows[row] = self.vocab_size if num < 0 else min(num, self.vocab_size), (mode.startswith("processed"), is_normalized(mode))
+
+    def remove(self, row: int) -> None:
+        self.rows.pop(row, None)
+
+    def wanted(self, batch: SamplingBatch) -> dict[tuple[bool, bool], list[int]]:
+        """The batch indices that want any, by kind."""
+        wanted: dict[tuple[bool, bool], list[int]] = {}
+        if self.rows:
+            for i, row in enumerate(batch.rows):
+                if row in self.rows:
+                    wanted.setdefault(self.rows[row][1], []).append(i)
+        return wanted
