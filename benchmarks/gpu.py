@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
 from benchmarks import gpu_report
 from benchmarks.gpu_models import MODELS, write_model
 from quire.configs.config import Config
-from quire.worker.models.hf_config import read_model_spec
+from quire.worker.models import read_model_spec
 
 BATCHES, CONTEXT, PREFILLS = (1, 8, 64, 256), 1024, (1024, 8192, 32768)
 WORKLOAD = {"requests": 256, "lengths": (100, 1024)}  # that of nano-vllm and mini-sglang: input and output lengths uniform, seed 0

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quire.worker.models.hf_config import ModelSpec, kv_bytes_per_token, num_parameters
+from quire.worker.models import num_parameters
+from quire.worker.models.config import ModelSpec, kv_bytes_per_token
 
 GOALS = ("goals on one H200, 8B in bf16: batch-1 decode at 0.85 of its limit, batch-256 decode at 0.7, prefill at 0.6 of the matmul rate, gaps between steps under 3 % of the step, "
          "first token 15 s after the command with the weights in the page cache")

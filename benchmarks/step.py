@@ -83,7 +83,7 @@ class Requests:
         """`count` tokens of each of `num_requests` after `context`; `new` to admit them first."""
         blocks = -(-(context + count) // self.block_size)
         sampling = SamplingParams(temperature=self.temperature, seed=1)
-        admitted = [NewRequest(row, [100 + (row * 37 + i) % 1000 for i in range(context + count)], context + count, [1 + row * blocks + i for i in range(blocks)], sampling)
+        admitted = [NewRequest(row, [100 + (row * 37 + i) % 1000 for i in range(context + count)], context + count, [[1 + row * blocks + i for i in range(blocks)]], sampling)
                     for row in range(num_requests)] if new else []  # fmt: skip
         self.steps += 1
         return StepInput(self.steps, admitted, list(range(num_requests)), [context] * num_requests, [count] * num_requests, [[] for _ in range(num_requests)], list(range(num_requests)))

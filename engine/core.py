@@ -190,7 +190,7 @@ class EngineCore:
         for fd in self.executor.sentinels():
             self.socket.watch(fd)
         self.depth, self.works_idle = steps_in_flight(self.config, ready), ready.works_idle
-        kv = KVCacheManager(ready.num_blocks, ready.block_size, self.config.cache.enable_prefix_caching)
+        kv = KVCacheManager(ready.num_blocks, ready.block_size, self.config.cache.enable_prefix_caching, ready.groups, ready.max_num_batched_tokens)
         self.scheduler = Scheduler(self.config.scheduler, ready, kv, self.config.parallel.pipeline_parallel_size)
         self.report_progress("warming up", 0.0)
         self.warm_up()

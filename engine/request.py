@@ -31,7 +31,7 @@ class Request:
     """
 
     __slots__ = ("block_hashes", "block_ids", "cache_salt", "client", "first_token_time", "group", "key", "max_total_tokens",
-                 "num_cached_tokens", "num_computed_tokens", "num_in_flight", "num_preemptions", "num_prefill_computed", "num_prompt_logprobs",
+                 "num_cached_tokens", "num_computed_tokens", "num_given_back", "num_in_flight", "num_preemptions", "num_prefill_computed", "num_prompt_logprobs",
                  "num_prompt_tokens", "num_published", "priority", "queued_time", "request_id", "row", "sampling", "scheduled_time", "status",
                  "token_ids")
 
@@ -55,7 +55,8 @@ class Request:
         self.row = -1
         self.num_computed_tokens = 0
         self.num_in_flight = 0
-        self.block_ids: list[int] = []
+        self.block_ids: list[list[int]] = []  # per cache group
+        self.num_given_back: list[int] = []  # per cache group: blocks at the front that no token sees any more, NULL_BLOCK in block_ids
         self.block_hashes: list[bytes] = []  # of the full blocks of token_ids, as far as computed
         self.num_published = 0  # of block_ids, from the front
 

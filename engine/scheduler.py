@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from quire.configs.config import SchedulerConfig
-from quire.engine.kv.manager import KVCacheManager
+from quire.engine.kv.manager import KVCacheManager, Match
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
 from quire.engine.stats import Counts
 from quire.engine.validation import check_request
-from quire.worker.messages import NewRequest, StepInput, StepOutput, TokenLogprobs, WorkerReady
+from quire.worker.messages import NewRequest, StepInput, StepOutput, TokenLogprobs, WorkerReady, longest_request
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
 
@@ -60,7 +60,7 @@ class Scheduler:
         self.long_prefill_token_threshold = config.long_prefill_token_threshold
         self.token_budget = ready.max_num_batched_tokens
         self.max_running = min(ready.max_num_seqs, ready.max_num_batched_tokens)  # so that no running request is ever left without a token
-        self.max_model_len = min(ready.max_model_len, kv.pool.num_usable * kv.block_size)  # so that a request alone always fits
+        self.max_model_len = longest_request(ready.groups, kv.pool.num_usable, kv.block_size, self.token_budget, ready.max_model_len)  # so that a request alone always fits
         self.vocab_size = ready.vocab_size
         self.waiting = RequestQueue()
         self.running = RequestQueue()
@@ -112,6 +112,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Choose what runs in the next step and advance the counters; None if nothing can run."""
         step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], []), [])
+        self.kv.start_step()
         if self.by_priority and self.waiting:
             self._make_way()
         for _ in range(self.num_groups):  # until one has something to run
@@ -130,7 +131,7 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> None:
         """Decodes first, so that no prompt, however long, delays another request's next token; then prompts with what is left of the budget."""
         batch: dict[Request, int] = {}  # number of tokens, in batch order
-        grown: dict[Request, list[int]] = {}  # blocks added
+        grown: dict[Request, list[list[int]]] = {}  # blocks added
         budget, prefills = self.token_budget, []
         for request in list(self.running):
             if request.status is not Status.RUNNING:  # preempted by one before it
@@ -151,12 +152,12 @@ class Scheduler:
         for request, num_new in batch.items():
             self._commit(step, request, num_new, grown.get(request, []))
 
-    def _grow(self, request: Request, num_tokens: int, batch: dict[Request, int], grown: dict[Request, list[int]]) -> bool:
+    def _grow(self, request: Request, num_tokens: int, batch: dict[Request, int], grown: dict[Request, list[list[int]]]) -> bool:
         """Give a running request blocks for its first `num_tokens` tokens, if need be from those served after it. False: it sits this step out.
 
         The last one never preempts itself: what it has stays useful until somebody before it needs the blocks. The first one always gets what it needs.
         """
-        if num_tokens <= len(request.block_ids) * self.kv.block_size:
+        if self.kv.has_room(request, num_tokens):
             return True
         while (block_ids := self.kv.allocate(request, num_tokens)) is None:
             victim = self.running.last
@@ -182,7 +183,7 @@ class Scheduler:
             self._admit(step, request, matched)
             reserve += self._num_expected_blocks(request)
 
-    def _admit(self, step: Step, request: Request, matched: list[int]) -> None:
+    def _admit(self, step: Step, request: Request, matched: Match) -> None:
         """Move a request from waiting to running, with a row, the blocks of its cached prefix, and its first chunk."""
         self.waiting.remove(request)
         request.status = Status.RUNNING
@@ -194,7 +195,7 @@ class Scheduler:
         block_ids = self.kv.allocate(request, request.num_computed_tokens + num_new)
         assert block_ids is not None, "admitted without enough free blocks"
         self.running.add(request)
-        step.input.new.append(NewRequest(request.row, list(request.token_ids), request.num_prompt_tokens, list(request.block_ids), request.sampling))
+        step.input.new.append(NewRequest(request.row, list(request.token_ids), request.num_prompt_tokens, [list(ids) for ids in request.block_ids], request.sampling))
         self._commit(step, request, num_new, [])
 
     def _chunk(self, request: Request, budget: int, alone: bool) -> int:
@@ -202,9 +203,10 @@ class Scheduler:
         num_new = min(request.num_tokens + request.num_in_flight - request.num_computed_tokens, budget)
         if self.long_prefill_token_threshold and not alone:
             num_new = min(num_new, self.long_prefill_token_threshold)
-        return num_new
+        start = request.num_computed_tokens
+        return self.kv.chunk_end(request, start + num_new) - start
 
-    def _commit(self, step: Step, request: Request, num_new: int, new_blocks: list[int]) -> None:
+    def _commit(self, step: Step, request: Request, num_new: int, new_blocks: list[list[int]]) -> None:
         """Put a chunk into the step. From here on it counts as computed: whatever comes later runs after it."""
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_new
@@ -230,15 +232,15 @@ class Scheduler:
         return sum(map(self._num_expected_blocks, self.running))
 
     def _num_expected_blocks(self, request: Request) -> int:
-        """Blocks for the rest of its prompt, and one for outputs."""
-        return max(self.kv.num_blocks(len(request.token_ids)) - len(request.block_ids), 0) + 1
+        """Blocks for the rest of its prompt, and for outputs."""
+        return self.kv.num_expected(request)
 
     def _make_way(self) -> None:
         """If the first waiting request outranks running ones and does not fit, preempt from the last of these, unless even all of them would not do."""
         request = self.waiting.first
         outranked = [other for other in self.running if other.priority > request.priority]
-        obtainable = self.kv.pool.num_free + sum(len(other.block_ids) + self._num_expected_blocks(other) for other in outranked)
-        if request.num_in_flight or obtainable < self.kv.num_missing(request, matched=[]) + self._reserve():
+        obtainable = self.kv.pool.num_free + sum(self.kv.num_held(other) + self._num_expected_blocks(other) for other in outranked)
+        if request.num_in_flight or obtainable < self.kv.num_missing(request, Match()) + self._reserve():
             return
         while outranked and not self._fits(request):
             self._preempt(outranked.pop())
@@ -362,18 +364,18 @@ class Scheduler:
                     blocks.difference_update(later.published.get(request, ()))  # the same block, filled anew
             for request in later.published.keys() & tainted:
                 blocks.update(later.published[request])  # also what was published when it had left
-        self.kv.pool.forget(list(blocks))
+        self.kv.forget(list(blocks))
         for request in tainted - failing:
             if request.status is Status.RUNNING:
                 self.kv.release(request)
                 self._leave_row(request)
                 self._wait_again(request)
 
-    def _judge_entry(self, request: Request, block_ids: list[int] | None, num_computed: int, tainted: set[Request], blocks: set[int]) -> None:
+    def _judge_entry(self, request: Request, block_ids: list[list[int]] | None, num_computed: int, tainted: set[Request], blocks: set[int]) -> None:
         """A request that enters with `block_ids` depends on those of its cached prefix, and on nothing from before."""
         if block_ids is None:
             return
-        if blocks.isdisjoint(block_ids[: num_computed // self.kv.block_size]):
+        if blocks.isdisjoint(self.kv.shared_prefix(block_ids, num_computed)):
             tainted.discard(request)
         else:
             tainted.add(request)

@@ -39,7 +39,7 @@ class InProcessEngine:
         """Start with an empty cache of the sizes that the workers found."""
         self.ready = ready
         self.depth = steps_in_flight(self.config, self.ready)
-        kv = KVCacheManager(self.ready.num_blocks, self.ready.block_size, self.config.cache.enable_prefix_caching)
+        kv = KVCacheManager(self.ready.num_blocks, self.ready.block_size, self.config.cache.enable_prefix_caching, self.ready.groups, self.ready.max_num_batched_tokens)
         self.scheduler = Scheduler(self.config.scheduler, self.ready, kv, self.config.parallel.pipeline_parallel_size)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams], outputs: list[list[int]] | None = None) -> list[Result]:

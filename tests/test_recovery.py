@@ -28,7 +28,7 @@ from tests.server.test_launch import CHAT, HELLO, ServerProcess, gone, server_pr
 SCRIPT = """
 import json, sys
 from quire.configs.config import Config
-from server import supervisor
+from quire.server.engines import supervisor
 from quire.server.launch import serve
 supervisor.DEATH_WINDOW = 0.0
 sys.exit(serve(Config.from_flat(**json.loads(sys.argv[1]))))

@@ -7,7 +7,7 @@ import torch
 from quire.worker.batch.input_batch import SamplingBatch
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.parallel import Group
-from quire.worker.platforms.platform import Platform
+from quire.worker.platforms.base import Platform
 from quire.worker.sampling.sampler import Sampled, Sampler
 
 

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 
 from quire.configs.config import Config
 from quire.configs.files import damaged_weights, unreadable
-from quire.worker.layers.linear import Linear, Part
-from quire.worker.models import build_model
+from quire.worker.layers.linear import Linear, Part, narrowed
+from quire.worker.models import build_model, read_model_spec
+from quire.worker.models.config import ModelSpec
 from quire.worker.models.decoder import CausalLM
-from quire.worker.models.hf_config import ModelSpec, read_model_spec
 from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms import huge_pages
 
@@ -43,7 +43,7 @@ class Placement:
     @property
     def target(self) -> torch.Tensor:
         """Where in the parameter."""
-        return self.parameter.data.narrow(*self.part.target) if self.part.target else self.parameter.data
+        return narrowed(self.parameter.data, self.part.target)
 
 
 def load_weights(model: CausalLM, spec: ModelSpec, folder: str, load_format: str = "auto", seed: int = 0, progress: Callable[[float], None] | None = None) -> None:
@@ -200,7 +200,7 @@ class Checkpoint:
         """Copy one slice, or, where a parameter is a whole tensor, let it use the mapping itself and return True."""
         part, parameter = placement.part, placement.parameter
         tensor = self._file_of[part.name].get_tensor(part.name)  # a view of the mapping: nothing is read yet
-        tensor = tensor.narrow(*part.source) if part.source else tensor
+        tensor = narrowed(tensor, part.source)
         if lend := may_lend and (tensor.shape, tensor.dtype, tensor.device) == (parameter.shape, parameter.dtype, parameter.device) and tensor.is_contiguous():
             parameter.data = tensor
         else:
@@ -246,16 +246,17 @@ class DummyWeights:
     def fill(self, placement: Placement, may_lend: bool) -> bool:
         """Matrices and biases are Gaussian around 0, norm weights around 1. Nothing is lent."""
         part, target = placement.part, placement.target
-        dim, start, length = part.source or (0, 0, part.shape[0])
         is_norm = len(part.shape) == 1 and not part.name.endswith("bias")
         block = self._block(is_norm, target.dtype, target.device)
         offset = zlib.crc32(part.name.encode(), self.seed)
-        if dim == 0 and target.is_contiguous():
+        first_dims = [dim for dim, _, _ in part.source]
+        if first_dims in ([], [0]) and target.is_contiguous():
+            start = part.source[0][1] if part.source else 0
             _repeat(block, offset + start * (part.shape[1] if len(part.shape) > 1 else 1), target.view(-1))
         else:
             whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
             _repeat(block, offset, whole.view(-1))
-            target.copy_(whole.narrow(dim, start, length))
+            target.copy_(narrowed(whole, part.source))
         return False
 
     def _block(self, is_norm: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ Nothing here needs weights, so `quire check` asks the same functions with sizes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,19 +14,15 @@ from quire.configs.config import Config
 from quire.worker.attention.base import AttentionSpec
 from quire.worker.attention.registry import Selection, select_backend
 from quire.worker.batch.graphs import padded_sizes
-from quire.worker.cpu import batch_invariance
+from quire.worker.cache.spec import CachePlan, plan_cache
 from quire.worker.layers.linear import split_kv_heads
-from quire.worker.layers.quantization.int_at_load import BITS, HEAD_BITS, quantized_bytes
-from quire.worker.messages import MemoryPlan, WorkerReady
-from quire.worker.models.hf_config import (
-    ModelSpec,
-    kv_bytes_per_token,
-    num_layer_weights,
-    num_parameters,
-    read_model_spec,
-)
+from quire.worker.messages import CacheGroup, MemoryPlan, WorkerReady, longest_request, most_blocks
+from quire.worker.models import read_model_spec, weight_bytes
+from quire.worker.models.config import ModelSpec, cache_specs
+from quire.worker.models.decoder import stage_layers
 from quire.worker.parallel import Group, split_size
-from quire.worker.platforms.platform import Platform, get_platform
+from quire.worker.platforms.base import Platform
+from quire.worker.platforms.platform import get_platform
 
 Choice = tuple[str, str, str]  # setting, value, reason
 
@@ -52,7 +49,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     dtype, reason = _quantized_dtype(config, platform) if config.model.quantization else platform.resolve_dtype(config.model.dtype, spec.dtype)
     if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
         choices.append(("dtype", _dtype_name(dtype), reason))
-    deterministic, reason = batch_invariance.resolve(config, spec, platform, dtype)
+    deterministic, reason = platform.batch_invariance(config, spec, dtype)
     choices.append(("deterministic", "on" if deterministic else "off", reason))
     order = ("cpu_fixed",) if deterministic else platform.attention_order
     attention = select_backend(order, _attention_spec(config, spec, platform, dtype), config.device.attention_backend)
@@ -71,12 +68,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
 
 def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None) -> int:
     """Bytes of the weights on each rank, before they are loaded; with `quantization`, when they have been."""
-    total = num_parameters(spec) * dtype.itemsize
-    if quantization:
-        head = spec.vocab_size * spec.hidden_size
-        layers = num_layer_weights(spec)
-        total += int(head * quantized_bytes(HEAD_BITS) + layers * quantized_bytes(BITS[quantization])) - (head + layers) * dtype.itemsize
-    return total // world_size
+    return weight_bytes(spec, dtype, quantization) // world_size
 
 
 def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
@@ -118,11 +110,16 @@ def uses_graphs(config: Config, limits: Limits, platform: Platform) -> bool:
     return platform.has_graphs and limits.attention.backend.graph_safe and config.parallel.pipeline_parallel_size == 1 and not config.device.enforce_eager
 
 
+def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
+    """The groups of layers that share block tables, the same on every rank."""
+    return plan_cache(cache_specs(spec, limits.dtype.itemsize, config.parallel.tensor_parallel_size))
+
+
 def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
-    """Bytes of one KV block on the rank that has the most layers."""
-    per_token = kv_bytes_per_token(spec, limits.dtype.itemsize, config.parallel.tensor_parallel_size)
-    most_layers = -(-spec.num_hidden_layers // config.parallel.pipeline_parallel_size)
-    return per_token // spec.num_hidden_layers * most_layers * limits.attention.block_size
+    """Bytes of one KV block on the pipeline stage that needs the most."""
+    plan, num_stages = cache_plan(config, spec, limits), config.parallel.pipeline_parallel_size
+    stages = (stage_layers(spec.num_hidden_layers, rank, num_stages) for rank in range(num_stages))
+    return max(plan.page_bytes(limits.attention.block_size, layers) for layers in stages)
 
 
 def plan_memory(config: Config, spec: ModelSpec, limits: Limits, *, device: str, total: int, available: int, weights: int, activations: int, graphs: int = 0) -> tuple[MemoryPlan, int, list[Choice]]:
@@ -134,7 +131,7 @@ def plan_memory(config: Config, spec: ModelSpec, limits: Limits, *, device: str,
     utilization = config.cache.gpu_memory_utilization
     budget = min(int(total * utilization), available) if device != "cpu" else int(available * utilization)
     others = weights + activations + graphs
-    kv_bytes, choices = _kv_cache_bytes(config, limits, block, budget - others, available - others)
+    kv_bytes, choices = _kv_cache_bytes(config, limits, cache_plan(config, spec, limits).groups, block, budget - others, available - others)
     num_blocks = config.cache.num_gpu_blocks_override or kv_bytes // block
     if num_blocks < 2:
         raise ValueError(f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} may be used; weights take {_size(weights)}, "
@@ -145,12 +142,13 @@ def plan_memory(config: Config, spec: ModelSpec, limits: Limits, *, device: str,
     return MemoryPlan(device, total, available, weights, activations, used, reserve, block, graphs), num_blocks, choices
 
 
-def fit_model_len(limits: Limits, num_blocks: int, plan: MemoryPlan) -> tuple[int, list[Choice]]:
+def fit_model_len(limits: Limits, num_blocks: int, plan: MemoryPlan, groups: Sequence[CacheGroup]) -> tuple[int, list[Choice]]:
     """The context length that `num_blocks` allow. Raises ValueError when one was asked for that does not fit."""
-    fitting = (num_blocks - 1) * limits.attention.block_size
+    block_size, chunk = limits.attention.block_size, limits.max_num_batched_tokens
+    fitting = longest_request(groups, num_blocks - 1, block_size, chunk, max(limits.max_model_len, (num_blocks - 1) * block_size))
     if not limits.auto_model_len:
         if limits.max_model_len > fitting:
-            needed = (-(-limits.max_model_len // limits.attention.block_size) + 1) * plan.bytes_per_block
+            needed = (most_blocks(groups, limits.max_model_len, block_size, chunk) + 1) * plan.bytes_per_block
             raise ValueError(f"--max-model-len {limits.max_model_len} needs {_size(needed)} of KV cache, but it has {_size(plan.kv_cache)}: set --max-model-len to at most "
                              f"{fitting} (or auto), or give the KV cache more with --kv-cache-memory-bytes {needed} or a higher --gpu-memory-utilization")
         return limits.max_model_len, []
@@ -174,16 +172,16 @@ def preview(config: Config) -> WorkerReady:
     plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,
                                             weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization), activations=estimate_activations(spec, limits, tp),
                                             graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, limits, platform) else 0)
-    return report(spec, platform, limits, plan, num_blocks, started + choices, pp)
+    return report(spec, platform, limits, plan, num_blocks, started + choices, cache_plan(config, spec, limits).groups, pp)
 
 
-def report(spec: ModelSpec, platform: Platform, limits: Limits, plan: MemoryPlan, num_blocks: int, choices: list[Choice], pp: int = 1) -> WorkerReady:
+def report(spec: ModelSpec, platform: Platform, limits: Limits, plan: MemoryPlan, num_blocks: int, choices: list[Choice], groups: Sequence[CacheGroup], pp: int = 1) -> WorkerReady:
     """Everything together, with the context length that fits, for `pp` pipeline stages. Raises ValueError as `fit_model_len`."""
-    max_model_len, fitted = fit_model_len(limits, num_blocks, plan)
+    max_model_len, fitted = fit_model_len(limits, num_blocks, plan, groups)
     depth = platform.default_depth if pp == 1 else pp + 1  # a step for every stage, and one for the scheduler
     return WorkerReady(num_blocks=num_blocks, block_size=limits.attention.block_size, max_model_len=max_model_len, max_num_seqs=limits.max_num_seqs,
                        max_num_batched_tokens=limits.max_num_batched_tokens, vocab_size=spec.vocab_size, default_depth=depth, plan=plan,
-                       choices=[*limits.choices, *fitted, *choices])
+                       choices=[*limits.choices, *fitted, *choices], groups=list(groups))
 
 
 def _check_divisible(spec: ModelSpec, tp: int, stages: int) -> None:
@@ -208,9 +206,8 @@ def _quantized_dtype(config: Config, platform: Platform) -> tuple[torch.dtype, s
 
 def _attention_spec(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> AttentionSpec:
     tp = config.parallel.tensor_parallel_size
-    windows = any(spec.layer_window(layer) for layer in range(spec.num_hidden_layers))
     return AttentionSpec(max(1, spec.num_attention_heads // tp), max(1, spec.num_key_value_heads // tp), spec.head_dim, dtype, platform.device,
-                         config.cache.block_size, uses_sliding_window=windows)
+                         config.cache.block_size, uses_sliding_window=any(layer.window for layer in spec.layers), uses_soft_cap=any(layer.soft_cap for layer in spec.layers))
 
 
 def _asked_model_len(asked: str, most: int) -> tuple[int, bool]:
@@ -224,7 +221,7 @@ def _asked_model_len(asked: str, most: int) -> tuple[int, bool]:
     return int(asked), False
 
 
-def _kv_cache_bytes(config: Config, limits: Limits, block: int, free: int, left: int) -> tuple[int, list[Choice]]:
+def _kv_cache_bytes(config: Config, limits: Limits, groups: Sequence[CacheGroup], block: int, free: int, left: int) -> tuple[int, list[Choice]]:
     """(bytes, choices). `free` is what the utilization leaves to the cache, `left` what the device has after weights and activations."""
     asked = config.cache.kv_cache_memory_bytes
     if asked is not None:
@@ -237,7 +234,8 @@ def _kv_cache_bytes(config: Config, limits: Limits, block: int, free: int, left:
         return asked, []
     if config.cache.num_gpu_blocks_override:
         return config.cache.num_gpu_blocks_override * block, []
-    most = (limits.max_num_seqs * -(-limits.max_model_len // limits.attention.block_size) + 1) * block
+    per_request = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens)
+    most = (limits.max_num_seqs * per_request + 1) * block
     if free > most:
         return most, [("KV cache", _size(most), f"what {limits.max_num_seqs} requests of {limits.max_model_len} tokens fill; more would lie idle")]
     return free, [("KV cache", _size(free // block * block), f"gpu_memory_utilization {config.cache.gpu_memory_utilization:g}, less weights and activations")] if free > 0 else []

@@ -6,6 +6,8 @@ A request lives in the worker as a `row` of its tables, handed out by the schedu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -46,13 +48,51 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int  # of the first entry, 1 is the most likely
 
 
+class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What the scheduler knows of the layers that share a block table (`worker/cache/spec.py`).
+
+    full: every token's block is kept. window: a token at position p sees p - window + 1 .. p. state: one page per request, which a step reads and writes; its
+    block table has two entries, the page that the next step reads (0: start anew) and the page that it writes.
+    """
+
+    kind: str = "full"
+    window: int = 0
+
+    def first_block(self, position: int, block_size: int) -> int:
+        """Index of the first block that a token at `position` or later sees."""
+        return max(position - self.window + 1, 0) // block_size if self.kind == "window" else 0
+
+    def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
+        """The most blocks that a request of `num_tokens` holds at once while it is computed in chunks of at most `chunk` tokens."""
+        if self.kind == "state":
+            return 2
+        total = -(-num_tokens // block_size)
+        if self.kind == "full":
+            return total
+        return min(total, -(-(self.window + chunk) // block_size) + 1)
+
+
+def most_blocks(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, chunk: int) -> int:
+    """The most blocks of all groups that a request of `num_tokens` holds at once, see `CacheGroup.most_blocks`."""
+    return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups)
+
+
+def longest_request(groups: Sequence[CacheGroup], num_blocks: int, block_size: int, chunk: int, limit: int) -> int:
+    """The most tokens, at most `limit`, of a request that `num_blocks` blocks hold; 0 if they hold none."""
+    low, high = 0, limit  # a request of `low` tokens fits
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if most_blocks(groups, middle, block_size, chunk) <= num_blocks else (low, middle - 1)
+    return low
+
+
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request enters row `row`, for the first time or again after preemption."""
 
     row: int
     token_ids: list[int]  # prompt, then the outputs so far
     num_prompt_tokens: int
-    block_ids: list[int]  # all blocks it has, those of this step included
+    block_ids: list[list[int]]  # per cache group all blocks it has, those of this step included; 0 stands for a block that no token sees any more
     sampling: SamplingParams
 
 
@@ -64,7 +104,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     rows: list[int]
     num_computed: list[int]
     num_scheduled: list[int]
-    new_blocks: list[list[int]]  # appended to the row's block table; [] for rows in `new`, whose block_ids already hold them
+    new_blocks: list[list[list[int]]]  # per row and cache group, appended to the row's block table; [] for rows with none, and for rows in `new`
     samples: list[int]  # ascending batch positions whose chunk reaches their last known token, and so are sampled
 
 
@@ -105,3 +145,4 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     plan: MemoryPlan
     choices: list[tuple[str, str, str]] = []  # (setting, value, reason)
     works_idle: bool = False  # whether `Worker.work_idle` has something to do
+    groups: list[CacheGroup] = msgspec.field(default_factory=lambda: [CacheGroup()])

@@ -16,8 +16,8 @@ from quire.worker.batch.split_step import Failed, Output, SplitOutput, halves
 from quire.worker.messages import StepInput, StepOutput, TokenLogprobs
 from quire.worker.parallel import tp
 from quire.worker.pipeline import SingleStage
+from quire.worker.platforms.base import Event, Platform, is_out_of_memory
 from quire.worker.platforms.huge_pages import Workspace
-from quire.worker.platforms.platform import Event, Platform, is_out_of_memory
 from quire.worker.sampling.logprobs import Entries, PromptLogprobs, prompt_messages
 from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
 
@@ -74,7 +74,7 @@ class ModelRunner:
         # Ranks that work together cannot each cut a step as they like.
         self.alone = self.group.size == 1 and self.stage.first and self.stage.last
         self._reached = _FORWARD
-        self.buffers = InputBuffers(table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device)
+        self.buffers = InputBuffers(table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device, len(table.groups))
         self.sampler = sampler or Sampler(table, platform)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
@@ -135,7 +135,7 @@ class ModelRunner:
         step = batch.step
         errors = {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors} if self.table.errors else {}
         scored = self.prompt_logprobs.concern(step)
-        batch.wanted = None if scored or not self.stage.last else self._sampled(batch)
+        batch.needed_rows = None if scored or not self.stage.last else self._sampled(batch)
         hidden = self.forward(batch)
         self._reached = _LOGITS
         if not self.stage.last:
@@ -148,7 +148,7 @@ class ModelRunner:
             sampled = self._sample(hidden[batch.sampling.logits_indices] if scored else hidden, batch.sampling)
             # The copy starts before the table is written, so that nothing of the next step delays it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
-            self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, sampled.token_ids, batch.attn.max_seq_len)
+            self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, sampled.token_ids, batch.attn[0].max_seq_len)
             self.stage.send_token_ids(sampled.token_ids)
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event(), abandoned)
 
@@ -161,7 +161,7 @@ class ModelRunner:
         return self.sampler.sample(logits, sampling)
 
     def _sampled(self, batch: InputBatch) -> torch.Tensor | None:
-        """`InputBatch.wanted` where only sampling reads hidden states: the tokens behind which one is sampled. One at least: kernels take no empty batch."""
+        """Indices of the tokens whose successor is sampled, None for all; never empty, because kernels take no empty batch."""
         if len(batch.step.samples) == len(batch.input_ids):  # each token is a request that samples
             return None
         return batch.sampling.logits_indices if batch.step.samples else self.buffers.arange[:1]
@@ -176,6 +176,7 @@ class ModelRunner:
         return isinstance(self.forward, CudaGraphs) and self.forward.record_next()
 
     def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
-        """Hidden states `[T, H]` of the step's tokens, or those that are wanted, behind this stage's layers."""
-        self.backend.build(batch.attn)
-        return self.model(batch.input_ids, batch.positions, batch.attn, self.stage.receive_hidden(len(batch.input_ids)), batch.wanted)
+        """Hidden states `[T, H]` of the step's tokens, or those that are needed, after this stage's layers."""
+        for meta in batch.attn:
+            self.backend.build(meta)
+        return self.model(batch.input_ids, batch.positions, batch.attn, self.stage.receive_hidden(len(batch.input_ids)), batch.needed_rows)

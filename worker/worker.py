@@ -14,18 +14,19 @@ from quire.worker import memory
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import Output
 from quire.worker.cache import allocation as kv_cache
+from quire.worker.cache.spec import CachePlan
 from quire.worker.check_ranks import CheckedSampler
 from quire.worker.cpu.fixed_order_linear import fix_order
-from quire.worker.cpu.native import KERNELS
 from quire.worker.loader import load_weights
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
 from quire.worker.model_runner import ModelRunner
-from quire.worker.models import build_model
+from quire.worker.models import build_model, read_model_spec
+from quire.worker.models.config import ModelSpec
 from quire.worker.models.decoder import CausalLM
-from quire.worker.models.hf_config import ModelSpec, read_model_spec
 from quire.worker.parallel import init_distributed, pp, shutdown_distributed, tp
 from quire.worker.pipeline import SingleStage, pipeline_stage
-from quire.worker.platforms.platform import Platform, get_platform, is_out_of_memory
+from quire.worker.platforms.base import Platform, is_out_of_memory
+from quire.worker.platforms.platform import get_platform
 from quire.worker.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Worker:
         limits = memory.resolve_limits(config, spec, platform)
 
         progress("loading weights", 0.0)
-        model = build_model(spec, limits.dtype, platform.device, limits.max_model_len, config.model.quantization)
+        model = build_model(spec, limits.dtype, platform.device, limits.max_model_len, config.model.quantization, platform.ops)
         load_weights(model, spec, config.model.model, config.model.load_format, config.model.seed, lambda fraction: progress("loading weights", fraction))
         if limits.deterministic:
             fix_order(model)
@@ -81,7 +82,7 @@ class Worker:
         progress("profiling memory", 0.0)
         depth = config.scheduler.steps_in_flight or pp().size + 1
         stage = pipeline_stage(pp(), depth, spec.hidden_size, limits.dtype, platform.device)
-        activations = _measure_activations(model, spec, platform, limits, stage) if platform.measures_memory else memory.estimate_activations(spec, limits, parallel.tensor_parallel_size)
+        activations = _measure_activations(model, spec, platform, limits, memory.cache_plan(config, spec, limits), stage) if platform.measures_memory else memory.estimate_activations(spec, limits, parallel.tensor_parallel_size)
         progress("profiling memory", 1.0)
 
         progress("allocating KV cache", 0.0)
@@ -93,8 +94,9 @@ class Worker:
         num_blocks = self._agree(num_blocks, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
         plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
-        ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices, pp().size)
-        self.runner = _make_runner(model, spec, platform, limits, num_blocks, ready.max_model_len, stage, config.parallel.debug_check_ranks)
+        cache = memory.cache_plan(config, spec, limits)
+        ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices, cache.groups, pp().size)
+        self.runner = _make_runner(model, spec, platform, limits, cache, num_blocks, ready.max_model_len, stage, config.parallel.debug_check_ranks)
         if memory.uses_graphs(config, limits, platform):
             self.runner.use_graphs(ready.max_model_len)
             ready = msgspec.structs.replace(ready, works_idle=True)
@@ -107,7 +109,7 @@ class Worker:
     def execute(self, step: StepInput) -> Output:
         """Launch a step. Its result may be awaited in another thread."""
         assert self.runner is not None, "initialize first"
-        if KERNELS.building and KERNELS.poll():
+        if self.runner.platform.poll_ops():
             self._change_over()
         if self.warmer is None:
             return self.runner.execute(step)
@@ -132,20 +134,21 @@ class Worker:
         shutdown_distributed()
 
     def _agree_on_kernels(self, platform: Platform) -> None:
-        """Ranks repeat some of each other's work and must get the same results: all use the native CPU kernels, or none does while this process lives."""
-        if self.world_size > 1 and not self._agree(int(KERNELS.lib is not None), platform):
-            KERNELS.give_up("not all ranks had them when they started")
+        """Ranks repeat some of each other's work and must get the same results: all use the platform's faster operations, or none does while this process lives."""
+        if self.world_size > 1 and not self._agree(int(platform.ops.name != "torch"), platform):
+            platform.give_up_ops("not all ranks had them when they started")
 
     def _change_over(self) -> None:
-        """The native CPU kernels, which were being built while torch's served, are ready: from the next step on use them."""
-        spec, config = self.runner.model.spec, self.config
-        self.runner.model.finalize()
-        limits = memory.resolve_limits(config, spec, self.runner.platform)
+        """Use the native CPU kernels, which were being built while plain torch served, from the next step on."""
+        model, platform = self.runner.model, self.runner.platform
+        model.use(platform.ops)
+        model.finalize()
+        limits = memory.resolve_limits(self.config, model.spec, platform)
         self.runner.backend = limits.attention.backend
         if limits.deterministic:
-            fix_order(self.runner.model)
+            fix_order(model)
         value, reason = next(choice[1:] for choice in limits.choices if choice[0] == "deterministic")
-        logger.info("the %s are ready; attention is now %s, and deterministic is %s (%s)", KERNELS.status, self.runner.backend.name, value, reason)
+        logger.info("%s ready, attention backend is now %s, deterministic is %s (%s)", platform.ops_status(), self.runner.backend.name, value, reason)
 
     def _agree(self, num_blocks: int, platform: Platform) -> int:
         """The least of all ranks' numbers: each found its own memory, but block ids are common."""
@@ -156,17 +159,17 @@ class Worker:
         return int(least)
 
 
-def _make_runner(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, num_blocks: int, max_model_len: int, stage: SingleStage,
+def _make_runner(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, cache: CachePlan, num_blocks: int, max_model_len: int, stage: SingleStage,
                  check_ranks: bool = False) -> ModelRunner:
     """Allocate the KV cache and the tables, and put the runner over them."""
     block_size = limits.attention.block_size
-    kv_cache.allocate(kv_cache.attention_layers(model), num_blocks, block_size, limits.dtype, platform.device)
-    table = RequestTable(limits.max_num_seqs, max_model_len, block_size, spec.vocab_size, platform.device)
+    kv_cache.allocate(kv_cache.attention_layers(model), cache, num_blocks, block_size, limits.dtype, platform.device)
+    table = RequestTable(limits.max_num_seqs, max_model_len, block_size, spec.vocab_size, platform, cache.groups)
     sampler = CheckedSampler(table, platform, tp()) if check_ranks else Sampler(table, platform)
     return ModelRunner(model, table, limits.attention.backend, platform, limits.max_num_batched_tokens, stage, sampler)
 
 
-def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, stage: SingleStage) -> int:
+def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, cache: CachePlan, stage: SingleStage) -> int:
     """Bytes of device memory that the largest step needs besides weights and KV cache, found by running it over a cache of a few blocks.
 
     All requests share the same blocks: what is computed means nothing. Every row is sampled in the way that takes most:
@@ -180,13 +183,13 @@ def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, l
     sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
                               logprobs=num_logprobs)
     scoring = msgspec.structs.replace(sampling, prompt_logprobs=num_logprobs)
-    new = [NewRequest(i, [0] * length, length, blocks[: -(-length // limits.attention.block_size)],
+    new = [NewRequest(i, [0] * length, length, [blocks[: -(-length // limits.attention.block_size)]] * len(cache.groups),
                       sampling if i else scoring) for i, length in enumerate(lengths)]
     step = StepInput(0, new, list(range(num_reqs)), [0] * num_reqs, lengths, [[] for _ in new], list(range(num_reqs)))
     platform.release_memory()
     before, _ = platform.memory_in_use()
-    runner = _make_runner(model, spec, platform, limits, len(blocks) + 1, limits.max_model_len, stage)
-    cache = (len(blocks) + 1) * sum(layer.k_cache[0].nbytes * 2 for layer in kv_cache.attention_layers(model))
+    runner = _make_runner(model, spec, platform, limits, cache, len(blocks) + 1, limits.max_model_len, stage)
+    cache_bytes = (len(blocks) + 1) * cache.page_bytes(limits.attention.block_size, [layer.layer_index for layer in kv_cache.attention_layers(model)])
     runner.execute(step).result()
     stage.finish(runner.table)
     _, peak = platform.memory_in_use()
@@ -194,4 +197,4 @@ def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, l
         layer.k_cache = layer.v_cache = None
     del runner
     platform.release_memory()
-    return max(peak - before - cache, 0)
+    return max(peak - before - cache_bytes, 0)

@@ -18,6 +18,7 @@ from typing import Any
 from quire.configs.config import Config
 from quire.engine.executor.base import Executor, ReportProgress
 from quire.worker.messages import (
+    CacheGroup,
     MemoryPlan,
     NewRequest,
     SamplingParams,
@@ -76,6 +77,7 @@ class FakeOptions:
     hang_at_step: float = 0.0  # never end this step
     fail_at_step: float = 0.0  # raise in the result of this step (the engine's first request takes steps 1 and 2)
     fail_on_token: float = -1.0  # raise when a prompt with this token enters
+    groups: str = "full"  # the cache groups of the pretended model, e.g. "full+window:24+state"
 
     @classmethod
     def from_text(cls, text: str) -> FakeOptions:
@@ -83,7 +85,14 @@ class FakeOptions:
         pairs = dict(pair.split("=", 1) for pair in text.split(",") if pair)
         if unknown := pairs.keys() - {f.name for f in fields(cls)}:
             raise ValueError(f"QUIRE_FAKE: unknown option {', '.join(sorted(unknown))}")
-        return cls(**{name: value not in ("0", "false") if name == "validate" else float(value) for name, value in pairs.items()})
+        return cls(**{name: _READ.get(name, float)(value) for name, value in pairs.items()})
+
+    def cache_groups(self) -> list[CacheGroup]:
+        kinds = (text.partition(":") for text in self.groups.split("+"))
+        return [CacheGroup(kind, int(window or 0)) for kind, _, window in kinds]
+
+
+_READ: dict[str, Any] = {"validate": lambda text: text not in ("0", "false"), "groups": str}
 
 
 @dataclass(slots=True)
@@ -94,7 +103,7 @@ class _Row:
     num_prompt_tokens: int
     states: list[int]  # states[p] covers tokens 0 .. p
     token_ids: list[int]
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)  # per cache group
 
 
 @dataclass(slots=True)
@@ -123,10 +132,12 @@ class FakeExecutor(Executor):
 
     def __init__(self, config: Config, options: FakeOptions | None = None):
         self.options = options or FakeOptions.from_text(os.environ.get("QUIRE_FAKE", ""))
-        self.ready = _sizes(config)
+        self.ready = _sizes(config, self.options.cache_groups())
         self.num_steps = 0
         self._rows: dict[int, _Row] = {}
-        self._slots: list[int | None] = [None] * (self.ready.num_blocks * self.ready.block_size)
+        # What each slot of each page holds: a token's context, or, in the first slot of a state's page, that of all tokens it has seen. As a page may serve
+        # any group, what it holds is told apart by the group.
+        self._slots: list[tuple[int, int] | None] = [None] * (self.ready.num_blocks * self.ready.block_size)
         self._free_at = 0.0
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
@@ -150,7 +161,8 @@ class FakeExecutor(Executor):
             self._rows[new.row] = self._enter(new)
         batch = [self._rows[row] for row in step.rows]
         for row, new_blocks in zip(batch, step.new_blocks):
-            row.block_ids += new_blocks
+            for group, ids, added in zip(self.ready.groups, row.block_ids, new_blocks):
+                ids[:] = added or ids if group.kind == "state" else ids + added
         if self.options.validate:
             self._write_and_check(step, batch)
         output = StepOutput(step.step, *self._sample(step, batch), self._prompt_logprobs(step, batch))
@@ -159,7 +171,7 @@ class FakeExecutor(Executor):
         return _Result(output, self._free_at if self.options.step_delay else 0.0, fails, step.step == self.options.hang_at_step)
 
     def _enter(self, new: NewRequest) -> _Row:
-        row = _Row(new.sampling, new.num_prompt_tokens, [], [], list(new.block_ids))
+        row = _Row(new.sampling, new.num_prompt_tokens, [], [], [list(ids) for ids in new.block_ids])
         self._append(row, new.token_ids)
         return row
 
@@ -212,32 +224,64 @@ class FakeExecutor(Executor):
             assert 0 < new.num_prompt_tokens <= len(new.token_ids) <= ready.max_model_len
 
     def _write_and_check(self, step: StepInput, batch: list[_Row]) -> None:
-        """Write the whole step, then read, as every layer does: so a request may share blocks that this same step fills."""
+        """Read states, write the whole step, then read what attention sees, as every layer does: so a request may share blocks that this same step fills."""
         written: set[int] = set()
-        for i, row in enumerate(batch):
-            start, end = step.num_computed[i], step.num_computed[i] + step.num_scheduled[i]
-            assert end <= len(row.states), f"row {step.rows[i]} has {len(row.states)} tokens, but computes up to {end}"
-            assert len(set(row.block_ids)) == len(row.block_ids) and all(0 < b < self.ready.num_blocks for b in row.block_ids), f"block table {row.block_ids}"
-            for position in range(start, end):
-                slot = self._slot(row, position)
-                assert slot not in written, f"slot {slot} is written twice in one step"
-                written.add(slot)
-                self._slots[slot] = row.states[position]
-        for i, row in enumerate(batch):
-            for position in range(step.num_computed[i] + step.num_scheduled[i]):
-                assert self._slots[self._slot(row, position)] == row.states[position], \
-                    f"step {step.step}: row {step.rows[i]} reads something else than its own token at position {position}"
+        spans = [(start, start + count) for start, count in zip(step.num_computed, step.num_scheduled)]
+        for g, group in enumerate(self.ready.groups):
+            for i, row in enumerate(batch):
+                start, end = spans[i]
+                assert end <= len(row.states), f"row {step.rows[i]} has {len(row.states)} tokens, but computes up to {end}"
+                self._check_table(g, row)
+                if group.kind == "state":
+                    self._step_state(g, row, start, end, written)
+                else:
+                    self._write(g, row, start, end, written)
+        for g, group in enumerate(self.ready.groups):
+            for i, row in enumerate(batch):
+                start, end = spans[i]
+                first = group.first_block(start, 1)
+                for position in range(first, 0 if group.kind == "state" else end):
+                    assert self._slots[self._slot(g, row, position)] == (g, row.states[position]), (
+                        f"step {step.step}: row {step.rows[i]} reads something else than its own token at position {position}"
+                    )
 
-    def _slot(self, row: _Row, position: int) -> int:
+    def _check_table(self, g: int, row: _Row) -> None:
+        kind, table = self.ready.groups[g].kind, row.block_ids[g]
+        ids = [block_id for block_id in table if block_id]
+        given_back = kind == "full" or table[: len(table) - len(ids)].count(0) == len(table) - len(ids)  # only from the front
+        complete = kind != "full" or len(ids) == len(table)
+        distinct = kind == "state" or len(set(ids)) == len(ids)
+        assert given_back and complete and distinct and all(0 < b < self.ready.num_blocks for b in ids), f"block table {table}"
+
+    def _write(self, g: int, row: _Row, start: int, end: int, written: set[int]) -> None:
+        for position in range(start, end):
+            slot = self._slot(g, row, position)
+            assert slot not in written, f"slot {slot} is written twice in one step"
+            written.add(slot)
+            self._slots[slot] = (g, row.states[position])
+
+    def _step_state(self, g: int, row: _Row, start: int, end: int, written: set[int]) -> None:
+        """A state is read before the step and written after it; a step never reads a page that another request of the step writes."""
+        read, write = (block_id * self.ready.block_size for block_id in row.block_ids[g])
+        assert read not in written and write not in written, f"the page of slot {write} is written twice in one step"
+        if start == 0:
+            assert read == 0, "a request without computed tokens starts from a state"
+        else:
+            assert read and self._slots[read] == (g, row.states[start - 1]), f"the state of {start} tokens was never written to slot {read}"
+        written.add(write)
+        self._slots[write] = (g, row.states[end - 1])
+
+    def _slot(self, g: int, row: _Row, position: int) -> int:
         block, offset = divmod(position, self.ready.block_size)
-        assert block < len(row.block_ids), f"no block for position {position}: {row.block_ids}"
-        return row.block_ids[block] * self.ready.block_size + offset
+        ids = row.block_ids[g]
+        assert block < len(ids) and ids[block], f"no block for position {position}: {ids}"
+        return ids[block] * self.ready.block_size + offset
 
 
-def _sizes(config: Config) -> WorkerReady:
+def _sizes(config: Config, groups: list[CacheGroup]) -> WorkerReady:
     path = Path(config.model.model, "config.json")
     vocab_size = json.loads(path.read_text())["vocab_size"] if config.model.model and path.exists() else 1000
     max_model_len = 4096 if config.model.max_model_len == "auto" else int(config.model.max_model_len)
     plan = MemoryPlan("fake", 0, 0, 0, 0, 0, 0, 0)
     return WorkerReady(config.cache.num_gpu_blocks_override or 1024, config.cache.block_size or 16, max_model_len, config.scheduler.max_num_seqs or 64,
-                       config.scheduler.max_num_batched_tokens or 2048, vocab_size, 1, plan, [("executor", "fake", "asked for")])
+                       config.scheduler.max_num_batched_tokens or 2048, vocab_size, 1, plan, [("executor", "fake", "asked for")], groups=groups)

@@ -1,115 +1,69 @@
-"""Blocks of the paged KV cache as numbers: who holds which, which are free, and which full blocks can be reused.
+"""The KV blocks of every request: match, allocate, publish, free, over groups of layers that keep their blocks alike.
 
-A block holds the keys and values of `block_size` consecutive tokens. A *full* block whose tokens are known has a hash that covers every token before it
-(its parent's hash, its ids, and at the root of the chain whatever else the values depend on), so equal hashes mean equal contents. Such a block is
-*published* in a hash map as soon as it is scheduled: steps run in order, and a layer writes all keys and values of a step before it attends, so even a
-request of the same step may read it. Should that step fail, the scheduler computes again whatever was built on the block (`Scheduler._recompute_dependents`).
+A block holds what `block_size` consecutive tokens leave in the layers of one group (`worker.messages.CacheGroup`); it is a page of the pool that all groups
+share. A *full* block whose tokens are known has a hash that covers every token before it (its parent's hash, its ids, and at the root of the chain whatever
+else the values depend on), so equal hashes mean equal contents. Such a block is *published* as soon as it is scheduled: steps run in order, and a layer writes
+all keys and values of a step before it attends, so even a request of the same step may read it. If that step fails, the scheduler computes again whatever was
+built on the block (`Scheduler._recompute_dependents`).
 
-    ref_count > 0              held by that many requests
-    ref_count = 0, published   free, but still found by its hash until it is taken for something else (least recently used first)
-    ref_count = 0              free
+What each kind of group holds for a request, by block index:
+
+    full      0 .. last
+    window    those that the next token sees; older ones are given back, and NULL_BLOCK stands in their place
+    state     two pages: the one that the next step reads, and the one that it writes. A page that is published is never written again, so it is a checkpoint:
+              the prefix up to its boundary can be resumed from there.
+
+A prefix hit is the longest prefix on which every group agrees.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 import msgspec
 
+from quire.engine.kv.pages import NULL_BLOCK, BlockPool
 from quire.engine.request import Request
+from quire.worker.messages import CacheGroup, most_blocks
 
-NULL_BLOCK = 0  # never handed out: padding rows read and write it
 
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix of a request: `num_blocks` blocks, and per group the ids to hold (NULL_BLOCK for those that no later token sees)."""
 
-class BlockPool:
-    """Ref counts, free order and hash map of the blocks 1 .. num_blocks - 1. All operations are O(1) per block."""
-
-    def __init__(self, num_blocks: int):
-        assert num_blocks > 1, "no block besides the null block"
-        self.num_usable = num_blocks - 1
-        self._ref_counts = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks
-        self._by_hash: dict[bytes, int] = {}
-        self.watched: set[int] = set()  # published blocks; emptied as soon as one of them no longer is
-        # The free queue, next to be taken first. An OrderedDict is a hash map into a doubly linked list, in C.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+    num_blocks: int = 0
+    block_ids: list[list[int]] = field(default_factory=list)
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """Hand out `count` free blocks, forgetting what they held. The caller has checked `num_free`."""
-        block_ids = []
-        for _ in range(count):
-            block_id, _ = self._free.popitem(last=False)
-            self._unpublish(block_id)
-            self._ref_counts[block_id] = 1
-            block_ids.append(block_id)
-        return block_ids
-
-    def share(self, block_ids: list[int]) -> None:
-        """Add a holder to published blocks, free or not."""
-        for block_id in block_ids:
-            if self._ref_counts[block_id] == 0:
-                del self._free[block_id]
-            self._ref_counts[block_id] += 1
-
-    def release(self, block_ids: list[int]) -> None:
-        """Drop a holder. The last block is taken again first, because a prefix is worth more than its continuation; unpublished blocks before all others."""
-        for block_id in reversed(block_ids):
-            self._ref_counts[block_id] -= 1
-            assert self._ref_counts[block_id] >= 0, f"block {block_id} released twice"
-            if self._ref_counts[block_id] == 0:
-                self._free[block_id] = None
-                if self._hashes[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
-
-    def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Let the block be found by its hash, unless an equal one already is: the copy then stays private."""
-        if block_hash not in self._by_hash:
-            self._by_hash[block_hash] = block_id
-            self._hashes[block_id] = block_hash
-
-    def find(self, block_hash: bytes) -> int | None:
-        return self._by_hash.get(block_hash)
-
-    def num_free_among(self, block_ids: list[int]) -> int:
-        """How many of these count as free now, and would not once shared."""
-        return list(map(self._ref_counts.__getitem__, block_ids)).count(0)
-
-    def forget(self, block_ids: list[int]) -> None:
-        """Make sure that nobody finds these blocks any more."""
-        for block_id in block_ids:
-            self._unpublish(block_id)
-
-    def forget_all(self) -> bool:
-        """Empty the hash map; False, and nothing done, while any block is held."""
-        if self.num_free < self.num_usable:
-            return False
-        self._hashes = [None] * len(self._hashes)
-        self._by_hash.clear()
-        self.watched.clear()
-        return True
-
-    def _unpublish(self, block_id: int) -> None:
-        block_hash, self._hashes[block_id] = self._hashes[block_id], None
-        if block_hash is not None:
-            del self._by_hash[block_hash]
-            if block_id in self.watched:
-                self.watched.clear()
+    def held(self) -> list[int]:
+        """The ids of all groups without NULL_BLOCK."""
+        return [block_id for ids in self.block_ids for block_id in ids if block_id != NULL_BLOCK]
 
 
 class KVCacheManager:
-    """The blocks of every request: match, allocate, publish, free."""
+    """The only writer of the block fields of requests. `chunk` is the most tokens that one step computes of a request."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        groups: Sequence[CacheGroup] = (CacheGroup(),),
+        chunk: int = 2048,
+    ):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.groups = tuple(groups)
+        self.chunk = chunk
         self.pool = BlockPool(num_blocks)
-        self._asked: Request | None = None  # whom `match` was for last
+        self._tags = [bytes([g]) for g in range(len(self.groups))]  # a group's blocks are found by its tag and their hash
+        self._checkpoints: dict[int, bytes] = {}  # pages of states that the step being scheduled writes: found from the next step on
+        self._asked: Request | None = None  # whom `match` was for last, and what it found for it in each full group
+        self._found: dict[int, list[int]] = {}
+        self._has_state = any(group.kind == "state" for group in self.groups)
 
     @property
     def usage(self) -> float:
@@ -119,42 +73,192 @@ class KVCacheManager:
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match(self, request: Request) -> list[int]:
-        """The published blocks of its longest known prefix. At least the last token is left out: its logits have to be computed.
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` holds at once."""
+        return most_blocks(self.groups, num_tokens, self.block_size, self.chunk)
 
-        Who waits for room is asked about in every step: what was found is looked up again only after one of these blocks was taken for something else.
+    def start_step(self) -> None:
+        """To be called before a step is scheduled. Keys and values may be read in the step that writes them, but not a state."""
+        for block_id, tagged_hash in self._checkpoints.items():
+            self.pool.publish(block_id, tagged_hash)
+        self._checkpoints.clear()
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Make sure that nobody finds these blocks any more."""
+        for block_id in block_ids:
+            self._checkpoints.pop(block_id, None)
+        self.pool.forget(list(block_ids))
+
+    # ---- prefix hits
+
+    def match(self, request: Request) -> Match:
+        """Its longest known prefix on which all groups agree. At least the last token is left out: its logits have to be computed.
+
+        A request that waits for room is asked about in every step: what was found for it in full groups is looked up again only after one of these blocks was
+        taken for something else.
         """
         if not request.reads_cache:
-            return []
+            return Match()
+        if request is not self._asked or not self.pool.watched:
+            self._asked, self._found, self.pool.watched = request, {}, set()
         num_full = (request.num_tokens - 1) // self.block_size
         self._extend_hashes(request, num_full)
-        if request is not self._asked or not self.pool.watched:
-            self._asked, self._matched, self.pool.watched = request, [], set()
-        while len(self._matched) < num_full and (block_id := self.pool.find(request.block_hashes[len(self._matched)])) is not None:
-            self._matched.append(block_id)
+        hashes = request.block_hashes[:num_full]
+        found: dict[int, list[int]] = {}  # full groups: ids up to the first that is missing, which bounds what the other groups need to be asked for
+        for g in sorted(range(len(self.groups)), key=lambda g: self.groups[g].kind != "full"):
+            found[g] = self._find(g, hashes)
+            if self.groups[g].kind == "full":
+                hashes = hashes[: len(found[g])]
+        num_blocks = self._agreed(found, len(hashes))
+        return Match(num_blocks, [self._to_hold(g, found[g], num_blocks) for g in range(len(self.groups))]) if num_blocks else Match()
+
+    def _find(self, g: int, hashes: list[bytes]) -> list[int]:
+        """Ids of the published blocks of group g, NULL_BLOCK for one that is missing; of a full group only those before the first such."""
+        tag, find = self._tags[g], self.pool.find
+        if self.groups[g].kind != "full":
+            return [find(tag + block_hash) or NULL_BLOCK for block_hash in hashes]
+        ids = self._found.setdefault(g, [])
+        while len(ids) < len(hashes) and (block_id := find(tag + hashes[len(ids)])) is not None:
+            ids.append(block_id)
             self.pool.watched.add(block_id)
-        return self._matched[:num_full]
+        return ids[: len(hashes)]
 
-    def num_missing(self, request: Request, matched: list[int]) -> int:
+    def _agreed(self, found: dict[int, list[int]], longest: int) -> int:
+        """The largest number of blocks, at most `longest`, after which every group can go on."""
+        others = [g for g, group in enumerate(self.groups) if group.kind != "full"]
+        if not others:
+            return longest
+        fits = [True] * (longest + 1)
+        for g in others:
+            run = 0  # blocks in a row that are there
+            for n in range(1, longest + 1):
+                run = run + 1 if found[g][n - 1] != NULL_BLOCK else 0
+                needed = 1 if self.groups[g].kind == "state" else n - self.groups[g].first_block(n * self.block_size, self.block_size)
+                fits[n] = fits[n] and run >= needed
+        return max(n for n in range(longest + 1) if fits[n])
+
+    def _to_hold(self, g: int, ids: list[int], num_blocks: int) -> list[int]:
+        """What a request holds of group g after a hit of `num_blocks`."""
+        if self.groups[g].kind == "state":
+            return [ids[num_blocks - 1]]
+        first = self.groups[g].first_block(num_blocks * self.block_size, self.block_size)
+        return [NULL_BLOCK] * first + ids[first:num_blocks]
+
+    def num_missing(self, request: Request, match: Match) -> int:
         """Free blocks that a request without blocks would use up until all its known tokens are computed."""
-        return self.num_blocks(request.num_tokens) - len(matched) + self.pool.num_free_among(matched)
+        held = match.held
+        return max(self.most_blocks(request.num_tokens) - len(held), 0) + self.pool.num_free_among(held)
 
-    def attach(self, request: Request, matched: list[int]) -> None:
+    def attach(self, request: Request, match: Match) -> None:
         """Give a request without blocks those that `match` found."""
-        assert not request.block_ids
-        self.pool.share(matched)
-        request.block_ids = matched
-        request.num_published = len(matched)
-        request.num_computed_tokens = len(matched) * self.block_size
+        assert not any(request.block_ids)
+        self.pool.share(match.held)
+        request.block_ids = [list(ids) for ids in match.block_ids] or [[] for _ in self.groups]
+        request.num_given_back = [ids.count(NULL_BLOCK) if group.kind == "window" else 0 for group, ids in zip(self.groups, request.block_ids)]
+        request.num_published = match.num_blocks
+        request.num_computed_tokens = match.num_blocks * self.block_size
 
-    def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Make room for its first `num_tokens` tokens. The blocks added, or None, and nothing done, if too few are free."""
-        count = self.num_blocks(num_tokens) - len(request.block_ids)
-        if count > self.pool.num_free:
+    def shared_prefix(self, block_ids: list[list[int]], num_computed: int) -> list[int]:
+        """Of the blocks with which a request entered, those of its cached prefix of `num_computed` tokens."""
+        num_blocks = num_computed // self.block_size
+        shared = []
+        for group, ids in zip(self.groups, block_ids):
+            shared += ids[:1] if group.kind == "state" else ids[:num_blocks]
+        return [block_id for block_id in shared if block_id != NULL_BLOCK]
+
+    # ---- growing
+
+    def chunk_end(self, request: Request, end: int) -> int:
+        """Where a chunk that could end at `end` ends: with a state group a prompt's chunk stops at the last block boundary in it, to leave a checkpoint."""
+        if not self._has_state or not self.enable_prefix_caching or end > request.num_prompt_tokens:
+            return end
+        last = end - (end == request.num_prompt_tokens)  # a hit leaves out the last token, so a checkpoint behind it would not be found
+        boundary = last // self.block_size * self.block_size
+        return boundary if boundary > request.num_computed_tokens else end
+
+    def has_room(self, request: Request, num_tokens: int) -> bool:
+        """Whether its blocks hold its first `num_tokens` tokens already."""
+        for group, ids in zip(self.groups, request.block_ids):
+            if group.kind == "state":
+                if len(ids) < 2 or ids[0] != ids[1] or self._is_checkpoint(ids[1]):
+                    return False
+            elif len(ids) * self.block_size < num_tokens:
+                return False
+        return True
+
+    def allocate(self, request: Request, num_tokens: int) -> list[list[int]] | None:
+        """Make room for the chunk that ends at its token `num_tokens`, and give back what this chunk does not see. Called once per chunk.
+
+        Returns the blocks added per group (of a state group its two pages, if they change), [] if nothing changes; or None, and nothing added, if too few are
+        free.
+        """
+        self._give_back(request)
+        counts = [self._num_to_add(g, request, num_tokens) for g in range(len(self.groups))]
+        if sum(counts) > self.pool.num_free:
             return None
+        added = [self._extend(g, request, count) for g, count in enumerate(counts)]
+        return added if any(added) else []
+
+    def _num_to_add(self, g: int, request: Request, num_tokens: int) -> int:
+        ids = request.block_ids[g]
+        if self.groups[g].kind == "state":
+            return int(len(ids) < 2 or self._is_checkpoint(ids[1]))  # a checkpoint is not written again
+        return max(self.num_blocks(num_tokens) - len(ids), 0)
+
+    def _extend(self, g: int, request: Request, count: int) -> list[int]:
+        ids, added = request.block_ids[g], self._take(count)
+        if self.groups[g].kind != "state":
+            ids += added
+            return added
+        before, read = list(ids), ids[-1] if ids else NULL_BLOCK  # what the last chunk wrote, or a checkpoint
+        self._release([block_id for block_id in ids[:-1] if block_id != read])
+        ids[:] = [read, added[0] if added else read]
+        return list(ids) if ids != before else []
+
+    def _take(self, count: int) -> list[int]:
         block_ids = self.pool.take(count)
-        request.block_ids += block_ids
+        for block_id in block_ids:
+            self._checkpoints.pop(block_id, None)
         return block_ids
+
+    def _is_checkpoint(self, block_id: int) -> bool:
+        return block_id in self._checkpoints or self.pool.is_published(block_id)
+
+    def _give_back(self, request: Request) -> None:
+        """Release the blocks of window groups that no token from `num_computed_tokens` on sees: steps run in order, so what is in flight has read them."""
+        for g, (group, ids) in enumerate(zip(self.groups, request.block_ids)):
+            if group.kind != "window":
+                continue
+            given_back = request.num_given_back[g]
+            first = min(group.first_block(request.num_computed_tokens, self.block_size), len(ids))
+            if first > given_back:
+                self.pool.release(ids[given_back:first])
+                ids[given_back:first] = [NULL_BLOCK] * (first - given_back)
+                request.num_given_back[g] = first
+
+    def num_held(self, request: Request) -> int:
+        """Blocks that it holds, of all groups."""
+        return sum(self._num_held(g, request) for g in range(len(request.block_ids)))
+
+    def _num_held(self, g: int, request: Request) -> int:
+        ids = request.block_ids[g]
+        return len(set(ids) - {NULL_BLOCK}) if self.groups[g].kind == "state" else len(ids) - request.num_given_back[g]
+
+    def num_expected(self, request: Request) -> int:
+        """Blocks that a running request still needs for the rest of its prompt, and one for outputs in each group."""
+        expected = 0
+        for g, group in enumerate(self.groups):
+            if group.kind == "state":
+                expected += 2 - self._num_held(g, request)
+                continue
+            missing = max(self.num_blocks(request.num_tokens) - len(request.block_ids[g]), 0)
+            if missing and group.kind == "window":
+                most = group.most_blocks(request.num_tokens, self.block_size, self.chunk)
+                missing = min(missing, max(most - self._num_held(g, request), 0))
+            expected += missing + 1
+        return expected
+
+    # ---- publishing and freeing
 
     def publish(self, request: Request) -> list[int]:
         """Publish its full blocks that are scheduled (`num_computed_tokens` says so) and whose token ids are known. Returns those that are new."""
@@ -162,16 +266,32 @@ class KVCacheManager:
         if num_full <= first:
             return []
         self._extend_hashes(request, num_full)
-        for i in range(first, num_full):
-            self.pool.publish(request.block_ids[i], request.block_hashes[i])
+        published = []
+        for g, group in enumerate(self.groups):
+            ids = request.block_ids[g]
+            if group.kind == "state":
+                published += self._publish_state(g, request, num_full)
+                continue
+            for i in range(first, num_full):
+                if ids[i] != NULL_BLOCK:
+                    self.pool.publish(ids[i], self._tags[g] + request.block_hashes[i])
+                    published.append(ids[i])
         request.num_published = num_full
-        return request.block_ids[first:num_full]
+        return published
+
+    def _publish_state(self, g: int, request: Request, num_full: int) -> list[int]:
+        """The page that the last scheduled chunk writes is a checkpoint if the chunk ends a prompt's block."""
+        ids, end = request.block_ids[g], request.num_computed_tokens
+        if not self.enable_prefix_caching or len(ids) < 2 or end != num_full * self.block_size or end > request.num_prompt_tokens:
+            return []
+        self._checkpoints[ids[1]] = self._tags[g] + request.block_hashes[num_full - 1]
+        return [ids[1]]
 
     def free(self, request: Request, discard: bool = False) -> list[int]:
         """Release its blocks. They stay findable unless `discard`: after an error nobody knows what they hold. Returns the blocks that this publishes."""
         published = []
         if discard:
-            self.pool.forget(request.block_ids)
+            self.forget([block_id for ids in request.block_ids for block_id in ids if block_id != NULL_BLOCK])
         else:
             published = self.publish(request)  # ids that came back since its last step may have completed a block
         self.release(request)
@@ -179,14 +299,22 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Release its blocks. What is not published by now will not be."""
-        self.pool.release(request.block_ids)
-        request.block_ids = []
+        for g, ids in enumerate(request.block_ids):
+            held = dict.fromkeys(ids) if self.groups[g].kind == "state" else ids
+            self._release(list(held))
+        request.block_ids, request.num_given_back = [], []
         request.num_published = 0
         request.num_computed_tokens = 0
 
+    def _release(self, block_ids: list[int]) -> None:
+        self.pool.release([block_id for block_id in block_ids if block_id != NULL_BLOCK])
+
     def reset_prefix_cache(self) -> bool:
         """Forget all published blocks; False, and nothing done, while requests hold any."""
-        return self.pool.forget_all()
+        forgotten = self.pool.forget_all()
+        if forgotten:
+            self._checkpoints.clear()
+        return forgotten
 
     def _extend_hashes(self, request: Request, num_full: int) -> None:
         """Hash each full block once, chained to the one before. sha256 of 16 ids takes 0.5 us, no slower than blake2b here, and of long blocks less."""

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 
+import quire
 from quire.configs.config import Config
 from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
-ROOT = Path(__file__).resolve().parent.parent  # where `engine` can be imported from, installed or not
+ROOT = Path(quire.__file__).resolve().parent.parent  # what a child needs on its path to import quire, installed or not
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 
 

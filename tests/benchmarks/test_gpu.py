@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu, gpu_models, gpu_report
 from quire.server.text.tokenizer import Tokenizer
-from quire.worker.models.hf_config import num_parameters, parse_model_spec, read_model_spec
+from quire.worker.models import num_parameters, parse_model_spec, read_model_spec
 
 ROOT = Path(__file__).parents[2]
 COPY, MATMUL = 4.3e12, 0.78e15  # of an H200

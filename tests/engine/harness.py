@@ -126,7 +126,7 @@ def assert_invariants(engine: Engine) -> None:
     scheduler = engine.scheduler
     pool, held = scheduler.kv.pool, {}
     for request in scheduler.running:
-        for block_id in request.block_ids:
+        for block_id in [block_id for ids in request.block_ids for block_id in dict.fromkeys(ids) if block_id]:
             held[block_id] = held.get(block_id, 0) + 1
     assert {i: count for i, count in enumerate(pool._ref_counts) if count} == held
     assert set(pool._free) == set(range(1, pool.num_usable + 1)) - held.keys()
@@ -137,4 +137,4 @@ def assert_invariants(engine: Engine) -> None:
         assert keys == sorted(set(keys))
     assert len(scheduler.running) + len(scheduler.waiting) == len(scheduler.requests)
     for request in scheduler.waiting:
-        assert request.row == -1 and not request.block_ids and request.num_computed_tokens == 0
+        assert request.row == -1 and not any(request.block_ids) and request.num_computed_tokens == 0

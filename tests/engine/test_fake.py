@@ -20,14 +20,14 @@ def executor(**options) -> FakeExecutor:
 
 
 def prompt_step(fake: FakeExecutor) -> list[list[int]]:
-    step = StepInput(1, [NewRequest(0, [5, 6, 7], 3, [1, 2], SAMPLING), NewRequest(1, [8, 9], 2, [3], SAMPLING)], [0, 1], [0, 0], [3, 2], [[], []], [0, 1])
+    step = StepInput(1, [NewRequest(0, [5, 6, 7], 3, [[1, 2]], SAMPLING), NewRequest(1, [8, 9], 2, [[3]], SAMPLING)], [0, 1], [0, 0], [3, 2], [[], []], [0, 1])
     return fake.execute(step).result().token_ids
 
 
 def test_it_generates_the_expected_tokens():
     fake = executor()
     tokens = [row[0] for row in prompt_step(fake)]
-    more = fake.execute(StepInput(2, [], [1, 0], [2, 3], [1, 1], [[4], []], [0, 1])).result().token_ids
+    more = fake.execute(StepInput(2, [], [1, 0], [2, 3], [1, 1], [[[4]], []], [0, 1])).result().token_ids
     assert [tokens[0], more[1][0]] == expected_tokens([5, 6, 7], SAMPLING, 30, VOCAB)[:2]
     assert [tokens[1], more[0][0]] == expected_tokens([8, 9], SAMPLING, 30, VOCAB)[:2]
 
@@ -38,13 +38,13 @@ def test_it_generates_the_expected_tokens():
     ("21 tokens in a step", StepInput(2, [], [0], [3], [21], [[]], [])),
     ("nothing to do", StepInput(2, [], [0], [3], [0], [[]], [])),
     ("no block for position 2", StepInput(2, [], [1], [2], [1], [[]], [0])),
-    ("written twice", StepInput(2, [NewRequest(2, [1, 1], 2, [2], SAMPLING)], [0, 2], [3, 0], [1, 2], [[], []], [0, 1])),
-    ("computes up to", StepInput(2, [], [0], [3], [2], [[5]], [0])),
+    ("written twice", StepInput(2, [NewRequest(2, [1, 1], 2, [[2]], SAMPLING)], [0, 2], [3, 0], [1, 2], [[], []], [0, 1])),
+    ("computes up to", StepInput(2, [], [0], [3], [2], [[[5]]], [0])),
     ("is sampled after", StepInput(2, [], [0], [2], [1], [[]], [0])),
-    ("reads something else", StepInput(2, [NewRequest(2, [8, 9, 1], 3, [1, 9], SAMPLING)], [2], [2], [1], [[]], [0])),  # not the prefix it claims
-    ("reads something else", StepInput(2, [NewRequest(2, [1, 1], 2, [1], SAMPLING)], [2, 0], [0, 3], [2, 1], [[], []], [0, 1])),  # a live block, overwritten
-    ("enters but does not run", StepInput(2, [NewRequest(2, [1], 1, [9], SAMPLING)], [0], [3], [1], [[]], [0])),
-    ("block table", StepInput(2, [], [1], [2], [1], [[0]], [0])),
+    ("reads something else", StepInput(2, [NewRequest(2, [8, 9, 1], 3, [[1, 9]], SAMPLING)], [2], [2], [1], [[]], [0])),  # not the prefix it claims
+    ("reads something else", StepInput(2, [NewRequest(2, [1, 1], 2, [[1]], SAMPLING)], [2, 0], [0, 3], [2, 1], [[], []], [0, 1])),  # a live block, overwritten
+    ("enters but does not run", StepInput(2, [NewRequest(2, [1], 1, [[9]], SAMPLING)], [0], [3], [1], [[]], [0])),
+    ("block table", StepInput(2, [], [1], [2], [1], [[[0]]], [0])),
 ])
 def test_it_finds_faulty_steps(fault, step):
     fake = executor()
@@ -65,7 +65,7 @@ def test_eos_chance_and_min_tokens():
 
 def test_steps_queue_up_on_the_pretended_device():
     fake, start = executor(step_delay=0.05), time.monotonic()
-    step = StepInput(1, [NewRequest(0, [5], 1, [1], SAMPLING)], [0], [0], [1], [[]], [0])
+    step = StepInput(1, [NewRequest(0, [5], 1, [[1]], SAMPLING)], [0], [0], [1], [[]], [0])
     first, second = fake.execute(step), fake.execute(step)
     assert time.monotonic() - start < 0.03
     first.result()

@@ -27,13 +27,14 @@ REJECTED, NOT_FINITE, OUT_OF_MEMORY = "injected: rejected", "injected: not finit
 class FaultyDevice(FakeExecutor):
     """Rejects what enters (and computes it with other tokens), finds logits not finite, or runs out of memory within a step, each with probability `rate`."""
 
-    def __init__(self, config, rng: random.Random | None = None, rate: float = 0.0):
-        super().__init__(config, FakeOptions())
+    def __init__(self, config, groups: str = "full", rng: random.Random | None = None, rate: float = 0.0):
+        super().__init__(config, FakeOptions(groups=groups))
         self.rng, self.rate = rng, rate
         self.rejected: set[int] = set()  # rows
         self.num_faults = 0
         self.tables: dict[int, SimpleNamespace] = {}
-        self.slots = [1 + i for i in range(self.ready.num_blocks * self.ready.block_size)]  # what stands there at first is nobody's
+        num_slots = self.ready.num_blocks * self.ready.block_size
+        self.slots = [1 + i for i in range(num_slots)]  # what is there at first belongs to no request
 
     def fault(self) -> bool:
         hit = self.rng is not None and self.rng.random() < self.rate
@@ -48,9 +49,10 @@ class FaultyDevice(FakeExecutor):
             if self.fault():
                 self.rejected.add(new.row)
                 tokens = [0] * len(tokens)
-            self.tables[new.row] = SimpleNamespace(tokens=tokens, blocks=list(new.block_ids), num_prompt=new.num_prompt_tokens, sampling=new.sampling)
+            self.tables[new.row] = SimpleNamespace(tokens=tokens, blocks=[list(ids) for ids in new.block_ids], num_prompt=new.num_prompt_tokens, sampling=new.sampling)
         for row, blocks in zip(step.rows, step.new_blocks):
-            self.tables[row].blocks += blocks
+            for group, ids, added in zip(self.ready.groups, self.tables[row].blocks, blocks):
+                ids[:] = (added or ids) if group.kind == "state" else ids + added
         memory_ends_at = self.rng.randrange(len(step.rows)) if self.fault() else len(step.rows)
         token_ids, prompt_logprobs, errors = [], {}, {}
         for i, row in enumerate(step.rows):
@@ -71,10 +73,14 @@ class FaultyDevice(FakeExecutor):
     def run(self, step, i, table, prompt_logprobs):
         start, end = step.num_computed[i], step.num_computed[i] + step.num_scheduled[i]
         table.tokens += [0] * (end - len(table.tokens))  # a sample of a failed step is missing
-        state = self.slots[self._slot_of(table, start - 1)] if start else 0
+        states = [self._state_before(table, g, start) for g in range(len(self.ready.groups))]
         entries = []
         for position in range(start, end):
-            state = self.slots[self._slot_of(table, position)] = extend(state, table.tokens[position])
+            states = [extend(state, table.tokens[position]) for state in states]
+            for g, state in enumerate(states):
+                if (slot := self._slot_of(table, g, position, end)) is not None:
+                    self.slots[slot] = state
+            state = states[0] if len(set(states)) == 1 else hash(tuple(states))  # a group that read something else changes the token
             if position + 1 < table.num_prompt:
                 entries.append(TokenLogprobs([table.tokens[position + 1]], [logprob(state)], 1))
         if table.sampling.prompt_logprobs is not None and entries:
@@ -85,9 +91,20 @@ class FaultyDevice(FakeExecutor):
         table.tokens.append(token)
         return token
 
-    def _slot_of(self, table, position: int) -> int:
+    def _state_before(self, table, g: int, start: int) -> int:
+        """What group g knows of the tokens before `start`: from the state's page that is read, or from the slot of the last one."""
+        if not start:
+            return 0
+        if self.ready.groups[g].kind == "state":
+            return self.slots[table.blocks[g][0] * self.ready.block_size]
+        return self.slots[self._slot_of(table, g, start - 1, start)]
+
+    def _slot_of(self, table, g: int, position: int, end: int) -> int | None:
+        """Where group g writes at `position`; a state is written once, at the end of the chunk."""
+        if self.ready.groups[g].kind == "state":
+            return table.blocks[g][1] * self.ready.block_size if position == end - 1 else None
         block, offset = divmod(position, self.ready.block_size)
-        return table.blocks[block] * self.ready.block_size + offset
+        return table.blocks[g][block] * self.ready.block_size + offset
 
 
 def logprob(state: int) -> float:
@@ -127,8 +144,11 @@ engine_settings = st.fixed_dictionaries({
 })
 
 
-def start(config, **options) -> tuple[Engine, FaultyDevice]:
-    device = FaultyDevice(config)
+group_mixes = st.sampled_from(["full", "full", "window:5", "full+window:9", "full+state", "window:3+window:20+full", "state", "state+window:7+full+full"])
+
+
+def start(config, groups: str = "full", **options) -> tuple[Engine, FaultyDevice]:
+    device = FaultyDevice(config, groups)
     with mock.patch("quire.engine.core.get_executor", lambda config: device):
         engine = Engine(config)
     for name, value in options.items():  # the first steps, of the engine's own request, have no faults
@@ -138,9 +158,11 @@ def start(config, **options) -> tuple[Engine, FaultyDevice]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @settings(max_examples=200, deadline=None)
-@given(engine_settings, crowds(), st.integers(0, 2**32), st.sampled_from([0.05, 0.15, 0.3]))
-def test_a_failing_request_changes_nobody_elses_tokens(depth, configuration, requests, seed, rate):
-    engine, device = start(fake_config(max_model_len=str(MAX_MODEL_LEN), steps_in_flight=depth, **configuration), rng=random.Random(seed), rate=rate)
+@given(engine_settings, group_mixes, crowds(), st.integers(0, 2**32), st.sampled_from([0.05, 0.15, 0.3]))
+def test_a_failing_request_changes_nobody_elses_tokens(depth, configuration, groups, requests, seed, rate):
+    configuration["num_gpu_blocks_override"] *= 1 + groups.count("+")
+    config = fake_config(max_model_len=str(MAX_MODEL_LEN), steps_in_flight=depth, **configuration)
+    engine, device = start(config, groups, rng=random.Random(seed), rate=rate)
     drive(engine, requests)
     for i, (_, prompt, sampling, aborted) in enumerate(requests):
         check(engine.outputs.get((CLIENT, str(i)), []), prompt, sampling, may_end_early=aborted is not None)

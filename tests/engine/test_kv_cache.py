@@ -14,7 +14,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from quire.engine.kv.manager import NULL_BLOCK, KVCacheManager
+from quire.engine.kv.manager import KVCacheManager, Match
+from quire.engine.kv.pages import NULL_BLOCK
 from quire.engine.messages import AddRequest, SamplingParams
 from quire.engine.request import Request
 
@@ -43,16 +44,17 @@ class BlocksAgainstModel(RuleBasedStateMachine):
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from([None, "s"]))
     def admit(self, prompt, salt):
         new = request(prompt, len(self.requests), salt)
-        matched = self.kv.match(new)
+        match = self.kv.match(new)
+        matched = match.held
         assert len(matched) <= (len(prompt) - 1) // BLOCK_SIZE
         for i, block_id in enumerate(matched):
             assert self.contents[block_id] == (salt, *prompt[:(i + 1) * BLOCK_SIZE])
         following = (salt, *prompt[:(len(matched) + 1) * BLOCK_SIZE])
         if len(following) - 1 < len(prompt):
             assert following not in [self.contents[block_id] for block_id in self.findable()], "a longer match was possible"
-        if self.kv.num_missing(new, matched) > self.kv.pool.num_free:
+        if self.kv.num_missing(new, match) > self.kv.pool.num_free:
             return
-        self.kv.attach(new, matched)
+        self.kv.attach(new, match)
         self.put_in_use(matched)
         self.grow(new, len(prompt))
         self.requests.append(new)
@@ -63,12 +65,14 @@ class BlocksAgainstModel(RuleBasedStateMachine):
     def grow(self, req, num_tokens):
         """Allocate and compute up to `num_tokens`; check that the least recently used blocks are taken."""
         free = self.kv.pool.num_free
-        count = -(-num_tokens // BLOCK_SIZE) - len(req.block_ids)
+        count = -(-num_tokens // BLOCK_SIZE) - len(req.block_ids[0])
         added = self.kv.allocate(req, num_tokens)
         if count > free:
             assert added is None and self.kv.pool.num_free == free
             return
-        assert len(added) == count and NULL_BLOCK not in added and not set(added) & {b for other in self.requests if other is not req for b in other.block_ids}
+        added = added[0] if added else []
+        assert len(added) == count and NULL_BLOCK not in added
+        assert not set(added) & {b for other in self.requests if other is not req for b in other.block_ids[0]}
         num_blank = free - len(self.released)
         assert set(added[num_blank:]) == set(self.released[:max(count - num_blank, 0)]), "not the least recently used"
         self.put_in_use(added)
@@ -76,7 +80,7 @@ class BlocksAgainstModel(RuleBasedStateMachine):
             self.contents.pop(block_id, None)
         req.num_computed_tokens = num_tokens
         for i in range(num_tokens // BLOCK_SIZE):
-            self.contents[req.block_ids[i]] = (req.cache_salt, *req.token_ids[:(i + 1) * BLOCK_SIZE])
+            self.contents[req.block_ids[0][i]] = (req.cache_salt, *req.token_ids[:(i + 1) * BLOCK_SIZE])
         self.kv.publish(req)
 
     @precondition(lambda self: self.requests)
@@ -92,11 +96,11 @@ class BlocksAgainstModel(RuleBasedStateMachine):
     def free(self, data, discard):
         req = data.draw(st.sampled_from(self.requests))
         self.requests.remove(req)
-        block_ids = req.block_ids
+        block_ids = req.block_ids[0]
         self.kv.free(req, discard)
         if discard:
             assert not self.findable() & set(block_ids)
-        held = {b for other in self.requests for b in other.block_ids}
+        held = {b for other in self.requests for b in other.block_ids[0]}
         self.released += [block_id for block_id in reversed(block_ids) if block_id not in held and block_id in self.findable()]
 
     @rule()
@@ -110,7 +114,7 @@ class BlocksAgainstModel(RuleBasedStateMachine):
     def counts_agree(self):
         if not hasattr(self, "kv"):
             return
-        held = [b for req in self.requests for b in req.block_ids]
+        held = [b for req in self.requests for b in req.block_ids[0]]
         assert self.kv.pool.num_free == self.num_blocks - 1 - len(set(held))
         assert [self.kv.pool._ref_counts[b] for b in range(self.num_blocks)] == [held.count(b) for b in range(self.num_blocks)]
         assert self.kv.usage == pytest.approx(len(set(held)) / (self.num_blocks - 1))
@@ -141,35 +145,38 @@ def test_hashes_are_computed_once_and_grow_with_the_request(tokens, block_size, 
 def test_without_prefix_caching_the_group_is_part_of_every_hash():
     kv = KVCacheManager(20, 2, enable_prefix_caching=False)
     first, choice, stranger = request([1, 2, 3], 1, group=1), request([1, 2, 3], 2, group=1), request([1, 2, 3], 3)
-    kv.attach(first, [])
+    kv.attach(first, Match())
     kv.allocate(first, 3)
     first.num_computed_tokens = 3
     kv.publish(first)
-    assert kv.match(choice) == first.block_ids[:1] and kv.match(stranger) == []
+    assert kv.match(choice).held == first.block_ids[0][:1] and kv.match(stranger).held == []
 
 
 def test_the_tail_is_evicted_before_the_prefix():
     kv = KVCacheManager(5, 2)
     old = request([1, 2, 3, 4, 5, 6, 7, 8])
+    kv.attach(old, Match())
     kv.allocate(old, 8)
     old.num_computed_tokens = 8
     kv.free(old)
     other = request([9, 9, 9, 9])
+    kv.attach(other, Match())
     kv.allocate(other, 4)
-    assert len(kv.match(request([1, 2, 3, 4, 5, 6, 7, 8]))) == 2
+    assert kv.match(request([1, 2, 3, 4, 5, 6, 7, 8])).num_blocks == 2
 
 
 def test_an_unknown_token_keeps_its_block_unpublished():
     """At depth 2 a block may be scheduled before the id of its last token is known."""
     kv = KVCacheManager(5, 2)
     req = request([1, 2, 3])
+    kv.attach(req, Match())
     kv.allocate(req, 4)
     req.num_computed_tokens, req.num_in_flight = 4, 1
     kv.publish(req)
-    assert len(kv.match(request([1, 2, 3, 7, 0]))) == 1
+    assert kv.match(request([1, 2, 3, 7, 0])).num_blocks == 1
     req.token_ids.append(7)
     kv.publish(req)
-    assert len(kv.match(request([1, 2, 3, 7, 0]))) == 2
+    assert kv.match(request([1, 2, 3, 7, 0])).num_blocks == 2
 
 
 def test_releasing_twice_is_our_bug():

@@ -21,7 +21,7 @@ def greedy(max_tokens: int = 4, **sampling) -> SamplingParams:
 def make(enable_prefix_caching: bool = True, **settings) -> tuple[Scheduler, FakeExecutor]:
     config = fake_config(**settings)
     executor = FakeExecutor(config, FakeOptions())
-    return Scheduler(config.scheduler, executor.ready, KVCacheManager(executor.ready.num_blocks, executor.ready.block_size, enable_prefix_caching)), executor
+    return Scheduler(config.scheduler, executor.ready, KVCacheManager(executor.ready.num_blocks, executor.ready.block_size, enable_prefix_caching, executor.ready.groups, executor.ready.max_num_batched_tokens)), executor
 
 
 def run_step(scheduler: Scheduler, executor: FakeExecutor):
@@ -37,10 +37,10 @@ def test_the_worked_example():
         scheduler.add(AddRequest(str(i), prompt, sampling))
     first, _ = run_step(scheduler, executor)
     assert first.input == StepInput(
-        step=1, new=[NewRequest(0, prompts[0], 3, [1, 2], sampling), NewRequest(1, prompts[1], 2, [3], sampling), NewRequest(2, prompts[2], 8, [4, 5, 6], sampling)],
+        step=1, new=[NewRequest(0, prompts[0], 3, [[1, 2]], sampling), NewRequest(1, prompts[1], 2, [[3]], sampling), NewRequest(2, prompts[2], 8, [[4, 5, 6]], sampling)],
         rows=[0, 1, 2], num_computed=[0, 0, 0], num_scheduled=[3, 2, 5], new_blocks=[[], [], []], samples=[0, 1])
     second, _ = run_step(scheduler, executor)
-    assert second.input == StepInput(step=2, new=[], rows=[0, 1, 2], num_computed=[3, 2, 5], num_scheduled=[1, 1, 3], new_blocks=[[], [7], [8]], samples=[0, 1, 2])
+    assert second.input == StepInput(step=2, new=[], rows=[0, 1, 2], num_computed=[3, 2, 5], num_scheduled=[1, 1, 3], new_blocks=[[], [[7]], [[8]]], samples=[0, 1, 2])
 
 
 def test_a_long_prompt_never_stalls_running_requests():
@@ -73,7 +73,7 @@ def test_requests_of_one_step_share_their_prefix():
         scheduler.add(AddRequest(name, list(range(10)), greedy()))
     step, outputs = run_step(scheduler, executor)
     assert step.input.num_computed == [0, 8, 8] and step.input.num_scheduled == [10, 2, 2]
-    assert [new.block_ids[:2] for new in step.input.new] == [[1, 2]] * 3
+    assert [new.block_ids[0][:2] for new in step.input.new] == [[1, 2]] * 3
     assert [output.num_cached_tokens for output in outputs] == [0, 8, 8]
 
 

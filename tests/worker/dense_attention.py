@@ -65,8 +65,8 @@ class PagedRunner:
                                  max(len(new) for new in tokens.values()), int(lengths.max()))
         meta.backend.build(meta)
         if wanted is None:
-            hidden = self.model(torch.tensor(ids), torch.cat(positions), meta)
+            hidden = self.model(torch.tensor(ids), torch.cat(positions), (meta,))
             return {row: hidden[starts[i]:starts[i + 1]] for i, row in enumerate(rows)}
         ends = [range(starts[i + 1] - wanted[row], starts[i + 1]) for i, row in enumerate(rows)]
-        hidden = self.model(torch.tensor(ids), torch.cat(positions), meta, wanted=torch.tensor([j for end in ends for j in end]))
+        hidden = self.model(torch.tensor(ids), torch.cat(positions), (meta,), needed_rows=torch.tensor([j for end in ends for j in end]))
         return dict(zip(rows, hidden.split([len(end) for end in ends]), strict=True))

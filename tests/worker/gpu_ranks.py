@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.worker import worker
-from quire.worker.platforms.platform import CudaPlatform, Platform
+from quire.worker.platforms.base import Platform
+from quire.worker.platforms.cuda import CudaPlatform
 
 
 class SharedGpu(CudaPlatform):

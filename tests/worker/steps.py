@@ -28,10 +28,10 @@ class Script:
             state = self.rows[row]
             blocks = self._blocks(state, state.computed + count)
             if not state.sent:
-                new.append(NewRequest(row, state.prompt + state.outputs, len(state.prompt), list(state.blocks), state.sampling))
+                new.append(NewRequest(row, state.prompt + state.outputs, len(state.prompt), [list(state.blocks)], state.sampling))
                 blocks = []
             state.sent = True
-            new_blocks.append(blocks)
+            new_blocks.append([blocks] if blocks else [])
             computed.append(state.computed)
             state.computed += count
             if state.computed == len(state.prompt) + len(state.outputs):

@@ -18,7 +18,7 @@ from quire.worker.attention import torch_paged as cpu_paged
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from quire.worker.attention.registry import BACKENDS, select_backend
 from quire.worker.cuda import flash_attn, varlen
-from quire.worker.platforms.platform import CudaPlatform
+from quire.worker.platforms.cuda import CudaPlatform
 from tests.worker.attention_cases import dense, make_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

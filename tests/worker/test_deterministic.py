@@ -10,14 +10,14 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker import memory
-from quire.worker.cpu import batch_invariance
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.fixed_order_linear import FixedRows
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
 from quire.worker.messages import SamplingParams
-from quire.worker.models.hf_config import read_model_spec
-from quire.worker.platforms.platform import CpuPlatform, CudaPlatform
+from quire.worker.models import read_model_spec
+from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.sampling import logprobs
 from quire.worker.worker import Worker
 from tests.worker.steps import Script
@@ -108,7 +108,7 @@ def test_default(checkpoint, native_kernels, monkeypatch, level, amx, quantizati
 
 
 def test_default_on_a_gpu(checkpoint):
-    assert batch_invariance.resolve(Config.from_flat(model=checkpoint("qwen3")), read_model_spec(checkpoint("qwen3")), CudaPlatform(0), torch.bfloat16)[0] is False
+    assert CudaPlatform(0).batch_invariance(Config.from_flat(model=checkpoint("qwen3")), read_model_spec(checkpoint("qwen3")), torch.bfloat16)[0] is False
 
 
 def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, monkeypatch, caplog):

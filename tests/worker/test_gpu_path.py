@@ -7,9 +7,10 @@ import torch
 
 from quire.engine.messages import SamplingParams
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.cuda import triton_ops, triton_sampler
+from quire.worker.cuda import triton_ops
+from quire.worker.cuda.install import TritonOps
 from quire.worker.cuda.triton_paged import TritonPagedBackend
-from quire.worker.layers import ops
+from quire.worker.platforms.cpu import CpuPlatform
 from tests.in_process import InProcessEngine
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_cuda_graph import Recorder
@@ -29,12 +30,11 @@ def test_tokens_are_those_of_torch(name, checkpoint, monkeypatch):
     want = plain.generate(prompts, sampling)
     plain.close()
 
-    monkeypatch.setattr(ops, "fastest_ops", lambda device: triton_ops)
+    monkeypatch.setattr(CpuPlatform, "ops", TritonOps())
     engine = InProcessEngine(checkpoint(name), steps_in_flight=2, attention_backend="cpu_paged", **SETTINGS)
     runner = engine.executor._worker.runner
     assert runner.model.model.layers["0"].self_attn.qk_norm_rope_write is triton_ops.qk_norm_rope_write
     runner.backend = TritonPagedBackend()
-    runner.sampler.fused = triton_sampler.sample
     recorder = Recorder(runner.model)
     runner.use_graphs(60, recorder)
     runner.forward.forward = recorder.forward

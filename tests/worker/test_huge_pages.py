@@ -101,7 +101,7 @@ def _wait_for(tensors: list[torch.Tensor], size: int) -> None:
 
 def _step(new: list[int], blocks: list[int]) -> StepInput:
     """One request enters with the blocks `new`, another one gets `blocks`."""
-    return StepInput(1, [NewRequest(0, [1], 1, new, SamplingParams())], [0, 1], [0, 5], [1, 1], [[], blocks], [0, 1])
+    return StepInput(1, [NewRequest(0, [1], 1, [new], SamplingParams())], [0, 1], [0, 5], [1, 1], [[], [blocks]], [0, 1])
 
 
 def test_blocks_of_a_cache_become_resident_ahead_of_use():

@@ -18,7 +18,7 @@ from quire.worker.cpu import ops as cpu_ops
 from quire.worker.layers.activation import silu_and_mul
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
-from quire.worker.platforms.platform import CpuPlatform
+from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling import logprobs
 

@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from quire.worker.cpu.native import KERNELS
 from quire.worker.layers.linear import PLAIN, Linear, LinearMethod
 from quire.worker.loader import load_weights
-from quire.worker.models import build_model
-from quire.worker.models.hf_config import read_model_spec
+from quire.worker.models import build_model, read_model_spec
 from quire.worker.parallel import Group, use_groups
+from quire.worker.platforms.cpu import CpuPlatform
 
 CPU = torch.device("cpu")
 
 
 def load(folder, dtype=torch.float32, **options):
     spec = read_model_spec(str(folder))
-    model = build_model(spec, dtype, CPU)
+    model = build_model(spec, dtype, CPU, ops=CpuPlatform().ops)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)  # whatever is not loaded shows
     load_weights(model, spec, str(folder), **options)
@@ -212,7 +212,7 @@ class Repacking(LinearMethod):
 def test_layers_are_finalized_as_soon_as_they_are_loaded(checkpoint, name):
     folder = checkpoint(name)
     spec = read_model_spec(folder)
-    model = build_model(spec, torch.float32, CPU)
+    model = build_model(spec, torch.float32, CPU, ops=CpuPlatform().ops)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert len(linears) == 4 * spec.num_hidden_layers + 1
     method = Repacking(linears)
@@ -255,7 +255,7 @@ def test_dummy_weights_are_random_seeded_and_never_zero(checkpoint, tmp_path):
 
 def test_dummy_weights_are_fast(checkpoint):
     spec = replace(read_model_spec(checkpoint("qwen3")), hidden_size=1024, intermediate_size=4096, vocab_size=32768)  # a hundred million weights
-    model = build_model(spec, torch.bfloat16, CPU)
+    model = build_model(spec, torch.bfloat16, CPU, ops=CpuPlatform().ops)
     start = time.process_time()
     load_weights(model, spec, "", "dummy")
     assert time.process_time() - start < 2.0

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import NewRequest, SamplingParams
-from quire.worker.platforms.platform import CpuPlatform
+from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling import processors as module
 from quire.worker.sampling.processors import logits_processors
 from tests.worker.test_sampler import make_batch
@@ -26,7 +26,7 @@ class Setup:
     """Rows with contexts; `process` runs what their parameters need."""
 
     def __init__(self, requests: list[tuple[list[int], list[int], SamplingParams]]):
-        self.table = RequestTable(len(requests) + 1, 64, 16, VOCAB_SIZE, torch.device("cpu"))
+        self.table = RequestTable(len(requests) + 1, 64, 16, VOCAB_SIZE, CpuPlatform())
         self.processors = logits_processors(self.table, CpuPlatform())
         self.lengths = []
         for row, (prompt, outputs, sampling) in enumerate(requests):
@@ -35,7 +35,7 @@ class Setup:
             self.table.token_table[row, : len(prompt + outputs)] = torch.tensor(prompt + outputs, dtype=torch.int32)
             self.lengths.append(len(prompt + outputs))
             for processor in self.processors:
-                processor.add(row, NewRequest(row, prompt + outputs, len(prompt), [1], sampling))
+                processor.add(row, NewRequest(row, prompt + outputs, len(prompt), [[1]], sampling))
 
     def process(self, logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor:
         rows = list(range(len(self.lengths))) if rows is None else rows

@@ -13,9 +13,12 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker import memory
-from quire.worker.models.hf_config import kv_bytes_per_token, num_parameters, read_model_spec
+from quire.worker.models import num_parameters, read_model_spec
+from quire.worker.models.config import kv_bytes_per_token
 from quire.worker.platforms import host
-from quire.worker.platforms.platform import CpuPlatform, CudaPlatform, get_platform
+from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.platforms.cuda import CudaPlatform
+from quire.worker.platforms.platform import get_platform
 from quire.worker.worker import Worker
 
 GIB = 1 << 30
@@ -31,7 +34,7 @@ def _plan(folder, *, total=8 * GIB, available=4 * GIB, weights=GIB, activations=
     spec = read_model_spec(folder)
     limits = memory.resolve_limits(config, spec, CpuPlatform())
     plan, num_blocks, choices = memory.plan_memory(config, spec, limits, device=device, total=total, available=available, weights=weights, activations=activations)
-    return memory.report(spec, CpuPlatform(), limits, plan, num_blocks, choices)
+    return memory.report(spec, CpuPlatform(), limits, plan, num_blocks, choices, memory.cache_plan(config, spec, limits).groups)
 
 
 def _choices(ready):

@@ -8,12 +8,12 @@ import torch
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
+from quire.worker.cache.spec import plan_cache
 from quire.worker.loader import load_weights
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, StepOutput
 from quire.worker.model_runner import ModelRunner
-from quire.worker.models import build_model
-from quire.worker.models.hf_config import read_model_spec
-from quire.worker.platforms.platform import CpuPlatform
+from quire.worker.models import build_model, read_model_spec
+from quire.worker.platforms.cpu import CpuPlatform
 from tests.checkpoints import TOKENIZER_SIZE, greedy, load_reference
 from tests.worker.steps import GREEDY, Script
 
@@ -22,8 +22,9 @@ BLOCK_SIZE, NUM_BLOCKS = 8, 200
 
 
 def make_runner(model, vocab_size: int, *, max_num_reqs=8, max_model_len=128, max_num_tokens=256, dtype=torch.float32) -> ModelRunner:
-    kv_cache.allocate(kv_cache.attention_layers(model), NUM_BLOCKS, BLOCK_SIZE, dtype, PLATFORM.device)
-    table = RequestTable(max_num_reqs, max_model_len, BLOCK_SIZE, vocab_size, PLATFORM.device)
+    if layers := kv_cache.attention_layers(model):
+        kv_cache.allocate(layers, plan_cache([layer.cache_spec(dtype) for layer in layers]), NUM_BLOCKS, BLOCK_SIZE, dtype, PLATFORM.device)
+    table = RequestTable(max_num_reqs, max_model_len, BLOCK_SIZE, vocab_size, PLATFORM)
     return ModelRunner(model, table, CpuPagedAttention(), PLATFORM, max_num_tokens)
 
 
@@ -32,7 +33,7 @@ def real(checkpoint):
     """(runner factory, transformers' model) of one architecture."""
     folder = checkpoint("qwen3")
     spec = read_model_spec(folder)
-    model = build_model(spec, torch.float32, PLATFORM.device, 128)
+    model = build_model(spec, torch.float32, PLATFORM.device, 128, ops=CpuPlatform().ops)
     load_weights(model, spec, folder)
     return lambda: make_runner(model, spec.vocab_size), load_reference(folder)
 
@@ -41,7 +42,7 @@ def test_a_result_outlives_the_next_step(checkpoint, native_kernels):
     """The native logits lie in memory that the next step uses again."""
     folder = checkpoint("qwen3", dtype="bfloat16")
     spec = read_model_spec(folder)
-    model = build_model(spec, torch.bfloat16, PLATFORM.device, 128)
+    model = build_model(spec, torch.bfloat16, PLATFORM.device, 128, ops=CpuPlatform().ops)
     load_weights(model, spec, folder)
     results = []
     for read_at_once in (True, False):
@@ -213,7 +214,7 @@ class FakeModel(torch.nn.Module):
 
 def test_what_is_not_a_number_fails_its_request_alone():
     runner = make_runner(FakeModel(), 64)
-    new = [NewRequest(0, [3, 7], 2, [1], SamplingParams(temperature=0.0, logprobs=0)), NewRequest(1, [3, 5], 2, [2], SamplingParams(temperature=0.0, logprobs=0))]
+    new = [NewRequest(0, [3, 7], 2, [[1]], SamplingParams(temperature=0.0, logprobs=0)), NewRequest(1, [3, 5], 2, [[2]], SamplingParams(temperature=0.0, logprobs=0))]
     output = runner.execute(StepInput(1, new, [0, 1], [0, 0], [2, 2], [[], []], [0, 1])).result()
     assert output.token_ids == [[], [6]] and list(output.errors) == [0] and "not finite" in output.errors[0]
     assert output.logprobs[0] is None and output.logprobs[1][0].token_ids == [6]
@@ -223,7 +224,7 @@ def test_what_is_not_a_number_fails_its_request_alone():
 
 def test_the_last_token_of_a_full_context():
     runner = make_runner(FakeModel(), 64, max_model_len=16)
-    full = NewRequest(0, list(range(16)), 16, [1, 2], GREEDY)
+    full = NewRequest(0, list(range(16)), 16, [[1, 2]], GREEDY)
     output = runner.execute(StepInput(1, [full], [0], [0], [16], [[]], [0])).result()
     assert output.token_ids == [[30]] and runner.table.token_table[0].tolist() == list(range(16)) and runner.table.token_table[1].count_nonzero() == 0
 

@@ -14,7 +14,7 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
 from quire.worker.model_runner import ModelRunner
-from quire.worker.platforms.platform import CpuPlatform
+from quire.worker.platforms.cpu import CpuPlatform
 
 VOCAB_SIZE = 96
 WAITING = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.equal", "aten.nonzero", "aten.masked_select", "aten._unique", "aten.unique", "aten.bincount",
@@ -90,16 +90,16 @@ def steps() -> list[StepInput]:
     """Prompts in two chunks, then decoding, and a new request among running ones."""
     rows = list(range(len(SAMPLING)))
     prompts = [[(5 * i + j) % VOCAB_SIZE for j in range(6)] for i in rows]
-    new = [NewRequest(i, prompts[i], 6, [2 * i + 1, 2 * i + 2], SAMPLING[i]) for i in rows]
+    new = [NewRequest(i, prompts[i], 6, [[2 * i + 1, 2 * i + 2]], SAMPLING[i]) for i in rows]
     none = [[] for _ in rows]
-    again = NewRequest(0, prompts[0] + [9], 6, [1, 2], SAMPLING[1])
+    again = NewRequest(0, prompts[0] + [9], 6, [[1, 2]], SAMPLING[1])
     return [StepInput(1, new, rows, [0] * len(rows), [4] * len(rows), none, []), StepInput(2, [], rows, [4] * len(rows), [2] * len(rows), none, rows),
             StepInput(3, [], rows, [6] * len(rows), [1] * len(rows), none, rows), StepInput(4, [again], rows, [0] + [7] * (len(rows) - 1), [7] + [1] * (len(rows) - 1), none, rows)]
 
 
 def make_runner(platform, backend) -> ModelRunner:
     model = Model(platform.device)
-    return ModelRunner(model, RequestTable(len(SAMPLING), 40, 8, VOCAB_SIZE, platform.device), backend, platform, 128)
+    return ModelRunner(model, RequestTable(len(SAMPLING), 40, 8, VOCAB_SIZE, platform), backend, platform, 128)
 
 
 def test_a_step_launches_without_waiting(monkeypatch):
@@ -121,14 +121,14 @@ def test_the_mode_sees_what_waits(waits):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_torch_sees_no_wait_on_the_gpu():
-    from quire.worker.platforms.platform import CudaPlatform
+    from quire.worker.platforms.cuda import CudaPlatform
 
     platform = CudaPlatform(0)
     platform.start(None, 1)
     results = []
     for checked in (False, True):  # the first time kernels compile and libraries start, which waits
         runner = make_runner(platform, NoAttention())
-        runner.execute(StepInput(0, [NewRequest(0, [1], 1, [1], SAMPLING[0])], [0], [0], [1], [[]], [0])).result()
+        runner.execute(StepInput(0, [NewRequest(0, [1], 1, [[1]], SAMPLING[0])], [0], [0], [1], [[]], [0])).result()
         if checked:
             torch.cuda.set_sync_debug_mode("error")
         try:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quire.worker.platforms import host
-from quire.worker.platforms.platform import CudaPlatform, _num_threads
+from quire.worker.platforms.cpu import _num_threads
+from quire.worker.platforms.cuda import CudaPlatform
 
 
 @pytest.mark.parametrize("cores, ranks, frontends, expected", [(8, 1, 1, 8), (8, 2, 1, 4), (8, 3, 1, 2), (8, 1, 2, 6), (8, 2, 2, 3), (2, 4, 1, 1), (2, 1, 4, 1)])

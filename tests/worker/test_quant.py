@@ -17,10 +17,10 @@ from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.ops import QuantizedLinear
 from quire.worker.layers.quantization import int_at_load as quant
 from quire.worker.loader import load_weights
-from quire.worker.models import build_model
-from quire.worker.models.hf_config import read_model_spec
+from quire.worker.models import build_model, read_model_spec
 from quire.worker.parallel import use_groups
-from quire.worker.platforms.platform import CpuPlatform, CudaPlatform
+from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.worker import Worker
 from tests.worker.dense_attention import PagedRunner
 from tests.worker.ranks import run_ranks, thread_groups
@@ -37,7 +37,7 @@ def plain(monkeypatch):
 
 def load(folder: str, quantization: str | None, **options):
     spec = read_model_spec(folder)
-    model = build_model(spec, torch.bfloat16, CPU, quantization=quantization)
+    model = build_model(spec, torch.bfloat16, CPU, quantization=quantization, ops=CpuPlatform().ops)
     load_weights(model, spec, folder, **options)
     return model
 
@@ -91,6 +91,7 @@ def test_whole_models(checkpoint, native_kernels, monkeypatch, name, quantizatio
     assert 0.5 * rounding < error(from_native, exact) < {"int8": 0.05, "int4": 0.55}[quantization]  # random layers amplify what goes wrong before them
     size = tensors(twin)
     monkeypatch.setattr(KERNELS, "lib", lib)  # they have been compiled meanwhile
+    twin.use(CpuPlatform().ops)
     twin.finalize()
     assert torch.equal(logits_of(twin), from_native) and tensors(twin) == tensors(native) and tensors(native) < 1.3 * size
     twin.finalize()

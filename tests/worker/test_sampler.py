@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.worker.batch.input_batch import SamplingBatch
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import NewRequest, SamplingParams
-from quire.worker.platforms.platform import CpuPlatform
+from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling import sampler as sampler_module
 from quire.worker.sampling.sampler import Sampler
@@ -23,11 +23,11 @@ PLATFORM = CpuPlatform()
 
 def make_sampler(vocab_size: int, params: list[SamplingParams], max_model_len: int = 64) -> Sampler:
     """A sampler whose row i samples with params[i]; every prompt is one token."""
-    table = RequestTable(len(params), max_model_len, 16, vocab_size, PLATFORM.device)
+    table = RequestTable(len(params), max_model_len, 16, vocab_size, PLATFORM)
     sampler = Sampler(table, PLATFORM)
     for row, sampling in enumerate(params):
         for state in (sampler.params, *sampler.processors, sampler.logprobs):
-            state.add(row, NewRequest(row, [0], 1, [1], sampling))
+            state.add(row, NewRequest(row, [0], 1, [[1]], sampling))
     return sampler
 
 

@@ -13,8 +13,9 @@ from quire.worker.cpu.attention import CpuNativeAttention
 from quire.worker.cpu.fixed_order_attention import CpuFixedAttention
 from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.loader import load_weights
-from quire.worker.models import build_model
-from quire.worker.models.hf_config import read_model_spec
+from quire.worker.models import build_model, read_model_spec
+from quire.worker.models.qwen3 import Qwen3Attention
+from quire.worker.platforms.cpu import CpuPlatform
 from tests.worker.dense_attention import DenseAttention, PagedRunner
 
 # Prompts, more than 1024 tokens in a step, odd sizes, and single tokens.
@@ -23,7 +24,7 @@ STEPS = [{0: 3, 1: 290}, {0: 1, 1: 1}, {0: 40, 2: 1}, {0: 560, 1: 7, 2: 530}, {2
 
 def _model(folder: str, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None):
     spec = read_model_spec(folder)
-    model = build_model(spec, dtype, torch.device("cpu"), 1024, quantization)
+    model = build_model(spec, dtype, torch.device("cpu"), 1024, quantization, ops=CpuPlatform().ops)
     load_weights(model, spec, folder)
     return model
 
@@ -44,8 +45,8 @@ def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, na
     if fixed:
         fix_order(model)
     got = _play(model, backend())
-    assert model.model.segments() is not None
-    monkeypatch.setattr(model.model, "segments", lambda: None)
+    assert model.model.fused_layers() is not None
+    monkeypatch.setattr(model.model, "fused_layers", lambda: None)
     for ours, theirs in zip(got, _play(model, backend())):
         assert torch.equal(ours, theirs)
 
@@ -64,7 +65,7 @@ def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quan
     """Projections of many rows leave the product a head at a time; also where k takes several runs, with several heads in each."""
     model = _model(checkpoint(name, dtype="bfloat16", **shape), quantization=quantization)
     got = _play(model, CpuNativeAttention())
-    monkeypatch.setattr(model.model, "segments", lambda: None)
+    monkeypatch.setattr(model.model, "fused_layers", lambda: None)
     for ours, theirs in zip(got, _play(model, CpuNativeAttention())):
         assert torch.equal(ours, theirs)
 
@@ -78,7 +79,7 @@ def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypat
     backend = CpuFixedAttention if backend is CpuNativeAttention else backend
     steps = [step for step in STEPS if any(wanted(count) for count in step.values())]
     everything, got = _play(model, backend(), None, steps), _play(model, backend(), wanted, steps)
-    monkeypatch.setattr(model.model, "segments", lambda: None)
+    monkeypatch.setattr(model.model, "fused_layers", lambda: None)
     for step, all_rows, ours, theirs in zip(steps, everything, got, _play(model, backend(), wanted, steps), strict=True):
         parts = zip(step.values(), all_rows.split(list(step.values())), strict=True)
         assert torch.equal(ours, torch.cat([part[count - wanted(count):] for count, part in parts])) and torch.equal(ours, theirs)
@@ -86,15 +87,15 @@ def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypat
 
 def test_made_anew_for_another_cache(checkpoint, native_kernels):
     model = _model(checkpoint("qwen3", dtype="bfloat16"))
-    first, segments = _play(model), model.model.segments()
+    first, segments = _play(model), model.model.fused_layers()
     assert all(torch.equal(a, b) for a, b in zip(first, _play(model)))  # over a cache of its own
-    assert model.model.segments() is not segments
+    assert model.model.fused_layers() is not segments
 
 
 def test_only_for_packed_weights(checkpoint, native_kernels):
     model = _model(checkpoint("qwen3"), torch.float32)
     _play(model)
-    assert model.model.segments() is None
+    assert model.model.fused_layers() is None
 
 
 @pytest.mark.parametrize("hidden", [32, 1024, 3000])
@@ -104,3 +105,19 @@ def test_conflicts_of_a_workspace(native_kernels, hidden):
     memory = torch.full((size + 2048,), 3.0, dtype=torch.bfloat16)
     assert 1 <= native_kernels.lib.quire_segment_conflicts(memory[1024:].data_ptr(), hidden) < 1000
     assert not memory[1024 : 1024 + size].any() and (memory[:1024] == 3).all() and (memory[1024 + size :] == 3).all()
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_called(checkpoint, native_kernels):
+    """It does not inherit `native_twin`, so the native code never computes the layers in its place."""
+
+    class Doubled(Qwen3Attention):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
+
+    plain = _model(checkpoint("qwen3", dtype="bfloat16"))
+    model = _model(checkpoint("qwen3", dtype="bfloat16"))
+    for layer in model.model.layers.values():
+        layer.self_attn.__class__ = Doubled
+    results = _play(plain), _play(model)
+    assert plain.model.fused_layers() is not None and model.model.fused_layers() is None
+    assert not any(torch.equal(a, b) for a, b in zip(*results))

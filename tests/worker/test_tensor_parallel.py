@@ -12,9 +12,9 @@ import torch.multiprocessing as mp
 from quire.worker.cpu import build as native_build
 from quire.worker.cpu import native
 from quire.worker.loader import load_weights
-from quire.worker.models import build_model
-from quire.worker.models.hf_config import read_model_spec
+from quire.worker.models import build_model, read_model_spec
 from quire.worker.parallel import Group, init_distributed, shutdown_distributed, tp, use_groups
+from quire.worker.platforms.cpu import CpuPlatform
 from tests.worker.dense_attention import PagedRunner
 from tests.worker.ranks import run_ranks, thread_groups
 
@@ -24,7 +24,7 @@ TEXT = list(range(4, 90))
 
 def build(folder: str, load_format: str = "auto", dtype: torch.dtype = torch.float32, **changes):
     spec = replace(read_model_spec(folder), **changes)
-    model = build_model(spec, dtype, CPU)
+    model = build_model(spec, dtype, CPU, ops=CpuPlatform().ops)
     load_weights(model, spec, folder, load_format, seed=3)
     return model
 

@@ -33,6 +33,9 @@ class AttentionMetadata:
     extra: Any = None  # what the backend computed once for all layers of this step
 
 
+GroupedMetadata = tuple[AttentionMetadata, ...]  # per cache group, which differ in slot_mapping and block_table
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a model asks of attention; the same for all its layers but for the window, which is the layer's."""

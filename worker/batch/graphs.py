@@ -17,13 +17,13 @@ from collections.abc import Callable
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata
+from quire.worker.attention.base import AttentionBackend, GroupedMetadata
 from quire.worker.batch.input_batch import InputBatch, InputBuffers
 from quire.worker.parallel import tp
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]  # (input_ids, positions, attn) -> hidden
+Forward = Callable[[torch.Tensor, torch.Tensor, GroupedMetadata], torch.Tensor]  # (input_ids, positions, attn) -> hidden
 Replay = Callable[[], None]
 
 _SEEN_OFTEN = 8  # steps of a size after which it is recorded among steps
@@ -58,7 +58,7 @@ class CudaGraphs:
         """As `eager`; valid until the next call."""
         self._num_steps += 1
         num_reqs = len(batch.step.rows)
-        if batch.attn.max_query_len > 1 or num_reqs > self.sizes[-1] or batch.wanted is not None:
+        if batch.attn[0].max_query_len > 1 or num_reqs > self.sizes[-1] or batch.needed_rows is not None:
             return self.eager(batch)
         size = self.sizes[bisect_left(self.sizes, num_reqs)]
         if size not in self._graphs and self._worth_recording(size):
@@ -93,10 +93,10 @@ class CudaGraphs:
         if num_reqs == size:
             return
         buffers, padding = self.buffers, slice(num_reqs, size)
-        for tensor in (buffers.input_ids, buffers.positions, buffers.slot_mapping):
+        for tensor in (buffers.input_ids, buffers.positions, *buffers.slot_mappings):
             tensor[padding].zero_()
         buffers.seq_lens[padding].fill_(1)
-        buffers.block_table[padding, 0].zero_()
+        buffers.block_tables[:, padding, 0].zero_()
         buffers.query_start_loc[num_reqs + 1 : size + 1] = buffers.arange[num_reqs + 1 : size + 1]
 
     def _try_to_record(self, size: int) -> tuple[Replay, torch.Tensor] | None:
@@ -112,11 +112,11 @@ class CudaGraphs:
     def _record(self, size: int) -> tuple[Replay, torch.Tensor]:
         buffers, outputs = self.buffers, []
         # The table is as wide as the longest context and the lengths are bounds only, because both change between replays.
-        attn = AttentionMetadata(self.backend, buffers.slot_mapping[:size], buffers.query_start_loc[: size + 1], buffers.seq_lens[:size], buffers.block_table[:size],
-                                 max_query_len=1, max_seq_len=self.max_model_len)
+        attn = buffers.of_step(size, size, buffers.block_tables.shape[2]).metadata(self.backend, max_query_len=1, max_seq_len=self.max_model_len)
 
         def run() -> None:
-            self.backend.build(attn)
+            for meta in attn:
+                self.backend.build(meta)
             outputs.append(self.forward(buffers.input_ids[:size], buffers.positions[:size], attn))
 
         replay = self.record(run)

@@ -12,12 +12,10 @@ from itertools import accumulate, chain
 import numpy as np
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, GroupedMetadata
 from quire.worker.batch.request_table import RequestTable
-from quire.worker.cpu import ops as cpu_ops
-from quire.worker.cpu.native import KERNELS
 from quire.worker.messages import StepInput
-from quire.worker.platforms.platform import Platform
+from quire.worker.platforms.base import Platform
 
 
 @dataclass(slots=True)
@@ -26,32 +24,39 @@ class StepTensors:
 
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
-    slot_mapping: torch.Tensor  # [T] int64
+    slot_mappings: torch.Tensor  # [G, T] int64, of each cache group
     query_start_loc: torch.Tensor  # [R + 1] int32
     seq_lens: torch.Tensor  # [R] int32
-    block_table: torch.Tensor  # [R, K] int32
+    block_tables: torch.Tensor  # [G, R, K] int32, of each cache group
+
+    def metadata(self, backend: AttentionBackend, max_query_len: int, max_seq_len: int) -> GroupedMetadata:
+        """What attention needs of the step, for each cache group."""
+        groups = zip(self.slot_mappings, self.block_tables)
+        return tuple(
+            AttentionMetadata(backend, slots, self.query_start_loc, self.seq_lens, table, max_query_len, max_seq_len) for slots, table in groups
+        )
 
 
 class InputBuffers:
     """The tensors a forward pass reads, allocated once at their largest, so that a captured CUDA graph and an eager step read the same addresses."""
 
-    def __init__(self, max_num_reqs: int, max_num_tokens: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, max_num_reqs: int, max_num_tokens: int, max_blocks: int, device: torch.device, num_groups: int = 1) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.max_num_tokens = max_num_tokens
         self.input_ids = zeros(max_num_tokens, dtype=torch.int32)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
-        self.slot_mapping = zeros(max_num_tokens, dtype=torch.int64)
+        self.slot_mappings = zeros(num_groups, max_num_tokens, dtype=torch.int64)
         self.query_start_loc = zeros(max_num_reqs + 1, dtype=torch.int32)
         self.seq_lens = zeros(max_num_reqs, dtype=torch.int32)
-        self.block_table = zeros(max_num_reqs, max_blocks, dtype=torch.int32)
+        self.block_tables = zeros(num_groups, max_num_reqs, max_blocks, dtype=torch.int32)
         self.arange = torch.arange(max(max_num_tokens, max_num_reqs) + 1, device=device)
 
     def of_step(self, num_reqs: int, num_tokens: int, width: int) -> StepTensors:
         """The part that a step of that size uses; `width` entries of the block table."""
-        return StepTensors(self.input_ids[:num_tokens], self.positions[:num_tokens], self.slot_mapping[:num_tokens], self.query_start_loc[: num_reqs + 1],
-                           self.seq_lens[:num_reqs], self.block_table[:num_reqs, :width])
+        return StepTensors(self.input_ids[:num_tokens], self.positions[:num_tokens], self.slot_mappings[:, :num_tokens], self.query_start_loc[: num_reqs + 1],
+                           self.seq_lens[:num_reqs], self.block_tables[:, :num_reqs, :width])
 
 
 @dataclass(slots=True)
@@ -73,9 +78,9 @@ class InputBatch:
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
     query_start_loc: list[int]  # [R + 1], on the host
-    attn: AttentionMetadata
+    attn: GroupedMetadata
     sampling: SamplingBatch
-    wanted: torch.Tensor | None = None  # ascending indices of the tokens whose hidden states are read; None: of all
+    needed_rows: torch.Tensor | None = None  # ascending indices of the tokens whose hidden states are read; None: of all
 
 
 def prepare_inputs(step: StepInput, table: RequestTable, buffers: InputBuffers, platform: Platform, backend: AttentionBackend) -> InputBatch:
@@ -90,29 +95,9 @@ def prepare_inputs(step: StepInput, table: RequestTable, buffers: InputBuffers, 
     if updates.block_indices or updates.token_rows:
         table.write(updates, *sent.split(sizes)[5:])
     tensors = buffers.of_step(num_reqs, num_tokens, -(-max(lengths) // table.block_size))
-    if KERNELS.serve(platform.device):
-        sampling = cpu_ops.fill_inputs(sent, num_reqs, len(step.samples), table.token_table, table.block_table, table.block_size, tensors)
-    else:
-        sampling = _fill(*sent.split(sizes)[:5], table.token_table, table.block_table, table.block_size, tensors, buffers.arange)
-    attn = AttentionMetadata(backend, tensors.slot_mapping, tensors.query_start_loc, tensors.seq_lens, tensors.block_table, max(scheduled), max(lengths))
+    sampling = platform.ops.fill_inputs(sent, sizes, table.token_table, table.block_tables, table.block_size, tensors, buffers.arange)
+    attn = tensors.metadata(backend, max(scheduled), max(lengths))
     return InputBatch(step, tensors.input_ids, tensors.positions, starts, attn, SamplingBatch([step.rows[i] for i in step.samples], [lengths[i] for i in step.samples], *sampling))
-
-
-def _fill(rows: torch.Tensor, computed: torch.Tensor, scheduled: torch.Tensor, starts: torch.Tensor, samples: torch.Tensor, tokens: torch.Tensor, blocks: torch.Tensor,
-          block_size: int, tensors: StepTensors, arange: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fill `tensors` from the tables `tokens` and `blocks`. Returns the rows, the lengths and the last tokens of the requests in `samples`."""
-    num_reqs, num_tokens, width = len(rows), len(tensors.positions), tensors.block_table.shape[1]
-    # scheduled [2, 5, 3] -> req [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]; with computed [0, 4, 0] -> positions [0, 1, 4, 5, 6, 7, 8, 0, 1, 2]
-    req = torch.repeat_interleave(arange[:num_reqs], scheduled, output_size=num_tokens)
-    torch.add((computed - starts[:-1])[req], arange[:num_tokens], out=tensors.positions)
-    positions, token_rows = tensors.positions, rows[req]
-    torch.index_select(tokens.view(-1), 0, token_rows * tokens.shape[1] + positions, out=tensors.input_ids)
-    block_ids = blocks.view(-1)[token_rows * blocks.shape[1] + positions // block_size]
-    torch.add(block_ids * block_size, positions % block_size, out=tensors.slot_mapping)
-    tensors.query_start_loc.copy_(starts)
-    torch.add(computed, scheduled, out=tensors.seq_lens)
-    torch.index_select(blocks[:, :width], 0, rows, out=tensors.block_table)
-    return rows[samples], tensors.seq_lens[samples].long(), (starts[1:] - 1)[samples]
 
 
 def _send(platform: Platform, *parts: list[int]) -> tuple[torch.Tensor, list[int]]:

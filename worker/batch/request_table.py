@@ -6,14 +6,14 @@ admission and by `append` (the sampler's output) afterwards, and never leave the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from quire.worker.cpu import ops as cpu_ops
-from quire.worker.cpu.native import KERNELS
-from quire.worker.messages import NewRequest, StepInput
+from quire.worker.messages import CacheGroup, NewRequest, StepInput
+from quire.worker.platforms.base import Platform
 
 
 class RowState(Protocol):
@@ -30,30 +30,32 @@ class RowState(Protocol):
 class TableUpdates:
     """What `apply` found to be written to the device, as flat lists that cross in the step's one copy."""
 
-    block_indices: list[int] = field(default_factory=list)  # into block_table.view(-1)
+    block_indices: list[int] = field(default_factory=list)  # into block_tables.view(-1)
     block_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     token_rows: list[tuple[int, int]] = field(default_factory=list)  # (row, how many of token_ids), in order
 
 
 class RequestTable:
-    """Token table `[max_num_reqs, max_model_len]` and block table `[max_num_reqs, max_blocks]`, both int32 on `device`.
+    """Token table `[max_num_reqs, max_model_len]` and block tables `[num_groups, max_num_reqs, max_blocks]`, int32 on the platform's device.
 
     Block ids are appended in the order they arrive; entries behind a row's last are leftovers (0, the null block, at first) and never read.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, vocab_size: int, platform: Platform, groups: Sequence[CacheGroup] = (CacheGroup(),)) -> None:
+        self.platform, device = platform, platform.device
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.max_blocks = -(-max_model_len // block_size)
+        self.max_blocks = max(-(-max_model_len // block_size), 2)
+        self.groups = groups
         self.token_table = torch.zeros(max_num_reqs, max_model_len, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(max_num_reqs, self.max_blocks, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(len(groups), max_num_reqs, self.max_blocks, dtype=torch.int32, device=device)
         self.num_prompt_tokens = [0] * max_num_reqs
         self.errors: dict[int, str] = {}  # row -> why its request cannot be served
         self._states: list[RowState] = []
-        self._num_blocks = [0] * max_num_reqs
+        self._num_blocks = [[0] * max_num_reqs for _ in groups]
 
     def register(self, state: RowState) -> None:
         """Tell `state` from now on which request each row holds."""
@@ -72,7 +74,7 @@ class RequestTable:
     def write(self, updates: TableUpdates, block_indices: torch.Tensor, block_ids: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Write `updates` to the tables; the tensors are its lists on the device, int64."""
         if updates.block_indices:
-            self.block_table.view(-1)[block_indices] = block_ids.int()
+            self.block_tables.view(-1)[block_indices] = block_ids.int()
         start = 0
         for row, count in updates.token_rows:
             self.token_table[row, :count] = token_ids[start : start + count]
@@ -83,23 +85,15 @@ class RequestTable:
 
         A negative token, of a request that has failed, becomes 0. A position of max_model_len has no place: that request has ended, and its token goes nowhere.
         """
-        if KERNELS.serve(self.token_table.device):
-            return cpu_ops.append_tokens(self.token_table, rows, positions, token_ids)
-        token_ids = token_ids.clamp(min=0)
-        indices = rows * self.max_model_len + positions
-        tokens = self.token_table.view(-1)
-        if max_position >= self.max_model_len:
-            fits = positions < self.max_model_len
-            indices = torch.where(fits, indices, indices - 1)
-            token_ids = torch.where(fits, token_ids, tokens[indices])
-        tokens.scatter_(0, indices, token_ids.int())
+        self.platform.ops.append_tokens(self.token_table, rows, positions, token_ids, max_position)
 
     def _add(self, new: NewRequest, updates: TableUpdates) -> None:
         row = new.row
         assert 0 <= row < self.max_num_reqs and len(new.token_ids) <= self.max_model_len
         self.errors.pop(row, None)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
-        self._num_blocks[row] = 0
+        for num_blocks in self._num_blocks:
+            num_blocks[row] = 0
         for state in self._states:
             state.remove(row)
         try:
@@ -121,12 +115,17 @@ class RequestTable:
         for state in self._states:
             state.remove(row)
 
-    def _append_blocks(self, row: int, blocks: list[int], updates: TableUpdates) -> None:
-        first = row * self.max_blocks + self._num_blocks[row]
-        self._num_blocks[row] += len(blocks)
-        assert self._num_blocks[row] <= self.max_blocks, (row, self._num_blocks[row])
-        updates.block_indices += range(first, first + len(blocks))
-        updates.block_ids += blocks
+    def _append_blocks(self, row: int, blocks: list[list[int]], updates: TableUpdates) -> None:
+        """Append `blocks[g]` to the row's table of group g; those of a state replace what it has."""
+        assert len(blocks) == len(self.groups), (row, blocks)
+        for g, (group, added) in enumerate(zip(self.groups, blocks)):
+            num_blocks = self._num_blocks[g]
+            start = 0 if group.kind == "state" else num_blocks[row]
+            num_blocks[row] = start + len(added)
+            assert num_blocks[row] <= self.max_blocks, (row, num_blocks[row])
+            first = (g * self.max_num_reqs + row) * self.max_blocks + start
+            updates.block_indices += range(first, first + len(added))
+            updates.block_ids += added
 
 
 def check_token_ids(what: str, token_ids: list[int], vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The paged KV cache's memory: one K and one V tensor per layer, bound as views to the attention layers, which are the only ones to write them."""
+"""The paged KV cache's memory: one K and one V tensor for the nth layers of all groups, bound to the attention layers, which are the only ones to write them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 import torch
 from torch import nn
 
+from quire.worker.cache.spec import CachePlan
 from quire.worker.layers.attention import Attention
 from quire.worker.messages import StepInput
 from quire.worker.platforms import huge_pages
@@ -24,27 +25,58 @@ def attention_layers(model: nn.Module) -> list[Attention]:
     return sorted((module for module in model.modules() if isinstance(module, Attention)), key=lambda layer: layer.layer_index)
 
 
-def bytes_per_block(layers: list[Attention], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes over all `layers`."""
-    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize for layer in layers)
+def allocate(layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every layer of this rank its `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]`, and its group.
 
-
-def allocate(layers: list[Attention], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every layer its `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]`.
-
-    On CPU the memory is only reserved: a page, of 2 MiB where the system gives such, becomes resident when a block in
-    it is first written. And there what a block has of one head lies together, as it is read: with a page of 4 KiB for
-    each the hardware fetches ahead. All of it is zero: padding reads the null block, and a kernel that loads whole
-    pages multiplies what lies behind a request's last token by 0, which makes NaN of the NaN that memory used before
-    may hold.
+    The nth layers of all groups share memory: a block belongs to one group at a time. On CPU the memory is only reserved:
+    a page, of 2 MiB where the system gives such, becomes resident when a block in it is first written. All of it is zero:
+    padding reads the null block, and a kernel that loads whole pages multiplies what follows a request's last token by 0,
+    which makes NaN of the NaN that memory used before may hold.
     """
+    by_index = {layer.layer_index: layer for layer in layers}
+    slabs: list[list[Attention]] = []
+    for g, members in enumerate(plan.layers):
+        mine = [by_index[i] for i in members if i in by_index]
+        slabs += [[] for _ in range(len(mine) - len(slabs))]
+        for slab, layer in zip(slabs, mine):
+            assert layer.cache_spec(dtype) == plan.specs[layer.layer_index]
+            layer.cache_group = g
+            slab.append(layer)
+    for sharing in slabs:
+        shapes = {(layer.num_kv_heads, layer.head_dim) for layer in sharing}
+        caches = _equal_caches if len(shapes) == 1 else _caches_in_pages
+        for layer, (k_cache, v_cache) in zip(sharing, caches(sharing, plan, num_blocks, block_size, dtype, device)):
+            layer.k_cache, layer.v_cache = k_cache, v_cache
+
+
+def _equal_caches(
+    layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One pair of tensors for layers of equal shape. On CPU what a block has of one head lies together, as it is read: with a memory page of 4 KiB for each
+    the hardware fetches ahead.
+    """
+    heads, dim = layers[0].num_kv_heads, layers[0].head_dim
+    if device.type == "cpu":
+        cache = huge_pages.zeros(2, num_blocks, heads, block_size, dim, dtype=dtype).transpose(2, 3)
+    else:
+        cache = torch.empty(2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
+        cache[:, 0].zero_()
+    return [(cache[0], cache[1])] * len(layers)
+
+
+def _caches_in_pages(
+    layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of pages as large as the largest layer needs: in each its keys, then its values."""
+    size = plan.layer_page_bytes(block_size) // dtype.itemsize
+    shape = num_blocks, size
+    pages = huge_pages.zeros(*shape, dtype=dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+    views = []
     for layer in layers:
         heads, dim = layer.num_kv_heads, layer.head_dim
-        if device.type == "cpu":
-            cache = huge_pages.zeros(2, num_blocks, heads, block_size, dim, dtype=dtype).transpose(2, 3)
-        else:
-            cache = torch.zeros(2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
-        layer.k_cache, layer.v_cache = cache[0], cache[1]
+        k, v = pages[:, : 2 * block_size * heads * dim].unflatten(1, (2, heads, block_size, dim)).transpose(2, 3).unbind(1)
+        views.append((k.transpose(1, 2), v.transpose(1, 2)))
+    return views
 
 
 class Warmer:
@@ -55,7 +87,8 @@ class Warmer:
     """
 
     def __init__(self, layers: list[Attention], idle_bytes: int = IDLE_BYTES, busy_bytes: int = BUSY_BYTES):
-        self._tensors = [tensor for layer in layers for tensor in (layer.k_cache, layer.v_cache)]
+        caches = {layer.k_cache.data_ptr(): (layer.k_cache, layer.v_cache) for layer in layers}  # layers of several groups share them
+        self._tensors = [tensor for pair in caches.values() for tensor in pair]
         self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes  # of each tensor, in bytes, as all below
         self._idle_bytes, self._busy_bytes = idle_bytes // len(self._tensors), busy_bytes // len(self._tensors)
         self._used = self._resident = 0
@@ -67,7 +100,8 @@ class Warmer:
     def follow(self, step: StepInput) -> None:
         """A step begins: stay ahead of the blocks that enter with it."""
         self._idle_since = None
-        highest = max((block for blocks in (*step.new_blocks, *(new.block_ids for new in step.new)) for block in blocks), default=0)
+        added = (*step.new_blocks, *(new.block_ids for new in step.new))
+        highest = max((block for groups in added for blocks in groups for block in blocks), default=0)
         self._used = max(self._used, (highest + 1) * self._block_size)
         if self._complete or self._resident < self._used + self._busy_bytes:  # otherwise the thread looks by itself, in a while
             self._wake.set()

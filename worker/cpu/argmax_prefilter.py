@@ -12,7 +12,7 @@ from quire.worker.cpu.ops import PackedLinear
 from quire.worker.platforms import huge_pages
 
 
-class Screen:
+class Int8ArgmaxPrefilter:
     """A copy of a `PackedLinear`'s weight, rounded to 8 bits, which tells of most outputs that they are not the largest (csrc/greedy.cpp). The linear must outlive it.
 
     Where the norms say so little that many outputs remain, it costs more than it saves: then all outputs are left to the linear for a while.
@@ -32,7 +32,7 @@ class Screen:
         self.computed = self._pause = 0  # computed: blocks of 32 outputs, in the last call
 
     @classmethod
-    def of(cls, linear: PackedLinear) -> Screen | None:
+    def of(cls, linear: PackedLinear) -> Int8ArgmaxPrefilter | None:
         """None where there is none, or no use for one."""
         n, k = linear.out_features, linear.in_features
         if not cpu_ops.has_compact() or k % 64 or n * k < cls.MIN_WEIGHTS or linear.bias is not None or linear.flags:

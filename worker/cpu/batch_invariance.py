@@ -1,7 +1,7 @@
 """Whether no request changes a bit of another's: as `--deterministic` says; where it says nothing, if that is cheap.
 
-Two things of a step may depend on how many rows it has: its products (`layers/fixed_order.py`) and its attention
-(`attention/cpu_fixed.py`). Both have a way that does not. It is the default where it takes less than 5 % longer on the
+Two things of a step may depend on how many rows it has: its products (`fixed_order_linear.py`) and its attention
+(`fixed_order_attention.py`). Both have a way that does not. It is the default where it takes less than 5 % longer on the
 loads of benchmarks/RESULTS.md.
 """
 
@@ -12,13 +12,12 @@ import torch
 from quire.configs.config import Config
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native import KERNELS
-from quire.worker.models.hf_config import ModelSpec
-from quire.worker.platforms.platform import Platform
+from quire.worker.models.config import ModelSpec
 
 PROMISE = "a request's tokens do not depend on what runs beside it"
 
 
-def resolve(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> tuple[bool, str]:
+def resolve(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
     """(whether a request's bits are independent of the others, why and at what cost).
 
     Raises ValueError where `--deterministic` is given and this model or device has no such way.
@@ -26,7 +25,7 @@ def resolve(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dt
     asked = config.device.deterministic
     if asked is False:
         return False, "as asked: " + _off()
-    obstacle = _obstacle(config, spec, platform, dtype)
+    obstacle = _obstacle(config, spec, dtype)
     if obstacle and asked:
         raise ValueError(f"--deterministic {''.join(obstacle)}")
     if obstacle:
@@ -56,11 +55,9 @@ def _cost(quantization: str | None) -> tuple[bool, str]:
     return True, "no cost: with AVX-512 alone there is no faster way"
 
 
-def _obstacle(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> tuple[str, str] | None:
+def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str] | None:
     """What is not known to be independent of the batch, in words that go on from `--deterministic`, and what helps."""
     backend = config.device.attention_backend
-    if platform.name != "cpu":
-        return f"is not supported on {platform.name} yet", ": leave it off, or set --device cpu"
     if config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size > 1:
         return "works with one rank", ": leave --tensor-parallel-size and --pipeline-parallel-size at 1"
     if dtype != torch.bfloat16:

@@ -12,9 +12,8 @@ from torch import nn
 
 from quire.worker.cpu.native import LinearArgs
 from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
-from quire.worker.cpu.packed_linear import PackedMethod
+from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.layers.linear import Linear
-from quire.worker.layers.quantization.int_at_load import NativeQuantMethod
 from quire.worker.platforms.huge_pages import Workspace
 
 _INTEGERS = 2  # `path` of QuantizedLinear

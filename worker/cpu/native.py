@@ -49,7 +49,7 @@ class CompactArgs(ctypes.Structure):
 
 
 class ScreenArgs(ctypes.Structure):
-    """A copy of a weight `[n, k]` in 8 bits, and what is to be known of each of its rows. Mirrors `Screen` in greedy.cpp, where both shapes are."""
+    """A copy of a weight `[n, k]` in 8 bits, and what is to be known of each of its rows. Mirrors `Int8ArgmaxPrefilter` in greedy.cpp, where both shapes are."""
 
     _fields_ = [("data", _P), ("columns", _P), ("k_steps", _L)]
 

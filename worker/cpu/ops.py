@@ -134,12 +134,12 @@ def layer_args(k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int, sca
 
 def fill_inputs(step: torch.Tensor, num_reqs: int, num_samples: int, tokens: torch.Tensor, blocks: torch.Tensor, block_size: int,
                 tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`input_batch._fill`, the twin, in one call. `step` int64 begins with rows, computed, scheduled, starts and samples, one after another."""
+    """`Ops.fill_inputs`, the twin, in one call per cache group. `step` int64 begins with rows, computed, scheduled, starts and samples, one after another."""
     sampling = torch.empty(3, num_samples, dtype=torch.int64)
-    KERNELS.lib.quire_fill_inputs(step.data_ptr(), num_reqs, num_samples, tokens.data_ptr(), tokens.stride(0), blocks.data_ptr(), blocks.stride(0), block_size,
-                                  tensors.input_ids.data_ptr(), tensors.positions.data_ptr(), tensors.slot_mapping.data_ptr(), tensors.query_start_loc.data_ptr(),
-                                  tensors.seq_lens.data_ptr(), tensors.block_table.data_ptr(), tensors.block_table.stride(0), tensors.block_table.shape[1],
-                                  sampling.data_ptr())  # fmt: skip
+    for table, slots, out in zip(blocks, tensors.slot_mappings, tensors.block_tables):
+        KERNELS.lib.quire_fill_inputs(step.data_ptr(), num_reqs, num_samples, tokens.data_ptr(), tokens.stride(0), table.data_ptr(), table.stride(0), block_size,
+                                      tensors.input_ids.data_ptr(), tensors.positions.data_ptr(), slots.data_ptr(), tensors.query_start_loc.data_ptr(),
+                                      tensors.seq_lens.data_ptr(), out.data_ptr(), out.stride(0), out.shape[1], sampling.data_ptr())  # fmt: skip
     return sampling.unbind()
 
 

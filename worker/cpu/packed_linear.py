@@ -1,11 +1,10 @@
-"""Linear layers through the native CPU kernel, which wants its weights rearranged."""
+"""Linear layers through the native CPU kernels, which take their weights rearranged."""
 
 from __future__ import annotations
 
 import torch
 
-from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.ops import PackedLinear
+from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
 from quire.worker.layers.linear import GateUpParallelLinear, Linear, LinearMethod
 from quire.worker.platforms.huge_pages import Workspace
 
@@ -29,6 +28,19 @@ class PackedMethod(LinearMethod):
         return self.linear(x)
 
 
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether the kernel is loaded and takes such weights."""
-    return KERNELS.serve(weight.device) and weight.dtype == torch.bfloat16
+class NativeQuantMethod(LinearMethod):
+    """Weights of 8 or 4 bits through the native kernel. The layer's buffers are what it packed."""
+
+    def __init__(self, layer: Linear, linear: QuantizedLinear):
+        self.linear, self.rows = linear, linear.rows
+        layer.register_buffer("quantized", linear.packed, persistent=False)
+        layer.register_buffer("scales", linear.scales, persistent=False)
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        return self.linear(x, torch.float32, workspace=workspace)
+
+    def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)

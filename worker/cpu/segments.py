@@ -11,13 +11,12 @@ from ctypes import addressof, byref
 import torch
 from torch import nn
 
-from quire.worker.attention.base import AttentionMetadata
+from quire.worker.attention.base import GroupedMetadata
 from quire.worker.cpu.native import KERNELS, LayerArgs, LinearArgs, SegmentArgs
 from quire.worker.cpu.ops import layer_args, qkv_args
-from quire.worker.cpu.packed_linear import PackedMethod
+from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.norm import RMSNorm
-from quire.worker.layers.quantization.int_at_load import NativeQuantMethod
 from quire.worker.platforms import huge_pages
 
 _PAD = 32  # elements between rows: those whose distance is a multiple of 4 KiB would share a few lines of the caches
@@ -41,7 +40,9 @@ class Segments:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
-        """None where a layer is not what the native code computes: another kind of weight, or not on this rank alone."""
+        """None if the native code computes not all of the layers: a class that did not opt in, another kind of weight, or several ranks."""
+        if not all(_opted_in(layer) for layer in layers):
+            return None
         linears = [[_args(linear) for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)] for layer in layers]
         if any(args is None for layer in linears for args in layer) or layers[0].self_attn.o_proj.group.size > 1 or layers[0].self_attn.attn.k_cache.dtype != torch.bfloat16:
             return None
@@ -51,35 +52,57 @@ class Segments:
         """Whether `layer`, the first, still has the cache that it had."""
         return layer.self_attn.attn.k_cache is self.k_cache
 
-    def run(self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, x: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Embedded tokens `[T, H]` bfloat16, which are overwritten, -> the normed result of the last layer, of all tokens or of those in `wanted`."""
-        assert positions.dtype == attn.slot_mapping.dtype == torch.int64 and x.is_contiguous() and (wanted is None or wanted.dtype == torch.int64)
+        assert positions.dtype == attn[0].slot_mapping.dtype == torch.int64 and x.is_contiguous() and (wanted is None or wanted.dtype == torch.int64)
         qkv, attended = self._between(len(x))
         result = torch.empty_like(x if wanted is None else x[: len(wanted)])
-        tokens = positions.data_ptr(), attn.slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()
-        if requests := attn.backend.native_requests(attn, self.head_dim, x.dtype):
+        requests = attn[0].backend.native_requests(attn[0], self.head_dim, x.dtype) if len(attn) == 1 else None
+        if requests:
+            tokens = positions.data_ptr(), attn[0].slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()
             table, lengths, starts, path = requests
             KERNELS.lib.quire_run_layers(self.segments, len(self.attentions), x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), attended.stride(0), result.data_ptr(), *tokens,
                                          table.data_ptr(), table.stride(0), lengths.data_ptr(), starts.data_ptr(), len(lengths), path,
                                          None if wanted is None else wanted.data_ptr(), len(result))  # fmt: skip
         else:
-            self._run_in_turn(x, qkv, result, tokens, attn, wanted)
+            self._run_in_turn(x, qkv, result, positions, attn, wanted)
         return result
 
-    def _run_in_turn(self, x: torch.Tensor, qkv: torch.Tensor, result: torch.Tensor, tokens: tuple[int, ...], attn: AttentionMetadata, wanted: torch.Tensor | None) -> None:
-        """With a backend that is called from here, between the native calls."""
+    def _run_in_turn(
+        self,
+        x: torch.Tensor,
+        qkv: torch.Tensor,
+        result: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        wanted: torch.Tensor | None,
+    ) -> None:
+        """For a backend that is called from here, between the native calls, and for several cache groups. Segment i writes keys and values of layer i."""
         run, q = KERNELS.lib.quire_run_segment, qkv[:, : self.num_heads * self.head_dim].view(-1, self.num_heads, self.head_dim)
-        run(byref(self.segments[0]), None, 0, x.data_ptr(), qkv.data_ptr(), *tokens)
+        slots = [attn[attention.cache_group].slot_mapping.data_ptr() for attention in self.attentions]
+        count, workspace = len(x), self.workspace.data_ptr()
+        run(byref(self.segments[0]), None, 0, x.data_ptr(), qkv.data_ptr(), positions.data_ptr(), slots[0], count, workspace)
         for i, attention in enumerate(self.attentions, 1):
-            attended, end = attention.attend(q, attn).contiguous(), i == len(self.attentions)
+            attended, end = attention.attend(q, attn[attention.cache_group]).contiguous(), i == len(self.attentions)
             if end and wanted is not None:
-                attended, x, tokens = attended[wanted], x[wanted], (*tokens[:2], len(wanted), tokens[3])
-            run(byref(self.segments[i]), attended.data_ptr(), attended[0].numel(), x.data_ptr(), (result if end else qkv).data_ptr(), *tokens)
+                attended, x, count = attended[wanted], x[wanted], len(wanted)
+            run(byref(self.segments[i]), attended.data_ptr(), attended[0].numel(), x.data_ptr(), (result if end else qkv).data_ptr(),
+                positions.data_ptr(), slots[0 if end else i], count, workspace)  # fmt: skip
 
     def _between(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for q, k and v of that many tokens, and for what was attended to."""
         flat = self.between.take(num_tokens * sum(self.widths))
         return flat[: num_tokens * self.widths[0]].view(num_tokens, -1), flat[num_tokens * self.widths[0] :].view(num_tokens, -1)
+
+
+def _opted_in(layer: nn.Module) -> bool:
+    """Whether the classes of a decoder layer and its parts say that the native code computes what their `forward` does.
+
+    A class says so itself, by `native_twin` in its own body: a subclass that changes something does not inherit it.
+    """
+    parts = {"layer": layer, "attention": layer.self_attn, "mlp": layer.mlp}
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    return all(vars(type(part)).get("native_twin") == name for name, part in parts.items()) and all(type(norm) is RMSNorm for norm in norms)
 
 
 def _args(linear: Linear) -> LinearArgs | None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import AttentionMetadata
+from quire.worker.cache.spec import Full, Window
 
 
 class Attention(nn.Module):
@@ -17,8 +18,14 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim  # of this rank
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window, self.soft_cap, self.layer_index = sliding_window, soft_cap, layer_index
+        self.cache_group = 0  # index of its block table and metadata
         self.k_cache: torch.Tensor | None = None
         self.v_cache: torch.Tensor | None = None
+
+    def cache_spec(self, dtype: torch.dtype) -> Full:
+        """What it keeps per token."""
+        sizes = self.num_kv_heads, self.head_dim, self.head_dim, dtype.itemsize
+        return Full(*sizes) if self.sliding_window is None else Window(*sizes, self.sliding_window)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
         """Store k and v `[T, num_kv_heads, head_dim]`, then attend with q `[T, num_heads, head_dim]`; heads may also be flat. Returns `[T, num_heads * head_dim]`."""

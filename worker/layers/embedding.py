@@ -5,15 +5,18 @@ The vocabulary is padded to a multiple of the ranks; padded rows are zero and th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.cpu.argmax_prefilter import Screen
-from quire.worker.cpu.packed_linear import PackedMethod
 from quire.worker.layers.linear import PLAIN, Linear, LinearMethod, Part, PlainLinear, empty_parameter
 from quire.worker.parallel import tp
 from quire.worker.platforms.huge_pages import Workspace
+
+if TYPE_CHECKING:
+    from quire.worker.platforms.ops import ArgmaxPrefilter
 
 
 def _vocab_parts(vocab_size: int, hidden_size: int, name: str) -> tuple[int, list[Part]]:
@@ -22,11 +25,11 @@ def _vocab_parts(vocab_size: int, hidden_size: int, name: str) -> tuple[int, lis
     rows = -(-vocab_size // group.size)
     start = group.rank * rows
     length = max(0, min(rows, vocab_size - start))
-    return rows, [Part(name, (vocab_size, hidden_size), (0, min(start, vocab_size), length), (0, 0, length))]
+    return rows, [Part(name, (vocab_size, hidden_size), ((0, min(start, vocab_size), length),), ((0, 0, length),))]
 
 
 def _zero_padding(weight: torch.Tensor, parts: list[Part]) -> None:
-    weight.data[parts[0].target[2]:].zero_()
+    weight.data[parts[0].target[0][2]:].zero_()
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -63,7 +66,7 @@ class ParallelLMHead(Linear):
         rows, self._parts = _vocab_parts(vocab_size, hidden_size, name)
         super().__init__(hidden_size, rows, False, method, weight=tied_to.weight if tied_to else None)
         self._tied_to = [tied_to] if tied_to else []  # in a list, so that it does not become a submodule
-        self.screen: Screen | None = None
+        self.prefilter: ArgmaxPrefilter | None = None
         if tied_to is None:
             _zero_padding(self.weight, self._parts)
 
@@ -72,9 +75,9 @@ class ParallelLMHead(Linear):
 
     def finalize(self) -> None:
         super().finalize()
-        if isinstance(self.method, PackedMethod) and self.screen is None and self.group.size == 1:
-            self.screen = Screen.of(self.method.linear)
-            self.register_buffer("screen_data", self.screen and self.screen.data, persistent=False)
+        if self.ops and self.prefilter is None and self.group.size == 1:
+            self.prefilter = self.ops.argmax_prefilter(self)
+            self.register_buffer("prefilter_data", self.prefilter and self.prefilter.data, persistent=False)
         for embedding in self._tied_to:
             if self.weight is None:  # repacked: the embedding reads its rows from there too
                 embedding.weight, embedding.lookup = None, self.method.rows
@@ -93,5 +96,5 @@ class ParallelLMHead(Linear):
         self.group.all_gather(torch.full((num_rows, self.out_features), float("nan"), dtype=dtype, device=device))
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The first of the largest logits of each row, int64 `[S]`, where they are found faster than by computing all; else None."""
-        return self.screen.largest(x) if self.screen else None
+        """argmax of each row of logits, int64 `[S]`, or None if computing all logits is faster."""
+        return self.prefilter.largest(x) if self.prefilter else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +22,31 @@ from quire.worker.parallel import Group, split_size, tp
 from quire.worker.platforms import huge_pages
 from quire.worker.platforms.huge_pages import Workspace
 
+if TYPE_CHECKING:
+    from quire.worker.platforms.ops import Ops
+
+
+Narrow = tuple[int, int, int]  # (dim, start, length)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A slice of one checkpoint tensor, and where it goes in a parameter. Slices are `(dim, start, length)`; None is everything."""
+    """A slice of one checkpoint tensor, and where it goes in a parameter. Narrows are applied one after another; none is everything.
+
+    E.g. rows 8 .. 15 of expert 3 in a stacked parameter: target ((0, 3, 1), (1, 8, 8)).
+    """
 
     name: str  # of the checkpoint tensor
     shape: tuple[int, ...]  # of the whole checkpoint tensor
-    source: tuple[int, int, int] | None = None
-    target: tuple[int, int, int] | None = None
+    source: tuple[Narrow, ...] = ()
+    target: tuple[Narrow, ...] = ()
+
+
+def narrowed(tensor: torch.Tensor, narrows: tuple[Narrow, ...]) -> torch.Tensor:
+    """The view of `tensor` that `narrows` leave."""
+    for dim, start, length in narrows:
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +112,10 @@ class LinearMethod:
         """The product of a gate-and-up layer after its activation: `[T, out_features / 2]`."""
         return layer.silu_and_mul(self.apply(layer, x))
 
+    def num_bytes(self, layer: Linear) -> int:
+        """Bytes that the weights of `layer` take once they are loaded."""
+        return sum(parameter.nbytes for parameter in layer.parameters(recurse=False))
+
     def finalize(self, layer: Linear) -> None:
         """Called when the weights are loaded, and again when faster kernels have appeared. May repack them, or hand the layer to another method."""
 
@@ -110,13 +130,26 @@ class PlainLinear(LinearMethod):
         return product(x, layer.weight, layer.bias)
 
     def finalize(self, layer: Linear) -> None:
-        from quire.worker.cpu.packed_linear import PackedMethod, can_pack
-
-        if can_pack(layer.weight):
-            layer.method = PackedMethod(layer)
+        if layer.ops and (method := layer.ops.linear_method(layer)):
+            layer.method = method
 
 
 PLAIN = PlainLinear()
+
+
+class WeightFormat:
+    """Chooses the `LinearMethod` of each layer when the model is built. This one: floating-point weights, as they are."""
+
+    def linear(self, prefix: str) -> LinearMethod:
+        """For the layer at `prefix`, e.g. "model.layers.0.self_attn.qkv_proj"."""
+        return PLAIN
+
+    def head(self, prefix: str) -> LinearMethod:
+        """For the output head."""
+        return PLAIN
+
+
+PLAIN_WEIGHTS = WeightFormat()
 
 
 class Linear(nn.Module):
@@ -128,6 +161,7 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool, method: LinearMethod, weight: nn.Parameter | None = None):
         super().__init__()
         self.in_features, self.out_features, self.method = in_features, out_features, method
+        self.ops: Ops | None = None  # None: plain torch
         if weight is None:
             method.create_weights(self)
         else:
@@ -141,6 +175,10 @@ class Linear(nn.Module):
     def bias_parts(self) -> list[Part]:
         """Parts of a parameter of shape `[out_features]`."""
         raise NotImplementedError
+
+    def use(self, ops: Ops) -> None:
+        """Change over to the operations of a platform, from the next `finalize` on."""
+        self.ops = ops
 
     def finalize(self) -> None:
         """To be called when the weights are loaded."""
@@ -161,10 +199,10 @@ class ColumnParallelLinear(Linear):
         super().__init__(in_features, sum(shard.length for shard in shards), bias, method)
 
     def weight_parts(self) -> list[Part]:
-        return [Part(f"{s.prefix}.weight", (s.full, self.in_features), (0, s.start, s.length), (0, s.target, s.length)) for s in self.shards]
+        return [Part(f"{s.prefix}.weight", (s.full, self.in_features), ((0, s.start, s.length),), ((0, s.target, s.length),)) for s in self.shards]
 
     def bias_parts(self) -> list[Part]:
-        return [Part(f"{s.prefix}.bias", (s.full,), (0, s.start, s.length), (0, s.target, s.length)) for s in self.shards]
+        return [Part(f"{s.prefix}.bias", (s.full,), ((0, s.start, s.length),), ((0, s.target, s.length),)) for s in self.shards]
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -187,8 +225,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         super().__init__(in_features, size, ("gate_proj", "up_proj"), bias, prefix, "intermediate_size", method)
         self.silu_and_mul = silu_and_mul
 
-    def use(self, ops: ModuleType) -> None:
-        """Change over to another implementation (`layers/ops.py`)."""
+    def use(self, ops: Ops) -> None:
+        super().use(ops)
         self.silu_and_mul = ops.silu_and_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -226,7 +264,7 @@ class RowParallelLinear(Linear):
         super().__init__(split_size(size_name, in_features, self.group), out_features, bias, method)
 
     def weight_parts(self) -> list[Part]:
-        return [Part(f"{self.prefix}.weight", (self.out_features, self.full_in_features), (1, self.group.rank * self.in_features, self.in_features))]
+        return [Part(f"{self.prefix}.weight", (self.out_features, self.full_in_features), ((1, self.group.rank * self.in_features, self.in_features),))]
 
     def bias_parts(self) -> list[Part]:
         return [Part(f"{self.prefix}.bias", (self.out_features,))]

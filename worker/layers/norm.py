@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from quire.worker.platforms.ops import Ops
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -29,8 +32,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.rms_norm, self.add_rms_norm = rms_norm, add_rms_norm
 
-    def use(self, ops: ModuleType) -> None:
-        """Change over to another implementation (`layers/ops.py`)."""
+    def use(self, ops: Ops) -> None:
+        """Change over to the operations of a platform."""
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | N
         return inv_freq / scaling["factor"], 1.0
     if scaling["rope_type"] == "llama3":
         return _llama3(inv_freq, scaling), 1.0
-    assert scaling["rope_type"] == "yarn", scaling  # quire.worker.models.hf_config lets no other through
+    assert scaling["rope_type"] == "yarn", scaling  # quire.worker.models.config lets no other through
     return _yarn(inv_freq, head_dim, theta, scaling), _yarn_magnitude(scaling)
 
 

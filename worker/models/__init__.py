@@ -1,15 +1,18 @@
-"""The models we have, by the architecture that config.json names. Imported only when asked for."""
+"""The model families, by the architecture that config.json names. Their files are imported only when asked for."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quire.worker.models.config import ModelSpec, dtype_of_weights, read_config
 
 if TYPE_CHECKING:
     import torch
 
     from quire.worker.models.decoder import CausalLM
-    from quire.worker.models.hf_config import ModelSpec
+    from quire.worker.platforms.ops import Ops
 
 MODELS = {
     "LlamaForCausalLM": "quire.worker.models.llama:Llama",
@@ -27,24 +30,81 @@ def model_class(architecture: str) -> type[CausalLM]:
     return getattr(importlib.import_module(module), name)
 
 
-def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None, quantization: str | None = None) -> CausalLM:
-    """The model with uninitialised weights of `dtype` on `device`, this rank's share of it (`quire.worker.parallel`).
+def read_model_spec(folder: str) -> ModelSpec:
+    """What `folder/config.json` says.
 
-    `max_model_len` bounds the positions that rotary tables are made for; by default it is the spec's. With `quantization` (`layers/quant.py`) the weights are
-    quantized when they have been loaded. Raises ValueError for an unknown architecture and for sizes that the ranks do not divide.
+    Raises:
+        ValueError: there is no readable config.json, no architecture in it is one of MODELS, or it asks for something that is not supported.
+    """
+    spec = parse_model_spec(read_config(folder))
+    return spec if spec.dtype else replace(spec, dtype=dtype_of_weights(folder))
+
+
+def parse_model_spec(raw: dict[str, Any]) -> ModelSpec:
+    """The spec of a parsed config.json. `dtype` is "" if it names none. Raises ValueError as `read_model_spec` does."""
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(f"the weights are quantized (quantization_config: {method}), which is not supported yet")
+    names = raw.get("architectures") or []
+    architecture = next((name for name in names if name in MODELS), ", ".join(names) or "none named in config.json")
+    return model_class(architecture).read_config(architecture, raw)
+
+
+def build_model(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    quantization: str | None = None,
+    ops: Ops | None = None,
+) -> CausalLM:
+    """The model with uninitialised weights of `dtype` on `device`, this rank's share of it (`worker.parallel`).
+
+    `max_model_len` bounds the positions that rotary tables are made for; by default it is the spec's. With `quantization`
+    (`layers/quantization/int_at_load.py`) the weights are quantized when they have been loaded. `ops` are those of the platform; plain torch by default.
+    Raises ValueError for an unknown architecture and for sizes that the ranks do not divide.
     """
     import torch
 
+    from quire.worker.layers.linear import PLAIN_WEIGHTS
+    from quire.worker.layers.quantization.int_at_load import IntAtLoad
+
     cls = model_class(spec.architecture)
+    weights = IntAtLoad(quantization) if quantization else PLAIN_WEIGHTS
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = cls(spec, max_model_len or spec.max_model_len).eval()
+            model = cls(spec, max_model_len or spec.max_model_len, weights).eval()
     finally:
         torch.set_default_dtype(default)
-    if quantization:
-        from quire.worker.layers.quantization.int_at_load import quantize_at_load
-
-        quantize_at_load(model, quantization)
+    if ops is not None:
+        model.use(ops)
     return model
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Number of weights of the whole model; tied embeddings count once. Builds it without memory."""
+    import torch
+
+    return sum(parameter.numel() for parameter in _without_memory(spec, torch.float32).parameters())
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None) -> int:
+    """Bytes of the weights of the whole model once they are loaded. Builds it without memory."""
+    from quire.worker.layers.linear import Linear
+
+    model = _without_memory(spec, dtype, quantization)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    counted = {id(parameter) for linear in linears for parameter in linear.parameters(recurse=False)}
+    others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in counted)
+    return others + sum(linear.method.num_bytes(linear) for linear in linears)
+
+
+def _without_memory(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None) -> CausalLM:
+    import torch
+
+    from quire.worker.parallel import Group, use_groups
+
+    with use_groups(tp=Group(), pp=Group()):
+        return build_model(spec, dtype, torch.device("meta"), max_model_len=1, quantization=quantization)

@@ -1,9 +1,35 @@
-"""Qwen 2 and 2.5: biases on q, k and v only, and a sliding window in the upper layers where one is asked for; both are in the spec."""
+"""Qwen 2 and 2.5: biases on q, k and v only, and a sliding window in the upper layers if one is asked for."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from quire.worker.models.config import COMMON_DEFAULTS, LayerSpec, layer_specs
 from quire.worker.models.decoder import CausalLM
 
 
 class Qwen2(CausalLM):
-    pass
+    config_defaults = COMMON_DEFAULTS | {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        values.update(attention_bias=True, attention_out_bias=False, mlp_bias=False)  # fixed, whatever the file says
+
+    @classmethod
+    def layer_specs(cls, values: dict[str, Any], raw: dict[str, Any]) -> tuple[LayerSpec, ...]:
+        """The layers that `layer_types` lists, else those from `max_window_layers` on, have the window."""
+        window = values["sliding_window"] if values["use_sliding_window"] else None
+        first, num_layers = values["max_window_layers"], values["num_hidden_layers"]
+        types = raw.get("layer_types") or [
+            "sliding_attention" if window is not None and layer >= first else "full_attention" for layer in range(num_layers)
+        ]
+        return layer_specs(window, types, num_layers)

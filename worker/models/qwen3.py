@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 
+from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import RMSNorm
-from quire.worker.models.decoder import CausalLM, SelfAttention
-from quire.worker.models.hf_config import ModelSpec
+from quire.worker.models.config import ModelSpec
+from quire.worker.models.decoder import SelfAttention
+from quire.worker.models.qwen2 import Qwen2
 
 
 class Qwen3Attention(SelfAttention):
-    def __init__(self, spec: ModelSpec, layer: int, prefix: str):
-        super().__init__(spec, layer, prefix)
+    native_twin: ClassVar = "attention"  # whose norms over heads are those of `head_norms`
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
@@ -19,5 +25,10 @@ class Qwen3Attention(SelfAttention):
         return self.q_norm.weight, self.k_norm.weight
 
 
-class Qwen3(CausalLM):
+class Qwen3(Qwen2):
     attention_cls = Qwen3Attention
+    config_defaults = Qwen2.config_defaults | {"model_type": "qwen3", "head_dim": 128}
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        values.update(attention_out_bias=values["attention_bias"], mlp_bias=False)  # one key for all four projections

@@ -9,10 +9,8 @@ import torch
 
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.batch.request_table import RequestTable
-from quire.worker.cpu import ops as cpu_ops
-from quire.worker.cpu.native import KERNELS
 from quire.worker.messages import LOGPROBS_MODES, NewRequest, StepInput, TokenLogprobs
-from quire.worker.platforms.platform import Platform
+from quire.worker.platforms.base import Platform
 from quire.worker.sampling.arithmetic import largest
 
 _CHUNK_ROWS, _CHUNK_ELEMENTS = 256, 1 << 24  # of prompt logits at once
@@ -37,8 +35,8 @@ def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: 
 
     Values are log-probabilities, or the logits themselves without `normalize`.
     """
-    if KERNELS.serve(logits.device):
-        return Entries(*cpu_ops.logprobs(logits, token_ids.long(), num, normalize))
+    if (native := platform.ops.logprobs(logits, token_ids.long(), num, normalize)) is not None:
+        return Entries(*native)
     chosen = token_ids.long()[:, None]
     value = logits.gather(1, chosen)
     # Counted in float32, which is exact here: comparing into bool and adding that up takes torch's CPU kernels ten times as long.

@@ -19,7 +19,7 @@ import torch
 from quire.worker.batch.input_batch import SamplingBatch
 from quire.worker.batch.request_table import RequestTable, check_token_ids
 from quire.worker.messages import NewRequest, SamplingParams
-from quire.worker.platforms.platform import Platform
+from quire.worker.platforms.base import Platform
 
 _EXCLUDED = float("-inf")
 _MAX_RUNS = 8  # of rows, that are filled one after another: several times faster than by index, but a launch each

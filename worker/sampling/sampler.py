@@ -5,7 +5,6 @@ What the rows of a step do not use costs nothing: a greedy step is two reduction
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +12,8 @@ import torch
 
 from quire.worker.batch.input_batch import SamplingBatch
 from quire.worker.batch.request_table import RequestTable
-from quire.worker.cpu import ops as cpu_ops
-from quire.worker.cpu.native import KERNELS
-from quire.worker.cuda.triton_ready import triton_works
 from quire.worker.messages import NewRequest, TokenLogprobs
-from quire.worker.platforms.platform import Platform
+from quire.worker.platforms.base import Platform
 from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling.arithmetic import RandomRows
 from quire.worker.sampling.logprobs import Entries, entries, is_normalized
@@ -123,7 +119,7 @@ class Sampler:
         self.logprobs = LogprobRows(table.vocab_size)
         for state in (self.params, *self.processors, self.logprobs):
             table.register(state)
-        self.fused = _fused_sampler(platform.device)
+        self.fused = platform.ops.fused_sample
         self._elements = _CPU_ELEMENTS * torch.get_num_threads() if platform.device.type == "cpu" else _ELEMENTS
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
@@ -148,8 +144,9 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         params, rows = self.params, batch.rows
-        if KERNELS.serve(logits.device):
-            return cpu_ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
+        native = self.platform.ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
+        if native is not None:
+            return native
         if self.fused:
             tables = params.tables() if params.any_filter(rows) else params.tables()[:2]
             values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *tables)
@@ -206,15 +203,6 @@ class Sampler:
         logits = logits.clone()
         logits[where] = sampling_math.filtered(logits[where], self.params.gather([rows[i] for i in random], positions[where]))
         return logits
-
-
-def _fused_sampler(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
-    """`triton_sampler.sample` where it works."""
-    if device.type != "cuda" or not triton_works(device):
-        return None
-    from quire.worker.cuda import triton_sampler
-
-    return triton_sampler.sample
 
 
 class LogprobRows:

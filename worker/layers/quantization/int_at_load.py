@@ -5,20 +5,15 @@ turn their weights into integers one by one when they are finalized: a tensor-pa
 The output head is 8 bits in either mode (it costs most quality and, tied, is the embedding, whose rows are read from it); an embedding of its own stays bfloat16.
 
 `PlainQuantMethod` is plain torch for machines without the native kernels, and until they are compiled: it widens the weights for every product, which is correct and slow.
-`NativeQuantMethod` takes over from it, values and scales unchanged. Activations are bfloat16 in both.
+A platform's native method takes over from it (`Ops.quantized_method`), values and scales unchanged. Activations are bfloat16 in both.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.ops import QuantizedLinear
-from quire.worker.layers.embedding import ParallelLMHead
-from quire.worker.layers.linear import GateUpParallelLinear, Linear, PlainLinear, product
-from quire.worker.platforms.huge_pages import Workspace
+from quire.worker.layers.linear import Linear, LinearMethod, PlainLinear, WeightFormat, product
 
 BITS = {"int8": 8, "int4": 4}
 HEAD_BITS = 8
@@ -32,12 +27,13 @@ class QuantizeAtLoad(PlainLinear):
     def __init__(self, bits: int):
         self.bits = bits
 
+    def num_bytes(self, layer: Linear) -> int:
+        bias = 0 if layer.bias is None else layer.bias.nbytes
+        return int(layer.out_features * layer.in_features * quantized_bytes(self.bits)) + bias
+
     def finalize(self, layer: Linear) -> None:
-        gated = isinstance(layer, GateUpParallelLinear)
-        if KERNELS.lib is not None:
-            layer.method = NativeQuantMethod(layer, QuantizedLinear.quantize(layer.weight, self.bits, GROUPS[self.bits], layer.bias, gated))
-        else:
-            layer.method = PlainQuantMethod(layer, layer.weight, self.bits)
+        native = layer.ops and layer.ops.quantize_weight(layer, self.bits, GROUPS[self.bits])
+        layer.method = native or PlainQuantMethod(layer, layer.weight, self.bits)
         layer.weight = None
 
 
@@ -51,11 +47,11 @@ class PlainQuantMethod(PlainLinear):
         layer.register_buffer("scales", scales, persistent=False)
 
     def finalize(self, layer: Linear) -> None:
-        if KERNELS.lib is None:
+        if layer.ops is None:
             return
-        gated, values = isinstance(layer, GateUpParallelLinear), self._values(layer.quantized)[:, : layer.in_features]
-        native = QuantizedLinear.from_values(values, layer.scales, None, self.bits, GROUPS[self.bits], layer.bias, gated)
-        layer.method = NativeQuantMethod(layer, native)
+        values = self._values(layer.quantized)[:, : layer.in_features]
+        if native := layer.ops.quantized_method(layer, values, layer.scales, self.bits, GROUPS[self.bits]):
+            layer.method = native
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         step = max(1, _PIECE // layer.in_features)
@@ -75,37 +71,22 @@ class PlainQuantMethod(PlainLinear):
         return (values.view(*scales.shape, GROUPS[self.bits]).float() * scales.float().unsqueeze(-1)).to(torch.bfloat16).view(len(values), -1)[:, : self.layer.in_features]
 
 
-class NativeQuantMethod(PlainLinear):
-    """The native CPU kernel. The layer's buffers are what it packed."""
-
-    def __init__(self, layer: Linear, linear: QuantizedLinear):
-        self.linear, self.rows = linear, linear.rows
-        layer.register_buffer("quantized", linear.packed, persistent=False)
-        layer.register_buffer("scales", linear.scales, persistent=False)
-
-    def finalize(self, layer: Linear) -> None:
-        pass
-
-    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-    def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        return self.linear(x, torch.float32, workspace=workspace)
-
-    def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-
 def quantized_bytes(bits: int) -> float:
     """Bytes that a weight takes with its share of a scale."""
     return bits / 8 + 2 / GROUPS[bits]
 
 
-def quantize_at_load(model: nn.Module, quantization: str) -> None:
-    """Have every linear layer of `model`, whose weights are not loaded yet, quantized when it is finalized. `quantization` is a key of BITS."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.method = QuantizeAtLoad(HEAD_BITS if isinstance(module, ParallelLMHead) else BITS[quantization])
+class IntAtLoad(WeightFormat):
+    """`--quantization`: floating-point checkpoints whose layers are rounded when they have been loaded. `quantization` is a key of BITS."""
+
+    def __init__(self, quantization: str):
+        self.layers, self.output_head = QuantizeAtLoad(BITS[quantization]), QuantizeAtLoad(HEAD_BITS)
+
+    def linear(self, prefix: str) -> LinearMethod:
+        return self.layers
+
+    def head(self, prefix: str) -> LinearMethod:
+        return self.output_head
 
 
 def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

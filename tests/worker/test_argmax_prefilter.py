@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from quire.worker.cpu import ops as cpu_ops
-from quire.worker.cpu.argmax_prefilter import Screen
+from quire.worker.cpu.argmax_prefilter import Int8ArgmaxPrefilter
 from quire.worker.loader import load_weights
 from quire.worker.messages import SamplingParams
-from quire.worker.models import build_model
-from quire.worker.models.hf_config import read_model_spec
+from quire.worker.models import build_model, read_model_spec
+from quire.worker.platforms.cpu import CpuPlatform
 from tests.worker.steps import GREEDY, Script
 from tests.worker.test_model_runner import BLOCK_SIZE, PLATFORM, make_runner, prompt, run
 
@@ -24,14 +24,14 @@ TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"
 def screened(native_kernels, monkeypatch):
     if not cpu_ops.has_compact():
         pytest.skip("AVX-512 alone has no such copy")
-    monkeypatch.setattr(Screen, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(Int8ArgmaxPrefilter, "MIN_WEIGHTS", 0)
 
 
 def _twin(linear: cpu_ops.PackedLinear, x: torch.Tensor) -> torch.Tensor:
     return linear(x, torch.float32).argmax(1)  # the first of the largest
 
 
-def _largest(screen: Screen, x: torch.Tensor) -> torch.Tensor | None:
+def _largest(screen: Int8ArgmaxPrefilter, x: torch.Tensor) -> torch.Tensor | None:
     screen._pause = 0
     return screen.largest(x)
 
@@ -42,7 +42,7 @@ def _largest(screen: Screen, x: torch.Tensor) -> torch.Tensor | None:
 def test_same_tokens_as_of_all_logits(screened, m, n, k, compact):
     torch.manual_seed(n + m)
     linear = cpu_ops.PackedLinear((torch.randn(n, k) * 0.02).bfloat16(), compact=compact)
-    screen = Screen.of(linear)
+    screen = Int8ArgmaxPrefilter.of(linear)
     for _ in range(3):
         x = torch.randn(m, k + 32).bfloat16()[:, :k]
         assert torch.equal(_largest(screen, x), _twin(linear, x))
@@ -73,7 +73,7 @@ def test_what_is_hard_to_tell_apart(screened, case):
     else:
         weight = weight[torch.arange(n) % 40] * (1 + 2**-7 * torch.randint(-1, 2, (n, k)))
     linear = cpu_ops.PackedLinear(weight.bfloat16())
-    screen = Screen(linear)
+    screen = Int8ArgmaxPrefilter(linear)
     for rows in (x[:1], x[:9], x):
         assert torch.equal(_largest(screen, rows.bfloat16()), _twin(linear, rows.bfloat16()))
 
@@ -89,14 +89,14 @@ def test_of_equal_logits_the_first(screened, factor):
         weight[(token + 701 * (row + 1)) % 3000] = weight[token]
     weight[1::2, 100:] *= factor
     linear = cpu_ops.PackedLinear(weight)
-    assert torch.equal(_largest(Screen(linear), x), _twin(linear, x)) and not torch.equal(_twin(linear, x), best)
+    assert torch.equal(_largest(Int8ArgmaxPrefilter(linear), x), _twin(linear, x)) and not torch.equal(_twin(linear, x), best)
 
 
 def test_rows_of_a_trained_model(screened):
     """The embedded model's own embeddings in the place of hidden states: mostly the limits leave the right block alone."""
     weight = load_file(TINY_MODEL / "model.safetensors")["model.embed_tokens.weight"]
     linear = cpu_ops.PackedLinear(weight)
-    screen, computed = Screen(linear), 0
+    screen, computed = Int8ArgmaxPrefilter(linear), 0
     for x in weight.split(1):
         assert torch.equal(_largest(screen, x), _twin(linear, x))
         computed += screen.computed
@@ -108,38 +108,38 @@ def test_what_is_not_finite_is_left_to_the_sampler(screened, value):
     weight, x = torch.randn(200, 64).bfloat16(), torch.randn(3, 64).bfloat16()
     linear = cpu_ops.PackedLinear(weight)
     x[1, 5] = value
-    assert Screen(linear).largest(x) is None
+    assert Int8ArgmaxPrefilter(linear).largest(x) is None
     huge = cpu_ops.PackedLinear(torch.full((64, 64), 1e30).bfloat16())
-    assert Screen(huge).largest(torch.full((2, 64), 1e30).bfloat16()) is None
+    assert Int8ArgmaxPrefilter(huge).largest(torch.full((2, 64), 1e30).bfloat16()) is None
     weight[7, 9] = value
-    assert Screen.of(cpu_ops.PackedLinear(weight)) is None
+    assert Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight)) is None
 
 
 def test_who_has_none(screened, monkeypatch):
     weight = torch.randn(64, 64).bfloat16()
-    assert Screen.of(cpu_ops.PackedLinear(weight)) and not Screen.of(cpu_ops.PackedLinear(weight, torch.zeros(64)))
-    assert not Screen.of(cpu_ops.PackedLinear(torch.randn(64, 96).bfloat16())) and not Screen.of(cpu_ops.PackedLinear(weight, silu_and_mul=True))
-    assert Screen(cpu_ops.PackedLinear(weight)).largest(torch.randn(33, 64).bfloat16()) is None
-    monkeypatch.setattr(Screen, "MIN_WEIGHTS", 64 * 64 + 1)
-    assert not Screen.of(cpu_ops.PackedLinear(weight))
+    assert Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight)) and not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight, torch.zeros(64)))
+    assert not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(torch.randn(64, 96).bfloat16())) and not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight, silu_and_mul=True))
+    assert Int8ArgmaxPrefilter(cpu_ops.PackedLinear(weight)).largest(torch.randn(33, 64).bfloat16()) is None
+    monkeypatch.setattr(Int8ArgmaxPrefilter, "MIN_WEIGHTS", 64 * 64 + 1)
+    assert not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight))
 
 
 def test_it_rests_where_it_does_not_help(screened):
     torch.manual_seed(0)
     linear = cpu_ops.PackedLinear(torch.randn(16, 64).bfloat16()[torch.arange(4000) % 16])  # every block holds the largest
-    screen, x = Screen(linear), torch.randn(2, 64).bfloat16()
+    screen, x = Int8ArgmaxPrefilter(linear), torch.randn(2, 64).bfloat16()
     assert torch.equal(screen.largest(x), _twin(linear, x)) and screen.computed == 125
-    assert all(screen.largest(x) is None for _ in range(Screen._PAUSE)) and screen.largest(x) is not None
+    assert all(screen.largest(x) is None for _ in range(Int8ArgmaxPrefilter._PAUSE)) and screen.largest(x) is not None
 
 
 def test_steps_that_want_only_the_largest_take_it(screened, checkpoint, monkeypatch):
     """Greedy requests get the tokens that they get of all logits; the others, and those beside them, get all."""
     folder = checkpoint("qwen3", dtype="bfloat16")
     spec = read_model_spec(folder)
-    model = build_model(spec, torch.bfloat16, PLATFORM.device, 128)
+    model = build_model(spec, torch.bfloat16, PLATFORM.device, 128, ops=CpuPlatform().ops)
     load_weights(model, spec, folder)
-    screen, calls = model.lm_head.screen, []
-    assert model.lm_head.screen_data is screen.data
+    screen, calls = model.lm_head.prefilter, []
+    assert model.lm_head.prefilter_data is screen.data
     monkeypatch.setattr(model.lm_head, "largest", lambda x: calls.append(ids := screen.largest(x)) or ids)
 
     def play(*extra: SamplingParams) -> tuple[list[list[int]], int]:

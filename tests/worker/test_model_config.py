@@ -10,24 +10,23 @@ import sys
 import pytest
 import transformers
 
-from quire.worker.models.hf_config import (
-    ARCHITECTURES,
-    kv_bytes_per_token,
-    num_parameters,
-    parse_model_spec,
-    read_model_spec,
-)
+from quire.worker.models import MODELS, num_parameters, parse_model_spec, read_model_spec
+from quire.worker.models.config import LayerSpec, kv_bytes_per_token
 from tests.checkpoints import CHECKPOINTS
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
          "rms_norm_eps", "tie_word_embeddings", "hidden_act", "model_type")
 
 
+def windows(spec) -> set[int | None]:
+    return {layer.window for layer in spec.layers}
+
+
 def compare(spec, config) -> None:
     for key in SIZES:
         assert getattr(spec, key) == getattr(config, key), key
     assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    assert spec.sliding_window == (getattr(config, "sliding_window", None) if "sliding_attention" in spec.layer_types else None)
+    assert windows(spec) <= {None, getattr(config, "sliding_window", None)}
     assert spec.rope_theta == config.rope_parameters["rope_theta"]
     assert (spec.rope_scaling or {"rope_type": "default"})["rope_type"] == config.rope_parameters["rope_type"]
 
@@ -40,17 +39,17 @@ def test_reads_what_transformers_wrote(checkpoint, name):
     compare(spec, config)
     assert spec.dtype == "float32"
     if hasattr(config, "layer_types"):
-        assert list(spec.layer_types) == config.layer_types
+        assert [layer.window is not None for layer in spec.layers] == [kind == "sliding_attention" for kind in config.layer_types]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_defaults_are_those_of_transformers(architecture):
     prefix = architecture.removesuffix("ForCausalLM")
     spec = parse_model_spec({"architectures": [architecture]})
     compare(spec, getattr(transformers, f"{prefix}Config")())
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_parameters_of_the_default_models(architecture):
     import torch
 
@@ -97,16 +96,16 @@ def test_stretched_positions():
 
 
 def test_windows():
-    assert parse_model_spec({"architectures": ["MistralForCausalLM"], "sliding_window": None}).sliding_window is None
+    assert windows(parse_model_spec({"architectures": ["MistralForCausalLM"], "sliding_window": None})) == {None}
     mistral = parse_model_spec({"architectures": ["MistralForCausalLM"], "sliding_window": 100, "num_hidden_layers": 2})
-    assert mistral.layer_types == ("sliding_attention",) * 2 and mistral.layer_window(1) == 100
-    assert parse_model_spec(qwen(sliding_window=100)).sliding_window is None  # use_sliding_window is false
+    assert mistral.layers == (LayerSpec(100),) * 2
+    assert windows(parse_model_spec(qwen(sliding_window=100))) == {None}  # use_sliding_window is false
     upper = parse_model_spec(qwen(sliding_window=100, use_sliding_window=True, max_window_layers=1))
-    assert upper.layer_types == ("full_attention", "sliding_attention", "sliding_attention") and upper.layer_window(0) is None
+    assert upper.layers == (LayerSpec(), LayerSpec(100), LayerSpec(100))
     listed = parse_model_spec(qwen(sliding_window=100, use_sliding_window=True, layer_types=["sliding_attention", "full_attention", "full_attention"]))
-    assert listed.layer_window(0) == 100 and listed.layer_window(2) is None
-    assert parse_model_spec(qwen(sliding_window=100, use_sliding_window=True, max_window_layers=3)).sliding_window is None
-    assert parse_model_spec(llama(sliding_window=100)).sliding_window is None
+    assert listed.layers == (LayerSpec(100), LayerSpec(), LayerSpec())
+    assert windows(parse_model_spec(qwen(sliding_window=100, use_sliding_window=True, max_window_layers=3))) == {None}
+    assert windows(parse_model_spec(llama(sliding_window=100))) == {None}
 
 
 def test_biases():
@@ -177,7 +176,7 @@ def test_kv_bytes_per_token():
 
 
 def test_torch_free():
-    code = "import sys, quire.worker.models.hf_config; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = "import sys, quire.worker.models.config; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

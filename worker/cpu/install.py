@@ -1,0 +1,132 @@
+"""The one entry to the native CPU kernels: loads or builds the library, and gives the operations that it computes.
+
+`load` is called once at start. While the library is `building` in the background plain torch serves; `poll` returns True once it is loaded, and `ops` then
+returns its operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.worker.cpu import ops
+from quire.worker.cpu.argmax_prefilter import Int8ArgmaxPrefilter
+from quire.worker.cpu.build import BuildError
+from quire.worker.cpu.native import KERNELS
+from quire.worker.cpu.ops import QuantizedLinear
+from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
+from quire.worker.cpu.segments import Segments
+from quire.worker.layers.linear import GateUpParallelLinear, Linear, LinearMethod
+from quire.worker.platforms.ops import Ops
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quire.worker.batch.input_batch import StepTensors
+    from quire.worker.layers.norm import RMSNorm
+
+
+class NativeOps(Ops):
+    """The loaded library. Layers, weights and shapes that it does not take stay with plain torch."""
+
+    name = "native"
+
+    rms_norm = staticmethod(ops.rms_norm)
+    add_rms_norm = staticmethod(ops.add_rms_norm)
+    silu_and_mul = staticmethod(ops.silu_and_mul)
+    qk_norm_rope_write = staticmethod(ops.qk_norm_rope_write)
+
+    def linear_method(self, layer: Linear) -> LinearMethod | None:
+        return PackedMethod(layer) if layer.weight.dtype == torch.bfloat16 else None
+
+    def quantize_weight(self, layer: Linear, bits: int, group: int) -> LinearMethod:
+        gated = isinstance(layer, GateUpParallelLinear)
+        return NativeQuantMethod(layer, QuantizedLinear.quantize(layer.weight, bits, group, layer.bias, gated))
+
+    def quantized_method(
+        self, layer: Linear, values: torch.Tensor, scales: torch.Tensor, bits: int, group: int
+    ) -> LinearMethod:
+        gated = isinstance(layer, GateUpParallelLinear)
+        return NativeQuantMethod(layer, QuantizedLinear.from_values(values, scales, None, bits, group, layer.bias, gated))
+
+    def argmax_prefilter(self, head: Linear) -> Int8ArgmaxPrefilter | None:
+        return Int8ArgmaxPrefilter.of(head.method.linear) if isinstance(head.method, PackedMethod) else None
+
+    def fused_layers(self, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
+        return Segments.of(layers, final_norm, cos_sin)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        floats: torch.Tensor,
+        ints: torch.Tensor,
+    ) -> torch.Tensor:
+        return ops.sample(logits, rows, positions, floats, ints)
+
+    def logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return ops.logprobs(logits, token_ids, num, normalize)
+
+    def fill_inputs(
+        self,
+        packed: torch.Tensor,
+        sizes: list[int],
+        tokens: torch.Tensor,
+        blocks: torch.Tensor,
+        block_size: int,
+        tensors: StepTensors,
+        arange: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        num_reqs, num_samples = sizes[0], sizes[4]
+        return ops.fill_inputs(packed, num_reqs, num_samples, tokens, blocks, block_size, tensors)
+
+    def append_tokens(
+        self,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        max_position: int,
+    ) -> None:
+        ops.append_tokens(tokens, rows, positions, token_ids)
+
+
+_NATIVE = NativeOps()  # has no state of its own
+
+
+def load(background: bool = True) -> None:
+    """Load the library, or start building it; with background=False build it right here. Raises ValueError if that fails."""
+    try:
+        KERNELS.load(background)
+    except BuildError as error:
+        raise ValueError(f"the native CPU kernels are needed and cannot be compiled: {error}") from error
+
+
+def native_ops() -> NativeOps | None:
+    """The operations of the library, None unless it is loaded."""
+    return None if KERNELS.lib is None else _NATIVE
+
+
+def building() -> bool:
+    """Whether a background build has not been seen to end yet."""
+    return KERNELS.building
+
+
+def poll() -> bool:
+    """True exactly once: when a background build has ended well and its library is now loaded."""
+    return KERNELS.poll()
+
+
+def give_up(reason: str) -> None:
+    """Use no native kernels in this process, for `reason`."""
+    KERNELS.give_up(reason)
+
+
+def status() -> str:
+    """Where the library stands, for the log and the table of choices."""
+    return KERNELS.status

@@ -1,0 +1,40 @@
+"""The one entry to the Triton kernels: the operations they compute, if they work on this machine."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+from quire.worker.platforms.ops import Ops
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def triton_ops(device: torch.device) -> Ops | None:
+    """The operations of the Triton kernels, or None if Triton is missing or cannot compile for `device` (it needs a C compiler, too). Logs why not, once."""
+    try:
+        from quire.worker.cuda import triton_ops as kernels
+
+        kernels.rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # raised by Triton, by the compiler it starts, or by the driver: plain torch serves
+        logger.warning("Triton kernels unavailable, using plain torch: %s: %s", type(error).__name__, error)
+        return None
+    return TritonOps()
+
+
+class TritonOps(Ops):
+    """Triton kernels between the matrix products; everything else is plain torch."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        from quire.worker.cuda import triton_ops as kernels
+        from quire.worker.cuda import triton_sampler
+
+        self.fused_sample = triton_sampler.sample
+        self.rms_norm, self.add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
+        self.silu_and_mul, self.qk_norm_rope_write = kernels.silu_and_mul, kernels.qk_norm_rope_write

@@ -1,0 +1,92 @@
+"""The host itself as a device."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+
+from quire.configs.config import Config
+from quire.worker.cpu import batch_invariance
+from quire.worker.cpu import install as native
+from quire.worker.models.config import ModelSpec
+from quire.worker.platforms import host
+from quire.worker.platforms.base import TORCH, Event, Platform
+from quire.worker.platforms.ops import Ops
+
+
+class CpuPlatform(Platform):
+    """The host itself: every copy is immediate, so results are there when `execute` returns."""
+
+    name = "cpu"
+    device = torch.device("cpu")
+    dist_backend = "gloo"
+    attention_order = ("cpu_native", "cpu_paged")
+    default_depth = 1
+    measures_memory = False
+
+    def memory(self, world_size: int = 1) -> tuple[int, int]:
+        total, available = host.memory()
+        return total // world_size, available // world_size
+
+    def default_limits(self, world_size: int) -> tuple[int, int, str]:
+        return 128 * world_size, 2048 * world_size, "default on CPU"
+
+    def resolve_dtype(self, requested: str, model_dtype: str) -> tuple[torch.dtype, str]:
+        dtype, reason = super().resolve_dtype(requested, model_dtype)
+        if dtype == torch.float16:
+            return torch.bfloat16, "float16 is slow and overflows easily on CPU; bfloat16 has its size and float32's range"
+        return dtype, reason
+
+    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1) -> list[tuple[str, str, str]]:
+        threads, reason = _num_threads(num_threads, world_size, num_frontends)
+        torch.set_num_threads(threads)
+        native.load(background=not wait_for_kernels)
+        return [("num_threads", str(threads), reason), ("kernels", self.ops.name, native.status())]
+
+    @property
+    def ops(self) -> Ops:
+        """The native kernels once they are loaded, plain torch until then."""
+        return native.native_ops() or TORCH
+
+    def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
+        return batch_invariance.resolve(config, spec, dtype)
+
+    def poll_ops(self) -> bool:
+        return native.building() and native.poll()
+
+    def give_up_ops(self, reason: str) -> None:
+        native.give_up(reason)
+
+    def ops_status(self) -> str:
+        return native.status()
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def event(self) -> Event:
+        return _PASSED
+
+    def synchronize(self) -> None:
+        pass
+
+    def release_memory(self) -> None:
+        pass
+
+
+_PASSED = Event()
+
+
+def _num_threads(asked: int | None, world_size: int, num_frontends: int = 1) -> tuple[int, str]:
+    """Several frontends are there because they are busy, and get a core each; the only one works while the ranks rest between steps."""
+    if asked:
+        return asked, "as asked"
+    if (variable := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        return max(int(variable), 1), "OMP_NUM_THREADS"
+    reserved = num_frontends if num_frontends > 1 else 0
+    shared = (f", less {reserved} for the frontends" if reserved else "") + (f", shared by {world_size} ranks" if world_size > 1 else "")
+    return max((host.num_cores() - reserved) // world_size, 1), "the cores this process may use" + shared

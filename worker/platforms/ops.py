@@ -1,0 +1,191 @@
+"""The operations that a platform may replace, as one class whose methods are plain torch and run anywhere.
+
+`worker/cpu` and `worker/cuda` have subclasses that override what they do faster. A model starts with this class and changes over when it is told to:
+`model.use(platform.ops)`. General code calls `platform.ops` and never asks which kernels there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from quire.worker.layers.activation import silu_and_mul
+from quire.worker.layers.norm import add_rms_norm, rms_norm
+from quire.worker.layers.rotary import apply_rotary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from quire.worker.attention.base import GroupedMetadata
+    from quire.worker.batch.input_batch import StepTensors
+    from quire.worker.layers.linear import Linear, LinearMethod
+    from quire.worker.layers.norm import RMSNorm
+
+
+class FusedLayers(Protocol):
+    """All layers of a decoder as one call."""
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether `layer`, the first, still has the KV cache that this was made for."""
+
+    def run(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Embedded tokens `[T, H]`, which are overwritten, -> the normed result of the last layer, of all tokens or of `needed_rows`."""
+
+
+class ArgmaxPrefilter(Protocol):
+    """Finds the argmax of an output head without computing all logits."""
+
+    data: torch.Tensor  # what it keeps beside the head's weight
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        """argmax of each row of the logits of x `[S, H]`, int64 `[S]`; None if computing all logits is the faster way for this x."""
+
+
+class Ops:
+    """Plain torch. Shapes: T tokens of all requests of a step, H = hidden size."""
+
+    name = "torch"
+
+    # ---- between the matrix products of a layer
+
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    silu_and_mul = staticmethod(silu_and_mul)
+
+    def qk_norm_rope_write(
+        self,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        num_heads: int,
+    ) -> torch.Tensor:
+        """Normalise every head of q and k (if weights are given), turn them by their positions, and store k and v into their slots.
+
+        qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]` and may be overwritten; cos_sin is `RotaryEmbedding.cos_sin_cache`; caches are
+        `[num_blocks, block_size, num_kv_heads, head_dim]`. Returns q `[T, num_heads, head_dim]`.
+        """
+        _, block_size, num_kv_heads, head_dim = k_cache.shape
+        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        if q_weight is not None:
+            q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+        rows = cos_sin[positions]
+        block, offset = slot_mapping // block_size, slot_mapping % block_size
+        k_cache[block, offset], v_cache[block, offset] = apply_rotary(k, rows), v
+        return apply_rotary(q, rows)
+
+    # ---- matrix products
+
+    def linear_method(self, layer: Linear) -> LinearMethod | None:
+        """The method that takes over the loaded floating-point weight of `layer`, e.g. to repack it; None keeps it as it is."""
+        return None
+
+    def quantize_weight(self, layer: Linear, bits: int, group: int) -> LinearMethod | None:
+        """The method that rounds the loaded bfloat16 weight of `layer` to `bits` in groups of `group` columns; None if plain torch does it."""
+        return None
+
+    def quantized_method(self, layer: Linear, values: torch.Tensor, scales: torch.Tensor, bits: int, group: int) -> LinearMethod | None:
+        """The method that takes over int8 `values` `[n, k]` and `scales` `[n, k / group]`; None if plain torch multiplies them."""
+        return None
+
+    def argmax_prefilter(self, head: Linear) -> ArgmaxPrefilter | None:
+        """What finds the argmax of the output head `head` faster than by all logits; None if nothing does."""
+        return None
+
+    def fused_layers(self, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> FusedLayers | None:
+        """`layers` (`models/decoder.py`), whose weights are loaded and whose caches are bound, as one call; None if they cannot be."""
+        return None
+
+    # ---- sampling
+
+    fused_sample: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None  # `cuda.triton_sampler.sample`, or one like it
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        floats: torch.Tensor,
+        ints: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """One token `[S]` int64 for each row of logits `[S, V]` float32, -1 if a row leaves none; None if plain torch samples.
+
+        rows and positions are int64 `[S]`; floats `[3, N]` float64 (temperature, top_p, min_p) and ints `[2, N]` int64 (top_k, the seed's state) are the
+        tables of `sampling.sampler.SamplingRows`, which `rows` index.
+        """
+        return None
+
+    def logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """(token ids, values `[n, 1 + num]`, ranks `[n]`) as `sampling.logprobs.Entries` holds them, on the host; None if plain torch computes them."""
+        return None
+
+    # ---- a step's inputs and outputs
+
+    def fill_inputs(
+        self,
+        packed: torch.Tensor,
+        sizes: list[int],
+        tokens: torch.Tensor,
+        blocks: torch.Tensor,
+        block_size: int,
+        tensors: StepTensors,
+        arange: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Fill `tensors` from the tables `tokens` `[N, L]` and `blocks` `[G, N, M]` of G cache groups.
+
+        `packed` int64 begins with rows, computed, scheduled, starts and samples, one after another, of `sizes`. Returns the rows, the lengths and the last
+        tokens of the requests in samples, int64 `[S]` each.
+        """
+        rows, computed, scheduled, starts, samples = packed.split(sizes)[:5]
+        num_reqs, num_tokens, width = len(rows), len(tensors.positions), tensors.block_tables.shape[2]
+        # scheduled [2, 5, 3] -> req [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]; with computed [0, 4, 0] -> positions [0, 1, 4, 5, 6, 7, 8, 0, 1, 2]
+        req = torch.repeat_interleave(arange[:num_reqs], scheduled, output_size=num_tokens)
+        torch.add((computed - starts[:-1])[req], arange[:num_tokens], out=tensors.positions)
+        positions, token_rows = tensors.positions, rows[req]
+        torch.index_select(tokens.view(-1), 0, token_rows * tokens.shape[1] + positions, out=tensors.input_ids)
+        block_ids = blocks.flatten(1)[:, token_rows * blocks.shape[2] + positions // block_size]
+        torch.add(block_ids * block_size, positions % block_size, out=tensors.slot_mappings)
+        tensors.query_start_loc.copy_(starts)
+        torch.add(computed, scheduled, out=tensors.seq_lens)
+        tensors.block_tables.copy_(blocks[:, rows, :width])
+        return rows[samples], tensors.seq_lens[samples].long(), (starts[1:] - 1)[samples]
+
+    def append_tokens(
+        self,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        max_position: int,
+    ) -> None:
+        """`tokens[rows, positions] = token_ids` for the table `tokens` `[N, L]` int32; the rest `[S]` int64, no position exceeds `max_position`.
+
+        A negative token becomes 0. A position of L has no place: its token goes nowhere.
+        """
+        length = tokens.shape[1]
+        token_ids = token_ids.clamp(min=0)
+        indices = rows * length + positions
+        flat = tokens.view(-1)
+        if max_position >= length:
+            fits = positions < length
+            indices = torch.where(fits, indices, indices - 1)
+            token_ids = torch.where(fits, token_ids, flat[indices])
+        flat.scatter_(0, indices, token_ids.int())
