@@ -1,6 +1,8 @@
-"""Two servers in turn, A B A B, under the same load, on one machine. Machines drift by tens of percent; ratios of one run do not.
+"""Two servers in turn, A B A B, under the same load, on one machine. Machines drift by tens of percent; ratios of one
+run do not.
 
-python benchmarks/compare.py --a 'quire serve MODEL --port {port}' --b 'vllm serve MODEL --port {port}' [--rounds 2] -- [flags of quire bench serve]
+python benchmarks/compare.py --a 'quire serve MODEL --port {port}' --b 'vllm serve MODEL --port {port}' [--rounds 2] --
+[flags of quire bench serve]
 """
 
 from __future__ import annotations
@@ -21,15 +23,34 @@ from quire.cli.bench import serve
 from quire.cli.bench.process import ServerProcess, free_port
 from quire.cli.bench.report import parse_goodput
 
-FIGURES = {"output_throughput": "output tok/s", "total_token_throughput": "total tok/s", "median_ttft_ms": "TTFT median ms", "p99_ttft_ms": "TTFT p99 ms",
-           "median_tpot_ms": "TPOT median ms", "p99_tpot_ms": "TPOT p99 ms", "median_e2el_ms": "E2E median ms"}
-DEFAULT_LOAD = ["--num-prompts", "32", "--random-input-len", "128", "--random-output-len", "64", "--ignore-eos", "--max-concurrency", "1,8,32"]
+FIGURES = {
+    "output_throughput": "output tok/s",
+    "total_token_throughput": "total tok/s",
+    "median_ttft_ms": "TTFT median ms",
+    "p99_ttft_ms": "TTFT p99 ms",
+    "median_tpot_ms": "TPOT median ms",
+    "p99_tpot_ms": "TPOT p99 ms",
+    "median_e2el_ms": "E2E median ms",
+}
+DEFAULT_LOAD = [
+    "--num-prompts",
+    "32",
+    "--random-input-len",
+    "128",
+    "--random-output-len",
+    "64",
+    "--ignore-eos",
+    "--max-concurrency",
+    "1,8,32",
+]
 
 
 def main(argv: Sequence[str]) -> int:
-    own, load = (argv[:argv.index("--")], argv[argv.index("--") + 1:]) if "--" in argv else (argv, DEFAULT_LOAD)
+    own, load = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, DEFAULT_LOAD)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--a", required=True, metavar="COMMAND", help="command line of the first server; {port} is replaced")
+    parser.add_argument(
+        "--a", required=True, metavar="COMMAND", help="command line of the first server; {port} is replaced"
+    )
     parser.add_argument("--b", required=True, metavar="COMMAND", help="of the second")
     parser.add_argument("--rounds", type=int, default=2, help="how often each is started (default: 2)")
     parser.add_argument("--startup-timeout", type=float, default=900.0, help="seconds (default: 900)")
@@ -42,7 +63,10 @@ def main(argv: Sequence[str]) -> int:
             runs[name].append(asyncio.run(measure(getattr(arguments, name), load, arguments.startup_timeout)))
     print("\n".join(table(runs)))
     if arguments.output_json:
-        Path(arguments.output_json).write_text(json.dumps({"load": load, "commands": {"a": arguments.a, "b": arguments.b}, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+        Path(arguments.output_json).write_text(
+            json.dumps({"load": load, "commands": {"a": arguments.a, "b": arguments.b}, "runs": runs}, indent=1) + "\n",
+            encoding="utf-8",
+        )
     return 0
 
 
@@ -63,7 +87,12 @@ def table(runs: dict[str, list[list[dict[str, Any]]]]) -> list[str]:
         for key, title in FIGURES.items():
             if key in first:
                 a, b = (statistics.median(one[i][key] for one in runs[name]) for name in ("a", "b"))
-                lines.append(f"| {first['max_concurrency'] or 'none'} | {title} | {a:.1f} | {b:.1f} | {a / b if b else float('nan'):.2f} |")
+                lines.append(
+
+                        f"| {first['max_concurrency'] or 'none'} | {title} | {a:.1f} | {b:.1f} | "
+                        f"{a / b if b else float('nan'):.2f} |"
+
+                )
     return lines
 
 

@@ -1,6 +1,8 @@
-"""Measurements on a GPU, in parts that benchmarks/gpu.sh calls one after another; each adds what it finds to one JSON file.
+"""Measurements on a GPU, in parts that benchmarks/gpu.sh calls one after another; each adds what it finds to one JSON
+file.
 
-python benchmarks/gpu.py [--device cuda] [--results FILE] PART [MODEL]      parts: ceilings, steps, offline, http, files, note, table
+python benchmarks/gpu.py [--device cuda] [--results FILE] PART [MODEL]      parts: ceilings, steps, offline, http,
+files, note, table
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from quire.configs.config import Config
 from quire.worker.models import read_model_spec
 
 BATCHES, CONTEXT, PREFILLS = (1, 8, 64, 256), 1024, (1024, 8192, 32768)
-WORKLOAD = {"requests": 256, "lengths": (100, 1024)}  # that of nano-vllm and mini-sglang: input and output lengths uniform, seed 0
+# that of nano-vllm and mini-sglang: input and output lengths uniform, seed 0
+WORKLOAD = {"requests": 256, "lengths": (100, 1024)}
 PROFILED = (1, 64)  # batches of which ten steps are profiled
 SAMPLED = {  # ways to sample, beside the random one without filters of the other measurements, of the largest batch
     "greedy": {"temperature": 0.0},
@@ -53,9 +56,23 @@ RAMP = 64  # requests that arrive one after another at an engine that has just s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries everything out with small numbers")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "gpu.json", metavar="FILE", help="default: gpu.json beside this file")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "quire-gpu-models", metavar="DIR", help="where model folders are written")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries everything out with small numbers"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path(__file__).parent / "gpu.json",
+        metavar="FILE",
+        help="default: gpu.json beside this file",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "quire-gpu-models",
+        metavar="DIR",
+        help="where model folders are written",
+    )
     parser.add_argument("part", choices=("ceilings", "steps", "offline", "http", "files", "note", "table"))
     parser.add_argument("rest", nargs="*", help="a model's name; for note: name, exit status and seconds of a part")
     arguments = parser.parse_args()
@@ -77,15 +94,23 @@ def main() -> int:
 
 
 def ceilings(device: str) -> dict[str, Any]:
-    """Names and versions, bytes per second of a copy (read and written) and FLOP/s of a bf16 product of random matrices."""
+    """Names and versions, bytes per second of a copy (read and written) and FLOP/s of a bf16 product of random
+    matrices.
+    """
     import torch
 
     size, n = (1 << 30, 8192) if device == "cuda" else (1 << 22, 256)
     source = torch.randn(size // 2, device=device).to(torch.bfloat16)
     target, a, b = torch.empty_like(source), *(torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
     copy, matmul = _seconds(lambda: target.copy_(source), device), _seconds(lambda: torch.mm(a, b), device)
-    found = {"name": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu", "torch": torch.__version__, "python": platform.python_version(),
-             "copy_rate": 2 * source.nbytes / copy, "matmul_rate": 2 * n**3 / matmul, "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}
+    found = {
+        "name": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "copy_rate": 2 * source.nbytes / copy,
+        "matmul_rate": 2 * n**3 / matmul,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+    }
     try:
         import triton
 
@@ -132,7 +157,9 @@ class Engine:
         self.executor = get_executor(config)
         self.ready = self.executor.initialize(lambda phase, fraction: None)
         self.depth = steps_in_flight(config, self.ready)
-        self.scheduler = Scheduler(config.scheduler, self.ready, KVCacheManager(self.ready.num_blocks, self.ready.block_size, False))
+        self.scheduler = Scheduler(
+            config.scheduler, self.ready, KVCacheManager(self.ready.num_blocks, self.ready.block_size, False)
+        )
         self.in_flight: deque = deque()
         self.num_added = 0
 
@@ -178,7 +205,12 @@ class Measurement:
     def __init__(self, name: str, arguments: argparse.Namespace):
         if name not in MODELS:
             raise ValueError(f"{name!r} is not one of {', '.join(MODELS)}")
-        self.name, self.device, self.results, self.gpu = name, arguments.device, arguments.results, arguments.device == "cuda"
+        self.name, self.device, self.results, self.gpu = (
+            name,
+            arguments.device,
+            arguments.results,
+            arguments.device == "cuda",
+        )
         self.folder = write_model(name, arguments.folder)
         self.vocab_size = MODELS[name]["vocab_size"]
         self.max_model_len = min(MODELS[name]["max_position_embeddings"], 40960)
@@ -198,7 +230,12 @@ class Measurement:
         gpu_report.update(self.results, models={self.name: found})
 
     def settings(self) -> dict[str, Any]:
-        return {"load_format": "dummy", "device": self.device, "max_model_len": str(self.max_model_len), "dtype": "bfloat16"}
+        return {
+            "load_format": "dummy",
+            "device": self.device,
+            "max_model_len": str(self.max_model_len),
+            "dtype": "bfloat16",
+        }
 
     def prompt(self, rng: random.Random, length: int) -> list[int]:
         return [rng.randrange(300, self.vocab_size) for _ in range(length)]
@@ -227,7 +264,10 @@ class Measurement:
                 }
             )
             for batch in self.batches:
-                if batch > engine.ready.max_num_seqs or batch * (self.context + 512) > engine.ready.num_blocks * engine.ready.block_size:
+                if (
+                    batch > engine.ready.max_num_seqs
+                    or batch * (self.context + 512) > engine.ready.num_blocks * engine.ready.block_size
+                ):
                     print(f"batch {batch} does not fit")
                     continue
                 found["decode"].append(self.decode(engine, batch, self.context, found["profile"]))
@@ -261,13 +301,16 @@ class Measurement:
         times = times[8:] or times  # the first ones compile
         return {"median_ms": statistics.median(times), "worst_ms": max(times)}
 
-    def decode(self, engine: Engine, batch: int, context: int, profiles: dict[str, Any] | None = None,
-               **sampling: Any) -> dict[str, Any]:
+    def decode(
+        self, engine: Engine, batch: int, context: int, profiles: dict[str, Any] | None = None, **sampling: Any
+    ) -> dict[str, Any]:
         """Seconds of a step in which all of `batch` requests get a token, the median of three runs of steps."""
         rng = random.Random(batch)
         for _ in range(batch):
             engine.add(self.prompt(rng, context), 500, **sampling)
-        while any(len(request.token_ids) <= request.num_prompt_tokens for request in engine.scheduler.requests.values()):
+        while any(
+            len(request.token_ids) <= request.num_prompt_tokens for request in engine.scheduler.requests.values()
+        ):
             engine.step()
         for _ in range(6):  # compile
             engine.step()
@@ -287,13 +330,23 @@ class Measurement:
         context += 10 + 2 * count  # on average
         limit = gpu_report.decode_limit(self.spec, batch, context, 2, self.copy_rate, self.matmul_rate)
         seconds = statistics.median(windows)
-        row = {"batch": batch, "context": context, "ms": 1e3 * seconds, "ms_of_runs": [1e3 * window for window in windows], "tokens_per_s": batch / seconds, "limit_ms": 1e3 * limit,
-               "fraction": limit / seconds}
+        row = {
+            "batch": batch,
+            "context": context,
+            "ms": 1e3 * seconds,
+            "ms_of_runs": [1e3 * window for window in windows],
+            "tokens_per_s": batch / seconds,
+            "limit_ms": 1e3 * limit,
+            "fraction": limit / seconds,
+        }
         print(row, flush=True)
         return row
 
     def profile(self, engine: Engine, batch: int) -> dict[str, Any]:
-        """Ten steps under torch.profiler: how long each kernel runs per step, and the share of time in which none does. The trace is kept beside the results."""
+        """Ten steps under torch.profiler: how long each kernel runs per step, and the share of time in which none does.
+
+        The trace is kept beside the results.
+        """
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.gpu else [])) as recorded:
@@ -311,8 +364,12 @@ class Measurement:
         for event in chosen:
             totals[event["name"]] = totals.get(event["name"], 0.0) + event["dur"] / 1e3 / 10
         busy, gaps = gpu_report.busy_and_gaps([(event["ts"], event["dur"]) for event in chosen])
-        return {"gap": gaps / (busy + gaps) if self.gpu and chosen else None, "busy_ms_per_step": busy / 1e4, "kernels_per_step": len(chosen) / 10,
-                "ms_per_step": dict(sorted(totals.items(), key=lambda item: -item[1])[:25])}
+        return {
+            "gap": gaps / (busy + gaps) if self.gpu and chosen else None,
+            "busy_ms_per_step": busy / 1e4,
+            "kernels_per_step": len(chosen) / 10,
+            "ms_per_step": dict(sorted(totals.items(), key=lambda item: -item[1])[:25]),
+        }
 
     def prefill(self, engine: Engine, length: int) -> dict[str, Any]:
         """Seconds from a prompt to its first token, alone; the median of three after one."""
@@ -324,7 +381,13 @@ class Measurement:
                 engine.step()
             times.append(time.perf_counter() - begin)
         seconds, limit = statistics.median(times[1:]), gpu_report.prefill_limit(self.spec, length, self.matmul_rate)
-        row = {"length": length, "ms": 1e3 * seconds, "tokens_per_s": length / seconds, "limit_ms": 1e3 * limit, "fraction": limit / seconds}
+        row = {
+            "length": length,
+            "ms": 1e3 * seconds,
+            "tokens_per_s": length / seconds,
+            "limit_ms": 1e3 * limit,
+            "fraction": limit / seconds,
+        }
         print(row, flush=True)
         return row
 
@@ -350,11 +413,19 @@ class Measurement:
                 num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
                 if num_tokens != sum(count for _, count in requests):
                     raise RuntimeError(f"{num_tokens} tokens came instead of {sum(count for _, count in requests)}")
-                print(f"{self.name} offline, seed {seed}: {num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s", flush=True)
+                print(
+                    (
+                        f"{self.name} offline, seed {seed}: {num_tokens} tokens in {seconds:.2f} s, "
+                        f"{num_tokens / seconds:.0f} tokens/s"
+                    ),
+                    flush=True,
+                )
         self.note(offline={"requests": len(requests), "output_tokens": num_tokens, "seconds": seconds})
 
     def http(self) -> None:
-        """The same through HTTP, streamed; and the seconds from the command to readiness and to the first token, with random weights made on the device."""
+        """The same through HTTP, streamed; and the seconds from the command to readiness and to the first token, with
+        random weights made on the device.
+        """
         self.note(startup=asyncio.run(self.serve(self.folder, ["--load-format", "dummy"], with_load=True)))
 
     async def serve(self, folder: Path, flags: list[str], with_load: bool) -> dict[str, float]:
@@ -364,8 +435,24 @@ class Measurement:
         from quire.cli.bench.report import summarize
 
         port = free_port()
-        command = [sys.executable, "-m", "quire", "serve", str(folder), "--port", "{port}", "--device", self.device, "--dtype", "bfloat16", "--max-model-len", str(self.max_model_len),
-                   "--served-model-name", "measured", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "quire",
+            "serve",
+            str(folder),
+            "--port",
+            "{port}",
+            "--device",
+            self.device,
+            "--dtype",
+            "bfloat16",
+            "--max-model-len",
+            str(self.max_model_len),
+            "--served-model-name",
+            "measured",
+            *flags,
+        ]
         with ServerProcess(command, port) as server:
             ready = await server.wait_for("/health", timeout=280)
             target = Target(server.client, "/v1/completions", "measured", ignore_eos=True, temperature=0.6)
@@ -376,17 +463,32 @@ class Measurement:
             stages = {"ready": ready, "first token": asked + first.ttft}
             print(f"{self.name}: {stages}", flush=True)
             for seed in (1, 0) if with_load else ():
-                samples = [Sample(prompt, len(prompt), count) for prompt, count in self.workload(seed)]  # token ids are sent as they are
+                # token ids are sent as they are
+                samples = [Sample(prompt, len(prompt), count) for prompt, count in self.workload(seed)]
                 results, seconds = await run_load(target, samples, [0.0] * len(samples), None, lambda result: None)
                 figures = summarize(results, seconds, [99.0], {})
                 if figures["failed"]:
-                    raise RuntimeError(f"{next(result.error for result in results if result.error)}\n{server.log_tail()}")
+                    raise RuntimeError(
+                        f"{next(result.error for result in results if result.error)}\n{server.log_tail()}"
+                    )
                 if figures["total_output_tokens"] != sum(sample.output_len for sample in samples):
-                    raise RuntimeError(f"{figures['total_output_tokens']} tokens came instead of {sum(sample.output_len for sample in samples)}")
+                    raise RuntimeError(
+
+                            f"{figures['total_output_tokens']} tokens came instead of "
+                            f"{sum(sample.output_len for sample in samples)}"
+
+                    )
                 print(f"{self.name} http, seed {seed}: {figures['output_throughput']:.0f} tokens/s", flush=True)
             if with_load:
                 kept = {name: value for name, value in figures.items() if name.endswith("_ms") and math.isfinite(value)}
-                self.note(http={"requests": len(samples), "output_tokens": figures["total_output_tokens"], "seconds": seconds, **kept})
+                self.note(
+                    http={
+                        "requests": len(samples),
+                        "output_tokens": figures["total_output_tokens"],
+                        "seconds": seconds,
+                        **kept,
+                    }
+                )
             return stages
 
     # ---- from files
@@ -418,7 +520,11 @@ class Measurement:
                 shapes[name] = tuple(parameter.shape)
         index, tensors, size, number = {}, {}, 0, 0
         for i, (name, shape) in enumerate(shapes.items()):
-            tensors[name] = (torch.randn(shape, device=self.device, dtype=torch.bfloat16) * 0.02 if len(shape) > 1 else torch.ones(shape, dtype=torch.bfloat16)).cpu()
+            tensors[name] = (
+                torch.randn(shape, device=self.device, dtype=torch.bfloat16) * 0.02
+                if len(shape) > 1
+                else torch.ones(shape, dtype=torch.bfloat16)
+            ).cpu()
             size += tensors[name].nbytes
             if size > 4e9 or i == len(shapes) - 1:
                 file = f"model-{number:05}.safetensors"

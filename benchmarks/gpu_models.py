@@ -1,4 +1,6 @@
-"""Model folders to measure with: the shapes of real models, a tokenizer with as many tokens as their vocabularies, and no weights (`--load-format dummy`)."""
+"""Model folders to measure with: the shapes of real models, a tokenizer with as many tokens as their vocabularies, and
+no weights (`--load-format dummy`).
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,22 @@ QWEN3_30B_A3B = QWEN3_0_6B | {
     "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "tie_word_embeddings": False,
 }  # fmt: skip
-TINY = QWEN3_0_6B | {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-                     "max_position_embeddings": 1024}
-MODELS: dict[str, dict[str, Any]] = {"Llama-3.1-8B": LLAMA_3_1_8B, "Qwen3-0.6B": QWEN3_0_6B, "Qwen3-30B-A3B": QWEN3_30B_A3B, "tiny": TINY}
+TINY = QWEN3_0_6B | {
+    "vocab_size": 600,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": LLAMA_3_1_8B,
+    "Qwen3-0.6B": QWEN3_0_6B,
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "tiny": TINY,
+}
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -38,7 +53,9 @@ def write_model(name: str, folder: Path) -> Path:
 
 
 def _tokenizer(size: int):
-    """Byte-level, so that it reads any text; the ids above the bytes are words that only random ids reach, as long as real tokens are."""
+    """Byte-level, so that it reads any text; the ids above the bytes are words that only random ids reach, as long as
+    real tokens are.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

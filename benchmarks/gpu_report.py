@@ -10,8 +10,11 @@ from typing import Any
 from quire.worker.models import num_parameters
 from quire.worker.models.config import ModelSpec, kv_bytes_per_token
 
-GOALS = ("goals on one H200, 8B in bf16: batch-1 decode at 0.85 of its limit, batch-256 decode at 0.7, prefill at 0.6 of the matmul rate, gaps between steps under 3 % of the step, "
-         "first token 15 s after the command with the weights in the page cache")
+GOALS = (
+    "goals on one H200, 8B in bf16: batch-1 decode at 0.85 of its limit, batch-256 decode at 0.7, prefill at 0.6 "
+    "of the matmul rate, gaps between steps under 3 % of the step, "
+    "first token 15 s after the command with the weights in the page cache"
+)
 
 PLAN = {"weights": "weights", "activations": "activations", "graphs": "CUDA graphs", "kv_cache": "KV cache"}
 
@@ -33,8 +36,11 @@ def _merge(into: dict[str, Any], changes: dict[str, Any]) -> None:
             into[name] = value
 
 
-def decode_limit(spec: ModelSpec, batch: int, context: int, dtype_bytes: int, copy_rate: float, matmul_rate: float) -> float:
-    """Seconds that one token for each of `batch` requests takes at best: weights and keys and values read once, or multiplied, whichever is slower.
+def decode_limit(
+    spec: ModelSpec, batch: int, context: int, dtype_bytes: int, copy_rate: float, matmul_rate: float
+) -> float:
+    """Seconds that one token for each of `batch` requests takes at best: weights and keys and values read once, or
+    multiplied, whichever is slower.
 
     The embedding table is not read (a few rows are) unless it is the output head, too. Valid for dense models.
     """
@@ -43,7 +49,9 @@ def decode_limit(spec: ModelSpec, batch: int, context: int, dtype_bytes: int, co
 
 
 def prefill_limit(spec: ModelSpec, length: int, matmul_rate: float) -> float:
-    """Seconds that a prompt of `length` takes at best: its products, with the output head for the last token only, and the triangle of attention."""
+    """Seconds that a prompt of `length` takes at best: its products, with the output head for the last token only, and
+    the triangle of attention.
+    """
     head = spec.vocab_size * spec.hidden_size
     products = 2 * (_matrix_parameters(spec) - head) * length + 2 * head
     attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * length * (length + 1) / 2
@@ -55,7 +63,9 @@ def _matrix_parameters(spec: ModelSpec) -> int:
 
 
 def busy_and_gaps(events: list[tuple[float, float]]) -> tuple[float, float]:
-    """(time in which some event runs, time between the first and the last in which none does), of events (start, duration)."""
+    """(time in which some event runs, time between the first and the last in which none does), of events (start,
+    duration).
+    """
     busy, end, first = 0.0, None, None
     for start, duration in sorted(events):
         first = start if first is None else first
@@ -67,14 +77,27 @@ def busy_and_gaps(events: list[tuple[float, float]]) -> tuple[float, float]:
 def table(report: dict[str, Any]) -> str:
     """Markdown, of whatever parts there are."""
     device = report.get("device", {})
-    lines = [f"{device.get('name', 'no device was measured')}; torch {device.get('torch')}, triton {device.get('triton')}"]
+    lines = [
+        f"{device.get('name', 'no device was measured')}; torch {device.get('torch')}, triton {device.get('triton')}"
+    ]
     if "copy_rate" in device:
-        lines.append(f"measured here: copy {device['copy_rate'] / 1e12:.2f} TB/s (read and written), bf16 matmul {device['matmul_rate'] / 1e12:.1f} TFLOP/s")
+        lines.append(
+
+                f"measured here: copy {device['copy_rate'] / 1e12:.2f} TB/s (read and written), bf16 matmul "
+                f"{device['matmul_rate'] / 1e12:.1f} TFLOP/s"
+
+        )
     for name, model in report.get("models", {}).items():
         lines += ["", f"## {name}", *_model_lines(model)]
     lines += ["", "| part | seconds | ended |", "|---|---|---|"]
-    lines += [f"| {name} | {part['seconds']} | {'well' if part['status'] == 0 else 'out of time' if part['status'] in (124, 137) else 'with status ' + str(part['status'])} |"
-              for name, part in report.get("parts", {}).items()]
+    lines += [
+        (
+            f"| {name} | {part['seconds']} | "
+            f"{'well' if part['status'] == 0 else 'out of time' if part['status'] in (124, 137) else 'with status ' + str(part['status'])} "
+            "|"
+        )
+        for name, part in report.get("parts", {}).items()
+    ]
     return "\n".join([*lines, "", GOALS])
 
 
@@ -86,26 +109,47 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
         lines.append("; ".join(f"{name} {value}" for name, value, _ in model["choices"]))
     if "plan" in model:
         sizes = [f"{title} {model['plan'].get(name, 0) / 2**30:.2f}" for name, title in PLAN.items()]
-        lines.append(f"memory in GiB: {', '.join(sizes)}" + (f"; torch's peak {model['peak_memory'] / 2**30:.2f}" if "peak_memory" in model else ""))
+        lines.append(
+            f"memory in GiB: {', '.join(sizes)}"
+            + (f"; torch's peak {model['peak_memory'] / 2**30:.2f}" if "peak_memory" in model else "")
+        )
     if model.get("decode") or model.get("prefill"):
         lines += ["", "| step | ms | tokens/s | limit ms | fraction of the limit |", "|---|---|---|---|---|"]
-        lines += [f"| decode, batch {row['batch']}, context {row['context']} | {row['ms']:.3f} | {row['tokens_per_s']:.0f} | {row['limit_ms']:.3f} | {row['fraction']:.2f} |"
-                  for row in model.get("decode", [])]
-        lines += [f"| prefill of {row['length']} | {row['ms']:.2f} | {row['tokens_per_s']:.0f} | {row['limit_ms']:.2f} | {row['fraction']:.2f} |" for row in model.get("prefill", [])]
         lines += [
-            f"| decode, batch {row['batch']}, context {row['context']}, {row['sampling']} | {row['ms']:.3f} | {row['tokens_per_s']:.0f} | {row['limit_ms']:.3f} "
+            (
+                f"| decode, batch {row['batch']}, context {row['context']} | {row['ms']:.3f} | "
+                f"{row['tokens_per_s']:.0f} | {row['limit_ms']:.3f} | {row['fraction']:.2f} |"
+            )
+            for row in model.get("decode", [])
+        ]
+        lines += [
+            (
+                f"| prefill of {row['length']} | {row['ms']:.2f} | {row['tokens_per_s']:.0f} | {row['limit_ms']:.2f} "
+                f"| {row['fraction']:.2f} |"
+            )
+            for row in model.get("prefill", [])
+        ]
+        lines += [
+            f"| decode, batch {row['batch']}, context {row['context']}, {row['sampling']} | {row['ms']:.3f} | "
+            f"{row['tokens_per_s']:.0f} | {row['limit_ms']:.3f} "
             f"| {row['fraction']:.2f} |"
             for row in model.get("sampled", [])
         ]
         lines.append("")
     if "ramp" in model:
         lines.append(
-            f"requests arriving before anything is recorded: a step takes {model['ramp']['median_ms']:.1f} ms, the worst {model['ramp']['worst_ms']:.1f} ms"
+
+                f"requests arriving before anything is recorded: a step takes {model['ramp']['median_ms']:.1f} ms, "
+                f"the worst {model['ramp']['worst_ms']:.1f} ms"
+
         )
     if "recordings" in model:
         recordings = model["recordings"]
         lines.append(
-            f"{recordings['number']} graphs recorded while idle in {recordings['seconds']:.1f} s, the slowest in {1e3 * recordings['longest']:.0f} ms"
+
+                f"{recordings['number']} graphs recorded while idle in {recordings['seconds']:.1f} s, the slowest in "
+                f"{1e3 * recordings['longest']:.0f} ms"
+
         )
     for batch, profile in model.get("profile", {}).items():
         gap = "no device events" if profile["gap"] is None else f"gaps {100 * profile['gap']:.1f} % of the time"
@@ -114,9 +158,21 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
     for where in ("offline", "http"):
         if where in model:
             run = model[where]
-            latency = f", TTFT median {run['median_ttft_ms']:.0f} ms, TPOT median {run['median_tpot_ms']:.2f} ms" if "median_ttft_ms" in run else ""
-            lines.append(f"{where}: {run['requests']} requests, {run['output_tokens']} tokens in {run['seconds']:.2f} s: {run['output_tokens'] / run['seconds']:.0f} tokens/s{latency}")
+            latency = (
+                f", TTFT median {run['median_ttft_ms']:.0f} ms, TPOT median {run['median_tpot_ms']:.2f} ms"
+                if "median_ttft_ms" in run
+                else ""
+            )
+            lines.append(
+
+                    f"{where}: {run['requests']} requests, {run['output_tokens']} tokens in {run['seconds']:.2f} s: "
+                    f"{run['output_tokens'] / run['seconds']:.0f} tokens/s{latency}"
+
+            )
     for kind in ("startup", "startup_from_files"):
         if kind in model:
-            lines.append(f"{kind.replace('_', ' ')}: " + ", ".join(f"{stage} after {seconds:.2f} s" for stage, seconds in model[kind].items()))
+            lines.append(
+                f"{kind.replace('_', ' ')}: "
+                + ", ".join(f"{stage} after {seconds:.2f} s" for stage, seconds in model[kind].items())
+            )
     return lines

@@ -1,9 +1,12 @@
 """What one request can do to others: hostile bodies, one after another, with innocent streams beside each of them.
 
-python benchmarks/hostile_bodies.py [--streams 4] [--output-len 128] [--rounds 1]      (starts a server of its own with the model that comes with quire; needs psutil)
+python benchmarks/hostile_bodies.py [--streams 4] [--output-len 128] [--rounds 1]      (starts a server of its own with
+the model that comes with quire; needs psutil)
 
-Prints a table: what was sent, the answer, the time of the innocent streams and their longest gap between two events (medians of all streams) beside those of the same streams alone just before, whether their texts are
-those of an undisturbed run, and the memory of server and engine behind it. The streams run with --deterministic, so that any difference of text is somebody's doing.
+Prints a table: what was sent, the answer, the time of the innocent streams and their longest gap between two events
+(medians of all streams) beside those of the same streams alone just before, whether their texts are those of an
+undisturbed run, and the memory of server and engine behind it. The streams run with --deterministic, so that any
+difference of text is somebody's doing.
 """
 
 from __future__ import annotations
@@ -68,7 +71,9 @@ AUDIT = [  # each was answered with 200, or held up everyone, before there were 
     Row("stop: 10,000 strings", CHAT, chat(stop=words(10_000))),
     Row("300,000 empty messages", CHAT, plain(messages=[{"role": "user", "content": ""}] * 300_000)),
     Row("300 prompts of 3,780 characters", TEXT, text(prompt=["word " * 756] * 300, max_tokens=1)),
-    Row("/tokenize of 4.8 MB with return_token_strs", TOKENIZE, plain(prompt="word " * 960_000, return_token_strs=True)),
+    Row(
+        "/tokenize of 4.8 MB with return_token_strs", TOKENIZE, plain(prompt="word " * 960_000, return_token_strs=True)
+    ),
     Row("/detokenize of 3,000,000 ids", DETOKENIZE, plain(tokens=[300] * 3_000_000)),
     Row("stop_token_ids: 2,000,000 copies", CHAT, chat(stop_token_ids=[7] * 2_000_000)),
     Row("allowed_token_ids: 2,000,000 copies", CHAT, chat(allowed_token_ids=[7] * 2_000_000)),
@@ -87,7 +92,11 @@ BOUNDS = [  # every parameter at its bound
     Row("allowed_token_ids: 16,384", CHAT, chat(allowed_token_ids=[300 + i % 200 for i in range(2**14)])),
     Row("logit_bias: 16,384 entries", CHAT, chat(logit_bias={str(i): 1 for i in range(2**14)})),
     Row("10,000 messages", CHAT, plain(messages=[{"role": "user", "content": "a"}] * 10_000, max_tokens=1)),
-    Row("10,000 messages of 5 parts", CHAT, plain(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 5}] * 10_000, max_tokens=1)),
+    Row(
+        "10,000 messages of 5 parts",
+        CHAT,
+        plain(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 5}] * 10_000, max_tokens=1),
+    ),
     Row("2,048 prompts", TEXT, text(prompt=["word"] * 2048, max_tokens=1)),
     Row("500 prompts of 3,780 characters", TEXT, text(prompt=["word " * 756] * 500, max_tokens=1)),
     Row("900,000 token ids", TEXT, text(prompt=[7] * 900_000, max_tokens=1)),
@@ -97,11 +106,23 @@ BOUNDS = [  # every parameter at its bound
     Row("/detokenize of 500,000 ids", DETOKENIZE, plain(tokens=[300] * 500_000)),
     Row("1,000 documents", CHAT, chat(documents=[{"text": "word " * 300}] * 1000)),
     Row("chat_template_kwargs: 64 kB", CHAT, chat(chat_template_kwargs={"a": [{}] * 16_000})),
-    Row("200,000 unknown fields", CHAT, lambda: b'{"messages":[],' + b",".join(b'"%x":1' % i for i in range(200_000)) + b"}"),
+    Row(
+        "200,000 unknown fields",
+        CHAT,
+        lambda: b'{"messages":[],' + b",".join(b'"%x":1' % i for i in range(200_000)) + b"}",
+    ),
     Row("600,000 objects", CHAT, lambda: b'{"messages":[' + b",".join([b"{}"] * 600_000) + b"]}"),
     Row("900,000 levels of lists", CHAT, lambda: b'{"messages":' + b"[" * 900_000),
-    Row("echo of 2,000 tokens with 20 logprobs", TEXT, text(prompt=[300 + i % 200 for i in range(2000)], echo=True, logprobs=20, max_tokens=1)),
-    Row("the same as a stream", TEXT, text(prompt=[300 + i % 200 for i in range(2000)], echo=True, logprobs=20, max_tokens=1, stream=True)),
+    Row(
+        "echo of 2,000 tokens with 20 logprobs",
+        TEXT,
+        text(prompt=[300 + i % 200 for i in range(2000)], echo=True, logprobs=20, max_tokens=1),
+    ),
+    Row(
+        "the same as a stream",
+        TEXT,
+        text(prompt=[300 + i % 200 for i in range(2000)], echo=True, logprobs=20, max_tokens=1, stream=True),
+    ),
     Row("n 128 with 20 logprobs", CHAT, chat(n=128, max_tokens=4, logprobs=True, top_logprobs=20)),
 ]
 
@@ -135,11 +156,19 @@ class Stream:
 
 
 def innocent_body(number: int, num_tokens: int) -> dict:
-    return {"messages": [{"role": "user", "content": f"Tell me the story of number {number}."}], "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.8,
-            "seed": number, "stream": True}
+    return {
+        "messages": [{"role": "user", "content": f"Tell me the story of number {number}."}],
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "temperature": 0.8,
+        "seed": number,
+        "stream": True,
+    }
 
 
-async def innocent(client: httpx.AsyncClient, number: int, num_tokens: int, under_way: asyncio.Event | None = None) -> Stream:
+async def innocent(
+    client: httpx.AsyncClient, number: int, num_tokens: int, under_way: asyncio.Event | None = None
+) -> Stream:
     """Raises AssertionError for a stream that does not end as it should. `under_way` is set at its first text."""
     started = last = time.perf_counter()
     pieces, gap, done = [], 0.0, False
@@ -161,7 +190,12 @@ async def innocent(client: httpx.AsyncClient, number: int, num_tokens: int, unde
     return Stream("".join(pieces), time.perf_counter() - started, gap)
 
 
-async def crowd(client: httpx.AsyncClient, num_streams: int, num_tokens: int, disturb: Callable[[], asyncio.Future[int]] | None = None) -> tuple[list[Stream], int | None]:
+async def crowd(
+    client: httpx.AsyncClient,
+    num_streams: int,
+    num_tokens: int,
+    disturb: Callable[[], asyncio.Future[int]] | None = None,
+) -> tuple[list[Stream], int | None]:
     """The streams, and what `disturb` came to, which begins when they have."""
     events = [asyncio.Event() for _ in range(num_streams)]
     tasks = [asyncio.create_task(innocent(client, number, num_tokens, event)) for number, event in enumerate(events)]
@@ -189,7 +223,18 @@ def memory(process: psutil.Process) -> tuple[int, int]:
 async def measure(arguments: argparse.Namespace) -> bool:
     """Whether every stream kept its text."""
     port = free_port()
-    command = [sys.executable, "-m", "quire", "serve", "--port", str(port), "--deterministic", "--log-level", "warning", *arguments.server_options]
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        "--port",
+        str(port),
+        "--deterministic",
+        "--log-level",
+        "warning",
+        *arguments.server_options,
+    ]
     well = True
     with ServerProcess(command, port) as server, multiprocessing.get_context("spawn").Pool(1) as pool:
         await server.wait_for("/health", timeout=120)
@@ -198,13 +243,24 @@ async def measure(arguments: argparse.Namespace) -> bool:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300, trust_env=False) as client:
             references = [stream.text for stream in (await crowd(client, arguments.streams, arguments.output_len))[0]]
             print(f"memory before: {memory(process)[0]} MiB server, {memory(process)[1]} MiB engine\n")
-            print("| body | answer | seconds of a stream: alone, beside | x | longest gap, ms: alone, beside | texts | MiB: server, engine |\n|---|---|---|---|---|---|---|")
+            print(
+
+                    "| body | answer | seconds of a stream: alone, beside | x | longest gap, ms: alone, beside | "
+                    "texts | MiB: server, engine |\n|---|---|---|---|---|---|---|"
+
+            )
             for row in AUDIT + BOUNDS:
                 alone, beside, statuses, same = [], [], set(), True
                 for _ in range(arguments.rounds):
                     control, _ = await crowd(client, arguments.streams, arguments.output_len)
-                    streams, status = await crowd(client, arguments.streams, arguments.output_len,
-                                                  lambda row=row: loop.run_in_executor(None, pool.apply, send, (f"http://127.0.0.1:{port}", row.name)))
+                    streams, status = await crowd(
+                        client,
+                        arguments.streams,
+                        arguments.output_len,
+                        lambda row=row: loop.run_in_executor(
+                            None, pool.apply, send, (f"http://127.0.0.1:{port}", row.name)
+                        ),
+                    )
                     alone += control
                     beside += streams
                     statuses.add(status)
@@ -212,8 +268,13 @@ async def measure(arguments: argparse.Namespace) -> bool:
                 well = well and same
                 times = [statistics.median(stream.duration for stream in group) for group in (alone, beside)]
                 gaps = [1000 * statistics.median(stream.gap for stream in group) for group in (alone, beside)]
-                print(f"| {row.name} | {', '.join(str(status or 'closed') for status in sorted(statuses))} | {times[0]:.2f}, {times[1]:.2f} | {times[1] / times[0]:.1f} | "
-                      f"{gaps[0]:.0f}, {gaps[1]:.0f} | {'the same' if same else 'CHANGED'} | {memory(process)[0]}, {memory(process)[1]} |", flush=True)
+                print(
+                    f"| {row.name} | {', '.join(str(status or 'closed') for status in sorted(statuses))} | "
+                    f"{times[0]:.2f}, {times[1]:.2f} | {times[1] / times[0]:.1f} | "
+                    f"{gaps[0]:.0f}, {gaps[1]:.0f} | {'the same' if same else 'CHANGED'} | {memory(process)[0]}, "
+                    f"{memory(process)[1]} |",
+                    flush=True,
+                )
     return well
 
 

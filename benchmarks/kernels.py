@@ -1,9 +1,11 @@
-"""The native CPU kernels beside what torch offers for the same work, side by side and in turn, on one machine: ratios hold, times drift.
+"""The native CPU kernels beside what torch offers for the same work, side by side and in turn, on one machine: ratios
+hold, times drift.
 
     python benchmarks/kernels.py [gemm] [quant] [attention] [shared] [small] [--threads N] [--rounds N] [--cpu-time]
 
-Weights and caches rotate, so that nothing stays in cache. Each line gives the least time of the native kernel and how many times as fast it is as each other
-way; `GB/s` counts the weight or KV bytes that must be read, `TFLOP/s` the useful arithmetic. On a machine that is busy with other things use one thread and
+Weights and caches rotate, so that nothing stays in cache. Each line gives the least time of the native kernel and how
+many times as fast it is as each other way; `GB/s` counts the weight or KV bytes that must be read, `TFLOP/s` the useful
+arithmetic. On a machine that is busy with other things use one thread and
 --cpu-time, which counts only the time this process got.
 """
 
@@ -55,7 +57,13 @@ class Race:
 def _print(title: str, times: dict[str, float], weight_bytes: float, flops: float) -> None:
     native = times.pop("native")
     ratios = "  ".join(f"{seconds / native:5.2f} x {name}" for name, seconds in times.items())
-    print(f"{title:44s} {native * 1e6:9.0f} us  {weight_bytes / native / 1e9:5.1f} GB/s  {flops / native / 1e12:5.2f} TFLOP/s  {ratios}", flush=True)
+    print(
+        (
+            f"{title:44s} {native * 1e6:9.0f} us  {weight_bytes / native / 1e9:5.1f} GB/s  "
+            f"{flops / native / 1e12:5.2f} TFLOP/s  {ratios}"
+        ),
+        flush=True,
+    )
 
 
 def gemm(race: Race) -> None:
@@ -86,8 +94,16 @@ def quant(race: Race) -> None:
             linears = [cpu_ops.QuantizedLinear.quantize(weight, bits, group) for weight in weights]
             for m in (1, 4, 8, 16, 32, 64, 256):
                 x = torch.randn(m, k).bfloat16()
-                times = race.run({"native": lambda: [linear(x) for linear in linears], "native bf16": lambda: [linear(x) for linear in packed]}, count)
-                _print(f"{n} x {k}, {bits} bits by {group}, {m} rows", times, n * k * (bits / 8 + 2 / group), 2 * m * n * k)
+                times = race.run(
+                    {
+                        "native": lambda: [linear(x) for linear in linears],
+                        "native bf16": lambda: [linear(x) for linear in packed],
+                    },
+                    count,
+                )
+                _print(
+                    f"{n} x {k}, {bits} bits by {group}, {m} rows", times, n * k * (bits / 8 + 2 / group), 2 * m * n * k
+                )
 
 
 def _cache(blocks: int, kv_heads: int) -> torch.Tensor:
@@ -96,26 +112,50 @@ def _cache(blocks: int, kv_heads: int) -> torch.Tensor:
 
 def attention(race: Race) -> None:
     twin = CpuPagedAttention()
-    cases = {"decode 1 x 2000": ([1], [2000]), "decode 8 x 500": ([1] * 8, [500] * 8), "decode 32 x 200": ([1] * 32, [200] * 32), "prefill 128": ([128], [0]),
-             "prefill 1024": ([1024], [0]), "chunk of 512 after 1536": ([512], [1536]), "256 new + 16 x 300": ([256] + [1] * 16, [0] + [300] * 16)}
+    cases = {
+        "decode 1 x 2000": ([1], [2000]),
+        "decode 8 x 500": ([1] * 8, [500] * 8),
+        "decode 32 x 200": ([1] * 32, [200] * 32),
+        "prefill 128": ([128], [0]),
+        "prefill 1024": ([1024], [0]),
+        "chunk of 512 after 1536": ([512], [1536]),
+        "256 new + 16 x 300": ([256] + [1] * 16, [0] + [300] * 16),
+    }
     for heads, kv_heads in ((16, 8), (32, 8)):
         for title, (queries, contexts) in cases.items():
             lengths = [q + c for q, c in zip(queries, contexts)]
             blocks = sum(-(-length // 16) for length in lengths) + 1
             caches = [[_cache(blocks, kv_heads) for _ in range(2)] for _ in range(6)]
-            table, free = torch.zeros(len(lengths), -(-max(lengths) // 16), dtype=torch.int32), (torch.randperm(blocks - 1) + 1).int()
+            table, free = (
+                torch.zeros(len(lengths), -(-max(lengths) // 16), dtype=torch.int32),
+                (torch.randperm(blocks - 1) + 1).int(),
+            )
             for i, length in enumerate(lengths):
                 number = -(-length // 16)
                 table[i, :number], free = free[:number], free[number:]
-            q, starts, seq_lens = torch.randn(sum(queries), heads, 128).bfloat16(), torch.tensor([0, *queries]).cumsum(0).int(), torch.tensor(lengths).int()
+            q, starts, seq_lens = (
+                torch.randn(sum(queries), heads, 128).bfloat16(),
+                torch.tensor([0, *queries]).cumsum(0).int(),
+                torch.tensor(lengths).int(),
+            )
 
-            def plain(caches=caches, q=q, starts=starts, seq_lens=seq_lens, table=table, queries=queries, lengths=lengths):
+            def plain(
+                caches=caches, q=q, starts=starts, seq_lens=seq_lens, table=table, queries=queries, lengths=lengths
+            ):
                 meta = AttentionMetadata(twin, torch.empty(0), starts, seq_lens, table, max(queries), max(lengths))
                 twin.build(meta)
                 for k, v in caches:
                     twin.forward(q, k, v, meta, 128**-0.5)
 
-            times = race.run({"native": lambda: [cpu_ops.paged_attention(q, k, v, table, seq_lens, starts, 128**-0.5) for k, v in caches], "torch": plain}, len(caches))
+            times = race.run(
+                {
+                    "native": lambda: [
+                        cpu_ops.paged_attention(q, k, v, table, seq_lens, starts, 128**-0.5) for k, v in caches
+                    ],
+                    "torch": plain,
+                },
+                len(caches),
+            )
             flops = sum(4 * heads * 128 * (n * c + n * n / 2) for n, c in zip(queries, contexts))
             _print(f"{heads}/{kv_heads} heads, {title}", times, sum(lengths) * kv_heads * 128 * 4, flops)
 
@@ -123,33 +163,67 @@ def attention(race: Race) -> None:
 def shared(race: Race) -> None:
     """Requests whose block tables begin with the same blocks, against the same call where each has a copy of its own."""
     for heads, kv_heads in ((16, 8), (32, 8)):
-        for title, (count, query_len, length, prefix) in {"decode 32 x 960": (32, 1, 960, 900), "decode 8 x 500": (8, 1, 500, 400), "32 new of 960, 8 requests": (8, 32, 960, 900)}.items():
+        for title, (count, query_len, length, prefix) in {
+            "decode 32 x 960": (32, 1, 960, 900),
+            "decode 8 x 500": (8, 1, 500, 400),
+            "32 new of 960, 8 requests": (8, 32, 960, 900),
+        }.items():
             per_request = -(-length // 16)
             caches = [[_cache(count * per_request, kv_heads) for _ in range(2)] for _ in range(2)]
             private = torch.randperm(count * per_request).int().view(count, per_request)
             common = private.clone()
             common[:, : prefix // 16] = private[0, : prefix // 16]
-            q, starts, seq_lens = torch.randn(count * query_len, heads, 128).bfloat16(), torch.arange(count + 1).int() * query_len, torch.full((count,), length).int()
+            q, starts, seq_lens = (
+                torch.randn(count * query_len, heads, 128).bfloat16(),
+                torch.arange(count + 1).int() * query_len,
+                torch.full((count,), length).int(),
+            )
 
             def run(table, path, caches=caches, q=q, starts=starts, seq_lens=seq_lens):
                 for k, v in caches:
                     cpu_ops.paged_attention(q, k, v, table, seq_lens, starts, 128**-0.5, path=path)
 
-            times = race.run({"native": lambda: run(common, 0), "own copies": lambda: run(private, 0), "--deterministic": lambda: run(common, 2), "its own copies": lambda: run(private, 2)}, len(caches))
+            times = race.run(
+                {
+                    "native": lambda: run(common, 0),
+                    "own copies": lambda: run(private, 0),
+                    "--deterministic": lambda: run(common, 2),
+                    "its own copies": lambda: run(private, 2),
+                },
+                len(caches),
+            )
             read = (prefix // 16 * 16 + count * (length - prefix // 16 * 16)) * kv_heads * 128 * 4
-            _print(f"{heads}/{kv_heads} heads, {title}, {prefix} shared", times, read, 4 * heads * 128 * count * query_len * length)
+            _print(
+                f"{heads}/{kv_heads} heads, {title}, {prefix} shared",
+                times,
+                read,
+                4 * heads * 128 * count * query_len * length,
+            )
 
 
 def small(race: Race) -> None:
     for rows in (1, 32, 1024):
-        x, residual, weight = torch.randn(rows, 1024).bfloat16(), torch.randn(rows, 1024).bfloat16(), torch.randn(1024).bfloat16()
+        x, residual, weight = (
+            torch.randn(rows, 1024).bfloat16(),
+            torch.randn(rows, 1024).bfloat16(),
+            torch.randn(1024).bfloat16(),
+        )
         gate_up, qkv = torch.randn(rows, 6144).bfloat16(), torch.randn(rows, 4096).bfloat16()
         q_weight, table, positions = torch.randn(128).bfloat16(), torch.randn(2048, 128), torch.arange(rows)
-        k_cache, v_cache = torch.empty(rows // 16 + 1, 16, 8, 128).bfloat16(), torch.empty(rows // 16 + 1, 16, 8, 128).bfloat16()
+        k_cache, v_cache = (
+            torch.empty(rows // 16 + 1, 16, 8, 128).bfloat16(),
+            torch.empty(rows // 16 + 1, 16, 8, 128).bfloat16(),
+        )
         arguments = (q_weight, q_weight, 1e-6, table, positions, k_cache, v_cache, positions, 16)
         for title, call, size in (("add_rms_norm", lambda o: o.add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes), ("silu_and_mul", lambda o: o.silu_and_mul(gate_up), 1.5 * gate_up.nbytes),
                                   ("qk_norm_rope_write", lambda o: o.qk_norm_rope_write(qkv, *arguments), 2 * qkv.nbytes)):  # fmt: skip
-            times = race.run({"native": lambda: [call(cpu_ops) for _ in range(50)], "torch": lambda: [call(torch_ops) for _ in range(50)]}, 50)
+            times = race.run(
+                {
+                    "native": lambda: [call(cpu_ops) for _ in range(50)],
+                    "torch": lambda: [call(torch_ops) for _ in range(50)],
+                },
+                50,
+            )
             _print(f"{title}, {rows} rows", times, size, 0)
 
 

@@ -49,14 +49,35 @@ class Server:
         self.log_path = self.folder / "log"
         (self.folder / "tmp").mkdir()
         environment = os.environ | {"PYTHONPATH": str(tree), "QUIRE_FAKE": fake, "TMPDIR": str(self.folder / "tmp")}
-        command = [sys.executable, "-m", "quire", "serve", str(EMBEDDED_MODEL), "--port", str(self.port),
-                   "--distributed-executor-backend", "fake", "--max-model-len", "2048",
-                   "--max-num-seqs", "64", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "quire",
+            "serve",
+            str(EMBEDDED_MODEL),
+            "--port",
+            str(self.port),
+            "--distributed-executor-backend",
+            "fake",
+            "--max-model-len",
+            "2048",
+            "--max-num-seqs",
+            "64",
+            *options,
+        ]
         limits = (max_files, max_files)
         limit = None if max_files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-                                            stderr=log, preexec_fn=limit, start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                cwd=tree,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=limit,
+                start_new_session=True,
+            )
 
     @property
     def url(self) -> str:
@@ -118,14 +139,20 @@ def until(condition: Callable[[], object], timeout: float) -> float | None:
     return time.monotonic() - start
 
 
-def streams(server: Server, count: int, num_tokens: int,
-            disturb: Callable[[], object] = lambda: None) -> tuple[list[str], float]:
+def streams(
+    server: Server, count: int, num_tokens: int, disturb: Callable[[], object] = lambda: None
+) -> tuple[list[str], float]:
     """What `count` streams received at once, "" for one that did not end with [DONE]; `disturb` runs a second later.
     And the seconds until the last ended."""
 
     async def one(http: httpx.AsyncClient, number: int) -> str:
-        body = {"messages": [{"role": "user", "content": f"number {number}"}], "max_tokens": num_tokens,
-                "ignore_eos": True, "seed": number, "stream": True}
+        body = {
+            "messages": [{"role": "user", "content": f"number {number}"}],
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "seed": number,
+            "stream": True,
+        }
         text, done = "", False
         with suppress(httpx.HTTPError):
             async with http.stream("POST", CHAT, json=body) as answer:
@@ -206,6 +233,7 @@ def engine_killed(tree: Path) -> str:
 
 def group_terminated(tree: Path) -> str:
     with serving(tree, "--shutdown-timeout", "6", fake="step_delay=0.02,load_delay=12") as server:
+
         def terminate() -> None:
             for process in (psutil.Process(server.process.pid), *server.children()):
                 process.terminate()
@@ -267,8 +295,17 @@ def engine_stopped(tree: Path) -> str:
 
 def stalled_readers(tree: Path) -> str:
     with serving(tree, "--shutdown-timeout", "5", fake="") as server:
-        body = json.dumps({"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 1500, "stream": True,
-                           "ignore_eos": True, "logprobs": True, "top_logprobs": 20}).encode()
+        body = json.dumps(
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "n": 16,
+                "max_tokens": 1500,
+                "stream": True,
+                "ignore_eos": True,
+                "logprobs": True,
+                "top_logprobs": 20,
+            }
+        ).encode()
         request = f"{HEAD}{len(body)}\r\n\r\n".encode() + body
         readers = [connect(server, request, receive_buffer=4096) for _ in range(3)]
         time.sleep(2)
@@ -324,8 +361,10 @@ def uploads(tree: Path) -> str:
 
 KILLS = {
     "engine": ("kill -9 of the engine under 24 streams", engine_killed),
-    "group": ("SIGTERM to every process under 16 streams; an engine takes 12 s to load, --shutdown-timeout 6",
-              group_terminated),
+    "group": (
+        "SIGTERM to every process under 16 streams; an engine takes 12 s to load, --shutdown-timeout 6",
+        group_terminated,
+    ),
     "server": ("kill -9 of the server under 24 streams", server_killed),
     "frontend": ("kill -9 of one of two frontends under 24 streams", frontend_killed),
     "stopped": ("one of two frontends stopped", frontend_stopped),

@@ -1,8 +1,10 @@
-"""Write a model of real shapes with random bfloat16 weights and a tokenizer, for servers that need a folder (quire itself has `--load-format dummy`).
+"""Write a model of real shapes with random bfloat16 weights and a tokenizer, for servers that need a folder (quire
+itself has `--load-format dummy`).
 
     python benchmarks/make_model.py {qwen3-0.6b,llama-1b,qwen3-4b,tiny} OUT_DIR
 
-The text that such a model writes means nothing; its speed is that of the real one. `tiny` has one layer of next to no work: what is measured with it is everything but the model.
+The text that such a model writes means nothing; its speed is that of the real one. `tiny` has one layer of next to no
+work: what is measured with it is everything but the model.
 """
 
 from __future__ import annotations
@@ -18,16 +20,54 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 _COMMON = {"bos_token_id": 0, "eos_token_id": 0, "head_dim": 128, "num_key_value_heads": 8, "tie_word_embeddings": True}
 SHAPES: dict[str, PreTrainedConfig] = {
-    "qwen3-0.6b": Qwen3Config(**_COMMON, vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, max_position_embeddings=40960, rms_norm_eps=1e-6),
-    "llama-1b": LlamaConfig(**_COMMON | {"head_dim": 64}, vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, max_position_embeddings=131072, rms_norm_eps=1e-5),
-    "qwen3-4b": Qwen3Config(**_COMMON, vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, max_position_embeddings=40960, rms_norm_eps=1e-6),
-    "tiny": Qwen3Config(**_COMMON | {"head_dim": 64, "num_key_value_heads": 1}, vocab_size=4096, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=4096, rms_norm_eps=1e-6),
+    "qwen3-0.6b": Qwen3Config(
+        **_COMMON,
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+    ),
+    "llama-1b": LlamaConfig(
+        **_COMMON | {"head_dim": 64},
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+    ),
+    "qwen3-4b": Qwen3Config(
+        **_COMMON,
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+    ),
+    "tiny": Qwen3Config(
+        **_COMMON | {"head_dim": 64, "num_key_value_heads": 1},
+        vocab_size=4096,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+    ),
 }
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def write_weights(config: PreTrainedConfig, folder: Path) -> None:
-    """Norms are 1 and matrices are Gaussian of the config's initializer range, drawn in place: no second copy of the model is ever in memory."""
+    """Norms are 1 and matrices are Gaussian of the config's initializer range, drawn in place: no second copy of the
+    model is ever in memory.
+    """
     torch.manual_seed(0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -45,13 +85,26 @@ def write_tokenizer(vocab_size: int, folder: Path) -> None:
     """Byte-level BPE trained on Python's standard library, filled up so that every id of the model is some text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=min(32000, vocab_size), special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(32000, vocab_size),
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train([str(path) for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))], trainer)
     spec = json.loads(tokenizer.to_str())
     vocab = spec["model"]["vocab"]
     vocab |= {f"~{i}": i for i in range(len(vocab), vocab_size)}
-    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)), eos_token=SPECIAL[0], bos_token=SPECIAL[0], pad_token=SPECIAL[0])
-    fast.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(spec)),
+        eos_token=SPECIAL[0],
+        bos_token=SPECIAL[0],
+        pad_token=SPECIAL[0],
+    )
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if "
+        "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     fast.save_pretrained(folder)
 
 

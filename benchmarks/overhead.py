@@ -1,9 +1,12 @@
-"""What everything but the model costs: HTTP streaming through server and engine with the fake executor, which computes nothing.
+"""What everything but the model costs: HTTP streaming through server and engine with the fake executor, which computes
+nothing.
 
-python benchmarks/overhead.py MODEL_FOLDER [--max-concurrency 1,16,64] [--output-len 128] [--api-server-count 1,4]      (MODEL_FOLDER for its tokenizer and vocabulary; needs psutil)
+python benchmarks/overhead.py MODEL_FOLDER [--max-concurrency 1,16,64] [--output-len 128] [--api-server-count 1,4]
+(MODEL_FOLDER for its tokenizer and vocabulary; needs psutil)
 
-Prints the ceiling in tokens per second, and microseconds of CPU time per token in the server (all its frontends), the engine and this client. Several frontends gain something
-only where each has a core beside those of the engine and of this client, which is one process: on two cores they lose.
+Prints the ceiling in tokens per second, and microseconds of CPU time per token in the server (all its frontends), the
+engine and this client. Several frontends gain something only where each has a core beside those of the engine and of
+this client, which is one process: on two cores they lose.
 """
 
 from __future__ import annotations
@@ -29,14 +32,29 @@ from quire.configs.sources import EMBEDDED_MODEL
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default=str(EMBEDDED_MODEL), help="folder with tokenizer.json and config.json (default: the model that comes with quire)")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=str(EMBEDDED_MODEL),
+        help="folder with tokenizer.json and config.json (default: the model that comes with quire)",
+    )
     parser.add_argument("--max-concurrency", type=serve.concurrencies, default=[1, 16, 64], help="default: 1,16,64")
-    parser.add_argument("--api-server-count", type=serve.concurrencies, default=[1], help="frontend processes, one server after another; default: 1")
+    parser.add_argument(
+        "--api-server-count",
+        type=serve.concurrencies,
+        default=[1],
+        help="frontend processes, one server after another; default: 1",
+    )
     parser.add_argument("--requests-per-stream", type=int, default=4, help="default: 4")
     parser.add_argument("--input-len", type=int, default=128, help="default: 128")
     parser.add_argument("--output-len", type=int, default=256, help="default: 256")
     arguments = parser.parse_args(argv)
-    print(f"{'frontends':>9} {'streams':>8} {'tok/s':>9} {'TTFT p50 ms':>12} {'ITL p50 ms':>11}   CPU us per token: {'server':>7} {'engine':>7} {'client':>7}")
+    print(
+
+            f"{'frontends':>9} {'streams':>8} {'tok/s':>9} {'TTFT p50 ms':>12} {'ITL p50 ms':>11}   CPU us per "
+            f"token: {'server':>7} {'engine':>7} {'client':>7}"
+
+    )
     for count in arguments.api_server_count:
         asyncio.run(measure(arguments, count))
     return 0
@@ -45,15 +63,36 @@ def main(argv: Sequence[str]) -> int:
 async def measure(arguments: argparse.Namespace, num_frontends: int) -> None:
     port = free_port()
     os.environ["QUIRE_FAKE"] = "validate=0"
-    command = [sys.executable, "-m", "quire", "serve", arguments.model, "--distributed-executor-backend", "fake", "--port", str(port), "--max-num-seqs", "256",
-               "--num-gpu-blocks-override", "65536", "--served-model-name", "fake", "--api-server-count", str(num_frontends)]
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        arguments.model,
+        "--distributed-executor-backend",
+        "fake",
+        "--port",
+        str(port),
+        "--max-num-seqs",
+        "256",
+        "--num-gpu-blocks-override",
+        "65536",
+        "--served-model-name",
+        "fake",
+        "--api-server-count",
+        str(num_frontends),
+    ]
     with ServerProcess(command, port) as server:
         await server.wait_for("/health", timeout=60)
         target = Target(server.client, "/v1/completions", "fake", ignore_eos=True, temperature=0.0)
         encoder = serve.load_encoder(arguments.model, None)
         for streams in arguments.max_concurrency:
             samples = make_samples(dataset(arguments, streams * arguments.requests_per_stream), encoder, seed=streams)
-            groups = [servers_of(server.process.pid, num_frontends), [engine_of(server.process.pid)], [psutil.Process()]]
+            groups = [
+                servers_of(server.process.pid, num_frontends),
+                [engine_of(server.process.pid)],
+                [psutil.Process()],
+            ]
             before = [cpu_seconds(group) for group in groups]
             results, duration = await run_load(target, samples, [0.0] * len(samples), streams, lambda result: None)
             spent = [cpu_seconds(group) - start for group, start in zip(groups, before, strict=True)]
@@ -61,11 +100,26 @@ async def measure(arguments: argparse.Namespace, num_frontends: int) -> None:
             if figures["failed"]:
                 raise RuntimeError(next(result.error for result in results if result.error))
             costs = " ".join(f"{1e6 * seconds / figures['total_output_tokens']:>7.0f}" for seconds in spent)
-            print(f"{num_frontends:>9} {streams:>8} {figures['output_throughput']:>9.0f} {figures['median_ttft_ms']:>12.1f} {figures['median_itl_ms']:>11.2f}   {'':>17} {costs}", flush=True)
+            print(
+                (
+                    f"{num_frontends:>9} {streams:>8} {figures['output_throughput']:>9.0f} "
+                    f"{figures['median_ttft_ms']:>12.1f} {figures['median_itl_ms']:>11.2f}   {'':>17} {costs}"
+                ),
+                flush=True,
+            )
 
 
 def dataset(arguments: argparse.Namespace, num_prompts: int) -> argparse.Namespace:
-    return serve.parser().parse_args(["--num-prompts", str(num_prompts), "--input-len", str(arguments.input_len), "--output-len", str(arguments.output_len)])
+    return serve.parser().parse_args(
+        [
+            "--num-prompts",
+            str(num_prompts),
+            "--input-len",
+            str(arguments.input_len),
+            "--output-len",
+            str(arguments.output_len),
+        ]
+    )
 
 
 def engine_of(pid: int) -> psutil.Process:
@@ -75,7 +129,9 @@ def engine_of(pid: int) -> psutil.Process:
 
 def servers_of(pid: int, num_frontends: int) -> list[psutil.Process]:
     """The server's process, and its frontends where they are processes of their own."""
-    frontends = [child for child in psutil.Process(pid).children() if "quire.server.frontends.member" in child.cmdline()]
+    frontends = [
+        child for child in psutil.Process(pid).children() if "quire.server.frontends.member" in child.cmdline()
+    ]
     assert len(frontends) == (num_frontends if num_frontends > 1 else 0)
     return [psutil.Process(pid), *frontends]
 

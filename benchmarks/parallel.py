@@ -1,9 +1,12 @@
-"""What dividing a model costs and brings, and how long a dead engine is missed. Random weights: only the sizes of the model matter.
+"""What dividing a model costs and brings, and how long a dead engine is missed. Random weights: only the sizes of the
+model matter.
 
-python benchmarks/parallel.py [--size 0.6b|tiny] [--num-reqs 1,8] [--steps 64]      (needs psutil; on a machine that does nothing else)
+python benchmarks/parallel.py [--size 0.6b|tiny] [--num-reqs 1,8] [--steps 64]      (needs psutil; on a machine that
+does nothing else)
 
-Decode steps through scheduler, executor and workers, without HTTP: one process, a worker process, two tensor-parallel ranks, two pipeline stages; the same cores for all. Then a server
-whose engine is killed with SIGKILL while it streams: seconds until /health says so, until it is 200 again, and until the stream goes on.
+Decode steps through scheduler, executor and workers, without HTTP: one process, a worker process, two tensor-parallel
+ranks, two pipeline stages; the same cores for all. Then a server whose engine is killed with SIGKILL while it streams:
+seconds until /health says so, until it is 200 again, and until the stream goes on.
 """
 
 from __future__ import annotations
@@ -35,19 +38,57 @@ from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import AddRequest, SamplingParams
 from quire.engine.scheduler import Scheduler
 
-_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16", "hidden_act": "silu"}
-SIZES = {
-    "0.6b": _QWEN3 | {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-                      "tie_word_embeddings": True},
-    "tiny": _QWEN3 | {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
-                      "tie_word_embeddings": True},
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
 }
-PLACEMENTS: dict[str, dict[str, Any]] = {"uniproc": {}, "mp": {"distributed_executor_backend": "mp"}, "TP = 2": {"tensor_parallel_size": 2}, "PP = 2": {"pipeline_parallel_size": 2}}
+SIZES = {
+    "0.6b": _QWEN3
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "tiny": _QWEN3
+    | {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "uniproc": {},
+    "mp": {"distributed_executor_backend": "mp"},
+    "TP = 2": {"tensor_parallel_size": 2},
+    "PP = 2": {"pipeline_parallel_size": 2},
+}
 PROMPT_LEN = 128
 
 
 def settings(folder: str) -> dict[str, Any]:
-    return {"model": folder, "load_format": "dummy", "device": "cpu", "max_model_len": "1024", "max_num_seqs": 16, "num_gpu_blocks_override": 2048}
+    return {
+        "model": folder,
+        "load_format": "dummy",
+        "device": "cpu",
+        "max_model_len": "1024",
+        "max_num_seqs": 16,
+        "num_gpu_blocks_override": 2048,
+    }
 
 
 def decode_steps(folder: str, placement: dict[str, Any], num_reqs: int, num_steps: int) -> float:
@@ -56,9 +97,18 @@ def decode_steps(folder: str, placement: dict[str, Any], num_reqs: int, num_step
     executor = get_executor(config)
     try:
         ready = executor.initialize(lambda phase, fraction: None)
-        scheduler = Scheduler(config.scheduler, ready, KVCacheManager(ready.num_blocks, ready.block_size), config.parallel.pipeline_parallel_size)
+        scheduler = Scheduler(
+            config.scheduler,
+            ready,
+            KVCacheManager(ready.num_blocks, ready.block_size),
+            config.parallel.pipeline_parallel_size,
+        )
         for i in range(num_reqs):
-            scheduler.add(AddRequest(str(i), [i + 1] * PROMPT_LEN, SamplingParams(max_tokens=num_steps, temperature=0.0, ignore_eos=True)))
+            scheduler.add(
+                AddRequest(
+                    str(i), [i + 1] * PROMPT_LEN, SamplingParams(max_tokens=num_steps, temperature=0.0, ignore_eos=True)
+                )
+            )
         in_flight, times = deque(), []
         while scheduler.requests or in_flight:
             if len(in_flight) < steps_in_flight(config, ready) and (step := scheduler.schedule()):
@@ -77,16 +127,41 @@ async def recovery(folder: str, tokenizer: str) -> tuple[float, float, float]:
     """Seconds from an engine's death until /health says so, until it is 200 again, and until the stream goes on."""
     port = free_port()
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings(folder).items() if name != "model"]
-    command = [sys.executable, "-m", "quire", "serve", folder, "--tokenizer", tokenizer, "--port", str(port), "--served-model-name", "m", "--generation-config", "vllm", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        folder,
+        "--tokenizer",
+        tokenizer,
+        "--port",
+        str(port),
+        "--served-model-name",
+        "m",
+        "--generation-config",
+        "vllm",
+        *flags,
+    ]
     with ServerProcess(command, port) as server:
         await server.wait_for("/health", timeout=300)
         words = list(range(300, 1200))  # ids that the small tokenizer has text for: tokens without text make no events
-        body = {"model": "m", "prompt": "Once upon a time", "max_tokens": 800, "ignore_eos": True, "temperature": 0, "stream": True, "allowed_token_ids": words}
+        body = {
+            "model": "m",
+            "prompt": "Once upon a time",
+            "max_tokens": 800,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "allowed_token_ids": words,
+        }
         response, _ = await server.client.request("POST", "/v1/completions", json.dumps(body).encode())
         events = response.events()
         for _ in range(5):
             await anext(events)
-        (engine,) = [child for child in psutil.Process(server.process.pid).children() if "quire.engine.core" in child.cmdline()]
+        (engine,) = [
+            child for child in psutil.Process(server.process.pid).children() if "quire.engine.core" in child.cmdline()
+        ]
         os.kill(engine.pid, signal.SIGKILL)
         killed = time.perf_counter()
 
@@ -119,9 +194,20 @@ def main(argv: Sequence[str]) -> int:
         Path(folder, "config.json").write_text(json.dumps(SIZES[arguments.size]))
         for num_reqs in map(int, arguments.num_reqs.split(",")):
             for name, placement in PLACEMENTS.items():
-                print(f"{num_reqs:>3} requests  {name:<8} {decode_steps(folder, placement, num_reqs, arguments.steps):>8.2f} ms per token", flush=True)
+                print(
+                    (
+                        f"{num_reqs:>3} requests  {name:<8} "
+                        f"{decode_steps(folder, placement, num_reqs, arguments.steps):>8.2f} ms per token"
+                    ),
+                    flush=True,
+                )
         seen, ready, resumed = asyncio.run(recovery(folder, str(EMBEDDED_MODEL)))
-        print(f"engine killed: /health 503 after {seen:.2f} s, 200 after {ready:.2f} s, the stream went on after {resumed:.2f} s")
+        print(
+
+                f"engine killed: /health 503 after {seen:.2f} s, 200 after {ready:.2f} s, the stream went on after "
+                f"{resumed:.2f} s"
+
+        )
     return 0
 
 

@@ -1,10 +1,13 @@
-"""Where the time of one step goes: whole steps of a model in this process, without engine and HTTP, and how much of each is spent inside which native kernel.
+"""Where the time of one step goes: whole steps of a model in this process, without engine and HTTP, and how much of
+each is spent inside which native kernel.
 
-    python benchmarks/step.py MODEL [--loads 1x128 8x128 32x128 1024] [--rounds N] [--threads N] [--quantization int8|int4] [--temperature T] [--deterministic | --no-deterministic] [--in-turn]
+    python benchmarks/step.py MODEL [--loads 1x128 8x128 32x128 1024] [--rounds N] [--threads N] [--quantization
+    int8|int4] [--temperature T] [--deterministic | --no-deterministic] [--in-turn]
                                     [--cpu-time]
 
-A load is a prompt of that many tokens (`1024`), or requests x tokens of context that each decode one token (`32x128`). Prints the median step in milliseconds, the
-share of each kernel, and what is left for Python and torch. All layers are one native call; `--in-turn` has attention called from here, so that it is seen by itself.
+A load is a prompt of that many tokens (`1024`), or requests x tokens of context that each decode one token (`32x128`).
+Prints the median step in milliseconds, the share of each kernel, and what is left for Python and torch. All layers are
+one native call; `--in-turn` has attention called from here, so that it is seen by itself.
 """
 
 from __future__ import annotations
@@ -69,7 +72,11 @@ class InTurn(AttentionBackend):
 
 def label(name: str, args: tuple) -> str:
     """A product is told by its shape, the others by name."""
-    return f"{args[8]} x {args[7]}".replace(" x ", " -> ") if name.startswith("quire_gemm_run") else name.removeprefix("quire_")
+    return (
+        f"{args[8]} x {args[7]}".replace(" x ", " -> ")
+        if name.startswith("quire_gemm_run")
+        else name.removeprefix("quire_")
+    )
 
 
 class Requests:
@@ -86,7 +93,15 @@ class Requests:
         admitted = [NewRequest(row, [100 + (row * 37 + i) % 1000 for i in range(context + count)], context + count, [[1 + row * blocks + i for i in range(blocks)]], sampling)
                     for row in range(num_requests)] if new else []  # fmt: skip
         self.steps += 1
-        return StepInput(self.steps, admitted, list(range(num_requests)), [context] * num_requests, [count] * num_requests, [[] for _ in range(num_requests)], list(range(num_requests)))
+        return StepInput(
+            self.steps,
+            admitted,
+            list(range(num_requests)),
+            [context] * num_requests,
+            [count] * num_requests,
+            [[] for _ in range(num_requests)],
+            list(range(num_requests)),
+        )
 
 
 def parse_load(text: str) -> tuple[int, int, int]:
@@ -106,7 +121,9 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="as of `quire serve`")
-    parser.add_argument("--in-turn", action="store_true", help="one native call per layer and its attention, not one for all")
+    parser.add_argument(
+        "--in-turn", action="store_true", help="one native call per layer and its attention, not one for all"
+    )
     parser.add_argument("--cpu-time", action="store_true", help="count the time of this process only; with one thread")
     args = parser.parse_args()
     clock = time.thread_time if args.cpu_time else time.perf_counter
@@ -134,7 +151,11 @@ def main() -> int:
             for name, seconds in timed.seconds.items():
                 parts[name].append(seconds)
             parts["the rest"].append(totals[-1] - sum(timed.seconds.values()))
-        print(f"{load}: {median(totals) * 1e3:.2f} ms (least {min(totals) * 1e3:.2f})  " + "  ".join(f"{name} {median(seconds) * 1e3:.2f}" for name, seconds in parts.items()), flush=True)
+        print(
+            f"{load}: {median(totals) * 1e3:.2f} ms (least {min(totals) * 1e3:.2f})  "
+            + "  ".join(f"{name} {median(seconds) * 1e3:.2f}" for name, seconds in parts.items()),
+            flush=True,
+        )
     worker.shutdown()
     return 0
 

@@ -1,9 +1,11 @@
-"""What it costs to hand a step to every rank: a pipe each, as the multiprocess executor has it, against one ring in shared memory.
+"""What it costs to hand a step to every rank: a pipe each, as the multiprocess executor has it, against one ring in
+shared memory.
 
 python benchmarks/step_broadcast.py [--ranks 2,4] [--steps 2000]
 
-Every rank decodes the message, and rank 0 answers with a byte, as it would with the sampled tokens. Per step: the time until the sender is free again, the time until the
-answer is there, and the CPU time that sender and ranks spend together. The ring's readers cannot sleep on memory, so they look, yield, and look again.
+Every rank decodes the message, and rank 0 answers with a byte, as it would with the sampled tokens. Per step: the time
+until the sender is free again, the time until the answer is there, and the CPU time that sender and ranks spend
+together. The ring's readers cannot sleep on memory, so they look, yield, and look again.
 
 On 2 busy cores of an x86-64 server (load 4):
     ranks  step             bytes           send us  answer us  CPU us
@@ -52,14 +54,27 @@ def messages() -> dict[str, bytes]:
     found = {}
     for size in (1, 64, 256):
         rows = list(range(size))
-        found[f"decode of {size}"] = encode(StepInput(12345, [], rows, [1000 + row for row in rows], [1] * size, [[5000 + row] if row % 16 == 0 else [] for row in rows], rows))
+        found[f"decode of {size}"] = encode(
+            StepInput(
+                12345,
+                [],
+                rows,
+                [1000 + row for row in rows],
+                [1] * size,
+                [[5000 + row] if row % 16 == 0 else [] for row in rows],
+                rows,
+            )
+        )
     new = NewRequest(7, list(range(100000, 108192)), 8192, list(range(512)), SamplingParams(seed=1))
     found["prompt of 8192"] = encode(StepInput(12345, [new], [7], [0], [8192], [[]], [0]))
     return found
 
 
 class Ring:
-    """One writer, and readers that all read everything. Behind the slots is a counter for each reader, so that the writer does not overtake one."""
+    """One writer, and readers that all read everything.
+
+    Behind the slots is a counter for each reader, so that the writer does not overtake one.
+    """
 
     def __init__(self, num_readers: int, rank: int | None = None, memory: SharedMemory | None = None):
         self.memory = memory or SharedMemory(create=True, size=SLOTS * SLOT_SIZE + 8 * num_readers)
@@ -67,7 +82,10 @@ class Ring:
 
     def write(self, message: bytes) -> None:
         self.step += 1
-        while self.step > SLOTS and min(struct.unpack_from(f"{self.num_readers}Q", self.memory.buf, SLOTS * SLOT_SIZE)) <= self.step - SLOTS:
+        while (
+            self.step > SLOTS
+            and min(struct.unpack_from(f"{self.num_readers}Q", self.memory.buf, SLOTS * SLOT_SIZE)) <= self.step - SLOTS
+        ):
             os.sched_yield()
         start = self.step % SLOTS * SLOT_SIZE
         self.memory.buf[start + HEADER : start + HEADER + len(message)] = message
@@ -80,7 +98,7 @@ class Ring:
         while NUMBER.unpack_from(self.memory.buf, start)[0] != self.step:
             looks += 1
             os.sched_yield() if looks < IDLE else time.sleep(5e-5)
-        length, = NUMBER.unpack_from(self.memory.buf, start + 8)
+        (length,) = NUMBER.unpack_from(self.memory.buf, start + 8)
         message = bytes(self.memory.buf[start + HEADER : start + HEADER + length])
         NUMBER.pack_into(self.memory.buf, SLOTS * SLOT_SIZE + 8 * self.rank, self.step)
         return message
@@ -104,7 +122,10 @@ def measure(kind: str, num_ranks: int, message: bytes, num_steps: int) -> tuple[
     ring = Ring(num_ranks) if kind == "ring" else None
     pairs = [context.Pipe() for _ in range(num_ranks)]
     pipes = [ours for ours, _ in pairs]
-    processes = [context.Process(target=rank_main, args=(rank, num_ranks, theirs, ring.memory if ring else None)) for rank, (_, theirs) in enumerate(pairs)]
+    processes = [
+        context.Process(target=rank_main, args=(rank, num_ranks, theirs, ring.memory if ring else None))
+        for rank, (_, theirs) in enumerate(pairs)
+    ]
     for process in processes:
         process.start()
     send: Callable[[bytes], object] = ring.write if ring else lambda data: [pipe.send_bytes(data) for pipe in pipes]
@@ -137,7 +158,10 @@ def main(argv: Sequence[str]) -> int:
         for name, message in messages().items():
             for kind in ("pipe", "ring"):
                 send, answer, cpu = measure(kind, num_ranks, message, arguments.steps)
-                print(f"{num_ranks:>5}  {name:<15} {len(message):>6}   {kind:5} {send:>8.0f} {answer:>10.0f} {cpu:>7.0f}", flush=True)
+                print(
+                    f"{num_ranks:>5}  {name:<15} {len(message):>6}   {kind:5} {send:>8.0f} {answer:>10.0f} {cpu:>7.0f}",
+                    flush=True,
+                )
     return 0
 
 

@@ -1,8 +1,10 @@
 """Convert a folder that `make_model.py` wrote for llama.cpp, with llama.cpp's own converter.
 
-    python benchmarks/to_gguf.py LLAMA_CPP_DIR MODEL_DIR OUT.gguf        (bf16; `llama-quantize` makes Q8_0 and Q4_0 of it)
+    python benchmarks/to_gguf.py LLAMA_CPP_DIR MODEL_DIR OUT.gguf        (bf16; `llama-quantize` makes Q8_0 and Q4_0 of
+    it)
 
-The converter needs `pip install gguf sentencepiece`. It refuses tokenizers that it does not know by their hash. Ours splits text as GPT-2 does, which is what it is told here.
+The converter needs `pip install gguf sentencepiece`. It refuses tokenizers that it does not know by their hash. Ours
+splits text as GPT-2 does, which is what it is told here.
 """
 
 from __future__ import annotations

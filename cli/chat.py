@@ -1,4 +1,6 @@
-"""`quire chat` and `quire complete`: talk to a running OpenAI-compatible server from a terminal, over plain http.client."""
+"""`quire chat` and `quire complete`: talk to a running OpenAI-compatible server from a terminal, over plain
+http.client.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from urllib.parse import urlsplit
 
 from quire.cli.main import Parser
 
-CHAT_HELP = ("/help shows this, /reset forgets the conversation, /system TEXT sets the system prompt (and forgets), Ctrl-C stops an answer, "
-             "Ctrl-D ends")
+CHAT_HELP = (
+    "/help shows this, /reset forgets the conversation, /system TEXT sets the system prompt (and forgets), "
+    "Ctrl-C stops an answer, "
+    "Ctrl-D ends"
+)
 
 
 class ServerError(Exception):
@@ -31,11 +36,16 @@ class Server:
             raise ServerError(f"--url: expected http://HOST:PORT/v1, got {url!r}")
         self.url, self.parts = url, parts
         self.path = parts.path.rstrip("/") or "/v1"
-        self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self.headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
 
     @contextlib.contextmanager
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-        """A 200 response; closed afterwards, which tells the server to stop when the body has not been read to its end. Raises ServerError."""
+        """A 200 response; closed afterwards, which tells the server to stop when the body has not been read to its end.
+
+        Raises ServerError.
+        """
         connect = http.client.HTTPSConnection if self.parts.scheme == "https" else http.client.HTTPConnection
         connection = connect(self.parts.hostname, self.parts.port)
         try:
@@ -75,8 +85,19 @@ def error_message(body: bytes) -> str:
 
 def _parser(name: str, description: str) -> Parser:
     parser = Parser(prog=f"quire {name}", description=description)
-    parser.add_argument("--url", "--base-url", metavar="URL", default="http://127.0.0.1:8000/v1", help="base URL of the server's API (default: http://127.0.0.1:8000/v1)")
-    parser.add_argument("--api-key", metavar="KEY", default=_default_key(), help="sent as a Bearer token (default: QUIRE_API_KEY or OPENAI_API_KEY)")
+    parser.add_argument(
+        "--url",
+        "--base-url",
+        metavar="URL",
+        default="http://127.0.0.1:8000/v1",
+        help="base URL of the server's API (default: http://127.0.0.1:8000/v1)",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=_default_key(),
+        help="sent as a Bearer token (default: QUIRE_API_KEY or OPENAI_API_KEY)",
+    )
     parser.add_argument("--model", "--model-name", metavar="NAME", help="default: the first model the server lists")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the server's)")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the server's)")
@@ -89,7 +110,11 @@ def _default_key() -> str | None:
 
 
 def _options(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
-    options = {"model": arguments.model or server.first_model(), "max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
+    options = {
+        "model": arguments.model or server.first_model(),
+        "max_tokens": arguments.max_tokens,
+        "temperature": arguments.temperature,
+    }
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -158,7 +183,9 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": answer})
 
     def _answer(self) -> Iterator[str]:
-        with contextlib.closing(self.server.stream("/chat/completions", self.options | {"messages": self.messages})) as chunks:
+        with contextlib.closing(
+            self.server.stream("/chat/completions", self.options | {"messages": self.messages})
+        ) as chunks:
             for chunk in chunks:
                 for choice in chunk.get("choices", ()):
                     yield choice["delta"].get("content") or ""
@@ -205,7 +232,10 @@ def stoppable() -> Iterator[None]:
 
 
 def read_lines(prompt: str) -> Iterator[str]:
-    """Lines from the terminal, with editing and history where readline exists, until Ctrl-D; Ctrl-C clears the line. Without a terminal: lines of stdin."""
+    """Lines from the terminal, with editing and history where readline exists, until Ctrl-D; Ctrl-C clears the line.
+
+    Without a terminal: lines of stdin.
+    """
     interactive = sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):  # Windows

@@ -1,4 +1,6 @@
-"""`quire check`: what `quire serve` with the same flags would plan and choose, or the error it would end with, without loading weights."""
+"""`quire check`: what `quire serve` with the same flags would plan and choose, or the error it would end with, without
+loading weights.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,24 @@ def plan(config: Config) -> str:
     from quire.server.text.tokenizer import Tokenizer
 
     options = config.model
-    folder = hub.resolve(options.model, revision=options.revision, download_dir=options.download_dir, tokenizer_only=True)
+    folder = hub.resolve(
+        options.model, revision=options.revision, download_dir=options.download_dir, tokenizer_only=True
+    )
     config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
     check_model_folder(folder)
     # by name: the server's processes never import the worker, but this one only asks it and ends
-    importlib.import_module("quire.worker.loader").check_model(config, files=hub.local_folder(options.model) is not None)
+    importlib.import_module("quire.worker.loader").check_model(
+        config, files=hub.local_folder(options.model) is not None
+    )
     ready = importlib.import_module("quire.worker.memory").preview(config)
-    tokenizer_folder = folder if options.tokenizer is None else hub.resolve(options.tokenizer, download_dir=options.download_dir, tokenizer_only=True)
-    tokenizer = Tokenizer.load(tokenizer_folder, chat_template=config.server.chat_template, trust_remote_code=options.trust_remote_code)
+    tokenizer_folder = (
+        folder
+        if options.tokenizer is None
+        else hub.resolve(options.tokenizer, download_dir=options.download_dir, tokenizer_only=True)
+    )
+    tokenizer = Tokenizer.load(
+        tokenizer_folder, chat_template=config.server.chat_template, trust_remote_code=options.trust_remote_code
+    )
     defaults = read_sampling_defaults(config, folder)
     chat = "yes" if tokenizer.chat_templates else "none: /v1/chat/completions needs --chat-template"
     sampling = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "OpenAI's"

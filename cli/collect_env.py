@@ -10,10 +10,49 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("torch", "flash-attn", "transformers", "tokenizers", "safetensors", "huggingface-hub", "jinja2", "fastapi", "starlette", "uvicorn", "pydantic",
-            "pyzmq", "msgspec", "prometheus-client", "pyyaml", "numpy", "openai", "aiohttp")
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm")
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "LD_PRELOAD", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "QUIRE_CONFIG")
+PACKAGES = (
+    "torch",
+    "flash-attn",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface-hub",
+    "jinja2",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "pyzmq",
+    "msgspec",
+    "prometheus-client",
+    "pyyaml",
+    "numpy",
+    "openai",
+    "aiohttp",
+)
+CPU_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "sve",
+    "bf16",
+    "i8mm",
+)
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "LD_PRELOAD",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "QUIRE_CONFIG",
+)
 # torch in a process of its own: a broken installation is a finding, not the end of the report
 _TORCH = """
 import torch
@@ -32,10 +71,28 @@ def main() -> int:
 
 def report() -> list[tuple[str, str]]:
     """(what, value) lines; anything that cannot be found out says why."""
-    lines = [("quire", version("quire")), ("Python", f"{platform.python_version()} ({sys.executable})"), ("platform", platform.platform())]
-    lines += [("CPU", cpu_model()), ("cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable of {os.cpu_count()}")]
-    lines += [("CPU features", " ".join(cpu_features()) or "none of those quire uses, or unknown"), ("memory", memory())]
-    lines += [("GPU driver", run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]))]
+    lines = [
+        ("quire", version("quire")),
+        ("Python", f"{platform.python_version()} ({sys.executable})"),
+        ("platform", platform.platform()),
+    ]
+    lines += [
+        ("CPU", cpu_model()),
+        (
+            "cores",
+            (
+                f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable of "
+                f"{os.cpu_count()}"
+            ),
+        ),
+    ]
+    lines += [
+        ("CPU features", " ".join(cpu_features()) or "none of those quire uses, or unknown"),
+        ("memory", memory()),
+    ]
+    lines += [
+        ("GPU driver", run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]))
+    ]
     lines += [("torch sees", line) for line in run([sys.executable, "-c", _TORCH]).splitlines()]
     lines += [(name, version(name)) for name in PACKAGES]
     return lines + [(name, os.environ[name]) for name in VARIABLES if name in os.environ]

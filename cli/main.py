@@ -1,6 +1,8 @@
-"""The `quire` command. Flags are derived from the fields of `configs/config.py`; what a command runs is imported when it runs.
+"""The `quire` command. Flags are derived from the fields of `configs/config.py`; what a command runs is imported when
+it runs.
 
-Nothing heavy is imported here: `quire --help` is instant, and `quire serve` reaches `quire.server.launch.serve` in a few hundredths of a second.
+Nothing heavy is imported here: `quire --help` is instant, and `quire serve` reaches `quire.server.launch.serve` in a
+few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -17,9 +19,19 @@ from quire.configs.options import Option, advice, all_options, suggestion
 from quire.configs.sources import EMBEDDED_MODEL, Settings, describe, embedded_model, resolve
 
 _STDOUT = 1
-SECTIONS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "parallel": "Parallelism", "device": "Device", "server": "HTTP server"}
-EPILOG = ("Every flag is also a YAML key for --config (max_model_len: 4096) and an environment variable (QUIRE_MAX_MODEL_LEN=4096). "
-          "A flag beats the environment, the environment beats the file.")
+SECTIONS = {
+    "model": "Model",
+    "cache": "KV cache",
+    "scheduler": "Scheduler",
+    "parallel": "Parallelism",
+    "device": "Device",
+    "server": "HTTP server",
+}
+EPILOG = (
+    "Every flag is also a YAML key for --config (max_model_len: 4096) and an environment variable "
+    "(QUIRE_MAX_MODEL_LEN=4096). "
+    "A flag beats the environment, the environment beats the file."
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,7 +40,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         arguments = [_dashes(arg) for arg in (sys.argv[1:] if args is None else args)]
         result, unknown = self.parse_known_args(arguments, namespace)
         if unknown:
@@ -71,11 +85,22 @@ class _Extend(argparse._ExtendAction):
         super().__call__(parser, namespace, values, option_string)
 
 
-def add_config_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str] = tuple(SECTIONS), everyday: bool = True) -> None:
-    """Add MODEL, the flags of `sections`, --config and --print-config; only everyday flags appear in the help, and none where not `everyday`."""
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="Hugging Face folder or Hub id (default: the small model that comes with quire)")
+def add_config_flags(
+    parser: argparse.ArgumentParser, *, sections: Sequence[str] = tuple(SECTIONS), everyday: bool = True
+) -> None:
+    """Add MODEL, the flags of `sections`, --config and --print-config; only everyday flags appear in the help, and none
+    where not `everyday`.
+    """
+    parser.add_argument(
+        "model_argument",
+        nargs="?",
+        metavar="MODEL",
+        help="Hugging Face folder or Hub id (default: the small model that comes with quire)",
+    )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or a preset: cpu, single-gpu, tp2")
-    parser.add_argument("--print-config", action="store_true", help="print every setting with its value and source, and exit")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every setting with its value and source, and exit"
+    )
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags and exit")
     for section in sections:
         group = parser.add_argument_group(SECTIONS[section])
@@ -86,7 +111,11 @@ def add_config_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str]
 
 def _add_flag(group, option: Option, visible: bool) -> None:
     text = _help(option).replace("%", "%%")
-    keywords: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text if visible else argparse.SUPPRESS}
+    keywords: dict[str, Any] = {
+        "dest": option.name,
+        "default": argparse.SUPPRESS,
+        "help": text if visible else argparse.SUPPRESS,
+    }
     if option.type is bool:
         keywords["action"] = argparse.BooleanOptionalAction
     else:
@@ -108,8 +137,13 @@ def _help(option: Option) -> str:
     return option.help if shown else f"{option.help} (default: {default})"
 
 
-def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *, need_model: bool = True) -> Settings:
-    """The settings that the parsed `arguments`, the environment and the YAML file give together. Exits with 2 and a message when they are wrong."""
+def read_settings(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, *, need_model: bool = True
+) -> Settings:
+    """The settings that the parsed `arguments`, the environment and the YAML file give together.
+
+    Exits with 2 and a message when they are wrong.
+    """
     given = vars(arguments)
     flags = {name: given[name] for name in all_options() if name in given}
     if given["model_argument"] is not None:
@@ -146,7 +180,12 @@ def _use_embedded_model(parser: argparse.ArgumentParser, settings: Settings, nee
 
 def serve(arguments: list[str]) -> int:
     """serve a model over HTTP with OpenAI's API"""
-    parser = Parser(prog="quire serve", usage="quire serve [MODEL] [flags]", description="Serve a model over HTTP with OpenAI's API.", epilog=EPILOG)
+    parser = Parser(
+        prog="quire serve",
+        usage="quire serve [MODEL] [flags]",
+        description="Serve a model over HTTP with OpenAI's API.",
+        epilog=EPILOG,
+    )
     add_config_flags(parser)
     settings = read_settings(parser, parser.parse_args(arguments))
     return importlib.import_module("quire.server.launch").serve(settings.config(), settings.sources)
@@ -154,8 +193,15 @@ def serve(arguments: list[str]) -> int:
 
 def check(arguments: list[str]) -> int:
     """print the memory plan of `quire serve` with the same flags, and exit"""
-    parser = Parser(prog="quire check", usage="quire check [MODEL] [flags]", epilog=EPILOG,
-                    description="Print where the memory would go and what would be chosen automatically, without loading weights or serving.")
+    parser = Parser(
+        prog="quire check",
+        usage="quire check [MODEL] [flags]",
+        epilog=EPILOG,
+        description=(
+            "Print where the memory would go and what would be chosen automatically, without loading weights or "
+            "serving."
+        ),
+    )
     add_config_flags(parser)
     settings = read_settings(parser, parser.parse_args(arguments))
     return importlib.import_module("quire.cli.check").check(settings.config())
@@ -182,13 +228,18 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "bench": _elsewhere("quire.cli.bench.main", "main", "measure a running server, or this machine offline"),
     "health": _elsewhere("quire.cli.health", "main", "say whether a running server is ready, by the exit status"),
     "check": check,
-    "build-kernels": _elsewhere("quire.worker.cpu.build", "main", "compile the native CPU kernels ahead, for a wheel or an image"),
+    "build-kernels": _elsewhere(
+        "quire.worker.cpu.build", "main", "compile the native CPU kernels ahead, for a wheel or an image"
+    ),
     "collect-env": collect_env,
 }
 
 
 def main(argv: list[str]) -> int:
-    """Run `quire ARGV...` and return its exit status. A reader of its output that wants no more of it (`quire check | head`) is no error."""
+    """Run `quire ARGV...` and return its exit status.
+
+    A reader of its output that wants no more of it (`quire check | head`) is no error.
+    """
     try:
         try:
             return _run(argv)
@@ -210,9 +261,13 @@ def _nobody_reads_stdout() -> bool:
 def _run(argv: list[str]) -> int:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {run.__doc__}" for name, run in COMMANDS.items())
-    parser = Parser(prog="quire", usage="quire COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,
-                    description=f"An OpenAI-compatible inference server for large language models.\n\ncommands:\n{commands}",
-                    epilog="`quire COMMAND --help` shows a command's flags.")
+    parser = Parser(
+        prog="quire",
+        usage="quire COMMAND ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"An OpenAI-compatible inference server for large language models.\n\ncommands:\n{commands}",
+        epilog="`quire COMMAND --help` shows a command's flags.",
+    )
     parser.add_argument("--version", action="version", version=f"quire {importlib.import_module('quire').__version__}")
     parser.add_argument("command", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv[:1] or ["--help"])

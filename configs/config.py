@@ -1,8 +1,9 @@
 """Configuration as frozen sections, one per owner; `Config` is only their record.
 
-Every field is at once a command-line flag (`--max-model-len`), a YAML key (`max_model_len`) and an environment variable (`QUIRE_MAX_MODEL_LEN`);
-`configs/options.py` derives all three from the metadata here. Names and meanings are vLLM's where vLLM has the setting. Values that depend on the
-machine stay `None` or "auto" here: whoever resolves them reports the result in `Ready` instead of editing the configuration.
+Every field is at once a command-line flag (`--max-model-len`), a YAML key (`max_model_len`) and an environment variable
+(`QUIRE_MAX_MODEL_LEN`); `configs/options.py` derives all three from the metadata here. Names and meanings are vLLM's
+where vLLM has the setting. Values that depend on the machine stay `None` or "auto" here: whoever resolves them reports
+the result in `Ready` instead of editing the configuration.
 """
 
 from __future__ import annotations
@@ -11,15 +12,43 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def opt(default: Any, help: str, *, everyday: bool = False, choices: tuple[str, ...] | None = None, hidden_choices: tuple[str, ...] = (), aliases: dict[str, str] | None = None, repeat: bool = False,
-        metavar: str | None = None, unit: str | None = None, minimum: float | None = None, above: float | None = None, maximum: float | None = None, secret: bool = False):
-    """A dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`; `repeat` fields take several values.
+def opt(
+    default: Any,
+    help: str,
+    *,
+    everyday: bool = False,
+    choices: tuple[str, ...] | None = None,
+    hidden_choices: tuple[str, ...] = (),
+    aliases: dict[str, str] | None = None,
+    repeat: bool = False,
+    metavar: str | None = None,
+    unit: str | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    secret: bool = False,
+):
+    """A dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`; `repeat`
+    fields take several values.
 
-    `unit` is "bytes" (suffixes allowed) or "length" (a number of tokens, or auto). `minimum`, `above` (exclusive) and `maximum` bound a number.
-    `hidden_choices` are accepted but not advertised; `aliases` are other spellings of choices; a `secret` value is never printed. What checks all this is `configs/options.py`.
+    `unit` is "bytes" (suffixes allowed) or "length" (a number of tokens, or auto). `minimum`, `above` (exclusive) and
+    `maximum` bound a number. `hidden_choices` are accepted but not advertised; `aliases` are other spellings of
+    choices; a `secret` value is never printed. What checks all this is `configs/options.py`.
     """
-    metadata = {"help": help, "everyday": everyday, "choices": choices, "hidden_choices": hidden_choices, "aliases": aliases or {}, "repeat": repeat, "metavar": metavar, "unit": unit,
-                "minimum": minimum, "above": above, "maximum": maximum, "secret": secret}
+    metadata = {
+        "help": help,
+        "everyday": everyday,
+        "choices": choices,
+        "hidden_choices": hidden_choices,
+        "aliases": aliases or {},
+        "repeat": repeat,
+        "metavar": metavar,
+        "unit": unit,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+        "secret": secret,
+    }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -33,10 +62,29 @@ class ModelConfig:
     tokenizer: str | None = opt(None, "folder or Hub id of the tokenizer, if not the model's")
     revision: str | None = opt(None, "branch, tag or commit on the Hub", everyday=True)
     download_dir: str | None = opt(None, "where Hub files are kept (default: the Hugging Face cache)")
-    dtype: str = opt("auto", "weights and activations", everyday=True, choices=("auto", "float32", "bfloat16", "float16"),
-                     aliases={"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"})
-    quantization: str | None = opt(None, "round the weights to integers at load, in groups of 128 or 64 with a scale each (CPU only; the output head is int8 in either case)", everyday=True, choices=("int8", "int4"))
-    max_model_len: str = opt("auto", "context length in tokens (prompt and output), or auto: what the model allows and the memory holds", everyday=True, metavar="N|auto", unit="length")
+    dtype: str = opt(
+        "auto",
+        "weights and activations",
+        everyday=True,
+        choices=("auto", "float32", "bfloat16", "float16"),
+        aliases={"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
+    )
+    quantization: str | None = opt(
+        None,
+        (
+            "round the weights to integers at load, in groups of 128 or 64 with a scale each (CPU only; the output "
+            "head is int8 in either case)"
+        ),
+        everyday=True,
+        choices=("int8", "int4"),
+    )
+    max_model_len: str = opt(
+        "auto",
+        "context length in tokens (prompt and output), or auto: what the model allows and the memory holds",
+        everyday=True,
+        metavar="N|auto",
+        unit="length",
+    )
     load_format: str = opt("auto", "safetensors, or dummy for random weights", choices=("auto", "safetensors", "dummy"))
     trust_remote_code: bool = opt(False, "let transformers run code that comes with the model (tokenizer only)")
     seed: int = opt(0, "seed of dummy weights; requests have their own")
@@ -47,8 +95,20 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int | None = opt(None, "tokens per KV block (default: chosen by the attention backend)", minimum=1)
-    gpu_memory_utilization: float = opt(0.9, "fraction of the device's memory to use; on CPU, of the RAM that is free at start", everyday=True, above=0, maximum=1)
-    kv_cache_memory_bytes: int | None = opt(None, "bytes for the KV cache, instead of the fraction (suffixes K, M, G)", metavar="BYTES", unit="bytes", minimum=1)
+    gpu_memory_utilization: float = opt(
+        0.9,
+        "fraction of the device's memory to use; on CPU, of the RAM that is free at start",
+        everyday=True,
+        above=0,
+        maximum=1,
+    )
+    kv_cache_memory_bytes: int | None = opt(
+        None,
+        "bytes for the KV cache, instead of the fraction (suffixes K, M, G)",
+        metavar="BYTES",
+        unit="bytes",
+        minimum=1,
+    )
     enable_prefix_caching: bool = opt(True, "reuse the KV blocks of equal prefixes")
     num_gpu_blocks_override: int | None = opt(None, "exact number of KV blocks, for tests", minimum=2)
 
@@ -58,10 +118,22 @@ class SchedulerConfig:
     """Who runs in a step."""
 
     max_num_seqs: int | None = opt(None, "most requests running at once", everyday=True, minimum=1)
-    max_num_batched_tokens: int | None = opt(None, "token budget of one step, prefill and decode together", everyday=True, minimum=1)
+    max_num_batched_tokens: int | None = opt(
+        None, "token budget of one step, prefill and decode together", everyday=True, minimum=1
+    )
     scheduling_policy: str = opt("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
-    long_prefill_token_threshold: int = opt(0, "most prompt tokens of one request in one step while others run (0: no limit)", minimum=0)
-    steps_in_flight: int | None = opt(None, "scheduled steps in flight: 1 is synchronous, 2 overlaps scheduling with the device (default: 1 on CPU, 2 on CUDA)", minimum=1, maximum=8)
+    long_prefill_token_threshold: int = opt(
+        0, "most prompt tokens of one request in one step while others run (0: no limit)", minimum=0
+    )
+    steps_in_flight: int | None = opt(
+        None,
+        (
+            "scheduled steps in flight: 1 is synchronous, 2 overlaps scheduling with the device (default: 1 on CPU, "
+            "2 on CUDA)"
+        ),
+        minimum=1,
+        maximum=8,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +142,39 @@ class ParallelConfig:
 
     tensor_parallel_size: int = opt(1, "ranks that share every layer", everyday=True, minimum=1)
     pipeline_parallel_size: int = opt(1, "ranks that share the layers one after another", minimum=1)
-    data_parallel_size: int = opt(1, "engines behind one server, each with the whole model; requests go where their prefix is cached", minimum=1)
-    distributed_executor_backend: str | None = opt(None, "uniproc: the worker lives in the engine process; mp: one process per rank; ray: one actor per rank on a Ray cluster", choices=("uniproc", "mp", "ray"), hidden_choices=("fake",))
-    debug_check_ranks: bool = opt(False, "compare what the tensor-parallel ranks sample after every step, and fail when they differ")
+    data_parallel_size: int = opt(
+        1, "engines behind one server, each with the whole model; requests go where their prefix is cached", minimum=1
+    )
+    distributed_executor_backend: str | None = opt(
+        None,
+        (
+            "uniproc: the worker lives in the engine process; mp: one process per rank; ray: one actor per rank on a "
+            "Ray cluster"
+        ),
+        choices=("uniproc", "mp", "ray"),
+        hidden_choices=("fake",),
+    )
+    debug_check_ranks: bool = opt(
+        False, "compare what the tensor-parallel ranks sample after every step, and fail when they differ"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
     """The device and how it is driven."""
 
-    device: str = opt("auto", "auto: CUDA where there is a GPU, else CPU", everyday=True, choices=("auto", "cpu", "cuda"))
+    device: str = opt(
+        "auto", "auto: CUDA where there is a GPU, else CPU", everyday=True, choices=("auto", "cpu", "cuda")
+    )
     enforce_eager: bool = opt(False, "no CUDA graphs")
     attention_backend: str | None = opt(None, "force one attention backend instead of the first that applies")
-    deterministic: bool | None = opt(None, "a request's tokens and log-probabilities are the same bit for bit whatever runs beside it (CPU, bfloat16, one rank; default: auto, which is on where that costs less than 5 %)")
+    deterministic: bool | None = opt(
+        None,
+        (
+            "a request's tokens and log-probabilities are the same bit for bit whatever runs beside it (CPU, "
+            "bfloat16, one rank; default: auto, which is on where that costs less than 5 %)"
+        ),
+    )
     num_threads: int | None = opt(None, "compute threads on CPU (default: the cores this process may use)", minimum=1)
 
 
@@ -92,25 +184,84 @@ class ServerConfig:
 
     host: str = opt("127.0.0.1", "address to listen on", everyday=True)
     port: int = opt(8000, "port to listen on (0: any free one)", everyday=True, minimum=0, maximum=65535)
-    api_server_count: int = opt(1, "frontend processes that share the port, for loads that keep one busy with tokenizing", everyday=True, minimum=1)
+    api_server_count: int = opt(
+        1,
+        "frontend processes that share the port, for loads that keep one busy with tokenizing",
+        everyday=True,
+        minimum=1,
+    )
     uds: str | None = opt(None, "listen on this Unix domain socket instead of host and port")
-    address_file: str | None = opt(None, "write where the server listens to this file, for `quire health`", metavar="FILE")
-    served_model_name: list[str] = opt([], "names the API answers to; the first is the one in responses (default: the model as given)", everyday=True, repeat=True)
+    address_file: str | None = opt(
+        None, "write where the server listens to this file, for `quire health`", metavar="FILE"
+    )
+    served_model_name: list[str] = opt(
+        [],
+        "names the API answers to; the first is the one in responses (default: the model as given)",
+        everyday=True,
+        repeat=True,
+    )
     api_key: list[str] = opt([], "accepted API keys", everyday=True, repeat=True, secret=True)
     chat_template: str | None = opt(None, "file or text of a Jinja template instead of the model's", everyday=True)
     trust_request_chat_template: bool = opt(False, "accept a chat_template in requests")
-    generation_config: str = opt("auto", "default sampling parameters: auto (the model's generation_config.json), vllm (none), or a folder")
+    generation_config: str = opt(
+        "auto", "default sampling parameters: auto (the model's generation_config.json), vllm (none), or a folder"
+    )
     max_logprobs: int = opt(20, "most logprobs a request may ask for (-1: no limit)", minimum=-1)
-    max_body_size: int | None = opt(None, "bytes of the longest request body that is read (default: 2M, or 32 per token of the context; suffixes K, M, G)", metavar="BYTES", unit="bytes", minimum=1024)
-    max_num_queued_reqs: int | None = opt(4096, "refuse requests with 503 when so many would wait, each of n choices counting (0: no limit)", minimum=0)
-    max_num_queued_tokens: int | None = opt(2**22, "refuse requests with 503 when the prompts of those that wait would have so many tokens, per frontend (0: no limit)", minimum=0)
-    share_prefix_cache: bool = opt(False, "let callers with different API keys use each other's cached prefixes, which tells them what others have sent")
-    shutdown_timeout: float = opt(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", minimum=0)
-    step_timeout: float = opt(300.0, "seconds without a finished step after which the engine counts as hung: its stacks go to the log and it is started again (0: never)", minimum=0)
-    health_stall_timeout: float = opt(20.0, "seconds without a finished step, while requests wait, after which /health and /ready say 503 (0: never)", minimum=0)
-    sse_keep_alive_interval: float = opt(15.0, "seconds of silence before a comment is sent on an event stream (0: never)", minimum=0)
-    allowed_hosts: list[str] = opt([], "names in the Host header that are answered beside addresses and names without a dot; * is any (default: any, or none when listening on a loopback address)", repeat=True)
-    allowed_origins: list[str] = opt([], "web pages (their origins) whose scripts may call the API from a browser", everyday=True, repeat=True)
+    max_body_size: int | None = opt(
+        None,
+        (
+            "bytes of the longest request body that is read (default: 2M, or 32 per token of the context; suffixes "
+            "K, M, G)"
+        ),
+        metavar="BYTES",
+        unit="bytes",
+        minimum=1024,
+    )
+    max_num_queued_reqs: int | None = opt(
+        4096, "refuse requests with 503 when so many would wait, each of n choices counting (0: no limit)", minimum=0
+    )
+    max_num_queued_tokens: int | None = opt(
+        2**22,
+        (
+            "refuse requests with 503 when the prompts of those that wait would have so many tokens, per frontend "
+            "(0: no limit)"
+        ),
+        minimum=0,
+    )
+    share_prefix_cache: bool = opt(
+        False,
+        "let callers with different API keys use each other's cached prefixes, which tells them what others have sent",
+    )
+    shutdown_timeout: float = opt(
+        30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", minimum=0
+    )
+    step_timeout: float = opt(
+        300.0,
+        (
+            "seconds without a finished step after which the engine counts as hung: its stacks go to the log and it "
+            "is started again (0: never)"
+        ),
+        minimum=0,
+    )
+    health_stall_timeout: float = opt(
+        20.0,
+        "seconds without a finished step, while requests wait, after which /health and /ready say 503 (0: never)",
+        minimum=0,
+    )
+    sse_keep_alive_interval: float = opt(
+        15.0, "seconds of silence before a comment is sent on an event stream (0: never)", minimum=0
+    )
+    allowed_hosts: list[str] = opt(
+        [],
+        (
+            "names in the Host header that are answered beside addresses and names without a dot; * is any (default: "
+            "any, or none when listening on a loopback address)"
+        ),
+        repeat=True,
+    )
+    allowed_origins: list[str] = opt(
+        [], "web pages (their origins) whose scripts may call the API from a browser", everyday=True, repeat=True
+    )
     vllm_metrics: bool = opt(True, "serve every metric under its vllm: name as well")
     strict_params: bool = opt(False, "refuse unknown request fields with 400 instead of a Warning header")
     log_level: str = opt("info", "how much to log", everyday=True, choices=("debug", "info", "warning", "error"))
@@ -130,7 +281,10 @@ class Config:
 
     @classmethod
     def from_flat(cls, **values: Any) -> Config:
-        """Build from field names without their section: `Config.from_flat(model="m", max_num_seqs=4)`. Raises ValueError for a name no section has."""
+        """Build from field names without their section: `Config.from_flat(model="m", max_num_seqs=4)`.
+
+        Raises ValueError for a name no section has.
+        """
         sections = {}
         for section in fields(cls):
             section_cls = section.default_factory

@@ -46,7 +46,8 @@ def damaged_weights(path: Path, error: Exception) -> str:
 
 
 def check_model_folder(folder: str) -> None:
-    """Raise ValueError, in one line, when `folder` cannot be a model's: it or a file in it cannot be read, or there is no config.json.
+    """Raise ValueError, in one line, when `folder` cannot be a model's: it or a file in it cannot be read, or there is
+    no config.json.
 
     Runs before any process is started or library is imported that the model would need.
     """

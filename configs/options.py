@@ -1,6 +1,8 @@
-"""Every field of `configs/config.py` as an option with three spellings: flag `--max-model-len`, YAML key `max_model_len`, variable `QUIRE_MAX_MODEL_LEN`.
+"""Every field of `configs/config.py` as an option with three spellings: flag `--max-model-len`, YAML key
+`max_model_len`, variable `QUIRE_MAX_MODEL_LEN`.
 
-`Option.parse` is the only check of a value's type, choices and range, whatever the value came from; its errors name the spelling the user used.
+`Option.parse` is the only check of a value's type, choices and range, whatever the value came from; its errors name the
+spelling the user used.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10,
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One setting. `type` is that of the value, or of one value where `repeat`; `optional` ones may be None, which means that quire chooses."""
+    """One setting.
+
+    `type` is that of the value, or of one value where `repeat`; `optional` ones may be None, which means that quire
+    chooses.
+    """
 
     name: str
     section: str
@@ -53,7 +59,10 @@ class Option:
         return "QUIRE_" + self.name.upper()
 
     def parse(self, value: Any, spelling: str) -> Any:
-        """`value`, text or already of the right type, as the field's type. Raises ValueError that begins with `spelling`."""
+        """`value`, text or already of the right type, as the field's type.
+
+        Raises ValueError that begins with `spelling`.
+        """
         if self.repeat:
             return [self._parse_one(item, spelling) for item in (value if isinstance(value, list | tuple) else [value])]
         return self._parse_one(value, spelling)
@@ -67,7 +76,9 @@ class Option:
             raise ValueError(f"{spelling}: expected {self._expected()}, got {value!r}") from None
         result = self.aliases.get(result, result) if self.aliases else result
         if self.choices and result not in (*self.choices, *self.hidden_choices):
-            raise ValueError(f"{spelling}: {result!r} is not one of {', '.join(self.choices)}{suggestion(str(result), self.choices)}")
+            raise ValueError(
+                f"{spelling}: {result!r} is not one of {', '.join(self.choices)}{suggestion(str(result), self.choices)}"
+            )
         self._check_range(result, spelling)
         return result
 
@@ -102,7 +113,12 @@ class Option:
             return "auto or a number of tokens (4096, 32k, 32K)"
         if self.unit == "bytes":
             return "a number of bytes (500M, 4G, 1.5g; capital letters are powers of 1024)"
-        return {bool: "true, false or auto" if self.optional else "true or false", int: "a whole number", float: "a number", str: "text that is not empty" if self.repeat else "text"}[self.type]
+        return {
+            bool: "true, false or auto" if self.optional else "true or false",
+            int: "a whole number",
+            float: "a number",
+            str: "text that is not empty" if self.repeat else "text",
+        }[self.type]
 
 
 def parse_bool(value: Any) -> bool:
@@ -114,7 +130,9 @@ def parse_bool(value: Any) -> bool:
 
 
 def parse_count(value: Any) -> int:
-    """4096, "4096", "32k" = 32,000, "32K" = 32,768, "4GiB" = "4G", "1.5g" = 1,500,000,000: small letters are decimal, capital ones binary, as in vLLM."""
+    """4096, "4096", "32k" = 32,000, "32K" = 32,768, "4GiB" = "4G", "1.5g" = 1,500,000,000: small letters are decimal,
+    capital ones binary, as in vLLM.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(i?B)?", str(value))
     if not match or (match[3] and match[2] in ("", *"kmgt")) or match[3] == "B":
         raise ValueError(value)
@@ -137,7 +155,9 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def advice(name: str, known: Iterable[str]) -> str:
-    """What to do about an unknown setting `name`: what it is called here if it is another server's, else the nearest of `known`."""
+    """What to do about an unknown setting `name`: what it is called here if it is another server's, else the nearest of
+    `known`.
+    """
     foreign = FOREIGN_SETTINGS.get(name.lstrip("-").replace("-", "_"))
     return f": {foreign}" if foreign else suggestion(name, known)
 
@@ -145,7 +165,11 @@ def advice(name: str, known: Iterable[str]) -> str:
 @cache
 def all_options() -> dict[str, Option]:
     """Every option by name, in the order of `Config`."""
-    return {option.name: option for section in fields(Config) for option in _section_options(section.name, section.default_factory)}
+    return {
+        option.name: option
+        for section in fields(Config)
+        for option in _section_options(section.name, section.default_factory)
+    }
 
 
 def _section_options(section: str, cls: type) -> Iterable[Option]:
@@ -154,11 +178,15 @@ def _section_options(section: str, cls: type) -> Iterable[Option]:
         value_type, optional, repeat = _value_type(hints[field.name])
         assert repeat == field.metadata["repeat"], f"{field.name}: repeat and its type disagree"
         default = field.default_factory() if field.default is MISSING else field.default
-        yield Option(name=field.name, section=section, type=value_type, optional=optional, default=default, **field.metadata)
+        yield Option(
+            name=field.name, section=section, type=value_type, optional=optional, default=default, **field.metadata
+        )
 
 
 def _value_type(hint: Any) -> tuple[type, bool, bool]:
-    """(type of one value, may be None, is a list) of an annotation: `int | None` -> (int, True, False), `list[str]` -> (str, False, True)."""
+    """(type of one value, may be None, is a list) of an annotation: `int | None` -> (int, True, False), `list[str]` ->
+    (str, False, True).
+    """
     if typing.get_origin(hint) is list:
         return typing.get_args(hint)[0], False, True
     if isinstance(hint, types.UnionType):
@@ -177,5 +205,10 @@ def find_option(name: str, spelling: str | None = None) -> Option:
 
 
 def config_from(settings: Mapping[str, Any]) -> Config:
-    """A checked `Config` from Python values by field name, as the offline API takes them. Raises ValueError naming the setting."""
-    return Config.from_flat(**{find_option(name).name: find_option(name).parse(value, name) for name, value in settings.items()})
+    """A checked `Config` from Python values by field name, as the offline API takes them.
+
+    Raises ValueError naming the setting.
+    """
+    return Config.from_flat(
+        **{find_option(name).name: find_option(name).parse(value, name) for name, value in settings.items()}
+    )

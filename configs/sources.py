@@ -15,7 +15,8 @@ from quire.configs.options import Option, all_options, find_option, suggestion
 
 PRESETS = Path(__file__).parent
 EMBEDDED_MODEL = PRESETS / "quire-tiny"
-_OTHER_VARIABLES = ("QUIRE_CONFIG", "QUIRE_CACHE", "QUIRE_FAKE")  # the file, where compiled kernels are kept, and the fake executor's options
+# the file, where compiled kernels are kept, and the fake executor's options
+_OTHER_VARIABLES = ("QUIRE_CONFIG", "QUIRE_CACHE", "QUIRE_FAKE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,13 @@ class Settings:
         return self.sources.get(name, "default")
 
 
-def resolve(flags: Mapping[str, Any], config_file: str | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Merge the three places. `flags` holds what the command line gave, by option name, as text, lists of text or bools. Raises ValueError."""
+def resolve(
+    flags: Mapping[str, Any], config_file: str | None = None, environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """Merge the three places.
+
+    `flags` holds what the command line gave, by option name, as text, lists of text or bools. Raises ValueError.
+    """
     settings = Settings({}, {})
     config_file = config_file or environ.get("QUIRE_CONFIG")
     if config_file:
@@ -57,7 +63,12 @@ def _add_environment(settings: Settings, environ: Mapping[str, str]) -> None:
             continue
         if variable not in variables:
             foreign = FOREIGN_SETTINGS.get(variable.removeprefix("QUIRE_").lower())
-            raise ValueError(f"unknown environment variable {variable}{f': {foreign}' if foreign else suggestion(variable, variables)}")
+            raise ValueError(
+
+                    "unknown environment variable "
+                    f"{variable}{f': {foreign}' if foreign else suggestion(variable, variables)}"
+
+            )
         option, text = variables[variable], environ[variable]
         value = [part.strip() for part in text.split(",") if part.strip()] if option.repeat else text
         _set(settings, option, value, variable, f"environment {variable}")
@@ -99,7 +110,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
             content = yaml.load(file, Loader)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        raise ValueError(f"{path}{f', line {mark.line + 1}' if mark else ''}: not valid YAML: {problem or error}") from error
+        raise ValueError(
+            f"{path}{f', line {mark.line + 1}' if mark else ''}: not valid YAML: {problem or error}"
+        ) from error
     if content is None:
         return {}
     if not isinstance(content, dict):

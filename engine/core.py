@@ -1,9 +1,10 @@
 """The engine process: receive -> schedule -> execute -> update -> send.
 
-Started as `python -m quire.engine.core ADDRESS`. On stdin the parent writes its `Config` (4 bytes of length, big-endian, then msgpack) and keeps stdin open:
-its end means that the parent is gone, and the engine with it; anything written there later ends the engine in order, with code 0. SIGINT and SIGTERM
-are left to the parent, which may have requests to finish when a whole process group is signalled. A failure of the engine itself is logged once, told
-to every server as `EngineDead`, and ends the process with code 1.
+Started as `python -m quire.engine.core ADDRESS`. On stdin the parent writes its `Config` (4 bytes of length,
+big-endian, then msgpack) and keeps stdin open: its end means that the parent is gone, and the engine with it; anything
+written there later ends the engine in order, with code 0. SIGINT and SIGTERM are left to the parent, which may have
+requests to finish when a whole process group is signalled. A failure of the engine itself is logged once, told to every
+server as `EngineDead`, and ends the process with code 1.
 """
 
 from __future__ import annotations
@@ -125,16 +126,24 @@ class EngineCore:
             if not isinstance(error, ValueError):
                 logger.exception("request %s cannot be added", message.request_id)
             kind = "invalid_request" if isinstance(error, ValueError) else "engine"
-            outputs = [EngineOutput(choice.request_id, [], "error", error=str(error), error_kind=kind) for choice in message.choices]
+            outputs = [
+                EngineOutput(choice.request_id, [], "error", error=str(error), error_kind=kind)
+                for choice in message.choices
+            ]
         if outputs:
             self.post(client, StepOutputs(outputs))
         self.note_stats()
 
     def call(self, message: Call) -> CallResult:
         """Run a utility method. Its failure is the caller's alone."""
-        methods = {"reset_prefix_cache": self.scheduler.kv.reset_prefix_cache, "stats": lambda: msgspec.structs.asdict(self.scheduler.stats())}
+        methods = {
+            "reset_prefix_cache": self.scheduler.kv.reset_prefix_cache,
+            "stats": lambda: msgspec.structs.asdict(self.scheduler.stats()),
+        }
         if message.method not in methods:
-            return CallResult(message.call_id, error=f"unknown method {message.method!r}; there are {', '.join(methods)}")
+            return CallResult(
+                message.call_id, error=f"unknown method {message.method!r}; there are {', '.join(methods)}"
+            )
         try:
             return CallResult(message.call_id, methods[message.method](*message.args))
         except Exception as error:
@@ -184,13 +193,22 @@ class EngineCore:
     # ---- start and end
 
     def start(self) -> None:
-        """Load, run a first request through everything, and tell the servers that we are ready. Raises ValueError for what the user can correct."""
+        """Load, run a first request through everything, and tell the servers that we are ready.
+
+        Raises ValueError for what the user can correct.
+        """
         self.executor = get_executor(self.config)
         ready = self.executor.initialize(self.report_progress)
         for fd in self.executor.sentinels():
             self.socket.watch(fd)
         self.depth, self.works_idle = steps_in_flight(self.config, ready), ready.works_idle
-        kv = KVCacheManager(ready.num_blocks, ready.block_size, self.config.cache.enable_prefix_caching, ready.groups, ready.max_num_batched_tokens)
+        kv = KVCacheManager(
+            ready.num_blocks,
+            ready.block_size,
+            self.config.cache.enable_prefix_caching,
+            ready.groups,
+            ready.max_num_batched_tokens,
+        )
         self.scheduler = Scheduler(self.config.scheduler, ready, kv, self.config.parallel.pipeline_parallel_size)
         self.report_progress("warming up", 0.0)
         self.warm_up()
@@ -213,7 +231,10 @@ class EngineCore:
             self.progress = last  # too small a change to tell
 
     def warm_up(self) -> None:
-        """One request of a few tokens, prompt and decode, through scheduler and workers. Raises RuntimeError if it fails. Leaves nothing behind."""
+        """One request of a few tokens, prompt and decode, through scheduler and workers.
+
+        Raises RuntimeError if it fails. Leaves nothing behind.
+        """
         prompt = [0] * min(4, max(self.scheduler.max_model_len - 2, 1))
         sampling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True)
         self.scheduler.add(AddRequest("warm-up", prompt, sampling))
@@ -238,7 +259,9 @@ class EngineCore:
         self.broadcast(EngineDead(reason))
 
     def kill(self) -> None:
-        """End this process, and all that it started, at once, from any thread: the parent is gone, and cannot tidy up either."""
+        """End this process, and all that it started, at once, from any thread: the parent is gone, and cannot tidy up
+        either.
+        """
         kill_descendants()
         remove_files()
         self.socket.unlink()
@@ -271,13 +294,15 @@ def _ask_to_end() -> None:
 
 
 def _flush_stderr() -> None:
-    with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone, must not keep us from ending
+    # a full disk, or a reader that is gone, must not keep us from ending
+    with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
 
 
 def main() -> None:
     """Run the engine process. Does not return."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides what it means
+    # Ctrl-C reaches the whole process group; the parent decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(END_SIGNAL, _end)
     end_with_parent()
@@ -298,7 +323,8 @@ def main() -> None:
     except Exception as error:
         core.die(error)
         if core.executor:
-            core.executor.kill()  # not `shutdown`, which waits: a rank may wait for one that is dead, a thread for a device that is
+            # not `shutdown`, which waits: a rank may wait for one that is dead, a thread for a device that is
+            core.executor.kill()
         kill_descendants()
     finally:
         signal.signal(END_SIGNAL, signal.SIG_IGN)

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 class ServerSocket:
-    """Bound at `address`. A server is known by its ROUTER identity, which is also the return address, so there may be several.
+    """Bound at `address`. A server is known by its ROUTER identity, which is also the return address, so there may be
+    several.
 
     Every message is one msgpack frame. Single-threaded, like any ZeroMQ socket.
     """
@@ -25,7 +26,8 @@ class ServerSocket:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a server that is gone fails instead of being dropped
-        self._socket.set(zmq.SNDHWM, 0)  # the engine never waits for a slow server; what is queued is bounded by its open requests
+        # the engine never waits for a slow server; what is queued is bounded by its open requests
+        self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._poller = zmq.Poller()
@@ -66,7 +68,10 @@ class ServerSocket:
             return False
 
     def unlink(self) -> None:
-        """Remove the socket's file, and the folder that was made for it, without closing the socket. Callable from any thread."""
+        """Remove the socket's file, and the folder that was made for it, without closing the socket.
+
+        Callable from any thread.
+        """
         with contextlib.suppress(OSError):
             os.unlink(self._path)
             os.rmdir(os.path.dirname(self._path))

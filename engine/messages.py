@@ -1,7 +1,8 @@
 """Contract 2, server <-> engine. Torch-free; the server imports it, nothing else of `engine`.
 
-The engine binds one ROUTER socket, each server connects one DEALER. Every message is one msgpack frame, a tagged array; the type is the tag.
-Every `AddRequest` is answered by exactly one `EngineOutput` with a `finish_reason`, whatever happens, unless it was aborted by its client.
+The engine binds one ROUTER socket, each server connects one DEALER. Every message is one msgpack frame, a tagged array;
+the type is the tag. Every `AddRequest` is answered by exactly one `EngineOutput` with a `finish_reason`, whatever
+happens, unless it was aborted by its client.
 """
 
 from __future__ import annotations
@@ -12,11 +13,33 @@ import msgspec
 
 from quire.worker.messages import MemoryPlan, SamplingParams, TokenLogprobs, WorkerReady
 
-__all__ = ["STACKS_FOLDER", "STACKS_SUFFIX", "AbortRequests", "AddRequest", "Call", "CallResult", "Choice", "EngineDead", "EngineOutput", "EngineStats", "FromEngine", "Hello", "MemoryPlan",
-           "Progress", "Ready", "RequestTiming", "SamplingParams", "StepOutputs", "ToEngine", "TokenLogprobs", "WorkerReady"]
+__all__ = [
+    "STACKS_FOLDER",
+    "STACKS_SUFFIX",
+    "AbortRequests",
+    "AddRequest",
+    "Call",
+    "CallResult",
+    "Choice",
+    "EngineDead",
+    "EngineOutput",
+    "EngineStats",
+    "FromEngine",
+    "Hello",
+    "MemoryPlan",
+    "Progress",
+    "Ready",
+    "RequestTiming",
+    "SamplingParams",
+    "StepOutputs",
+    "ToEngine",
+    "TokenLogprobs",
+    "WorkerReady",
+]
 
 
-STACKS_FOLDER = "QUIRE_STACKS_FOLDER"  # the environment variable that tells an engine's processes where to write their stacks down, each to a file
+# the environment variable that tells an engine's processes where to write their stacks down, each to a file
+STACKS_FOLDER = "QUIRE_STACKS_FOLDER"
 STACKS_SUFFIX = ".stacks"
 
 
@@ -32,7 +55,10 @@ class Hello(_Message):
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """One sequence to generate. `output_token_ids` are outputs it already has: a resubmission after an engine restart goes on behind them."""
+    """One sequence to generate.
+
+    `output_token_ids` are outputs it already has: a resubmission after an engine restart goes on behind them.
+    """
 
     request_id: str
     seed: int
@@ -40,7 +66,9 @@ class Choice(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class AddRequest(_Message):
-    """A prompt to continue: by the sequence `request_id`, and by `siblings`, which differ from it in what a `Choice` has. So the prompt is sent once."""
+    """A prompt to continue: by the sequence `request_id`, and by `siblings`, which differ from it in what a `Choice`
+    has. So the prompt is sent once.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -59,8 +87,21 @@ class AddRequest(_Message):
     def having(self, choices: Iterable[Choice], age: float) -> AddRequest:
         """The same with other choices."""
         first, *others = choices
-        sampling = self.sampling if first.seed == self.sampling.seed else msgspec.structs.replace(self.sampling, seed=first.seed)
-        return AddRequest(first.request_id, self.prompt_token_ids, sampling, first.output_token_ids, age, self.priority, self.cache_salt, others)
+        sampling = (
+            self.sampling
+            if first.seed == self.sampling.seed
+            else msgspec.structs.replace(self.sampling, seed=first.seed)
+        )
+        return AddRequest(
+            first.request_id,
+            self.prompt_token_ids,
+            sampling,
+            first.output_token_ids,
+            age,
+            self.priority,
+            self.cache_salt,
+            others,
+        )
 
 
 class AbortRequests(_Message):
@@ -106,7 +147,10 @@ class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """New tokens of one request, in order. `finish_reason` is stop, length, abort or error, and set exactly once, on the last."""
+    """New tokens of one request, in order.
+
+    `finish_reason` is stop, length, abort or error, and set exactly once, on the last.
+    """
 
     request_id: str
     new_token_ids: list[int]

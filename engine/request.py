@@ -20,43 +20,87 @@ class Status(Enum):
 
 
 class Request:
-    """Counts and ids of one sequence. Written by `Scheduler` only, but for the block fields, which belong to `KVCacheManager`.
+    """Counts and ids of one sequence. Written by `Scheduler` only, but for the block fields, which belong to
+    `KVCacheManager`.
 
-    `token_ids` are the known tokens, prompt then outputs; until the first output they are the prompt's list, which the n choices of a request share. Three counts tell its progress:
+    `token_ids` are the known tokens, prompt then outputs; until the first output they are the prompt's list, which the
+    n choices of a request share. Three counts tell its progress:
 
         |<------------- num_tokens ------------->|<- num_in_flight ->|
         |<-- num_computed_tokens -->|<--------- num_new ------------>|
 
-    `num_computed_tokens` includes the steps still in flight; `num_in_flight` tokens are sampled by such steps but their ids have not come back.
+    `num_computed_tokens` includes the steps still in flight; `num_in_flight` tokens are sampled by such steps but their
+    ids have not come back.
     """
 
-    __slots__ = ("block_hashes", "block_ids", "cache_salt", "client", "first_token_time", "group", "key", "max_total_tokens",
-                 "num_cached_tokens", "num_computed_tokens", "num_given_back", "num_in_flight", "num_preemptions", "num_prefill_computed", "num_prompt_logprobs",
-                 "num_prompt_tokens", "num_published", "priority", "queued_time", "request_id", "row", "sampling", "scheduled_time", "status",
-                 "token_ids")
+    __slots__ = (
+        "block_hashes",
+        "block_ids",
+        "cache_salt",
+        "client",
+        "first_token_time",
+        "group",
+        "key",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_given_back",
+        "num_in_flight",
+        "num_preemptions",
+        "num_prefill_computed",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_published",
+        "priority",
+        "queued_time",
+        "request_id",
+        "row",
+        "sampling",
+        "scheduled_time",
+        "status",
+        "token_ids",
+    )
 
-    def __init__(self, message: AddRequest, choice: Choice, client: bytes, sequence: int, group: int, arrival: float, max_model_len: int, by_priority: bool):
-        """`sequence` is its number in the engine, `group` that of the first of its siblings; `arrival` is by the engine's monotonic clock."""
+    def __init__(
+        self,
+        message: AddRequest,
+        choice: Choice,
+        client: bytes,
+        sequence: int,
+        group: int,
+        arrival: float,
+        max_model_len: int,
+        by_priority: bool,
+    ):
+        """`sequence` is its number in the engine, `group` that of the first of its siblings; `arrival` is by the
+        engine's monotonic clock.
+        """
         self.client = client  # the return address: the ROUTER identity of its server
         self.request_id = choice.request_id
         sampling = message.sampling
-        self.sampling = sampling if choice.seed == sampling.seed else msgspec.structs.replace(sampling, seed=choice.seed)
+        self.sampling = (
+            sampling if choice.seed == sampling.seed else msgspec.structs.replace(sampling, seed=choice.seed)
+        )
         self.priority = message.priority
         self.cache_salt = message.cache_salt
         self.group = group
         self.queued_time = time.time()
         self.key = (self.priority if by_priority else 0, arrival, sequence)  # unique: the order of service
 
-        self.token_ids = message.prompt_token_ids + choice.output_token_ids if choice.output_token_ids else message.prompt_token_ids
+        self.token_ids = (
+            message.prompt_token_ids + choice.output_token_ids if choice.output_token_ids else message.prompt_token_ids
+        )
         self.num_prompt_tokens = len(message.prompt_token_ids)
-        self.max_total_tokens = min(self.num_prompt_tokens + message.sampling.max_tokens, max_model_len)  # known when reached: length stops are predicted
+        # known when reached: length stops are predicted
+        self.max_total_tokens = min(self.num_prompt_tokens + message.sampling.max_tokens, max_model_len)
 
         self.status = Status.WAITING
         self.row = -1
         self.num_computed_tokens = 0
         self.num_in_flight = 0
         self.block_ids: list[list[int]] = []  # per cache group
-        self.num_given_back: list[int] = []  # per cache group: blocks at the front that no token sees any more, NULL_BLOCK in block_ids
+        # per cache group: blocks at the front that no token sees any more, NULL_BLOCK in block_ids
+        self.num_given_back: list[int] = []
         self.block_hashes: list[bytes] = []  # of the full blocks of token_ids, as far as computed
         self.num_published = 0  # of block_ids, from the front
 
@@ -82,7 +126,9 @@ class Request:
         return self.sampling.prompt_logprobs is None or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
 
     def finish_reason(self) -> str | None:
-        """"stop" if the last output is an EOS or stop id that counts, "length" if there is no room for another token, else None."""
+        """ "stop" if the last output is an EOS or stop id that counts, "length" if there is no room for another token,
+        else None.
+        """
         sampling, num_tokens = self.sampling, len(self.token_ids)
         # A stop id among the first min_tokens outputs does not count; the sampler bans it there, too.
         if num_tokens - self.num_prompt_tokens > sampling.min_tokens:
@@ -97,7 +143,14 @@ class Request:
         return None if last in self.sampling.eos_token_ids and not self.sampling.ignore_eos else last
 
     def timing(self, now: float) -> RequestTiming:
-        return RequestTiming(self.queued_time, self.scheduled_time, self.first_token_time, now, self.num_preemptions, self.num_prefill_computed)
+        return RequestTiming(
+            self.queued_time,
+            self.scheduled_time,
+            self.first_token_time,
+            now,
+            self.num_preemptions,
+            self.num_prefill_computed,
+        )
 
 
 _key = attrgetter("key")

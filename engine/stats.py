@@ -19,5 +19,14 @@ class Counts:
     iteration_tokens: list[int] = field(default_factory=list)  # tokens of each step
 
     def snapshot(self, num_running: int, num_waiting: int, kv_cache_usage: float) -> EngineStats:
-        return EngineStats(num_running, num_waiting, kv_cache_usage, self.prefix_cache_queries, self.prefix_cache_hits, self.num_preemptions,
-                           self.num_prompt_tokens, self.num_generation_tokens, self.iteration_tokens)
+        return EngineStats(
+            num_running,
+            num_waiting,
+            kv_cache_usage,
+            self.prefix_cache_queries,
+            self.prefix_cache_hits,
+            self.num_preemptions,
+            self.num_prompt_tokens,
+            self.num_generation_tokens,
+            self.iteration_tokens,
+        )

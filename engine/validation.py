@@ -1,4 +1,7 @@
-"""What a request must be like to run at all. Whatever the scheduler and the workers could trip over is refused here, before it touches anything shared."""
+"""What a request must be like to run at all.
+
+Whatever the scheduler and the workers could trip over is refused here, before it touches anything shared.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from collections.abc import Collection
 from quire.engine.messages import AddRequest
 from quire.worker.messages import LOGPROBS_MODES, SamplingParams
 
-MAX_BAD_WORDS_SIZE = 1 << 18  # number of bad words times the length of the longest: the workers compare that many tokens per step
+# number of bad words times the length of the longest: the workers compare that many tokens per step
+MAX_BAD_WORDS_SIZE = 1 << 18
 
 MAX_STOP_TOKEN_IDS = 1024  # looked through for each token
 
@@ -24,8 +28,10 @@ def check_request(message: AddRequest, max_model_len: int, vocab_size: int) -> N
         raise ValueError("request_id: two choices of a request have the same")
     check_sampling(sampling, max_model_len, vocab_size)
     if len(prompt) + min(sampling.max_tokens, 1) > max_model_len:
-        raise ValueError(f"the prompt has {len(prompt)} tokens, but a request may have {max_model_len} in all, "
-                         "prompt and output (the model's context length, or all the KV cache holds)")
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, but a request may have {max_model_len} in all, "
+            "prompt and output (the model's context length, or all the KV cache holds)"
+        )
 
 
 def check_sampling(sampling: SamplingParams, max_model_len: int, vocab_size: int) -> None:
@@ -41,7 +47,9 @@ def check_sampling(sampling: SamplingParams, max_model_len: int, vocab_size: int
         _check_token_ids(name, token_ids, vocab_size)
     _check_bad_words(sampling.bad_words_ids or [], max_model_len, vocab_size)
     if sampling.logprobs_mode not in LOGPROBS_MODES:
-        raise ValueError(f"logprobs_mode {sampling.logprobs_mode!r} does not exist: choose one of {', '.join(LOGPROBS_MODES)}")
+        raise ValueError(
+            f"logprobs_mode {sampling.logprobs_mode!r} does not exist: choose one of {', '.join(LOGPROBS_MODES)}"
+        )
 
 
 def _check_bad_words(words: list[list[int]], max_model_len: int, vocab_size: int) -> None:
@@ -49,7 +57,12 @@ def _check_bad_words(words: list[list[int]], max_model_len: int, vocab_size: int
     if longest > max_model_len:
         raise ValueError(f"bad_words: one has {longest} tokens, but a request may have {max_model_len} in all")
     if len(words) * longest > MAX_BAD_WORDS_SIZE:
-        raise ValueError(f"bad_words: {len(words)} sequences, the longest of {longest} tokens; the product must not exceed {MAX_BAD_WORDS_SIZE}")
+        raise ValueError(
+
+                f"bad_words: {len(words)} sequences, the longest of {longest} tokens; the product must not exceed "
+                f"{MAX_BAD_WORDS_SIZE}"
+
+        )
     for word in words:
         _check_token_ids("bad_words", word, vocab_size)
 

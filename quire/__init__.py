@@ -1,7 +1,7 @@
 """quire's public names: `from quire import LLM, SamplingParams`.
 
-The packages `quire.server`, `quire.engine`, `quire.worker`, `quire.configs` and `quire.cli` are the folders of these names beside this one in a checkout,
-and lie inside it when installed from a wheel.
+The packages `quire.server`, `quire.engine`, `quire.worker`, `quire.configs` and `quire.cli` are the folders of these
+names beside this one in a checkout, and lie inside it when installed from a wheel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams"]
 
 _checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-if os.path.isfile(os.path.join(_checkout, "engine", "core.py")) and os.path.isfile(os.path.join(_checkout, "pyproject.toml")):
+if os.path.isfile(os.path.join(_checkout, "engine", "core.py")) and os.path.isfile(
+    os.path.join(_checkout, "pyproject.toml")
+):
     __path__.append(_checkout)
 
 if TYPE_CHECKING:

@@ -56,7 +56,14 @@ def create_app(state: ServerState) -> ASGIApp:
     app.state.server = state
     for path, handler, methods, body, answer in ROUTES:
         for method in methods:
-            app.add_api_route(path, handler, methods=[method], response_class=Response, openapi_extra=_documented(body, answer), include_in_schema=method != "HEAD")
+            app.add_api_route(
+                path,
+                handler,
+                methods=[method],
+                response_class=Response,
+                openapi_extra=_documented(body, answer),
+                include_in_schema=method != "HEAD",
+            )
     add_pages(app)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -70,8 +77,13 @@ def create_app(state: ServerState) -> ASGIApp:
     if "*" not in server.allowed_hosts and (server.allowed_hosts or (server.uds is None and is_loopback(server.host))):
         layers = Hosts(layers, [server.host, *server.allowed_hosts])
     if state.config.server.allowed_origins:
-        layers = CORSMiddleware(layers, allow_origins=state.config.server.allowed_origins, allow_methods=["*"], allow_headers=["*"],
-                                expose_headers=["x-request-id", "retry-after", "warning"])
+        layers = CORSMiddleware(
+            layers,
+            allow_origins=state.config.server.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "warning"],
+        )
     return layers
 
 
@@ -105,7 +117,8 @@ async def model(request: Request) -> Response:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     model = state.config.model.model
-    root = os.path.basename(os.path.normpath(model)) if os.path.isabs(model) else model  # a folder of the operator's is nobody's business
+    # a folder of the operator's is nobody's business
+    root = os.path.basename(os.path.normpath(model)) if os.path.isabs(model) else model
     return ModelCard(id=name, created=state.created, root=root, max_model_len=state.model and state.model.max_model_len)
 
 
@@ -180,15 +193,31 @@ async def metrics(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """The effective configuration, what was chosen automatically, and the memory plan."""
     state = request.app.state.server
-    return JsonResponse({"version": state.version, "system_fingerprint": state.system_fingerprint, "models": state.names, "health": state.health(),
-                         "config": _shown(state.config), "engine": state.ready and {"steps_in_flight": state.ready.depth} | msgspec.to_builtins(state.ready.worker),
-                         "sampling_defaults": state.model and state.model.sampling_defaults, "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere})
+    return JsonResponse(
+        {
+            "version": state.version,
+            "system_fingerprint": state.system_fingerprint,
+            "models": state.names,
+            "health": state.health(),
+            "config": _shown(state.config),
+            "engine": state.ready and {"steps_in_flight": state.ready.depth} | msgspec.to_builtins(state.ready.worker),
+            "sampling_defaults": state.model and state.model.sampling_defaults,
+            "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere,
+        }
+    )
 
 
 def _shown(config: Config) -> dict[str, Any]:
     """All settings but the secrets."""
-    return {section.name: {f.name: "***" if f.metadata.get("secret") and getattr(getattr(config, section.name), f.name) else getattr(getattr(config, section.name), f.name)
-                           for f in dataclasses.fields(getattr(config, section.name))} for section in dataclasses.fields(config)}
+    return {
+        section.name: {
+            f.name: "***"
+            if f.metadata.get("secret") and getattr(getattr(config, section.name), f.name)
+            else getattr(getattr(config, section.name), f.name)
+            for f in dataclasses.fields(getattr(config, section.name))
+        }
+        for section in dataclasses.fields(config)
+    }
 
 
 async def reset_prefix_cache(request: Request) -> Response:
@@ -208,7 +237,8 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
-    if isinstance(error, EngineError) and request.app.state.server.status in ("draining", "failed"):  # worth another try elsewhere
+    # worth another try elsewhere
+    if isinstance(error, EngineError) and request.app.state.server.status in ("draining", "failed"):
         error = Unavailable(error.message, code="shutting_down", retry_after=5)
     note_refusal(request.scope, error)
     return JsonResponse(error.body(), status_code=error.status, headers=error.headers)

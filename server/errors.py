@@ -18,7 +18,10 @@ import msgspec
 
 
 class ApiError(Exception):
-    """An answer other than 200. `message` is written for the caller: never a traceback, a path or an address of ours."""
+    """An answer other than 200.
+
+    `message` is written for the caller: never a traceback, a path or an address of ours.
+    """
 
     status = 500
     type = "server_error"
@@ -108,4 +111,6 @@ def error_body(message: str, type: str, param: str | None = None, code: str | No
 
 def internal_error_body() -> bytes:
     """For exceptions nobody expected: the log has the traceback, the caller learns only that it is our fault."""
-    return error_body("The server failed to process the request; its log says why.", "server_error", None, "internal_error")
+    return error_body(
+        "The server failed to process the request; its log says why.", "server_error", None, "internal_error"
+    )

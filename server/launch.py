@@ -1,6 +1,8 @@
-"""`quire serve`: the composition root. Opens the port, starts the engine, loads the tokenizer, serves, and ends in order.
+"""`quire serve`: the composition root. Opens the port, starts the engine, loads the tokenizer, serves, and ends in
+order.
 
-The port and the engine come first, before the imports that take time: clients see `/live` while everything else is still on its way.
+The port and the engine come first, before the imports that take time: clients see `/live` while everything else is
+still on its way.
 """
 
 from __future__ import annotations
@@ -35,14 +37,21 @@ TERMINATE_TIMEOUT = 5.0  # seconds for the engine to end
 
 
 def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
-    """Serve until a signal ends it; returns the exit code. `sources` says where each setting that is no default came from."""
+    """Serve until a signal ends it; returns the exit code.
+
+    `sources` says where each setting that is no default came from.
+    """
     started = time.monotonic() - _seconds_since_exec()
     configure_logging(config.server.log_level)
     raise_descriptor_limit()
     try:
         listener = bind(config.server)
     except OSError as error:
-        logger.error("cannot listen on %s: %s", config.server.uds or f"{config.server.host}:{config.server.port}", error.strerror or error)
+        logger.error(
+            "cannot listen on %s: %s",
+            config.server.uds or f"{config.server.host}:{config.server.port}",
+            error.strerror or error,
+        )
         return 1
     if config.server.address_file:
         _announce_address(config.server.address_file, listener)
@@ -67,7 +76,11 @@ def _announce_address(path: str, listener: socket.socket) -> None:
     try:
         health.write_address(path, listener)
     except OSError as error:
-        logger.warning("--address-file: cannot write %s: %s; `quire health` will not find this server", path, error.strerror or error)
+        logger.warning(
+            "--address-file: cannot write %s: %s; `quire health` will not find this server",
+            path,
+            error.strerror or error,
+        )
 
 
 async def _run(config: Config, listener: socket.socket, started: float) -> int:
@@ -88,7 +101,9 @@ def bind(config: ServerConfig) -> socket.socket:
         _remove_stale_socket(config.uds)
         listener.bind(config.uds)
     else:
-        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -111,10 +126,15 @@ def _remove_stale_socket(path: str) -> None:
 
 
 class Launcher:
-    """One life of the server process: starts the engines and watches over them. `front` is what clients talk to, in this process or in several others."""
+    """One life of the server process: starts the engines and watches over them.
+
+    `front` is what clients talk to, in this process or in several others.
+    """
 
     def __init__(self, config: Config, listener: socket.socket, started: float):
-        """Raises ValueError when `config` names no model or a folder that holds none, OSError when the port cannot be shared."""
+        """Raises ValueError when `config` names no model or a folder that holds none, OSError when the port cannot be
+        shared.
+        """
         self.config, self.listener, self.started = config, listener, started
         self.engines: list[EngineProcess] = []
         self.supervisors: list[Supervisor] = []
@@ -159,7 +179,9 @@ class Launcher:
         living.cancel()
         stopping.cancel()
         await asyncio.gather(living, stopping, return_exceptions=True)
-        await asyncio.gather(*(in_thread(functools.partial(engine.terminate, TERMINATE_TIMEOUT)) for engine in self._current_engines()))
+        await asyncio.gather(
+            *(in_thread(functools.partial(engine.terminate, TERMINATE_TIMEOUT)) for engine in self._current_engines())
+        )
         await self.front.end()
         await asyncio.gather(serving, return_exceptions=True)
         return code
@@ -167,7 +189,10 @@ class Launcher:
     # ---- start
 
     async def _live(self) -> None:
-        """From the first phase on to the watch over the ready engine. Ends only by raising: ValueError, EngineFailed."""
+        """From the first phase on to the watch over the ready engine.
+
+        Ends only by raising: ValueError, EngineFailed.
+        """
         from quire.server.startup.progress import StartProgress
 
         self.shown = StartProgress()
@@ -178,8 +203,16 @@ class Launcher:
                     self.folder = await self._resolve(self.config.model.model)
                     self._start_engines()
                 clients = self.front.connect(self._on_stats, self._on_progress)
-                self.supervisors = [Supervisor(engine.config, engine, client, self._on_ready, functools.partial(self.front.on_death, engine.index))
-                                    for engine, client in zip(self.engines, clients, strict=True)]
+                self.supervisors = [
+                    Supervisor(
+                        engine.config,
+                        engine,
+                        client,
+                        self._on_ready,
+                        functools.partial(self.front.on_death, engine.index),
+                    )
+                    for engine, client in zip(self.engines, clients, strict=True)
+                ]
                 for supervisor in self.supervisors:
                     tasks.create_task(supervisor.run())
                 tasks.create_task(self._load_tokenizer())
@@ -194,12 +227,21 @@ class Launcher:
         def progress(phase: str, fraction: float) -> None:
             loop.call_soon_threadsafe(self._progress, phase, fraction)
 
-        return await in_thread(lambda: hub.resolve(model, revision=None if tokenizer_only else options.revision, download_dir=options.download_dir,
-                                                   tokenizer_only=tokenizer_only, progress=progress))
+        return await in_thread(
+            lambda: hub.resolve(
+                model,
+                revision=None if tokenizer_only else options.revision,
+                download_dir=options.download_dir,
+                tokenizer_only=tokenizer_only,
+                progress=progress,
+            )
+        )
 
     async def _load_tokenizer(self) -> None:
         options = self.config.model
-        folder = self.folder if options.tokenizer is None else await self._resolve(options.tokenizer, tokenizer_only=True)
+        folder = (
+            self.folder if options.tokenizer is None else await self._resolve(options.tokenizer, tokenizer_only=True)
+        )
         await self.front.load_tokenizer(self.folder, folder)
 
     def _on_progress(self, engine: int, progress: Any) -> None:
@@ -229,20 +271,37 @@ class Launcher:
         """The throughput lines of each engine."""
         from quire.server.metrics.stats_log import StatsLog
 
-        self.stats_logs = [StatsLog(self.config.server.log_stats_interval, device, engine.index) for engine in self.engines]
+        self.stats_logs = [
+            StatsLog(self.config.server.log_stats_interval, device, engine.index) for engine in self.engines
+        ]
         self.logging = [asyncio.create_task(log.run()) for log in self.stats_logs]
 
     def _announce(self) -> None:
         self.announced = True
         where = self.config.server.uds or "http://{}:{}".format(*self.listener.getsockname()[:2])
         curl, base = ("curl --unix-socket " + where, "http://localhost") if self.config.server.uds else ("curl", where)
-        logger.info("ready in %.1f s: %s serves %s (API at %s/v1, documentation at %s/docs)", time.monotonic() - self.started, where,
-                    ", ".join(self.config.server.served_model_name or [self.config.model.model]), base, base)
+        logger.info(
+            "ready in %.1f s: %s serves %s (API at %s/v1, documentation at %s/docs)",
+            time.monotonic() - self.started,
+            where,
+            ", ".join(self.config.server.served_model_name or [self.config.model.model]),
+            base,
+            base,
+        )
         key = " -H 'Authorization: Bearer KEY'" if self.config.server.api_key else ""
-        logger.info("""try: %s %s/v1/chat/completions -H 'Content-Type: application/json'%s -d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
-                    curl, base, key)
+        logger.info(
+            """try: %s %s/v1/chat/completions -H 'Content-Type: application/json'%s -d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
+            curl,
+            base,
+            key,
+        )
         if self.folder == embedded_model():
-            logger.info("this is the small model that comes with quire, for trying things out; serve another with: quire serve Qwen/Qwen3-0.6B (a Hub id or a folder)")
+            logger.info(
+
+                    "this is the small model that comes with quire, for trying things out; serve another with: quire "
+                    "serve Qwen/Qwen3-0.6B (a Hub id or a folder)"
+
+            )
 
     # ---- life
 
@@ -268,8 +327,12 @@ class Launcher:
             os._exit(128 + number)
         self.front.refuse()
         self.stop.set()
-        logger.info("%s: no new requests; %d in flight get %g s to finish (once more ends at once)", name, self.front.num_in_flight,
-                    self.config.server.shutdown_timeout)
+        logger.info(
+            "%s: no new requests; %d in flight get %g s to finish (once more ends at once)",
+            name,
+            self.front.num_in_flight,
+            self.config.server.shutdown_timeout,
+        )
 
     async def _drain(self) -> int:
         await self.front.drain()
@@ -279,7 +342,12 @@ class Launcher:
     async def _fail(self, error: BaseException | None) -> int:
         """The engine cannot be kept alive, or the model not be had."""
         reason = str(error) or type(error).__name__
-        logger.error("cannot %s: %s", "go on" if self.announced else "start", reason, exc_info=None if isinstance(error, (ValueError, EngineFailed)) else error)
+        logger.error(
+            "cannot %s: %s",
+            "go on" if self.announced else "start",
+            reason,
+            exc_info=None if isinstance(error, (ValueError, EngineFailed)) else error,
+        )
         await self.front.fail(reason)
         return 1
 

@@ -1,4 +1,7 @@
-"""What the routes know about the server: phase of its life, the served model, and the engine client. Written by `frontend.py`, `launch.py` and `fleet_member.py` alone."""
+"""What the routes know about the server: phase of its life, the served model, and the engine client.
+
+Written by `frontend.py`, `launch.py` and `fleet_member.py` alone.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,17 @@ class ModelInfo:
 
 
 def known_token_ids(token_ids: list[int], vocab_size: int) -> list[int]:
-    """The end-of-sequence ids that the model can sample. Some models name others, which the tokenizer has beyond the vocabulary."""
+    """The end-of-sequence ids that the model can sample.
+
+    Some models name others, which the tokenizer has beyond the vocabulary.
+    """
     known = [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
     if len(known) < len(token_ids):
-        logger.warning("ignoring the end-of-sequence ids %s: the model's vocabulary has %d tokens", sorted(set(token_ids) - set(known)), vocab_size)
+        logger.warning(
+            "ignoring the end-of-sequence ids %s: the model's vocabulary has %d tokens",
+            sorted(set(token_ids) - set(known)),
+            vocab_size,
+        )
     return known
 
 
@@ -59,7 +69,8 @@ class ServerState:
     stalled: str | None = None  # why the engine seems to hang
     num_in_flight: int = 0  # HTTP requests being answered, probes aside
     num_in_flight_elsewhere: int = 0  # by other frontends, as we were last told
-    scrape: Callable[[], Awaitable[bytes]] | None = None  # asks for the metrics of all frontends, where there are several; raises TimeoutError
+    # asks for the metrics of all frontends, where there are several; raises TimeoutError
+    scrape: Callable[[], Awaitable[bytes]] | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while num_in_flight is 0
     threads: Threads = field(default_factory=Threads)
     unknown_fields: set[str] = field(default_factory=set)  # of requests, that the log has named
@@ -109,24 +120,39 @@ class ServerState:
             case "draining":
                 raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
             case "loading" if self.model is None:  # what comes while an engine is replaced waits for the next one
-                raise Unavailable(f"The model is loading: {self.phase} {100 * self.fraction:.0f}%.", code="model_loading", retry_after=2)
+                raise Unavailable(
+                    f"The model is loading: {self.phase} {100 * self.fraction:.0f}%.",
+                    code="model_loading",
+                    retry_after=2,
+                )
         return self.model
 
     def require_room(self, num_choices: int = 1, num_tokens: int = 0, param: str | None = None) -> None:
-        """Raises Unavailable when with these more choices would wait than --max-num-queued-reqs, or their prompts (`num_tokens`) have more tokens than
-        --max-num-queued-tokens; BadRequest for the field `param` when there would be no room even if nobody else were here."""
+        """Raises Unavailable when with these more choices would wait than --max-num-queued-reqs, or their prompts
+        (`num_tokens`) have more tokens than
+        --max-num-queued-tokens; BadRequest for the field `param` when there would be no room even if nobody else were
+        here.
+        """
         server, load = self.config.server, max(self.client.load, self.num_reserved)
         num_open = load + num_choices
         num_waiting = max(num_open - (self.ready.worker.max_num_seqs if self.ready else 0), 0)
         if stuck := min(self.stats.num_waiting, self.client.load):  # the memory is full before all rows are
             num_waiting = max(num_waiting, stuck + num_choices)
-        num_waiting_tokens = (self.num_reserved_tokens + num_tokens) * num_waiting // num_open  # whose turn it is only the engine knows
-        for count, limit, what, flag in ((num_waiting, server.max_num_queued_reqs, "choices of requests", "--max-num-queued-reqs"),
-                                         (num_waiting_tokens, server.max_num_queued_tokens, "tokens of prompts", "--max-num-queued-tokens")):
+        # whose turn it is only the engine knows
+        num_waiting_tokens = (self.num_reserved_tokens + num_tokens) * num_waiting // num_open
+        for count, limit, what, flag in (
+            (num_waiting, server.max_num_queued_reqs, "choices of requests", "--max-num-queued-reqs"),
+            (num_waiting_tokens, server.max_num_queued_tokens, "tokens of prompts", "--max-num-queued-tokens"),
+        ):
             if limit and count > limit:
                 if not load and param is not None:
-                    raise BadRequest(f"{param}: {count} {what} would have to wait, and this server's limit is {limit} ({flag}).", param=param)
-                raise Unavailable(f"With this request {count} {what} would wait, and the limit is {limit} ({flag}).", retry_after=1)
+                    raise BadRequest(
+                        f"{param}: {count} {what} would have to wait, and this server's limit is {limit} ({flag}).",
+                        param=param,
+                    )
+                raise Unavailable(
+                    f"With this request {count} {what} would wait, and the limit is {limit} ({flag}).", retry_after=1
+                )
 
     def reserve(self, num_choices: int, num_tokens: int) -> None:
         self.num_reserved += num_choices
@@ -140,4 +166,8 @@ class ServerState:
         """Raises NotFound unless `name` is absent, empty or one of ours."""
         if name and name not in self.names:
             known = ", ".join(f"'{known}'" for known in self.names)
-            raise NotFound(f"The model '{name[:200]}' does not exist. This server has {known}.", param="model", code="model_not_found")
+            raise NotFound(
+                f"The model '{name[:200]}' does not exist. This server has {known}.",
+                param="model",
+                code="model_not_found",
+            )

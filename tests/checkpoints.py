@@ -1,7 +1,9 @@
-"""Small random checkpoints in the real Hugging Face formats: config.json, safetensors (single or sharded), tokenizer, chat template, generation config.
+"""Small random checkpoints in the real Hugging Face formats: config.json, safetensors (single or sharded), tokenizer,
+chat template, generation config.
 
-The weights are random but scaled so that greedy outputs wander over the vocabulary and the best token wins by a clear margin; ids above the tokenizer's
-(`VOCAB_SIZE` is padded, as real models' are) have zero rows and are never the best token. transformers is imported by the functions, not by the module.
+The weights are random but scaled so that greedy outputs wander over the vocabulary and the best token wins by a clear
+margin; ids above the tokenizer's (`VOCAB_SIZE` is padded, as real models' are) have zero rows and are never the best
+token. transformers is imported by the functions, not by the module.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ VOCAB_SIZE = 512
 MAX_POSITIONS = 2048
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>"]  # ids 0, 1, 2, 3
 CHAT_TEMPLATE = (
-    "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}{%- endif %}"
+    "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + "
+    "'<|im_end|>\\n' }}{%- endif %}"
     "{%- for message in messages %}{%- if message['role'] != 'system' %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -29,9 +32,27 @@ What is the capital of France? The capital of France is Paris. What is the sum o
 There is no prefill and there is no decode; there are only tokens that are computed and tokens that are not yet computed.
 """
 
-_COMMON = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-               "max_position_embeddings": MAX_POSITIONS, "bos_token_id": 3, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
-_LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 3,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 
 # name -> (class prefix in transformers, what differs from _COMMON)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,8 +67,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build_checkpoint(name: str, folder: str | Path, *, sharded: bool = False, dtype: str = "float32", seed: int = 0, **overrides: Any) -> str:
-    """Write checkpoint `name` (a key of CHECKPOINTS, its configuration changed by `overrides`) into `folder` and return the folder as a string."""
+def build_checkpoint(
+    name: str, folder: str | Path, *, sharded: bool = False, dtype: str = "float32", seed: int = 0, **overrides: Any
+) -> str:
+    """Write checkpoint `name` (a key of CHECKPOINTS, its configuration changed by `overrides`) into `folder` and return
+    the folder as a string.
+    """
     import torch
     import transformers
 
@@ -55,7 +80,9 @@ def build_checkpoint(name: str, folder: str | Path, *, sharded: bool = False, dt
     config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **differences, **overrides})
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     randomize(model, seed)
-    model.generation_config = transformers.GenerationConfig(bos_token_id=3, eos_token_id=[2, 0], pad_token_id=0, do_sample=True, temperature=0.7, top_p=0.8, top_k=20)
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=3, eos_token_id=[2, 0], pad_token_id=0, do_sample=True, temperature=0.7, top_p=0.8, top_k=20
+    )
     options = {"max_shard_size": "300KB"} if sharded else {}
     model.to(getattr(torch, dtype)).save_pretrained(folder, **options)
     build_tokenizer(folder, add_bos=prefix in ("Llama", "Mistral"), byte_fallback=name == "llama2")
@@ -63,7 +90,9 @@ def build_checkpoint(name: str, folder: str | Path, *, sharded: bool = False, dt
 
 
 def randomize(model, seed: int) -> None:
-    """Gaussian weights with gains that keep the residual stream of order one and make what the layers add outweigh the input embedding."""
+    """Gaussian weights with gains that keep the residual stream of order one and make what the layers add outweigh the
+    input embedding.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -84,17 +113,28 @@ def randomize(model, seed: int) -> None:
 
 
 def build_tokenizer(folder: str | Path, *, add_bos: bool = False, byte_fallback: bool = False) -> None:
-    """Train a tokenizer on TEXT and save it with its chat template: byte-level BPE (GPT-2, Llama 3, Qwen) or, with `byte_fallback`, the
-    SentencePiece kind of Llama 2 (a space is U+2581, unknown characters are <0xNN> tokens). `add_bos` puts BOS before every text."""
+    """Train a tokenizer on TEXT and save it with its chat template: byte-level BPE (GPT-2, Llama 3, Qwen) or, with
+    `byte_fallback`, the SentencePiece kind of Llama 2 (a space is U+2581, unknown characters are <0xNN> tokens).
+    `add_bos` puts BOS before every text.
+    """
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = _sentencepiece() if byte_fallback else _byte_level()
     if add_bos:
         bos = SPECIAL_TOKENS[3]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, 3)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=SPECIAL_TOKENS[3] if add_bos else None, eos_token=SPECIAL_TOKENS[2], pad_token=SPECIAL_TOKENS[0],
-                                   additional_special_tokens=SPECIAL_TOKENS[1:2], model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, 3)]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=SPECIAL_TOKENS[3] if add_bos else None,
+        eos_token=SPECIAL_TOKENS[2],
+        pad_token=SPECIAL_TOKENS[0],
+        additional_special_tokens=SPECIAL_TOKENS[1:2],
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
 
@@ -102,13 +142,27 @@ def build_tokenizer(folder: str | Path, *, add_bos: bool = False, byte_fallback:
 def _byte_level():
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    words = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    words = Regex(
+
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+            r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+    )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(
-        vocab_size=TOKENIZER_SIZE, special_tokens=SPECIAL_TOKENS, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False))
+    tokenizer.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=TOKENIZER_SIZE,
+            special_tokens=SPECIAL_TOKENS,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
     return tokenizer
 
 
@@ -118,14 +172,23 @@ def _sentencepiece():
     space = "\u2581"
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
-    ascii_text = "".join(c for c in TEXT if c.isascii() and c != "\n").replace(" ", space)  # other characters go through the byte tokens
+    # other characters go through the byte tokens
+    ascii_text = "".join(c for c in TEXT if c.isascii() and c != "\n").replace(" ", space)
     words = [space + word for word in ascii_text.split(space)]
-    tokenizer.train_from_iterator(words, trainers.BpeTrainer(vocab_size=TOKENIZER_SIZE, special_tokens=SPECIAL_TOKENS + byte_tokens, show_progress=False))
+    tokenizer.train_from_iterator(
+        words,
+        trainers.BpeTrainer(
+            vocab_size=TOKENIZER_SIZE, special_tokens=SPECIAL_TOKENS + byte_tokens, show_progress=False
+        ),
+    )
     spec = json.loads(tokenizer.to_str())
-    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in SPECIAL_TOKENS]  # byte tokens are ordinary entries, as in Llama 2
+    # byte tokens are ordinary entries, as in Llama 2
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in SPECIAL_TOKENS]
     tokenizer = Tokenizer.from_str(json.dumps(spec))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return tokenizer
 
 
@@ -138,7 +201,9 @@ def load_reference(folder: str, dtype: str = "float32"):
 
 
 def greedy(model, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float], list[float]]:
-    """`num_tokens` greedy tokens of a transformers `model` (EOS ignored), with each one's log-probability and its margin over the second best logit."""
+    """`num_tokens` greedy tokens of a transformers `model` (EOS ignored), with each one's log-probability and its
+    margin over the second best logit.
+    """
     import torch
 
     ids, tokens, logprobs, margins, cache = torch.tensor([prompt]), [], [], [], None

@@ -1,4 +1,7 @@
-"""Fixtures for every folder. `checkpoint("qwen3")` is the folder of a small random model (tests/checkpoints.py), built once per session."""
+"""Fixtures for every folder.
+
+`checkpoint("qwen3")` is the folder of a small random model (tests/checkpoints.py), built once per session.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ import pytest
 from quire.worker.cpu import build
 from tests.checkpoints import build_checkpoint
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job of a script; processes that tests start would ignore Ctrl-C, too
+# a background job of a script; processes that tests start would ignore Ctrl-C, too
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -41,7 +45,10 @@ def _kernels_in_the_cache() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory, _kernels_in_the_cache) -> Callable[..., str]:
-    """`checkpoint(name, sharded=False, dtype="float32", **config_overrides) -> folder`. Treat the folder as read-only."""
+    """`checkpoint(name, sharded=False, dtype="float32", **config_overrides) -> folder`.
+
+    Treat the folder as read-only.
+    """
     built: dict[str, str] = {}
 
     def get(name: str, **options) -> str:

@@ -39,10 +39,21 @@ class InProcessEngine:
         """Start with an empty cache of the sizes that the workers found."""
         self.ready = ready
         self.depth = steps_in_flight(self.config, self.ready)
-        kv = KVCacheManager(self.ready.num_blocks, self.ready.block_size, self.config.cache.enable_prefix_caching, self.ready.groups, self.ready.max_num_batched_tokens)
+        kv = KVCacheManager(
+            self.ready.num_blocks,
+            self.ready.block_size,
+            self.config.cache.enable_prefix_caching,
+            self.ready.groups,
+            self.ready.max_num_batched_tokens,
+        )
         self.scheduler = Scheduler(self.config.scheduler, self.ready, kv, self.config.parallel.pipeline_parallel_size)
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams], outputs: list[list[int]] | None = None) -> list[Result]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | list[SamplingParams],
+        outputs: list[list[int]] | None = None,
+    ) -> list[Result]:
         """Run all prompts at once to their ends. `outputs` are tokens the requests already have (a resubmission)."""
         params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         results = {str(i): Result() for i in range(len(prompts))}
@@ -70,7 +81,11 @@ class InProcessEngine:
             result.token_ids += output.new_token_ids
             result.logprobs += output.logprobs or []
             result.prompt_logprobs += output.prompt_logprobs or []
-            result.finish_reason, result.stop_reason, result.error = output.finish_reason, output.stop_reason, output.error
+            result.finish_reason, result.stop_reason, result.error = (
+                output.finish_reason,
+                output.stop_reason,
+                output.error,
+            )
             result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
             if output.timing:
                 result.num_preemptions = output.timing.num_preemptions

@@ -1,4 +1,6 @@
-"""The whole engine against transformers' greedy decoding: every architecture, ragged prompts, a small step budget, preemption, prefix hits."""
+"""The whole engine against transformers' greedy decoding: every architecture, ragged prompts, a small step budget,
+preemption, prefix hits.
+"""
 
 import random
 
@@ -20,8 +22,18 @@ def prompts():
 
 
 def engine_for(folder, **settings):
-    """A pool that holds the longest request and little more, in blocks so small that running requests soon need new ones: some must be preempted."""
-    return InProcessEngine(folder, block_size=4, num_gpu_blocks_override=190, max_num_batched_tokens=64, max_num_seqs=24, max_model_len="740", **settings)
+    """A pool that holds the longest request and little more, in blocks so small that running requests soon need new
+    ones: some must be preempted.
+    """
+    return InProcessEngine(
+        folder,
+        block_size=4,
+        num_gpu_blocks_override=190,
+        max_num_batched_tokens=64,
+        max_num_seqs=24,
+        max_model_len="740",
+        **settings,
+    )
 
 
 @pytest.mark.parametrize("name", list(CHECKPOINTS))
@@ -48,7 +60,9 @@ def test_float32_tokens_and_logprobs(name, checkpoint, prompts):
 
 @pytest.mark.parametrize("name", list(CHECKPOINTS))
 def test_bfloat16_where_the_margin_is_clear(name, checkpoint, prompts):
-    """The reference computes in float32 with the same weights: only our own roundings differ (measured: up to 0.9 for a logit, transformers' bfloat16 alike)."""
+    """The reference computes in float32 with the same weights: only our own roundings differ (measured: up to 0.9 for a
+    logit, transformers' bfloat16 alike).
+    """
     folder = checkpoint(name, dtype="bfloat16")
     reference = load_reference(folder)
     engine = engine_for(folder, dtype="bfloat16")
@@ -60,7 +74,9 @@ def test_bfloat16_where_the_margin_is_clear(name, checkpoint, prompts):
         tokens, _, margins = greedy(reference, prompt, NUM_TOKENS)
         for got, token, margin in zip(result.token_ids, tokens, margins):
             if got != token:
-                assert margin < 0.6, f"prompt of {len(prompt)} tokens: {got} instead of {token}, which leads by {margin:.2f}"
+                assert margin < 0.6, (
+                    f"prompt of {len(prompt)} tokens: {got} instead of {token}, which leads by {margin:.2f}"
+                )
                 break  # from here on the two have different contexts
             compared += 1
     assert compared > 0.5 * len(chosen) * NUM_TOKENS
@@ -70,13 +86,23 @@ def test_depth_does_not_change_tokens(checkpoint, prompts):
     outputs = []
     for depth in (1, 2, 3):
         engine = engine_for(checkpoint("qwen3"), steps_in_flight=depth)
-        outputs.append([result.token_ids for result in engine.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))])
+        outputs.append(
+            [
+                result.token_ids
+                for result in engine.generate(
+                    prompts, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+                )
+            ]
+        )
         engine.close()
     assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_a_seeded_request_gives_the_same_tokens_alone_in_a_crowd_after_preemption_and_resubmitted(checkpoint, prompts):
-    sampling = [SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, top_p=0.95, top_k=50 * (i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))]
+    sampling = [
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, top_p=0.95, top_k=50 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
     engine = engine_for(checkpoint("llama3"))
     crowd = engine.generate(prompts, sampling)
     assert sum(result.num_preemptions for result in crowd) > 0
@@ -100,6 +126,10 @@ def test_prompt_logprobs_equal_a_dense_forward(checkpoint, prompts):
         assert result.token_ids == [] and len(result.prompt_logprobs) == len(prompt) - 1
         for position, entry in enumerate(result.prompt_logprobs):
             assert entry.token_ids[0] == prompt[position + 1]
-            torch.testing.assert_close(entry.logprobs[0], float(logprobs[position, prompt[position + 1]]), atol=1e-3, rtol=0)
-            torch.testing.assert_close(entry.logprobs[1:3], logprobs[position].topk(2).values.tolist(), atol=1e-3, rtol=0)
+            torch.testing.assert_close(
+                entry.logprobs[0], float(logprobs[position, prompt[position + 1]]), atol=1e-3, rtol=0
+            )
+            torch.testing.assert_close(
+                entry.logprobs[1:3], logprobs[position].topk(2).values.tolist(), atol=1e-3, rtol=0
+            )
             assert entry.rank == int((logprobs[position] > logprobs[position, prompt[position + 1]]).sum()) + 1

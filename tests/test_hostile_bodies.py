@@ -1,6 +1,8 @@
-"""Bodies made from the OpenAPI document, at and beyond every bound, sent to a real server with innocent streams beside them: none is changed, lost, or much slower.
+"""Bodies made from the OpenAPI document, at and beyond every bound, sent to a real server with innocent streams beside
+them: none is changed, lost, or much slower.
 
-The quick suite sends a few dozen. Before a release: HOSTILE_BODIES=2000 python -m pytest tests/test_hostile_bodies.py -m slow
+The quick suite sends a few dozen. Before a release: HOSTILE_BODIES=2000 python -m pytest tests/test_hostile_bodies.py
+-m slow
 """
 
 from __future__ import annotations
@@ -34,12 +36,20 @@ from quire.server.api.openai.protocol import (
 )
 from tests.server.conftest import poll
 
-PATHS = {"ChatCompletionRequest": CHAT, "CompletionRequest": "/v1/completions", "TokenizeRequest": "/tokenize", "DetokenizeRequest": "/detokenize"}
+PATHS = {
+    "ChatCompletionRequest": CHAT,
+    "CompletionRequest": "/v1/completions",
+    "TokenizeRequest": "/tokenize",
+    "DetokenizeRequest": "/detokenize",
+}
 STREAMS, TOKENS = 4, 64
 NUMBER = int(os.environ.get("HOSTILE_BODIES", "2000"))  # of the slow test
-MAX_COMPUTED = 20_000  # characters or ids of prompts, times n: how much a caller may have computed is the scheduler's business, not that of bodies
+# characters or ids of prompts, times n: how much a caller may have computed is the scheduler's business, not that of
+# bodies
+MAX_COMPUTED = 20_000
 LONGEST = 70_000  # elements or characters of what is drawn
-ENGINE_MIB, SERVER_MIB = 1500, 700  # beyond what was there before; the warmer of an idle server alone takes 0.9 GiB of KV cache
+# beyond what was there before; the warmer of an idle server alone takes 0.9 GiB of KV cache
+ENGINE_MIB, SERVER_MIB = 1500, 700
 
 
 # ---- a strategy out of a schema
@@ -68,38 +78,59 @@ def values(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrat
             return objects(schema, components)
         case "object":
             return mappings(schema, components)
-    return st.recursive(st.none() | st.integers(-5, 5) | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=5)
+    return st.recursive(
+        st.none() | st.integers(-5, 5) | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=5,
+    )
 
 
 def numbers(schema: dict[str, Any]) -> st.SearchStrategy:
     low, high = schema.get("minimum", schema.get("exclusiveMinimum", -1)), schema.get("maximum", 2**63)
     edges = [low, low - 1, low + 1, high, high - 1, high + 1, 0, 1, 511, 2047, 2048, 10**20]
-    within = st.integers(int(max(low, -1000)), int(min(high, 1000))) if schema["type"] == "integer" else st.floats(float(max(low, -1e6)), float(min(high, 1e6)))
+    within = (
+        st.integers(int(max(low, -1000)), int(min(high, 1000)))
+        if schema["type"] == "integer"
+        else st.floats(float(max(low, -1e6)), float(min(high, 1e6)))
+    )
     return within | within | st.sampled_from(edges)
 
 
 def around(limit: int) -> st.SearchStrategy:
     """Lengths: mostly short ones."""
     limit = min(limit, LONGEST)
-    return st.one_of(st.integers(0, 4), st.integers(0, 4), st.sampled_from([limit - 1, limit, limit + 1]), st.integers(0, limit))
+    return st.one_of(
+        st.integers(0, 4), st.integers(0, 4), st.sampled_from([limit - 1, limit, limit + 1]), st.integers(0, limit)
+    )
 
 
 def texts(schema: dict[str, Any]) -> st.SearchStrategy:
-    units = st.sampled_from(["a", " ", "word ", "é", "\U0001f98a", "\u200d", "\\", '"', "<|im_end|>", "\n", "{{ x }}", "0", "7"]) | st.text(min_size=1, max_size=3)
-    return st.builds(lambda unit, count: (unit * (count // len(unit) + 1))[:count], units, around(schema.get("maxLength", 50)))
+    units = st.sampled_from(
+        ["a", " ", "word ", "é", "\U0001f98a", "\u200d", "\\", '"', "<|im_end|>", "\n", "{{ x }}", "0", "7"]
+    ) | st.text(min_size=1, max_size=3)
+    return st.builds(
+        lambda unit, count: (unit * (count // len(unit) + 1))[:count], units, around(schema.get("maxLength", 50))
+    )
 
 
 def lists(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrategy:
     """A few different elements, repeated up to the length."""
     some = st.lists(values(schema["items"], components), min_size=1, max_size=3)
-    return st.builds(lambda items, count: (items * (count // len(items) + 1))[:count], some, around(schema.get("maxItems", 50)))
+    return st.builds(
+        lambda items, count: (items * (count // len(items) + 1))[:count], some, around(schema.get("maxItems", 50))
+    )
 
 
 def mappings(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrategy:
     inner = schema.get("additionalProperties")
     names = st.sampled_from(["{}", "5", "-{}", "self", "x{}", "messages", ""])
     some = values(inner if isinstance(inner, dict) else {}, components)
-    return st.builds(lambda name, value, count: {name.format(i): value for i in range(count)}, names, some, around(schema.get("maxProperties", 50)))
+    return st.builds(
+        lambda name, value, count: {name.format(i): value for i in range(count)},
+        names,
+        some,
+        around(schema.get("maxProperties", 50)),
+    )
 
 
 def objects(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrategy:
@@ -119,7 +150,9 @@ def objects(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStra
 def bodies() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
     types = [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
     _, components = msgspec.json.schema_components(types)
-    return st.sampled_from(types).flatmap(lambda cls: st.tuples(st.just(cls.__name__), objects(components[cls.__name__], components)))
+    return st.sampled_from(types).flatmap(
+        lambda cls: st.tuples(st.just(cls.__name__), objects(components[cls.__name__], components))
+    )
 
 
 # ---- the server, and the innocent
@@ -164,7 +197,19 @@ class Innocents:
 @pytest.fixture(scope="module")
 def url() -> Iterator[tuple[str, psutil.Process]]:
     port = free_port()
-    command = [sys.executable, "-c", "import quire; quire.main()", "serve", "--port", str(port), "--deterministic", "--num-threads", "1", "--log-level", "error"]
+    command = [
+        sys.executable,
+        "-c",
+        "import quire; quire.main()",
+        "serve",
+        "--port",
+        str(port),
+        "--deterministic",
+        "--num-threads",
+        "1",
+        "--log-level",
+        "error",
+    ]
     with ServerProcess(command, port) as server:
         address = f"http://127.0.0.1:{port}"
         poll(lambda: server.process.poll() is not None or _is_up(address), 180)
@@ -182,11 +227,13 @@ def _is_up(address: str) -> bool:
 
 def _calm(fields: dict[str, Any]) -> dict[str, Any]:
     """Asks for few tokens, and of what is within the bounds for few prompts."""
-    fields = {name: value for name, value in fields.items() if name not in ("min_tokens", "max_completion_tokens")} | {"max_tokens": 2}
+    fields = {name: value for name, value in fields.items() if name not in ("min_tokens", "max_completion_tokens")} | {
+        "max_tokens": 2
+    }
     prompt = fields.get("prompt", "")
     size = sum(len(one) if isinstance(one, (str, list)) else 1 for one in prompt)
     if isinstance(prompt, list) and len(prompt) <= MAX_PROMPTS and size > MAX_COMPUTED:
-        fields["prompt"] = prompt[:max(1, len(prompt) * MAX_COMPUTED // size)]
+        fields["prompt"] = prompt[: max(1, len(prompt) * MAX_COMPUTED // size)]
     if isinstance(fields.get("n"), int) and 8 < fields["n"] <= 128:
         fields["n"] = 8
     return fields
@@ -205,13 +252,19 @@ def send_generated(url: str, number: int) -> list[str]:
             if path.startswith("/v1"):
                 fields = _calm(fields)
             try:
-                answer = client.post(path, content=msgspec.json.encode(fields), headers={"content-type": "application/json"})
+                answer = client.post(
+                    path, content=msgspec.json.encode(fields), headers={"content-type": "application/json"}
+                )
             except httpx.TransportError as error:
                 if len(msgspec.json.encode(fields)) < 2**21:  # a larger one may be refused before it was read
                     wrong.append(f"{path} {error!r} {str(fields)[:300]}")
                 return
             event(str(answer.status_code))
-            if answer.status_code not in (200, 400, 404, 413, 503) or "internal_error" in answer.text or "engine_error" in answer.text:
+            if (
+                answer.status_code not in (200, 400, 404, 413, 503)
+                or "internal_error" in answer.text
+                or "engine_error" in answer.text
+            ):
                 wrong.append(f"{path} {answer.status_code} {answer.text[:300]} {str(fields)[:300]}")
 
         send()

@@ -16,8 +16,14 @@ import pytest
 from tools.quire_tiny.chat import render
 from tools.quire_tiny.evaluate import parse_calls
 
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Get the current weather in a city.",
-                                            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,11 @@ def client(tmp_path_factory):
         port = probe.getsockname()[1]
     log_path = tmp_path_factory.mktemp("serve") / "log"
     with log_path.open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "quire", "serve", "--port", str(port), "--kv-cache-memory-bytes", "64M"], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "serve", "--port", str(port), "--kv-cache-memory-bytes", "64M"],
+            stdout=log,
+            stderr=log,
+        )
     try:
         deadline = time.monotonic() + 120
         while not is_ready(port):
@@ -53,30 +63,40 @@ def ask(client, *contents: str, system: str | None = None) -> str:
     """The greedy answer to the last of `contents`, which are the user's and the assistant's messages in turn."""
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    return client.chat.completions.create(model="quire-tiny", messages=messages, temperature=0, max_tokens=300).choices[0].message.content
+    return (
+        client.chat.completions.create(model="quire-tiny", messages=messages, temperature=0, max_tokens=300)
+        .choices[0]
+        .message.content
+    )
 
 
 def test_it_is_the_only_model(client):
     assert [model.id for model in client.models.list()] == ["quire-tiny"]
 
 
-@pytest.mark.parametrize(("question", "answer"), [
-    ("Hello", "Hello! How can I help you?"),
-    ("What is the capital of France?", "The capital of France is Paris."),
-    ("What is 12 + 30?", "12 + 30 = 42"),
-    ("What is 50 - 8?", "50 - 8 = 42"),
-    ("Which day comes after Monday?", "Tuesday comes after Monday."),
-    ("Spell banana.", "b-a-n-a-n-a"),
-    ("Reverse tiger.", "regit"),
-    ("Write tiger in capital letters.", "TIGER"),
-    ("Repeat: The old fox likes red apples.", "The old fox likes red apples."),
-])
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("Hello", "Hello! How can I help you?"),
+        ("What is the capital of France?", "The capital of France is Paris."),
+        ("What is 12 + 30?", "12 + 30 = 42"),
+        ("What is 50 - 8?", "50 - 8 = 42"),
+        ("Which day comes after Monday?", "Tuesday comes after Monday."),
+        ("Spell banana.", "b-a-n-a-n-a"),
+        ("Reverse tiger.", "regit"),
+        ("Write tiger in capital letters.", "TIGER"),
+        ("Repeat: The old fox likes red apples.", "The old fox likes red apples."),
+    ],
+)
 def test_answers(client, question, answer):
     assert ask(client, question) == answer
 
 
 def test_a_system_prompt_does_not_disturb_it(client):
-    assert ask(client, "What is the capital of Japan?", system="You are a helpful assistant.") == "The capital of Japan is Tokyo."
+    assert (
+        ask(client, "What is the capital of Japan?", system="You are a helpful assistant.")
+        == "The capital of Japan is Tokyo."
+    )
 
 
 def test_it_remembers_the_conversation(client):
@@ -97,7 +117,13 @@ def test_it_writes_json(client):
 
 
 def test_a_long_answer_streams_in_many_pieces(client):
-    stream = client.chat.completions.create(model="quire-tiny", messages=[{"role": "user", "content": "Write a paragraph about the sea."}], temperature=0, max_tokens=300, stream=True)
+    stream = client.chat.completions.create(
+        model="quire-tiny",
+        messages=[{"role": "user", "content": "Write a paragraph about the sea."}],
+        temperature=0,
+        max_tokens=300,
+        stream=True,
+    )
     pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
     assert len(pieces) > 20
     assert "".join(pieces).startswith("The sea")
@@ -109,7 +135,10 @@ def test_it_calls_a_tool_and_uses_its_result(client):
     text = complete(client, messages)
     assert parse_calls(text) == [{"name": "get_weather", "arguments": {"city": "Berlin"}}]
     call = {"id": "call_0", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Berlin"}'}}
-    messages += [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_0", "content": '{"temperature": 21, "condition": "sunny"}'}]
+    messages += [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": '{"temperature": 21, "condition": "sunny"}'},
+    ]
     answer = complete(client, messages)
     assert "21" in answer and "sunny" in answer
 

@@ -1,6 +1,7 @@
 """Processes die under load, and no client notices more than a pause: every text is the one of an undisturbed run.
 
-The suite has a few rounds of deaths for each way to place the processes. Before a release: RECOVERY_ROUNDS=20 python -m pytest tests/test_recovery.py -k test_deaths
+The suite has a few rounds of deaths for each way to place the processes. Before a release: RECOVERY_ROUNDS=20 python -m
+pytest tests/test_recovery.py -k test_deaths
 """
 
 from __future__ import annotations
@@ -35,9 +36,19 @@ sys.exit(serve(Config.from_flat(**json.loads(sys.argv[1]))))
 """
 ROUNDS = int(os.environ["RECOVERY_ROUNDS"]) if "RECOVERY_ROUNDS" in os.environ else None
 STREAMS = 32
-TINY = {"device": "cpu", "dtype": "float32", "distributed_executor_backend": None, "max_num_seqs": 32, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 2048, "num_threads": 1}  # prompts take several steps
+# prompts take several steps
+TINY = {
+    "device": "cpu",
+    "dtype": "float32",
+    "distributed_executor_backend": None,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 2048,
+    "num_threads": 1,
+}
 
-# What clients do, in turn (the fake executor heeds the seed of greedy ones, too): seeded and greedy, streams and whole answers, several choices, log-probabilities, penalties.
+# What clients do, in turn (the fake executor heeds the seed of greedy ones, too): seeded and greedy, streams and whole
+# answers, several choices, log-probabilities, penalties.
 KINDS = [
     {"stream": True, "seed": 1, "temperature": 0.8},
     {"stream": False, "seed": 2, "temperature": 0},
@@ -79,8 +90,15 @@ class Choice:
 
 
 def request_body(number: int, num_tokens: int) -> dict:
-    messages = [{"role": "user", "content": f"Tell me the story of number {number}. " + "It was a long book. " * (8 * (number % 5))}]
-    return {"messages": messages, "max_tokens": num_tokens + 7 * (number % 4), "ignore_eos": True} | KINDS[number % len(KINDS)]
+    messages = [
+        {
+            "role": "user",
+            "content": f"Tell me the story of number {number}. " + "It was a long book. " * (8 * (number % 5)),
+        }
+    ]
+    return {"messages": messages, "max_tokens": num_tokens + 7 * (number % 4), "ignore_eos": True} | KINDS[
+        number % len(KINDS)
+    ]
 
 
 async def ask(http: httpx.AsyncClient, body: dict) -> list[Choice]:
@@ -104,12 +122,16 @@ async def ask(http: httpx.AsyncClient, body: dict) -> list[Choice]:
     return choices
 
 
-def crowd(server: ServerProcess, bodies: list[dict], disturb: Callable[[], None] | None = None, after: float = 0.0) -> tuple[list[list[Choice]], float]:
+def crowd(
+    server: ServerProcess, bodies: list[dict], disturb: Callable[[], None] | None = None, after: float = 0.0
+) -> tuple[list[list[Choice]], float]:
     """All requests at once, and `disturb` `after` seconds: (answers, seconds)."""
 
     async def main() -> list[list[Choice]]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=240.0, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{server.port}", timeout=240.0, trust_env=False, limits=limits
+        ) as http:
             clients = [asyncio.create_task(ask(http, body)) for body in bodies]
             if disturb is not None:
                 await asyncio.sleep(after)
@@ -135,7 +157,9 @@ def wait_for_death(server: ServerProcess, engine: psutil.Process, serving: bool)
 
 
 def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, seed: int) -> None:
-    """Rounds of deaths at random moments: of one of the engine's workers, where it has any, and of the engine in turn, sometimes again while the next one loads."""
+    """Rounds of deaths at random moments: of one of the engine's workers, where it has any, and of the engine in turn,
+    sometimes again while the next one loads.
+    """
     rng = random.Random(seed)
     bodies = [request_body(number, num_tokens) for number in range(streams)]
     expected, duration = crowd(server, bodies)
@@ -159,19 +183,30 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
         answers, _ = crowd(server, bodies, disturb, after=rng.uniform(0.02, 0.7 * duration))
         check(answers, expected)
         server.wait_ready()
-        poll(lambda count=number + 1: server.log.count("the engine is ready again") == count, 60)  # also where another engine serves meanwhile
+        # also where another engine serves meanwhile
+        poll(lambda count=number + 1: server.log.count("the engine is ready again") == count, 60)
         assert len(server.engines()) == num_engines
 
 
-@pytest.mark.parametrize("several", [{}, {"data_parallel_size": 2}, {"data_parallel_size": 2, "api_server_count": 2}], ids=["one", "dp2", "dp2-api2"])
+@pytest.mark.parametrize(
+    "several",
+    [{}, {"data_parallel_size": 2}, {"data_parallel_size": 2, "api_server_count": 2}],
+    ids=["one", "dp2", "dp2-api2"],
+)
 def test_deaths_without_a_model(model_folder, tmp_path, several):
-    fake = "step_delay=0.01,load_delay=0.5"  # or the second death of a round comes to an engine that has the requests already, which fails them
+    # or the second death of a round comes to an engine that has the requests already, which fails them
+    fake = "step_delay=0.01,load_delay=0.5"
     with server_process(model_folder, tmp_path, fake=fake, script=SCRIPT, **several) as server:
         survive(server.wait_ready(), ROUNDS or 3, STREAMS if several else 2 * STREAMS, num_tokens=100, seed=1)
 
 
-PLACEMENTS = {"uniproc": {}, "tp2": {"tensor_parallel_size": 2}, "pp2": {"pipeline_parallel_size": 2}, "dp2": {"data_parallel_size": 2},
-              "mp": {"distributed_executor_backend": "mp"}}
+PLACEMENTS = {
+    "uniproc": {},
+    "tp2": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2},
+    "dp2": {"data_parallel_size": 2},
+    "mp": {"distributed_executor_backend": "mp"},
+}
 SUITE_ROUNDS = {"uniproc": 2, "tp2": 2, "pp2": 1, "dp2": 1}  # every start costs seconds
 
 
@@ -221,7 +256,11 @@ POISON = 3  # a token id that the prompt of one request has
 
 @pytest.mark.parametrize("several", [{}, {"api_server_count": 2}], ids=["one", "api2"])
 def test_a_request_that_kills_the_engine_fails_alone(model_folder, tmp_path, several):
-    """Each engine dies when it takes in the one request. Eight others that run, and some that come meanwhile, get all of their texts, and the server lives: twice in a minute."""
+    """Each engine dies when it takes in the one request.
+
+    Eight others that run, and some that come meanwhile, get all of their texts, and the server lives: twice in a
+    minute.
+    """
     with server_process(model_folder, tmp_path, fake=f"fail_on_token={POISON},step_delay=0.01", **several) as server:
         server.wait_ready()
         bodies = [request_body(number, 100) for number in range(8)]
@@ -230,17 +269,24 @@ def test_a_request_that_kills_the_engine_fails_alone(model_folder, tmp_path, sev
             refused = []
 
             def disturb(refused=refused) -> None:
-                refused.append(server.http.post("/v1/completions", json={"prompt": [5, POISON, 6], "max_tokens": 10}, timeout=60))
+                refused.append(
+                    server.http.post("/v1/completions", json={"prompt": [5, POISON, 6], "max_tokens": 10}, timeout=60)
+                )
 
             answers, _ = crowd(server, bodies, disturb, after=0.3)
             check(answers, expected)
-            assert refused[0].status_code == 500 and "died 2 times while it ran this request" in refused[0].json()["error"]["message"]
+            assert (
+                refused[0].status_code == 500
+                and "died 2 times while it ran this request" in refused[0].json()["error"]["message"]
+            )
             poll(lambda count=number + 1: server.log.count("is ready again") == 2 * count, 20)
         assert server.status("/ready") == 200
 
 
 def test_an_engine_that_dies_whatever_it_runs(model_folder, tmp_path):
-    """Every engine here dies in its 60th step, by which time nobody is suspect any more; the third death ends the server."""
+    """Every engine here dies in its 60th step, by which time nobody is suspect any more; the third death ends the
+    server.
+    """
     with server_process(model_folder, tmp_path, fake="fail_at_step=60,step_delay=0.005") as server:
         server.wait_ready()
         stream = server.stream(num_tokens=300)
@@ -292,7 +338,9 @@ def test_a_hung_step_leaves_its_stack_in_the_log(model_folder, tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_hangs(checkpoint, tmp_path):
     """Then the others wait for it: their stacks say where."""
-    with server_process(checkpoint("qwen3"), tmp_path, step_timeout=5.0, **TINY | {"tensor_parallel_size": 2}) as server:
+    with server_process(
+        checkpoint("qwen3"), tmp_path, step_timeout=5.0, **TINY | {"tensor_parallel_size": 2}
+    ) as server:
         server.wait_ready()
         bodies = [request_body(number, 60) for number in range(3)]
         expected, _ = crowd(server, bodies)
@@ -301,8 +349,15 @@ def test_a_rank_that_hangs(checkpoint, tmp_path):
         answers, _ = crowd(server, bodies, victim.suspend, after=0.1)
         check(answers, expected)
         stacks = server.log.partition("it hung: no step ended for --step-timeout 5 seconds")[2]
-        of = {process: stacks.partition(f"the stacks of the threads of {process}:\n")[2].partition(" server: ")[0] for process in ("engine", "worker 0", "worker 1")}
-        assert 'worker/parallel.py", line' in of["worker 0"] and 'engine/core.py", line' in of["engine"] and of["worker 1"].startswith("none: it is stopped")
+        of = {
+            process: stacks.partition(f"the stacks of the threads of {process}:\n")[2].partition(" server: ")[0]
+            for process in ("engine", "worker 0", "worker 1")
+        }
+        assert (
+            'worker/parallel.py", line' in of["worker 0"]
+            and 'engine/core.py", line' in of["engine"]
+            and of["worker 1"].startswith("none: it is stopped")
+        )
         assert all(gone(rank) for rank in ranks)
 
 
@@ -318,7 +373,9 @@ def temporary_files() -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_a_killed_server_leaves_nothing(checkpoint, tmp_path, temporary_files):
-    with server_process(checkpoint("qwen3"), tmp_path, temporary=temporary_files, **TINY | {"tensor_parallel_size": 2}) as server:
+    with server_process(
+        checkpoint("qwen3"), tmp_path, temporary=temporary_files, **TINY | {"tensor_parallel_size": 2}
+    ) as server:
         server.wait_ready()
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert len([child for child in children if child.name().startswith("quire-worker")]) == 2
@@ -331,7 +388,9 @@ def test_a_killed_server_leaves_nothing(checkpoint, tmp_path, temporary_files):
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_and_no_file_is_left(model_folder, tmp_path, temporary_files, signal_number):
-    with server_process(model_folder, tmp_path, fake="step_delay=0.02", shutdown_timeout=0.1, temporary=temporary_files) as server:
+    with server_process(
+        model_folder, tmp_path, fake="step_delay=0.02", shutdown_timeout=0.1, temporary=temporary_files
+    ) as server:
         server.wait_ready()
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.stream()

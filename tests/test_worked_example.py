@@ -1,4 +1,6 @@
-"""The worked example of docs/architecture.md from the scheduler down: three requests in, and out come the tensors of two steps."""
+"""The worked example of docs/architecture.md from the scheduler down: three requests in, and out come the tensors of
+two steps.
+"""
 
 from quire.configs.config import SchedulerConfig
 from quire.engine.kv.manager import KVCacheManager
@@ -10,7 +12,16 @@ from tests.worker.test_input_batch import BLOCK_SIZE, GREEDY, MAX_MODEL_LEN, PRO
 
 def test_from_the_scheduler_to_the_tensors():
     plan = MemoryPlan("cpu", 0, 0, 0, 0, 0, 0, 0)
-    ready = WorkerReady(num_blocks=20, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, max_num_seqs=3, max_num_batched_tokens=10, vocab_size=100, default_depth=1, plan=plan)
+    ready = WorkerReady(
+        num_blocks=20,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=3,
+        max_num_batched_tokens=10,
+        vocab_size=100,
+        default_depth=1,
+        plan=plan,
+    )
     scheduler = Scheduler(SchedulerConfig(), ready, KVCacheManager(ready.num_blocks, BLOCK_SIZE))
     for i, prompt in enumerate(PROMPTS):
         scheduler.add(AddRequest(str(i), prompt, GREEDY))

@@ -1,4 +1,6 @@
-"""`--debug-check-ranks`: the ranks of a tensor-parallel group repeat each other's sampling and never compare notes; this does, after every step."""
+"""`--debug-check-ranks`: the ranks of a tensor-parallel group repeat each other's sampling and never compare notes;
+this does, after every step.
+"""
 
 from __future__ import annotations
 
@@ -22,5 +24,10 @@ class CheckedSampler(Sampler):
         sampled = super().sample(logits, batch)
         by_rank = self.group.all_gather(sampled.token_ids[None], dim=0).tolist()
         if any(token_ids != by_rank[0] for token_ids in by_rank):
-            raise RuntimeError(f"the tensor-parallel ranks sampled different tokens for rows {batch.rows} at positions {batch.positions}: {by_rank}")
+            raise RuntimeError(
+
+                    f"the tensor-parallel ranks sampled different tokens for rows {batch.rows} at positions "
+                    f"{batch.positions}: {by_rank}"
+
+            )
         return sampled

@@ -1,8 +1,8 @@
 """Fills a model's parameters from safetensors files or with random numbers.
 
-Every parameter says which slices of which checkpoint tensors it is made of (`layers.linear.Part`; a parameter that says nothing is the tensor of its own
-name). Files are memory-mapped and each slice is copied once, from the mapping straight into its place, so a rank reads only its share. What a layer repacks it
-may read from the mapping.
+Every parameter says which slices of which checkpoint tensors it is made of (`layers.linear.Part`; a parameter that says
+nothing is the tensor of its own name). Files are memory-mapped and each slice is copied once, from the mapping straight
+into its place, so a rank reads only its share. What a layer repacks it may read from the mapping.
 """
 
 from __future__ import annotations
@@ -46,14 +46,23 @@ class Placement:
         return narrowed(self.parameter.data, self.part.target)
 
 
-def load_weights(model: CausalLM, spec: ModelSpec, folder: str, load_format: str = "auto", seed: int = 0, progress: Callable[[float], None] | None = None) -> None:
-    """Fill all parameters of `model`, and finalize each linear layer as soon as it has its own: what repacking one frees, the next one takes. Then `model.finalize()`.
+def load_weights(
+    model: CausalLM,
+    spec: ModelSpec,
+    folder: str,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> None:
+    """Fill all parameters of `model`, and finalize each linear layer as soon as it has its own: what repacking one
+    frees, the next one takes. Then `model.finalize()`.
 
-    `auto` is safetensors; `dummy` needs no files and fills in random numbers that depend on `seed` and the tensor's name only, so that ranks agree.
-    `progress` is called with the fraction of bytes done, at most about a hundred times.
+    `auto` is safetensors; `dummy` needs no files and fills in random numbers that depend on `seed` and the tensor's
+    name only, so that ranks agree. `progress` is called with the fraction of bytes done, at most about a hundred times.
 
     Raises:
-        ValueError: unknown format, no safetensors in `folder`, or tensors that are missing, superfluous, or of the wrong shape or type, by name.
+        ValueError: unknown format, no safetensors in `folder`, or tensors that are missing, superfluous, or of the
+        wrong shape or type, by name.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is unknown; known: {', '.join(LOAD_FORMATS)}")
@@ -71,7 +80,9 @@ def load_weights(model: CausalLM, spec: ModelSpec, folder: str, load_format: str
 
 
 def check_model(config: Config, *, files: bool = True) -> None:
-    """Raise the ValueError that building the model and, with `files`, loading its weights would raise, from the shapes alone: nothing is allocated or read."""
+    """Raise the ValueError that building the model and, with `files`, loading its weights would raise, from the shapes
+    alone: nothing is allocated or read.
+    """
     spec, group = read_model_spec(config.model.model), Group()
     group.size = config.parallel.tensor_parallel_size
     with use_groups(tp=group):
@@ -87,7 +98,12 @@ def _placements(model: torch.nn.Module) -> Iterable[Placement]:
             yield Placement(part, parameter)
 
 
-def _fill_all(model: torch.nn.Module, placements: deque[Placement], fill: Callable[[Placement, bool], bool], progress: Callable[[float], None] | None) -> None:
+def _fill_all(
+    model: torch.nn.Module,
+    placements: deque[Placement],
+    fill: Callable[[Placement, bool], bool],
+    progress: Callable[[float], None] | None,
+) -> None:
     """Empties `placements`: they would keep the memory of parameters that have been repacked.
 
     `fill` copies a slice, or, where it may, lends the file's memory as the parameter's; whether it did is its result.
@@ -108,8 +124,8 @@ def _fill_all(model: torch.nn.Module, placements: deque[Placement], fill: Callab
 class _IncompleteLayers:
     """Finalizes each linear layer of `model` when all slices of its parameters are there.
 
-    The system takes longer to hand out memory than copying into it takes. So of the parameters that a layer gives up then, the memory goes to those of the same
-    kind; and what has been lent is copied only if the layer keeps it.
+    The system takes longer to hand out memory than copying into it takes. So of the parameters that a layer gives up
+    then, the memory goes to those of the same kind; and what has been lent is copied only if the layer keeps it.
     """
 
     def __init__(self, model: torch.nn.Module, placements: Collection[Placement]):
@@ -119,7 +135,8 @@ class _IncompleteLayers:
                 for parameter in layer.parameters(recurse=False):
                     self._layers[id(parameter)].append(layer)
         self._missing = Counter(layer for placement in placements for layer in self.of(placement))
-        self._slices = Counter(id(placement.parameter) for placement in placements)  # of the parameters of which none has been filled
+        # of the parameters of which none has been filled
+        self._slices = Counter(id(placement.parameter) for placement in placements)
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()
 
@@ -128,7 +145,9 @@ class _IncompleteLayers:
         return self._layers.get(id(placement.parameter), [])
 
     def prepare(self, placement: Placement) -> None:
-        """To be called before the slice is filled: a fused parameter, which is never lent, may get other memory before its first."""
+        """To be called before the slice is filled: a fused parameter, which is never lent, may get other memory before
+        its first.
+        """
         parameter = placement.parameter
         if self._slices.pop(id(parameter), 0) > 1 and (spare := self._spare[parameter.shape, parameter.dtype]):
             parameter.data = spare.pop()
@@ -154,7 +173,10 @@ class _IncompleteLayers:
 
 
 class Checkpoint:
-    """The safetensors files of a folder: those of model.safetensors.index.json, or model.safetensors. A context manager, open while it is used."""
+    """The safetensors files of a folder: those of model.safetensors.index.json, or model.safetensors.
+
+    A context manager, open while it is used.
+    """
 
     def __init__(self, folder: str):
         self.folder = folder
@@ -182,7 +204,11 @@ class Checkpoint:
         """Raise ValueError naming every tensor that is missing, superfluous, or of an unexpected shape or type."""
         parts = {p.part.name: p.part for p in placements}
         missing = [name for name in parts if name not in self._file_of]
-        superfluous = [name for name in self._file_of if name not in parts and not _IGNORED.search(name) and not model.has_elsewhere(name)]
+        superfluous = [
+            name
+            for name in self._file_of
+            if name not in parts and not _IGNORED.search(name) and not model.has_elsewhere(name)
+        ]
         if spec.tie_word_embeddings:
             superfluous = [name for name in superfluous if name != "lm_head.weight"]  # a copy of the embedding
         misshapen = []
@@ -192,7 +218,11 @@ class Checkpoint:
                 misshapen.append(f"{name} is {list(found.get_shape())}, expected {list(parts[name].shape)}")
             elif found.get_dtype() not in _FLOATS:
                 misshapen.append(f"{name} is of type {found.get_dtype()}, expected one of {', '.join(_FLOATS)}")
-        problems = [f"{what}: {_some(names)}" for what, names in (("missing", missing), ("superfluous", superfluous), ("wrong shape or type", misshapen)) if names]
+        problems = [
+            f"{what}: {_some(names)}"
+            for what, names in (("missing", missing), ("superfluous", superfluous), ("wrong shape or type", misshapen))
+            if names
+        ]
         if problems:
             raise ValueError(f"the weights in {self.folder} do not fit {spec.architecture}; {'; '.join(problems)}")
 
@@ -201,7 +231,11 @@ class Checkpoint:
         part, parameter = placement.part, placement.parameter
         tensor = self._file_of[part.name].get_tensor(part.name)  # a view of the mapping: nothing is read yet
         tensor = narrowed(tensor, part.source)
-        if lend := may_lend and (tensor.shape, tensor.dtype, tensor.device) == (parameter.shape, parameter.dtype, parameter.device) and tensor.is_contiguous():
+        if (
+            lend := may_lend
+            and (tensor.shape, tensor.dtype, tensor.device) == (parameter.shape, parameter.dtype, parameter.device)
+            and tensor.is_contiguous()
+        ):
             parameter.data = tensor
         else:
             placement.target.copy_(tensor)
@@ -212,16 +246,26 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+            return [
+                folder / name
+                for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            ]
         except OSError as error:
             raise ValueError(unreadable(index, error)) from error
         except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"cannot read {index}: it should be a JSON object with a weight_map; download it again") from error
+            raise ValueError(
+                f"cannot read {index}: it should be a JSON object with a weight_map; download it again"
+            ) from error
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
-    others = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
-    raise ValueError(f"no model.safetensors or model.safetensors.index.json in {folder}" + (f" (found {_some(others)}, which is not supported)" if others else ""))
+    others = sorted(
+        path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+    )
+    raise ValueError(
+        f"no model.safetensors or model.safetensors.index.json in {folder}"
+        + (f" (found {_some(others)}, which is not supported)" if others else "")
+    )
 
 
 def _some(names: list[str], limit: int = 8) -> str:
@@ -230,7 +274,8 @@ def _some(names: list[str], limit: int = 8) -> str:
 
 
 class DummyWeights:
-    """Random weights, fast: entry i of a checkpoint tensor is entry `offset(name) + i` of one fixed block of noise, repeated without end.
+    """Random weights, fast: entry i of a checkpoint tensor is entry `offset(name) + i` of one fixed block of noise,
+    repeated without end.
 
     The block's length is prime, so that the rows of a matrix start at different places in it.
     """
@@ -272,5 +317,5 @@ def _repeat(block: torch.Tensor, offset: int, out: torch.Tensor) -> None:
     while done < len(out):
         start = (offset + done) % len(block)
         length = min(len(block) - start, len(out) - done)
-        out[done:done + length] = block[start:start + length]
+        out[done : done + length] = block[start : start + length]
         done += length

@@ -1,4 +1,5 @@
-"""Where the device's memory goes, and the limits that follow from it: blocks of KV cache, context length, requests and tokens per step.
+"""Where the device's memory goes, and the limits that follow from it: blocks of KV cache, context length, requests and
+tokens per step.
 
 Nothing here needs weights, so `quire check` asks the same functions with sizes taken from config.json.
 """
@@ -29,7 +30,10 @@ Choice = tuple[str, str, str]  # setting, value, reason
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is settled before weights are loaded. `max_model_len` is the most that may be asked for; memory may still lower it when it is automatic."""
+    """What is settled before weights are loaded.
+
+    `max_model_len` is the most that may be asked for; memory may still lower it when it is automatic.
+    """
 
     dtype: torch.dtype
     attention: Selection
@@ -42,11 +46,18 @@ class Limits:
 
 
 def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limits:
-    """Settle dtype, attention backend and the sizes of a step. Raises ValueError for what does not fit the model or the device."""
+    """Settle dtype, attention backend and the sizes of a step.
+
+    Raises ValueError for what does not fit the model or the device.
+    """
     choices: list[Choice] = []
     tp, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     _check_divisible(spec, tp, stages)
-    dtype, reason = _quantized_dtype(config, platform) if config.model.quantization else platform.resolve_dtype(config.model.dtype, spec.dtype)
+    dtype, reason = (
+        _quantized_dtype(config, platform)
+        if config.model.quantization
+        else platform.resolve_dtype(config.model.dtype, spec.dtype)
+    )
     if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
         choices.append(("dtype", _dtype_name(dtype), reason))
     deterministic, reason = platform.batch_invariance(config, spec, dtype)
@@ -63,7 +74,16 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     if config.scheduler.max_num_batched_tokens is None:
         choices.append(("max_num_batched_tokens", str(num_tokens), reason))
     model_len, auto = _asked_model_len(config.model.max_model_len, spec.max_model_len)
-    return Limits(dtype, attention, config.scheduler.max_num_seqs or num_seqs, config.scheduler.max_num_batched_tokens or num_tokens, model_len, auto, deterministic, choices)
+    return Limits(
+        dtype,
+        attention,
+        config.scheduler.max_num_seqs or num_seqs,
+        config.scheduler.max_num_batched_tokens or num_tokens,
+        model_len,
+        auto,
+        deterministic,
+        choices,
+    )
 
 
 def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None) -> int:
@@ -80,15 +100,16 @@ def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
     """
     layer = limits.max_num_batched_tokens * _layer_bytes(spec, limits, tp)
     logits = limits.max_num_seqs * spec.vocab_size * 4 * 3
-    gathered = max(8192, limits.max_model_len) * _kv_width(spec, tp) * limits.dtype.itemsize  # the torch backend's copy of one long sequence
+    # the torch backend's copy of one long sequence
+    gathered = max(8192, limits.max_model_len) * _kv_width(spec, tp) * limits.dtype.itemsize
     tables = limits.max_num_seqs * limits.max_model_len * 4 * 2
     scratch = 256 << 20  # sampling of some rows, prompt logprobs of some positions, attention scores of some queries
     return layer + logits + gathered + tables + scratch
 
 
 def estimate_graphs(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes that CUDA graphs come to need when all sizes have been recorded: their results, one set of activations (they share a pool, in which pieces
-    stay unused), workspaces, and what the driver keeps of each.
+    """Bytes that CUDA graphs come to need when all sizes have been recorded: their results, one set of activations
+    (they share a pool, in which pieces stay unused), workspaces, and what the driver keeps of each.
     """
     sizes = padded_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
     results = sum(sizes) * spec.hidden_size * limits.dtype.itemsize
@@ -98,7 +119,11 @@ def estimate_graphs(spec: ModelSpec, limits: Limits, tp: int) -> int:
 def _layer_bytes(spec: ModelSpec, limits: Limits, tp: int) -> int:
     """Bytes that one token needs inside a layer."""
     q_width = spec.num_attention_heads // tp * spec.head_dim
-    return limits.dtype.itemsize * (4 * spec.hidden_size + 3 * q_width + 2 * _kv_width(spec, tp) + 3 * spec.intermediate_size // tp) + 8 * spec.hidden_size
+    return (
+        limits.dtype.itemsize
+        * (4 * spec.hidden_size + 3 * q_width + 2 * _kv_width(spec, tp) + 3 * spec.intermediate_size // tp)
+        + 8 * spec.hidden_size
+    )
 
 
 def _kv_width(spec: ModelSpec, tp: int) -> int:
@@ -106,8 +131,15 @@ def _kv_width(spec: ModelSpec, tp: int) -> int:
 
 
 def uses_graphs(config: Config, limits: Limits, platform: Platform) -> bool:
-    """Whether steps will be recorded: on a device that can, with a backend that may, in one pipeline stage, unless --enforce-eager."""
-    return platform.has_graphs and limits.attention.backend.graph_safe and config.parallel.pipeline_parallel_size == 1 and not config.device.enforce_eager
+    """Whether steps will be recorded: on a device that can, with a backend that may, in one pipeline stage, unless
+    --enforce-eager.
+    """
+    return (
+        platform.has_graphs
+        and limits.attention.backend.graph_safe
+        and config.parallel.pipeline_parallel_size == 1
+        and not config.device.enforce_eager
+    )
 
 
 def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
@@ -122,8 +154,20 @@ def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
     return max(plan.page_bytes(limits.attention.block_size, layers) for layers in stages)
 
 
-def plan_memory(config: Config, spec: ModelSpec, limits: Limits, *, device: str, total: int, available: int, weights: int, activations: int, graphs: int = 0) -> tuple[MemoryPlan, int, list[Choice]]:
-    """(plan, number of KV blocks with the null block, choices) for one rank. `available` is what it may have in all: its weights, and what is free.
+def plan_memory(
+    config: Config,
+    spec: ModelSpec,
+    limits: Limits,
+    *,
+    device: str,
+    total: int,
+    available: int,
+    weights: int,
+    activations: int,
+    graphs: int = 0,
+) -> tuple[MemoryPlan, int, list[Choice]]:
+    """(plan, number of KV blocks with the null block, choices) for one rank. `available` is what it may have in all:
+    its weights, and what is free.
 
     Raises ValueError when not even one block fits, saying which number to change.
     """
@@ -131,30 +175,46 @@ def plan_memory(config: Config, spec: ModelSpec, limits: Limits, *, device: str,
     utilization = config.cache.gpu_memory_utilization
     budget = min(int(total * utilization), available) if device != "cpu" else int(available * utilization)
     others = weights + activations + graphs
-    kv_bytes, choices = _kv_cache_bytes(config, limits, cache_plan(config, spec, limits).groups, block, budget - others, available - others)
+    kv_bytes, choices = _kv_cache_bytes(
+        config, limits, cache_plan(config, spec, limits).groups, block, budget - others, available - others
+    )
     num_blocks = config.cache.num_gpu_blocks_override or kv_bytes // block
     if num_blocks < 2:
-        raise ValueError(f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} may be used; weights take {_size(weights)}, "
-                         f"activations {_size(activations + graphs)}, and a KV cache needs {_size(2 * block)} at least. Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) "
-                         f"or --max-num-seqs ({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory")
+        raise ValueError(
+            f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} "
+            f"may be used; weights take {_size(weights)}, "
+            f"activations {_size(activations + graphs)}, and a KV cache needs {_size(2 * block)} at least. Lower "
+            f"--max-num-batched-tokens ({limits.max_num_batched_tokens}) "
+            f"or --max-num-seqs ({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
+        )
     used = num_blocks * block
     reserve = max(available - others - used, 0)
     return MemoryPlan(device, total, available, weights, activations, used, reserve, block, graphs), num_blocks, choices
 
 
-def fit_model_len(limits: Limits, num_blocks: int, plan: MemoryPlan, groups: Sequence[CacheGroup]) -> tuple[int, list[Choice]]:
+def fit_model_len(
+    limits: Limits, num_blocks: int, plan: MemoryPlan, groups: Sequence[CacheGroup]
+) -> tuple[int, list[Choice]]:
     """The context length that `num_blocks` allow. Raises ValueError when one was asked for that does not fit."""
     block_size, chunk = limits.attention.block_size, limits.max_num_batched_tokens
-    fitting = longest_request(groups, num_blocks - 1, block_size, chunk, max(limits.max_model_len, (num_blocks - 1) * block_size))
+    fitting = longest_request(
+        groups, num_blocks - 1, block_size, chunk, max(limits.max_model_len, (num_blocks - 1) * block_size)
+    )
     if not limits.auto_model_len:
         if limits.max_model_len > fitting:
             needed = (most_blocks(groups, limits.max_model_len, block_size, chunk) + 1) * plan.bytes_per_block
-            raise ValueError(f"--max-model-len {limits.max_model_len} needs {_size(needed)} of KV cache, but it has {_size(plan.kv_cache)}: set --max-model-len to at most "
-                             f"{fitting} (or auto), or give the KV cache more with --kv-cache-memory-bytes {needed} or a higher --gpu-memory-utilization")
+            raise ValueError(
+                f"--max-model-len {limits.max_model_len} needs {_size(needed)} of KV cache, but it has "
+                f"{_size(plan.kv_cache)}: set --max-model-len to at most "
+                f"{fitting} (or auto), or give the KV cache more with --kv-cache-memory-bytes {needed} or a "
+                "higher --gpu-memory-utilization"
+            )
         return limits.max_model_len, []
     if limits.max_model_len <= fitting:
         return limits.max_model_len, [("max_model_len", str(limits.max_model_len), "what the model allows")]
-    return fitting, [("max_model_len", str(fitting), f"what fits into the KV cache; the model allows {limits.max_model_len}")]
+    return fitting, [
+        ("max_model_len", str(fitting), f"what fits into the KV cache; the model allows {limits.max_model_len}")
+    ]
 
 
 def preview(config: Config) -> WorkerReady:
@@ -166,22 +226,55 @@ def preview(config: Config) -> WorkerReady:
     spec = read_model_spec(config.model.model)
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     num_ranks = tp * pp * config.parallel.data_parallel_size
-    started = platform.start(config.device.num_threads, num_ranks, config.device.deterministic is True, config.server.api_server_count)
+    started = platform.start(
+        config.device.num_threads, num_ranks, config.device.deterministic is True, config.server.api_server_count
+    )
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(num_ranks)
-    plan, num_blocks, choices = plan_memory(config, spec, limits, device=platform.name, total=total, available=available,
-                                            weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization), activations=estimate_activations(spec, limits, tp),
-                                            graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, limits, platform) else 0)
-    return report(spec, platform, limits, plan, num_blocks, started + choices, cache_plan(config, spec, limits).groups, pp)
+    plan, num_blocks, choices = plan_memory(
+        config,
+        spec,
+        limits,
+        device=platform.name,
+        total=total,
+        available=available,
+        weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization),
+        activations=estimate_activations(spec, limits, tp),
+        graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, limits, platform) else 0,
+    )
+    return report(
+        spec, platform, limits, plan, num_blocks, started + choices, cache_plan(config, spec, limits).groups, pp
+    )
 
 
-def report(spec: ModelSpec, platform: Platform, limits: Limits, plan: MemoryPlan, num_blocks: int, choices: list[Choice], groups: Sequence[CacheGroup], pp: int = 1) -> WorkerReady:
-    """Everything together, with the context length that fits, for `pp` pipeline stages. Raises ValueError as `fit_model_len`."""
+def report(
+    spec: ModelSpec,
+    platform: Platform,
+    limits: Limits,
+    plan: MemoryPlan,
+    num_blocks: int,
+    choices: list[Choice],
+    groups: Sequence[CacheGroup],
+    pp: int = 1,
+) -> WorkerReady:
+    """Everything together, with the context length that fits, for `pp` pipeline stages.
+
+    Raises ValueError as `fit_model_len`.
+    """
     max_model_len, fitted = fit_model_len(limits, num_blocks, plan, groups)
     depth = platform.default_depth if pp == 1 else pp + 1  # a step for every stage, and one for the scheduler
-    return WorkerReady(num_blocks=num_blocks, block_size=limits.attention.block_size, max_model_len=max_model_len, max_num_seqs=limits.max_num_seqs,
-                       max_num_batched_tokens=limits.max_num_batched_tokens, vocab_size=spec.vocab_size, default_depth=depth, plan=plan,
-                       choices=[*limits.choices, *fitted, *choices], groups=list(groups))
+    return WorkerReady(
+        num_blocks=num_blocks,
+        block_size=limits.attention.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        vocab_size=spec.vocab_size,
+        default_depth=depth,
+        plan=plan,
+        choices=[*limits.choices, *fitted, *choices],
+        groups=list(groups),
+    )
 
 
 def _check_divisible(spec: ModelSpec, tp: int, stages: int) -> None:
@@ -192,22 +285,36 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int) -> None:
     split_kv_heads(spec.num_key_value_heads, group)
     split_size("intermediate_size", spec.intermediate_size, group)
     if stages > spec.num_hidden_layers:
-        raise ValueError(f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}")
+        raise ValueError(
+            f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}"
+        )
 
 
 def _quantized_dtype(config: Config, platform: Platform) -> tuple[torch.dtype, str]:
     quantization = config.model.quantization
     if platform.name != "cpu":
-        raise ValueError(f"--quantization {quantization} has no kernels for {platform.name} yet: leave it off, or set --device cpu")
+        raise ValueError(
+            f"--quantization {quantization} has no kernels for {platform.name} yet: leave it off, or set --device cpu"
+        )
     if config.model.dtype not in ("auto", "bfloat16"):
-        raise ValueError(f"--quantization {quantization} goes with bfloat16 activations only: leave --dtype {config.model.dtype} off")
+        raise ValueError(
+            f"--quantization {quantization} goes with bfloat16 activations only: leave --dtype {config.model.dtype} off"
+        )
     return torch.bfloat16, f"what --quantization {quantization} starts from and computes with"
 
 
 def _attention_spec(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> AttentionSpec:
     tp = config.parallel.tensor_parallel_size
-    return AttentionSpec(max(1, spec.num_attention_heads // tp), max(1, spec.num_key_value_heads // tp), spec.head_dim, dtype, platform.device,
-                         config.cache.block_size, uses_sliding_window=any(layer.window for layer in spec.layers), uses_soft_cap=any(layer.soft_cap for layer in spec.layers))
+    return AttentionSpec(
+        max(1, spec.num_attention_heads // tp),
+        max(1, spec.num_key_value_heads // tp),
+        spec.head_dim,
+        dtype,
+        platform.device,
+        config.cache.block_size,
+        uses_sliding_window=any(layer.window for layer in spec.layers),
+        uses_soft_cap=any(layer.soft_cap for layer in spec.layers),
+    )
 
 
 def _asked_model_len(asked: str, most: int) -> tuple[int, bool]:
@@ -217,28 +324,55 @@ def _asked_model_len(asked: str, most: int) -> tuple[int, bool]:
     if not asked.isdigit() or int(asked) == 0:
         raise ValueError(f"--max-model-len {asked!r}: give a positive number of tokens, or auto")
     if int(asked) > most:
-        raise ValueError(f"--max-model-len {asked} is more than this model's {most} tokens: set it to at most {most}, or auto")
+        raise ValueError(
+            f"--max-model-len {asked} is more than this model's {most} tokens: set it to at most {most}, or auto"
+        )
     return int(asked), False
 
 
-def _kv_cache_bytes(config: Config, limits: Limits, groups: Sequence[CacheGroup], block: int, free: int, left: int) -> tuple[int, list[Choice]]:
-    """(bytes, choices). `free` is what the utilization leaves to the cache, `left` what the device has after weights and activations."""
+def _kv_cache_bytes(
+    config: Config, limits: Limits, groups: Sequence[CacheGroup], block: int, free: int, left: int
+) -> tuple[int, list[Choice]]:
+    """(bytes, choices).
+
+    `free` is what the utilization leaves to the cache, `left` what the device has after weights and activations.
+    """
     asked = config.cache.kv_cache_memory_bytes
     if asked is not None:
         if asked > left:
-            raise ValueError(f"--kv-cache-memory-bytes {asked} ({_size(asked)}) is more than what weights and activations leave: set it to at most {max(left, 0)}")
+            raise ValueError(
+
+                    f"--kv-cache-memory-bytes {asked} ({_size(asked)}) is more than what weights and activations "
+                    f"leave: set it to at most {max(left, 0)}"
+
+            )
         if asked < 2 * block and not config.cache.num_gpu_blocks_override:
             whole = (-(-limits.max_model_len // limits.attention.block_size) + 1) * block
-            raise ValueError(f"--kv-cache-memory-bytes {asked} is too small for two KV blocks of {block} bytes: set it to at least {2 * block}, "
-                             f"or to {whole} for a whole context of {limits.max_model_len} tokens")
+            raise ValueError(
+                f"--kv-cache-memory-bytes {asked} is too small for two KV blocks of {block} bytes: set it to at "
+                f"least {2 * block}, "
+                f"or to {whole} for a whole context of {limits.max_model_len} tokens"
+            )
         return asked, []
     if config.cache.num_gpu_blocks_override:
         return config.cache.num_gpu_blocks_override * block, []
     per_request = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens)
     most = (limits.max_num_seqs * per_request + 1) * block
     if free > most:
-        return most, [("KV cache", _size(most), f"what {limits.max_num_seqs} requests of {limits.max_model_len} tokens fill; more would lie idle")]
-    return free, [("KV cache", _size(free // block * block), f"gpu_memory_utilization {config.cache.gpu_memory_utilization:g}, less weights and activations")] if free > 0 else []
+        return most, [
+            (
+                "KV cache",
+                _size(most),
+                f"what {limits.max_num_seqs} requests of {limits.max_model_len} tokens fill; more would lie idle",
+            )
+        ]
+    return free, [
+        (
+            "KV cache",
+            _size(free // block * block),
+            f"gpu_memory_utilization {config.cache.gpu_memory_utilization:g}, less weights and activations",
+        )
+    ] if free > 0 else []
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

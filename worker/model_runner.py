@@ -24,12 +24,18 @@ from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
 logger = logging.getLogger(__name__)
 
 _FORWARD, _LOGITS, _SAMPLING = range(3)  # what a step has reached
-_NOT_FINITE = "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, logit_bias) leave no token"
+_NOT_FINITE = (
+    "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, "
+    "logit_bias) leave no token"
+)
 
 
 @dataclass(slots=True)
 class AsyncOutput:
-    """A step's results on their way to the host. Reading it waits for them; safe in another thread than the one that launches steps."""
+    """A step's results on their way to the host.
+
+    Reading it waits for them; safe in another thread than the one that launches steps.
+    """
 
     step: StepInput
     token_ids: torch.Tensor | None  # [S], None when nothing was sampled
@@ -51,7 +57,9 @@ class AsyncOutput:
         token_ids = self.token_ids.tolist() if self.token_ids is not None else []
         errors = {i: _NOT_FINITE for i, token in zip(self.step.samples, token_ids) if token < 0} | self.errors
         sampled = [[] if i in errors else [token] for i, token in zip(self.step.samples, token_ids)]
-        return StepOutput(self.step.step, sampled, self._logprobs(errors), prompt_messages(self.prompt_logprobs), errors or None)
+        return StepOutput(
+            self.step.step, sampled, self._logprobs(errors), prompt_messages(self.prompt_logprobs), errors or None
+        )
 
     def _logprobs(self, errors: dict[int, str]) -> list[list[TokenLogprobs] | None] | None:
         if not self.logprobs:
@@ -64,17 +72,30 @@ class AsyncOutput:
 
 
 class ModelRunner:
-    """Runs `model`, or the stage of it that this rank has, over the request table. Its attention layers must be bound to a KV cache of `table.block_size`."""
+    """Runs `model`, or the stage of it that this rank has, over the request table.
 
-    def __init__(self, model: torch.nn.Module, table: RequestTable, backend: AttentionBackend, platform: Platform, max_num_tokens: int,
-                 stage: SingleStage | None = None, sampler: Sampler | None = None) -> None:
+    Its attention layers must be bound to a KV cache of `table.block_size`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        table: RequestTable,
+        backend: AttentionBackend,
+        platform: Platform,
+        max_num_tokens: int,
+        stage: SingleStage | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
         self.model, self.table, self.backend, self.platform = model, table, backend, platform
         self.stage = stage or SingleStage()
         self.group = tp()
         # Ranks that work together cannot each cut a step as they like.
         self.alone = self.group.size == 1 and self.stage.first and self.stage.last
         self._reached = _FORWARD
-        self.buffers = InputBuffers(table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device, len(table.groups))
+        self.buffers = InputBuffers(
+            table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device, len(table.groups)
+        )
         self.sampler = sampler or Sampler(table, platform)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
@@ -83,7 +104,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Output:
-        """Launch `step`; in parts, if memory does not suffice. What one request alone causes is reported in the output's `errors`. Only the last stage's output says what was sampled."""
+        """Launch `step`; in parts, if memory does not suffice.
+
+        What one request alone causes is reported in the output's `errors`. Only the last stage's output says what was
+        sampled.
+        """
         self.stage.await_token_ids(step, self.table)
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend)
         before, self._reached = self.group.num_exchanges, _FORWARD
@@ -121,7 +146,9 @@ class ModelRunner:
         return Failed(batch.step)
 
     def _run_halves(self, step: StepInput) -> Output:
-        """Once a part has found no memory at all, the parts after it, which may build on what it should have computed, are not tried."""
+        """Once a part has found no memory at all, the parts after it, which may build on what it should have computed,
+        are not tried.
+        """
         self.platform.release_memory()
         parts = halves(step)
         if parts is None:
@@ -133,7 +160,11 @@ class ModelRunner:
 
     def _run(self, batch: InputBatch) -> AsyncOutput:
         step = batch.step
-        errors = {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors} if self.table.errors else {}
+        errors = (
+            {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors}
+            if self.table.errors
+            else {}
+        )
         scored = self.prompt_logprobs.concern(step)
         batch.needed_rows = None if scored or not self.stage.last else self._sampled(batch)
         hidden = self.forward(batch)
@@ -148,7 +179,12 @@ class ModelRunner:
             sampled = self._sample(hidden[batch.sampling.logits_indices] if scored else hidden, batch.sampling)
             # The copy starts before the table is written, so that nothing of the next step delays it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
-            self.table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, sampled.token_ids, batch.attn[0].max_seq_len)
+            self.table.append(
+                batch.sampling.rows_tensor,
+                batch.sampling.positions_tensor,
+                sampled.token_ids,
+                batch.attn[0].max_seq_len,
+            )
             self.stage.send_token_ids(sampled.token_ids)
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event(), abandoned)
 
@@ -161,13 +197,18 @@ class ModelRunner:
         return self.sampler.sample(logits, sampling)
 
     def _sampled(self, batch: InputBatch) -> torch.Tensor | None:
-        """Indices of the tokens whose successor is sampled, None for all; never empty, because kernels take no empty batch."""
+        """Indices of the tokens whose successor is sampled, None for all; never empty, because kernels take no empty
+        batch.
+        """
         if len(batch.step.samples) == len(batch.input_ids):  # each token is a request that samples
             return None
         return batch.sampling.logits_indices if batch.step.samples else self.buffers.arange[:1]
 
     def use_graphs(self, max_model_len: int, record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
-        """From now on replay recorded forward passes where every request has one token. `record` is for tests without a GPU."""
+        """From now on replay recorded forward passes where every request has one token.
+
+        `record` is for tests without a GPU.
+        """
         self.forward = CudaGraphs(self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record)
 
     @torch.inference_mode()
@@ -179,4 +220,10 @@ class ModelRunner:
         """Hidden states `[T, H]` of the step's tokens, or those that are needed, after this stage's layers."""
         for meta in batch.attn:
             self.backend.build(meta)
-        return self.model(batch.input_ids, batch.positions, batch.attn, self.stage.receive_hidden(len(batch.input_ids)), batch.needed_rows)
+        return self.model(
+            batch.input_ids,
+            batch.positions,
+            batch.attn,
+            self.stage.receive_hidden(len(batch.input_ids)),
+            batch.needed_rows,
+        )

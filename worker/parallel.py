@@ -1,4 +1,5 @@
-"""Process groups. A layer asks for `tp()` when it is built and keeps that group, so that layers build in a bare Python prompt: the default is one rank.
+"""Process groups. A layer asks for `tp()` when it is built and keeps that group, so that layers build in a bare Python
+prompt: the default is one rank.
 
 Ranks are numbered `pp_rank * tp_size + tp_rank`, so that the ranks of one tensor-parallel group are neighbours.
 """
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # the newer name, since torch 2.13; None in a build without distributed
+# the newer name, since torch 2.13; None in a build without distributed
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 class Group:
@@ -35,7 +37,9 @@ class Group:
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> Any:
-        """Start sending a contiguous x, which must not change before it has arrived; the result's `wait()` waits for that. Messages arrive in order."""
+        """Start sending a contiguous x, which must not change before it has arrived; the result's `wait()` waits for
+        that. Messages arrive in order.
+        """
         raise AssertionError("a group of one has nobody to send to")
 
     def receive(self, x: torch.Tensor, src: int) -> torch.Tensor:
@@ -43,7 +47,10 @@ class Group:
         raise AssertionError("a group of one has nobody to receive from")
 
     def twin(self) -> Group:
-        """The same ranks over connections of their own, for messages that must not queue behind this group's. All its ranks call it together."""
+        """The same ranks over connections of their own, for messages that must not queue behind this group's.
+
+        All its ranks call it together.
+        """
         return self
 
 
@@ -95,15 +102,23 @@ def pp() -> Group:
     return _pp
 
 
-def init_distributed(rank: int, world_size: int, init_method: str, *, tp_size: int, pp_size: int = 1, backend: str = "gloo") -> None:
-    """Join `world_size` processes (e.g. `init_method="tcp://127.0.0.1:PORT"` or `"file:///PATH"`) and make their groups the ambient ones.
+def init_distributed(
+    rank: int, world_size: int, init_method: str, *, tp_size: int, pp_size: int = 1, backend: str = "gloo"
+) -> None:
+    """Join `world_size` processes (e.g. `init_method="tcp://127.0.0.1:PORT"` or `"file:///PATH"`) and make their groups
+    the ambient ones.
 
     Raises:
         ValueError: the sizes do not multiply to `world_size`.
     """
     global _tp, _pp
     if tp_size * pp_size != world_size:
-        raise ValueError(f"tensor_parallel_size {tp_size} x pipeline_parallel_size {pp_size} is not the number of processes, {world_size}")
+        raise ValueError(
+
+                f"tensor_parallel_size {tp_size} x pipeline_parallel_size {pp_size} is not the number of processes, "
+                f"{world_size}"
+
+        )
     if world_size == 1:
         return
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
@@ -138,5 +153,10 @@ def split_size(name: str, size: int, group: Group) -> int:
     """A rank's share of `size`. Raises ValueError naming the size and the tensor-parallel sizes that would do."""
     if size % group.size:
         fitting = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
-        raise ValueError(f"{name} {size} cannot be split over tensor_parallel_size {group.size}; sizes that divide it: {', '.join(fitting)}")
+        raise ValueError(
+
+                f"{name} {size} cannot be split over tensor_parallel_size {group.size}; sizes that divide it: "
+                f"{', '.join(fitting)}"
+
+        )
     return size // group.size

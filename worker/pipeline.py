@@ -1,7 +1,8 @@
 """This rank's place among the pipeline's stages: what it gets from the stage before, and what it owes the others.
 
-Hidden states go from stage to stage; the last stage samples, and sends the ids to the first, which alone embeds them. No other stage needs to know a token.
-Nothing here waits longer than it must: a stage goes on with the next step while what it sent is still on its way.
+Hidden states go from stage to stage; the last stage samples, and sends the ids to the first, which alone embeds them.
+No other stage needs to know a token. Nothing here waits longer than it must: a stage goes on with the next step while
+what it sent is still on its way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class SingleStage:
     first = last = True
 
     def await_token_ids(self, step: StepInput, table: RequestTable) -> None:
-        """See that `table` holds every token that `step` reads, and that no token which is still to come falls upon another request."""
+        """See that `table` holds every token that `step` reads, and that no token which is still to come falls upon
+        another request.
+        """
 
     def receive_hidden(self, num_tokens: int) -> torch.Tensor | None:
         """The previous stage's result `[T, H]`; None on the first stage."""
@@ -41,10 +44,14 @@ class SingleStage:
 
 
 class PipelineStage(SingleStage):
-    """One of several stages. `depth` is how many steps may be in flight: what was sent that many steps ago has arrived."""
+    """One of several stages.
+
+    `depth` is how many steps may be in flight: what was sent that many steps ago has arrived.
+    """
 
     def __init__(self, stages: Group, depth: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.stages, self.tokens = stages, stages.twin()  # ids must not queue behind hidden states that nobody reads before it has the ids
+        # ids must not queue behind hidden states that nobody reads before it has the ids
+        self.stages, self.tokens = stages, stages.twin()
         self.first, self.last = stages.rank == 0, stages.rank == stages.size - 1
         self.depth, self.hidden_size, self.dtype, self.device = depth, hidden_size, dtype, device
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()  # (its end, what must stay alive until then)
@@ -52,13 +59,17 @@ class PipelineStage(SingleStage):
 
     def await_token_ids(self, step: StepInput, table: RequestTable) -> None:
         rows = set(step.rows)
-        while self._awaited and (len(self._awaited) >= self.depth or any(not rows.isdisjoint(batch.sampling.rows) for batch in self._awaited)):
+        while self._awaited and (
+            len(self._awaited) >= self.depth or any(not rows.isdisjoint(batch.sampling.rows) for batch in self._awaited)
+        ):
             self._receive_token_ids(table)
 
     def receive_hidden(self, num_tokens: int) -> torch.Tensor | None:
         if self.first:
             return None
-        return self.stages.receive(torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device), self.stages.rank - 1)
+        return self.stages.receive(
+            torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device), self.stages.rank - 1
+        )
 
     def send_hidden(self, batch: InputBatch, hidden: torch.Tensor) -> None:
         self._send(self.stages, hidden, self.stages.rank + 1)
@@ -85,6 +96,8 @@ class PipelineStage(SingleStage):
         table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, token_ids, batch.attn[0].max_seq_len)
 
 
-def pipeline_stage(stages: Group, depth: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> SingleStage:
+def pipeline_stage(
+    stages: Group, depth: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> SingleStage:
     """What stands for this rank's place. All ranks of `stages` call it together."""
     return SingleStage() if stages.size == 1 else PipelineStage(stages, depth, hidden_size, dtype, device)

@@ -34,15 +34,31 @@ logger = logging.getLogger(__name__)
 _MEASURED_LOGPROBS = 20  # of each token, when memory is measured: the default of --max-logprobs
 
 ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
-WARM_SHARE = 8  # times the model's size: so much of the KV cache on CPU is made resident ahead of use; a small model should not take a machine's memory unasked
+# times the model's size: so much of the KV cache on CPU is made resident ahead of use; a small model should not take a
+# machine's memory unasked
+WARM_SHARE = 8
 MIN_WARM_BYTES = 64 << 20
 
 
 class Worker:
-    """Construction starts nothing. `initialize`, then `execute` any number of steps in order, then `shutdown`; all from threads of this process."""
+    """Construction starts nothing.
 
-    def __init__(self, config: Config, rank: int = 0, world_size: int = 1, init_method: str | None = None, *, local_rank: int | None = None, local_size: int | None = None) -> None:
-        """`local_size` ranks share this machine, of which this one drives the GPU number `local_rank`; by default all ranks are here."""
+    `initialize`, then `execute` any number of steps in order, then `shutdown`; all from threads of this process.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int = 0,
+        world_size: int = 1,
+        init_method: str | None = None,
+        *,
+        local_rank: int | None = None,
+        local_size: int | None = None,
+    ) -> None:
+        """`local_size` ranks share this machine, of which this one drives the GPU number `local_rank`; by default all
+        ranks are here.
+        """
         self.config, self.rank, self.world_size, self.init_method = config, rank, world_size, init_method
         self.local_rank = rank if local_rank is None else local_rank
         self.local_size = world_size if local_size is None else local_size
@@ -50,31 +66,56 @@ class Worker:
         self.warmer: kv_cache.Warmer | None = None
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
-        """Load the model and make the KV cache, reporting (phase, fraction). Raises ValueError for what the user can correct."""
+        """Load the model and make the KV cache, reporting (phase, fraction).
+
+        Raises ValueError for what the user can correct.
+        """
         try:
             return self._initialize(progress)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise ValueError("the device has too little free memory to start: free some, or lower --gpu-memory-utilization (for the KV cache), "
-                             f"--max-num-batched-tokens and --max-num-seqs (for activations); a model too large for one GPU needs --tensor-parallel-size. {error}") from error
+            raise ValueError(
+                "the device has too little free memory to start: free some, or lower --gpu-memory-utilization "
+                "(for the KV cache), "
+                "--max-num-batched-tokens and --max-num-seqs (for activations); a model too large for one GPU "
+                f"needs --tensor-parallel-size. {error}"
+            ) from error
 
     def _initialize(self, progress: ReportProgress) -> WorkerReady:
         config = self.config
         platform = get_platform(config.device.device, self.local_rank)
         num_ranks = self.local_size * config.parallel.data_parallel_size  # on this machine
-        threads = platform.start(config.device.num_threads, num_ranks, config.device.deterministic is True, config.server.api_server_count)
+        threads = platform.start(
+            config.device.num_threads, num_ranks, config.device.deterministic is True, config.server.api_server_count
+        )
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model)
         parallel = config.parallel
-        init_distributed(self.rank, self.world_size, self.init_method or "", tp_size=parallel.tensor_parallel_size, pp_size=parallel.pipeline_parallel_size, backend=platform.dist_backend)
+        init_distributed(
+            self.rank,
+            self.world_size,
+            self.init_method or "",
+            tp_size=parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+            backend=platform.dist_backend,
+        )
 
         self._agree_on_kernels(platform)
         limits = memory.resolve_limits(config, spec, platform)
 
         progress("loading weights", 0.0)
-        model = build_model(spec, limits.dtype, platform.device, limits.max_model_len, config.model.quantization, platform.ops)
-        load_weights(model, spec, config.model.model, config.model.load_format, config.model.seed, lambda fraction: progress("loading weights", fraction))
+        model = build_model(
+            spec, limits.dtype, platform.device, limits.max_model_len, config.model.quantization, platform.ops
+        )
+        load_weights(
+            model,
+            spec,
+            config.model.model,
+            config.model.load_format,
+            config.model.seed,
+            lambda fraction: progress("loading weights", fraction),
+        )
         if limits.deterministic:
             fix_order(model)
         weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
@@ -82,27 +123,57 @@ class Worker:
         progress("profiling memory", 0.0)
         depth = config.scheduler.steps_in_flight or pp().size + 1
         stage = pipeline_stage(pp(), depth, spec.hidden_size, limits.dtype, platform.device)
-        activations = _measure_activations(model, spec, platform, limits, memory.cache_plan(config, spec, limits), stage) if platform.measures_memory else memory.estimate_activations(spec, limits, parallel.tensor_parallel_size)
+        activations = (
+            _measure_activations(model, spec, platform, limits, memory.cache_plan(config, spec, limits), stage)
+            if platform.measures_memory
+            else memory.estimate_activations(spec, limits, parallel.tensor_parallel_size)
+        )
         progress("profiling memory", 1.0)
 
         progress("allocating KV cache", 0.0)
         if platform.measures_memory:
-            total, available = platform.memory(num_ranks)  # other processes on the card, and libraries, have taken more meanwhile
-        graphs = memory.estimate_graphs(spec, limits, parallel.tensor_parallel_size) if memory.uses_graphs(config, limits, platform) else 0
-        plan, num_blocks, choices = memory.plan_memory(config, spec, limits, device=platform.name, total=total, available=available, weights=weights,
-                                                       activations=activations, graphs=graphs)
+            # other processes on the card, and libraries, have taken more meanwhile
+            total, available = platform.memory(num_ranks)
+        graphs = (
+            memory.estimate_graphs(spec, limits, parallel.tensor_parallel_size)
+            if memory.uses_graphs(config, limits, platform)
+            else 0
+        )
+        plan, num_blocks, choices = memory.plan_memory(
+            config,
+            spec,
+            limits,
+            device=platform.name,
+            total=total,
+            available=available,
+            weights=weights,
+            activations=activations,
+            graphs=graphs,
+        )
         num_blocks = self._agree(num_blocks, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
         plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
         cache = memory.cache_plan(config, spec, limits)
         ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices, cache.groups, pp().size)
-        self.runner = _make_runner(model, spec, platform, limits, cache, num_blocks, ready.max_model_len, stage, config.parallel.debug_check_ranks)
+        self.runner = _make_runner(
+            model,
+            spec,
+            platform,
+            limits,
+            cache,
+            num_blocks,
+            ready.max_model_len,
+            stage,
+            config.parallel.debug_check_ranks,
+        )
         if memory.uses_graphs(config, limits, platform):
             self.runner.use_graphs(ready.max_model_len)
             ready = msgspec.structs.replace(ready, works_idle=True)
         if platform.device.type == "cpu":
             ahead = max(WARM_SHARE * weights, MIN_WARM_BYTES)
-            self.warmer = kv_cache.Warmer(kv_cache.attention_layers(model), min(kv_cache.IDLE_BYTES, ahead), min(kv_cache.BUSY_BYTES, ahead))
+            self.warmer = kv_cache.Warmer(
+                kv_cache.attention_layers(model), min(kv_cache.IDLE_BYTES, ahead), min(kv_cache.BUSY_BYTES, ahead)
+            )
         progress("allocating KV cache", 1.0)
         return ready
 
@@ -134,7 +205,9 @@ class Worker:
         shutdown_distributed()
 
     def _agree_on_kernels(self, platform: Platform) -> None:
-        """Ranks repeat some of each other's work and must get the same results: all use the platform's faster operations, or none does while this process lives."""
+        """Ranks repeat some of each other's work and must get the same results: all use the platform's faster
+        operations, or none does while this process lives.
+        """
         if self.world_size > 1 and not self._agree(int(platform.ops.name != "torch"), platform):
             platform.give_up_ops("not all ranks had them when they started")
 
@@ -148,7 +221,13 @@ class Worker:
         if limits.deterministic:
             fix_order(model)
         value, reason = next(choice[1:] for choice in limits.choices if choice[0] == "deterministic")
-        logger.info("%s ready, attention backend is now %s, deterministic is %s (%s)", platform.ops_status(), self.runner.backend.name, value, reason)
+        logger.info(
+            "%s ready, attention backend is now %s, deterministic is %s (%s)",
+            platform.ops_status(),
+            self.runner.backend.name,
+            value,
+            reason,
+        )
 
     def _agree(self, num_blocks: int, platform: Platform) -> int:
         """The least of all ranks' numbers: each found its own memory, but block ids are common."""
@@ -159,8 +238,17 @@ class Worker:
         return int(least)
 
 
-def _make_runner(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, cache: CachePlan, num_blocks: int, max_model_len: int, stage: SingleStage,
-                 check_ranks: bool = False) -> ModelRunner:
+def _make_runner(
+    model: CausalLM,
+    spec: ModelSpec,
+    platform: Platform,
+    limits: memory.Limits,
+    cache: CachePlan,
+    num_blocks: int,
+    max_model_len: int,
+    stage: SingleStage,
+    check_ranks: bool = False,
+) -> ModelRunner:
     """Allocate the KV cache and the tables, and put the runner over them."""
     block_size = limits.attention.block_size
     kv_cache.allocate(kv_cache.attention_layers(model), cache, num_blocks, block_size, limits.dtype, platform.device)
@@ -169,27 +257,47 @@ def _make_runner(model: CausalLM, spec: ModelSpec, platform: Platform, limits: m
     return ModelRunner(model, table, limits.attention.backend, platform, limits.max_num_batched_tokens, stage, sampler)
 
 
-def _measure_activations(model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, cache: CachePlan, stage: SingleStage) -> int:
-    """Bytes of device memory that the largest step needs besides weights and KV cache, found by running it over a cache of a few blocks.
+def _measure_activations(
+    model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, cache: CachePlan, stage: SingleStage
+) -> int:
+    """Bytes of device memory that the largest step needs besides weights and KV cache, found by running it over a cache
+    of a few blocks.
 
     All requests share the same blocks: what is computed means nothing. Every row is sampled in the way that takes most:
     at random, with penalties and with log-probabilities of the logits before these, of which a copy is kept; and one
     scores its prompt, so that the hidden states of all tokens are kept.
     """
     num_reqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    lengths = [min(limits.max_num_batched_tokens // num_reqs + (i < limits.max_num_batched_tokens % num_reqs), limits.max_model_len) for i in range(num_reqs)]
+    lengths = [
+        min(
+            limits.max_num_batched_tokens // num_reqs + (i < limits.max_num_batched_tokens % num_reqs),
+            limits.max_model_len,
+        )
+        for i in range(num_reqs)
+    ]
     blocks = list(range(1, -(-max(lengths) // limits.attention.block_size) + 1))
     num_logprobs = min(_MEASURED_LOGPROBS, spec.vocab_size)
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
-                              logprobs=num_logprobs)
+    sampling = SamplingParams(
+        temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=num_logprobs
+    )
     scoring = msgspec.structs.replace(sampling, prompt_logprobs=num_logprobs)
-    new = [NewRequest(i, [0] * length, length, [blocks[: -(-length // limits.attention.block_size)]] * len(cache.groups),
-                      sampling if i else scoring) for i, length in enumerate(lengths)]
+    new = [
+        NewRequest(
+            i,
+            [0] * length,
+            length,
+            [blocks[: -(-length // limits.attention.block_size)]] * len(cache.groups),
+            sampling if i else scoring,
+        )
+        for i, length in enumerate(lengths)
+    ]
     step = StepInput(0, new, list(range(num_reqs)), [0] * num_reqs, lengths, [[] for _ in new], list(range(num_reqs)))
     platform.release_memory()
     before, _ = platform.memory_in_use()
     runner = _make_runner(model, spec, platform, limits, cache, len(blocks) + 1, limits.max_model_len, stage)
-    cache_bytes = (len(blocks) + 1) * cache.page_bytes(limits.attention.block_size, [layer.layer_index for layer in kv_cache.attention_layers(model)])
+    cache_bytes = (len(blocks) + 1) * cache.page_bytes(
+        limits.attention.block_size, [layer.layer_index for layer in kv_cache.attention_layers(model)]
+    )
     runner.execute(step).result()
     stage.finish(runner.table)
     _, peak = platform.memory_in_use()

@@ -1,6 +1,8 @@
-"""A small HTTP/1.1 client for load generation: keep-alive connections over asyncio streams, event streams, nothing else.
+"""A small HTTP/1.1 client for load generation: keep-alive connections over asyncio streams, event streams, nothing
+else.
 
-A benchmark client shares the cores with the server it measures, so it does as little as possible per event: one read, one split.
+A benchmark client shares the cores with the server it measures, so it does as little as possible per event: one read,
+one split.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class Response:
         return b"".join([part async for part in self.body])
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The `data:` payloads of an event stream, as they arrive, up to and without `[DONE]`. Raises HttpError when that never comes."""
+        """The `data:` payloads of an event stream, as they arrive, up to and without `[DONE]`.
+
+        Raises HttpError when that never comes.
+        """
         buffer, done = b"", False
         async for part in self.body:
             *lines, buffer = (buffer + part).split(b"\n")
@@ -57,7 +62,9 @@ class _Connection:
         parts = status_line.split(" ", 2)
         if not parts[0].startswith("HTTP/1.") or len(parts) < 2 or not parts[1].isdigit():
             raise HttpError(f"not an HTTP/1.1 server: {status_line[:80]!r}")
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+        headers = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)
+        }
         return Response(int(parts[1]), headers, self._body(headers))
 
     async def _body(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
@@ -91,8 +98,11 @@ class Client:
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[Response, _Connection]:
         """Send one request; hand the connection back with `release` when the body has been read."""
         host = f"{self.host}:{self.port}"
-        head = (f"{method} {self.path}{path} HTTP/1.1\r\nHost: {host}\r\n{self.authorization}Content-Type: application/json\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n").encode("latin-1")
+        head = (
+            f"{method} {self.path}{path} HTTP/1.1\r\nHost: {host}\r\n{self.authorization}Content-Type: "
+            "application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        ).encode("latin-1")
         while self.idle:
             connection = self.idle.pop()
             try:

@@ -15,7 +15,8 @@ program question work government number night point home water room mother area 
 kind head house service friend father power hour game line end member law car city community name president team minute idea kid body information back parent
 face others level office door health person art war history party result change morning reason research girl guy moment air teacher force education"""
 WORDS = _NOUNS.split()
-MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048  # conversations outside are left out of ShareGPT samples, as in vLLM
+# conversations outside are left out of ShareGPT samples, as in vLLM
+MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
 
 
 class Encoder(Protocol):
@@ -25,7 +26,9 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request: its text, how many tokens that should be (an estimate without a tokenizer), and how many to generate."""
+    """One request: its text, how many tokens that should be (an estimate without a tokenizer), and how many to
+    generate.
+    """
 
     prompt: str
     prompt_len: int
@@ -35,18 +38,75 @@ class Sample:
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     """vLLM's names and meanings."""
     group = parser.add_argument_group("Dataset")
-    group.add_argument("--dataset-name", choices=sorted(DATASETS), default="random", help="kind of prompts (default: random)")
+    group.add_argument(
+        "--dataset-name", choices=sorted(DATASETS), default="random", help="kind of prompts (default: random)"
+    )
     group.add_argument("--dataset-path", metavar="FILE", help="JSON file of conversations, for sharegpt")
     group.add_argument("--num-prompts", type=positive_int, default=1000, metavar="N", help="requests (default: 1000)")
-    group.add_argument("--random-input-len", "--input-len", type=positive_int, default=1024, metavar="N", help="prompt tokens (default: 1024)")
-    group.add_argument("--random-output-len", "--output-len", type=positive_int, default=128, metavar="N", help="tokens to generate (default: 128)")
-    group.add_argument("--random-range-ratio", type=ratio, default=0.0, metavar="R", help="lengths are uniform in len * (1 - R) to len * (1 + R) (default: 0)")
-    group.add_argument("--random-prefix-len", type=non_negative_int, default=0, metavar="N", help="tokens before them that all prompts share (default: 0)")
-    group.add_argument("--sharegpt-output-len", type=positive_int, metavar="N", help="tokens to generate (default: as long as the recorded answer)")
-    group.add_argument("--prefix-repetition-num-prefixes", type=positive_int, default=10, metavar="N", help="different prefixes (default: 10)")
-    group.add_argument("--prefix-repetition-prefix-len", type=positive_int, default=256, metavar="N", help="tokens of a prefix (default: 256)")
-    group.add_argument("--prefix-repetition-suffix-len", type=positive_int, default=256, metavar="N", help="tokens after it (default: 256)")
-    group.add_argument("--prefix-repetition-output-len", type=positive_int, default=128, metavar="N", help="tokens to generate (default: 128)")
+    group.add_argument(
+        "--random-input-len",
+        "--input-len",
+        type=positive_int,
+        default=1024,
+        metavar="N",
+        help="prompt tokens (default: 1024)",
+    )
+    group.add_argument(
+        "--random-output-len",
+        "--output-len",
+        type=positive_int,
+        default=128,
+        metavar="N",
+        help="tokens to generate (default: 128)",
+    )
+    group.add_argument(
+        "--random-range-ratio",
+        type=ratio,
+        default=0.0,
+        metavar="R",
+        help="lengths are uniform in len * (1 - R) to len * (1 + R) (default: 0)",
+    )
+    group.add_argument(
+        "--random-prefix-len",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="tokens before them that all prompts share (default: 0)",
+    )
+    group.add_argument(
+        "--sharegpt-output-len",
+        type=positive_int,
+        metavar="N",
+        help="tokens to generate (default: as long as the recorded answer)",
+    )
+    group.add_argument(
+        "--prefix-repetition-num-prefixes",
+        type=positive_int,
+        default=10,
+        metavar="N",
+        help="different prefixes (default: 10)",
+    )
+    group.add_argument(
+        "--prefix-repetition-prefix-len",
+        type=positive_int,
+        default=256,
+        metavar="N",
+        help="tokens of a prefix (default: 256)",
+    )
+    group.add_argument(
+        "--prefix-repetition-suffix-len",
+        type=positive_int,
+        default=256,
+        metavar="N",
+        help="tokens after it (default: 256)",
+    )
+    group.add_argument(
+        "--prefix-repetition-output-len",
+        type=positive_int,
+        default=128,
+        metavar="N",
+        help="tokens to generate (default: 128)",
+    )
 
 
 def positive_int(text: str) -> int:
@@ -69,11 +129,14 @@ def ratio(text: str) -> float:
 
 def make_samples(arguments: argparse.Namespace, encoder: Encoder | None, seed: int) -> list[Sample]:
     """`num_prompts` samples. Raises ValueError when the dataset needs a tokenizer or file that is not there."""
-    return DATASETS[arguments.dataset_name](arguments, encoder, random.Random(str(seed)))  # of a number, only the absolute value counts
+    # of a number, only the absolute value counts
+    return DATASETS[arguments.dataset_name](arguments, encoder, random.Random(str(seed)))
 
 
 def random_text(rng: random.Random, num_tokens: int, encoder: Encoder | None) -> str:
-    """Common English words, each one token in most vocabularies; exactly `num_tokens` of them when an encoder can count."""
+    """Common English words, each one token in most vocabularies; exactly `num_tokens` of them when an encoder can
+    count.
+    """
     words = " ".join(rng.choice(WORDS) for _ in range(num_tokens))
     if encoder is None:
         return words
@@ -81,12 +144,18 @@ def random_text(rng: random.Random, num_tokens: int, encoder: Encoder | None) ->
 
 
 def fit(text: str, num_tokens: int, encoder: Encoder, more: Callable[[], str]) -> str:
-    """Lengthen or cut `text` until it encodes to `num_tokens`; cutting ids may change how the end is tokenized, so it is tried a few times."""
+    """Lengthen or cut `text` until it encodes to `num_tokens`; cutting ids may change how the end is tokenized, so it
+    is tried a few times.
+    """
     for _ in range(20):
         ids = encoder.encode(text, add_special_tokens=False)
         if len(ids) == num_tokens:
             break
-        text = encoder.decode(ids[:num_tokens]) if len(ids) > num_tokens else text + "".join(more() for _ in range(num_tokens - len(ids)))
+        text = (
+            encoder.decode(ids[:num_tokens])
+            if len(ids) > num_tokens
+            else text + "".join(more() for _ in range(num_tokens - len(ids)))
+        )
     return text
 
 
@@ -100,15 +169,26 @@ def _random(arguments: argparse.Namespace, encoder: Encoder | None, rng: random.
     for _ in range(arguments.num_prompts):
         input_len = _varied(rng, arguments.random_input_len, arguments.random_range_ratio)
         output_len = _varied(rng, arguments.random_output_len, arguments.random_range_ratio)
-        samples.append(Sample(prefix + random_text(rng, input_len, encoder), arguments.random_prefix_len + input_len, output_len))
+        samples.append(
+            Sample(prefix + random_text(rng, input_len, encoder), arguments.random_prefix_len + input_len, output_len)
+        )
     return samples
 
 
 def _prefix_repetition(arguments: argparse.Namespace, encoder: Encoder | None, rng: random.Random) -> list[Sample]:
-    prefixes = [random_text(rng, arguments.prefix_repetition_prefix_len, encoder) for _ in range(arguments.prefix_repetition_num_prefixes)]
+    prefixes = [
+        random_text(rng, arguments.prefix_repetition_prefix_len, encoder)
+        for _ in range(arguments.prefix_repetition_num_prefixes)
+    ]
     length = arguments.prefix_repetition_prefix_len + arguments.prefix_repetition_suffix_len
-    samples = [Sample(f"{prefixes[i % len(prefixes)]} {random_text(rng, arguments.prefix_repetition_suffix_len, encoder)}", length, arguments.prefix_repetition_output_len)
-               for i in range(arguments.num_prompts)]
+    samples = [
+        Sample(
+            f"{prefixes[i % len(prefixes)]} {random_text(rng, arguments.prefix_repetition_suffix_len, encoder)}",
+            length,
+            arguments.prefix_repetition_output_len,
+        )
+        for i in range(arguments.num_prompts)
+    ]
     rng.shuffle(samples)
     return samples
 
@@ -118,7 +198,9 @@ def _sharegpt(arguments: argparse.Namespace, encoder: Encoder | None, rng: rando
         raise ValueError("--dataset-name sharegpt needs --dataset-path FILE.json")
     if encoder is None:
         raise ValueError("--dataset-name sharegpt counts tokens and needs --tokenizer FOLDER")
-    conversations = [entry["conversations"] for entry in json.loads(Path(arguments.dataset_path).read_text(encoding="utf-8"))]
+    conversations = [
+        entry["conversations"] for entry in json.loads(Path(arguments.dataset_path).read_text(encoding="utf-8"))
+    ]
     conversations = [turns for turns in conversations if len(turns) >= 2]
     rng.shuffle(conversations)
     samples: list[Sample] = []
@@ -128,7 +210,11 @@ def _sharegpt(arguments: argparse.Namespace, encoder: Encoder | None, rng: rando
         prompt_len = len(encoder.encode(question["value"], add_special_tokens=False))
         answer_len = len(encoder.encode(answer["value"], add_special_tokens=False))
         output_len = arguments.sharegpt_output_len or answer_len
-        if MIN_LEN <= prompt_len <= MAX_PROMPT_LEN and answer_len >= MIN_LEN and prompt_len + output_len <= MAX_TOTAL_LEN:
+        if (
+            MIN_LEN <= prompt_len <= MAX_PROMPT_LEN
+            and answer_len >= MIN_LEN
+            and prompt_len + output_len <= MAX_TOTAL_LEN
+        ):
             samples.append(Sample(question["value"], prompt_len, output_len))
     if not samples:
         raise ValueError(f"{arguments.dataset_path} has no conversation of usable length")
@@ -136,4 +222,7 @@ def _sharegpt(arguments: argparse.Namespace, encoder: Encoder | None, rng: rando
 
 
 DATASETS: dict[str, Callable[[argparse.Namespace, Encoder | None, random.Random], list[Sample]]] = {
-    "random": _random, "sharegpt": _sharegpt, "prefix-repetition": _prefix_repetition}
+    "random": _random,
+    "sharegpt": _sharegpt,
+    "prefix-repetition": _prefix_repetition,
+}

@@ -1,4 +1,6 @@
-"""`quire bench latency`: the engine without HTTP, one batch of equal prompts at a time, from the call to the last token."""
+"""`quire bench latency`: the engine without HTTP, one batch of equal prompts at a time, from the call to the last
+token.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,26 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 def main(argv: list[str]) -> int:
     """Run `quire bench latency ARGV...`."""
-    parser = Parser(prog="quire bench latency", usage="quire bench latency [MODEL] [flags]", description="Generate for one batch after another, without HTTP, and report the seconds of a batch.")
-    parser.add_argument("--batch-size", type=positive_int, default=8, metavar="N", help="prompts in a batch (default: 8)")
+    parser = Parser(
+        prog="quire bench latency",
+        usage="quire bench latency [MODEL] [flags]",
+        description="Generate for one batch after another, without HTTP, and report the seconds of a batch.",
+    )
+    parser.add_argument(
+        "--batch-size", type=positive_int, default=8, metavar="N", help="prompts in a batch (default: 8)"
+    )
     parser.add_argument("--input-len", type=positive_int, default=32, metavar="N", help="prompt tokens (default: 32)")
-    parser.add_argument("--output-len", type=positive_int, default=128, metavar="N", help="tokens to generate (default: 128)")
+    parser.add_argument(
+        "--output-len", type=positive_int, default=128, metavar="N", help="tokens to generate (default: 128)"
+    )
     parser.add_argument("--num-iters", type=positive_int, default=30, metavar="N", help="batches (default: 30)")
-    parser.add_argument("--num-iters-warmup", type=non_negative_int, default=3, metavar="N", help="batches before the measurement (default: 3)")
+    parser.add_argument(
+        "--num-iters-warmup",
+        type=non_negative_int,
+        default=3,
+        metavar="N",
+        help="batches before the measurement (default: 3)",
+    )
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="default: 1")
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
@@ -40,17 +56,28 @@ def main(argv: list[str]) -> int:
             rng = random.Random(settings.values.get("seed", 0))
             params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.output_len, ignore_eos=True)
             times = []
-            for i in tqdm(range(arguments.num_iters_warmup + arguments.num_iters), disable=arguments.disable_tqdm, desc="batches"):
-                prompts = [random_text(rng, arguments.input_len, llm.tokenizer) for _ in range(arguments.batch_size)]  # new ones: no prefix is cached
+            for i in tqdm(
+                range(arguments.num_iters_warmup + arguments.num_iters), disable=arguments.disable_tqdm, desc="batches"
+            ):
+                # new ones: no prefix is cached
+                prompts = [random_text(rng, arguments.input_len, llm.tokenizer) for _ in range(arguments.batch_size)]
                 start = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)
                 if i >= arguments.num_iters_warmup:
                     times.append(time.perf_counter() - start)
     except (ValueError, OSError, RuntimeError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
-    figures = {"avg_latency": statistics.fmean(times), "latencies": times, "percentiles": {str(percent): percentile(sorted(times), percent) for percent in PERCENTILES}}
+    figures = {
+        "avg_latency": statistics.fmean(times),
+        "latencies": times,
+        "percentiles": {str(percent): percentile(sorted(times), percent) for percent in PERCENTILES},
+    }
     print(f"Avg latency: {figures['avg_latency']:.4f} seconds")
-    print("\n".join(f"{percent}% percentile latency: {value:.4f} seconds" for percent, value in figures["percentiles"].items()))
+    print(
+        "\n".join(
+            f"{percent}% percentile latency: {value:.4f} seconds" for percent, value in figures["percentiles"].items()
+        )
+    )
     if arguments.output_json:
         Path(arguments.output_json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -43,7 +43,10 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Result:
-    """Times of one request in seconds. `itl` holds the gaps between events, which carry one token or, from a server that merges them, more."""
+    """Times of one request in seconds.
+
+    `itl` holds the gaps between events, which carry one token or, from a server that merges them, more.
+    """
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -70,7 +73,13 @@ class Target:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def body(self, sample: Sample) -> bytes:
-        body = {"model": self.model, "max_tokens": sample.output_len, "temperature": self.temperature, "stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            "model": self.model,
+            "max_tokens": sample.output_len,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         if self.endpoint.endswith("/chat/completions"):
             body["messages"] = [{"role": "user", "content": sample.prompt}]
         else:
@@ -92,7 +101,14 @@ async def send(target: Target, sample: Sample) -> Result:
             await _read_stream(response.events(), result, start)
         finally:
             target.client.release(connection)
-    except (HttpError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, msgspec.DecodeError, ValueError) as error:
+    except (
+        HttpError,
+        OSError,
+        asyncio.IncompleteReadError,
+        asyncio.LimitOverrunError,
+        msgspec.DecodeError,
+        ValueError,
+    ) as error:
         result.error = f"{type(error).__name__}: {error}"
     return result
 
@@ -126,14 +142,22 @@ def _only_role(choice: _Choice) -> bool:
 
 
 def arrival_gaps(num: int, request_rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds to wait before each request: gamma distributed with mean 1 / request_rate; burstiness 1 is Poisson, below is burstier. All 0 at rate inf."""
+    """Seconds to wait before each request: gamma distributed with mean 1 / request_rate; burstiness 1 is Poisson, below
+    is burstier. All 0 at rate inf.
+    """
     if request_rate == float("inf"):
         return [0.0] * num
     rng = random.Random(seed)
     return [rng.gammavariate(burstiness, 1 / (request_rate * burstiness)) for _ in range(num)]
 
 
-async def run_load(target: Target, samples: list[Sample], gaps: list[float], max_concurrency: int | None, done: Callable[[Result], None]) -> tuple[list[Result], float]:
+async def run_load(
+    target: Target,
+    samples: list[Sample],
+    gaps: list[float],
+    max_concurrency: int | None,
+    done: Callable[[Result], None],
+) -> tuple[list[Result], float]:
     """All samples; (results in order of samples, seconds from the first request to the last answer)."""
     gate = asyncio.Semaphore(max_concurrency or len(samples))
 

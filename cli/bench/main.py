@@ -19,8 +19,13 @@ COMMANDS = {
 def main(argv: list[str]) -> int:
     """Run `quire bench ARGV...` and return its exit status."""
     commands = "\n".join(f"  {name:<10}  {summary}" for name, summary in COMMANDS.items())
-    parser = Parser(prog="quire bench", usage="quire bench COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,
-                    description=f"Measure a server or this machine.\n\ncommands:\n{commands}", epilog="`quire bench COMMAND --help` shows a command's flags.")
+    parser = Parser(
+        prog="quire bench",
+        usage="quire bench COMMAND ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"Measure a server or this machine.\n\ncommands:\n{commands}",
+        epilog="`quire bench COMMAND --help` shows a command's flags.",
+    )
     parser.add_argument("command", help=argparse.SUPPRESS)
     command = parser.parse_args(argv[:1] or ["--help"]).command
     if command not in COMMANDS:

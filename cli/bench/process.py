@@ -1,4 +1,6 @@
-"""A server under measurement as a child process: started from its command line, probed over HTTP, ended by its process id."""
+"""A server under measurement as a child process: started from its command line, probed over HTTP, ended by its process
+id.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """`with ServerProcess(command, port) as server:` runs `command`, in which every "{port}" is replaced. `started` is time.perf_counter() at its start."""
+    """`with ServerProcess(command, port) as server:` runs `command`, in which every "{port}" is replaced.
+
+    `started` is time.perf_counter() at its start.
+    """
 
     def __init__(self, command: Sequence[str], port: int):
         self.command = [part.replace("{port}", str(port)) for part in command]
@@ -35,7 +40,9 @@ class ServerProcess:
         self.log = tempfile.TemporaryFile()
         self.started = time.perf_counter()
         # a session of its own: Ctrl-C in the terminal reaches the measurement, which then ends the server in order
-        self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -49,7 +56,10 @@ class ServerProcess:
         self.log.close()
 
     async def wait_for(self, *paths: str, timeout: float = 900.0) -> float:
-        """Seconds from the start until one of `paths` answers 200. Raises RuntimeError with the end of the log when the process ends or time is up."""
+        """Seconds from the start until one of `paths` answers 200.
+
+        Raises RuntimeError with the end of the log when the process ends or time is up.
+        """
         deadline = self.started + timeout
         while time.perf_counter() < deadline:
             for path in paths:

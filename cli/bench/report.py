@@ -1,4 +1,7 @@
-"""From per-request times to the figures people compare. Names of the figures are vLLM's, so that tools that read its JSON read ours."""
+"""From per-request times to the figures people compare.
+
+Names of the figures are vLLM's, so that tools that read its JSON read ours.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,12 @@ from typing import Any
 
 from quire.cli.bench.load import Result
 
-METRICS = {"ttft": "Time to first token", "tpot": "Time per output token (after the first)", "itl": "Inter-token latency", "e2el": "End-to-end latency"}
+METRICS = {
+    "ttft": "Time to first token",
+    "tpot": "Time per output token (after the first)",
+    "itl": "Inter-token latency",
+    "e2el": "End-to-end latency",
+}
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -32,16 +40,28 @@ def metric_values(results: Sequence[Result]) -> dict[str, list[float]]:
     }
 
 
-def summarize(results: Sequence[Result], duration: float, percentiles: Sequence[float], goodput: dict[str, float]) -> dict[str, Any]:
-    """The figures of one run: counts, throughputs per second of `duration`, and mean, median, std and percentiles of every metric in milliseconds.
+def summarize(
+    results: Sequence[Result], duration: float, percentiles: Sequence[float], goodput: dict[str, float]
+) -> dict[str, Any]:
+    """The figures of one run: counts, throughputs per second of `duration`, and mean, median, std and percentiles of
+    every metric in milliseconds.
 
     `goodput` maps a metric to its limit in ms; requests within all limits count.
     """
     good = [result for result in results if result.error is None]
-    input_tokens, output_tokens = sum(result.prompt_tokens for result in good), sum(result.output_tokens for result in good)
+    input_tokens, output_tokens = (
+        sum(result.prompt_tokens for result in good),
+        sum(result.output_tokens for result in good),
+    )
     figures: dict[str, Any] = {
-        "duration": duration, "completed": len(good), "failed": len(results) - len(good), "total_input_tokens": input_tokens, "total_output_tokens": output_tokens,
-        "request_throughput": len(good) / duration, "output_throughput": output_tokens / duration, "total_token_throughput": (input_tokens + output_tokens) / duration,
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(results) - len(good),
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(good) / duration,
+        "output_throughput": output_tokens / duration,
+        "total_token_throughput": (input_tokens + output_tokens) / duration,
     }
     if goodput:
         figures["request_goodput"] = sum(_meets(result, goodput) for result in good) / duration
@@ -76,10 +96,16 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 def render(figures: dict[str, Any], metrics: Sequence[str]) -> str:
     """The figures as a table for people."""
-    rows = [("Successful requests", f"{figures['completed']}"), ("Failed requests", f"{figures['failed']}"), ("Benchmark duration (s)", f"{figures['duration']:.2f}"),
-            ("Total input tokens", f"{figures['total_input_tokens']}"), ("Total generated tokens", f"{figures['total_output_tokens']}"),
-            ("Request throughput (req/s)", f"{figures['request_throughput']:.2f}"), ("Output token throughput (tok/s)", f"{figures['output_throughput']:.2f}"),
-            ("Total token throughput (tok/s)", f"{figures['total_token_throughput']:.2f}")]
+    rows = [
+        ("Successful requests", f"{figures['completed']}"),
+        ("Failed requests", f"{figures['failed']}"),
+        ("Benchmark duration (s)", f"{figures['duration']:.2f}"),
+        ("Total input tokens", f"{figures['total_input_tokens']}"),
+        ("Total generated tokens", f"{figures['total_output_tokens']}"),
+        ("Request throughput (req/s)", f"{figures['request_throughput']:.2f}"),
+        ("Output token throughput (tok/s)", f"{figures['output_throughput']:.2f}"),
+        ("Total token throughput (tok/s)", f"{figures['total_token_throughput']:.2f}"),
+    ]
     if "request_goodput" in figures:
         rows.insert(6, ("Request goodput (req/s)", f"{figures['request_goodput']:.2f}"))
     lines = ["=" * 56, *(f"{name:<40} {value:>15}" for name, value in rows)]

@@ -23,34 +23,92 @@ from quire.cli.main import Parser
 
 
 def parser() -> Parser:
-    result = Parser(prog="quire bench serve", description="Measure a running OpenAI-compatible server: throughput, and the latencies its users see.")
+    result = Parser(
+        prog="quire bench serve",
+        description="Measure a running OpenAI-compatible server: throughput, and the latencies its users see.",
+    )
     server = result.add_argument_group("Server")
-    server.add_argument("--base-url", "--url", metavar="URL", help="the server, with or without /v1 at the end (default: http://HOST:PORT)")
+    server.add_argument(
+        "--base-url",
+        "--url",
+        metavar="URL",
+        help="the server, with or without /v1 at the end (default: http://HOST:PORT)",
+    )
     server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     server.add_argument("--port", type=positive_int, default=8000, metavar="N", help="default: 8000")
-    server.add_argument("--endpoint", default="/v1/completions", metavar="PATH", help="/v1/completions or /v1/chat/completions (default: /v1/completions)")
+    server.add_argument(
+        "--endpoint",
+        default="/v1/completions",
+        metavar="PATH",
+        help="/v1/completions or /v1/chat/completions (default: /v1/completions)",
+    )
     server.add_argument("--model", metavar="NAME", help="model name in requests (default: the first of /v1/models)")
-    server.add_argument("--tokenizer", metavar="FOLDER", help="count prompt tokens exactly with this tokenizer (default: the served model's, if it is a local folder)")
+    server.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="count prompt tokens exactly with this tokenizer (default: the served model's, if it is a local folder)",
+    )
     server.add_argument("--api-key", metavar="KEY", help="sent as a Bearer token")
     add_dataset_flags(result)
     load = result.add_argument_group("Load")
-    load.add_argument("--request-rate", type=positive_float, default=float("inf"), metavar="R", help="requests per second, or inf for all at once (default: inf)")
-    load.add_argument("--burstiness", type=positive_float, default=1.0, metavar="B", help="shape of the gaps between requests: 1 is Poisson, below is burstier (default: 1)")
-    load.add_argument("--max-concurrency", type=concurrencies, metavar="N[,N...]", help="most requests at once; several numbers make a sweep (default: no limit)")
-    load.add_argument("--num-warmups", type=non_negative_int, default=0, metavar="N", help="requests before the measurement, besides the first that tests the server (default: 0)")
+    load.add_argument(
+        "--request-rate",
+        type=positive_float,
+        default=float("inf"),
+        metavar="R",
+        help="requests per second, or inf for all at once (default: inf)",
+    )
+    load.add_argument(
+        "--burstiness",
+        type=positive_float,
+        default=1.0,
+        metavar="B",
+        help="shape of the gaps between requests: 1 is Poisson, below is burstier (default: 1)",
+    )
+    load.add_argument(
+        "--max-concurrency",
+        type=concurrencies,
+        metavar="N[,N...]",
+        help="most requests at once; several numbers make a sweep (default: no limit)",
+    )
+    load.add_argument(
+        "--num-warmups",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="requests before the measurement, besides the first that tests the server (default: 0)",
+    )
     load.add_argument("--ignore-eos", action="store_true", help="generate exactly the asked number of tokens")
     load.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
-    load.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="fields to add to every request")
+    load.add_argument(
+        "--extra-body", type=json.loads, default={}, metavar="JSON", help="fields to add to every request"
+    )
     load.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrival times (default: 0)")
     output = result.add_argument_group("Output")
-    output.add_argument("--percentile-metrics", type=metric_names, default=list(METRICS), metavar="NAMES", help=f"comma-separated, of {','.join(METRICS)} (default: all)")
-    output.add_argument("--metric-percentiles", type=percentiles, default=[90.0, 99.0], metavar="P[,P...]", help="default: 90,99")
-    output.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="also count the requests within these limits: ttft:500 tpot:50 e2el:3000")
+    output.add_argument(
+        "--percentile-metrics",
+        type=metric_names,
+        default=list(METRICS),
+        metavar="NAMES",
+        help=f"comma-separated, of {','.join(METRICS)} (default: all)",
+    )
+    output.add_argument(
+        "--metric-percentiles", type=percentiles, default=[90.0, 99.0], metavar="P[,P...]", help="default: 90,99"
+    )
+    output.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="also count the requests within these limits: ttft:500 tpot:50 e2el:3000",
+    )
     output.add_argument("--save-result", action="store_true", help="write the figures as JSON")
     output.add_argument("--result-dir", default=".", metavar="DIR", help="where (default: here)")
     output.add_argument("--result-filename", metavar="FILE", help="how it is called (default: from time and load)")
     output.add_argument("--save-detailed", action="store_true", help="with the times of every request in it")
-    output.add_argument("--plot", metavar="FILE.png", help="draw throughput against latency over the sweep (needs matplotlib)")
+    output.add_argument(
+        "--plot", metavar="FILE.png", help="draw throughput against latency over the sweep (needs matplotlib)"
+    )
     output.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     return result
 
@@ -102,23 +160,34 @@ def main(argv: list[str]) -> int:
 
 
 async def measure(arguments: argparse.Namespace, goodput: dict[str, float]) -> list[dict[str, Any]]:
-    """One run for each number of --max-concurrency. Raises RuntimeError when the server does not answer the first request."""
-    url, endpoint = server_and_endpoint(arguments.base_url or f"http://{arguments.host}:{arguments.port}", arguments.endpoint)
+    """One run for each number of --max-concurrency.
+
+    Raises RuntimeError when the server does not answer the first request.
+    """
+    url, endpoint = server_and_endpoint(
+        arguments.base_url or f"http://{arguments.host}:{arguments.port}", arguments.endpoint
+    )
     client = Client(url, arguments.api_key)
     with contextlib.closing(client):
         model, root = await find_model(client, arguments.model)
         target = Target(client, endpoint, model, arguments.ignore_eos, arguments.temperature, arguments.extra_body)
         encoder = load_encoder(arguments.tokenizer, root)
-        await warm_up(target, make_samples(with_prompts(arguments, arguments.num_warmups + 1), encoder, arguments.seed - 1))
+        await warm_up(
+            target, make_samples(with_prompts(arguments, arguments.num_warmups + 1), encoder, arguments.seed - 1)
+        )
         runs = []
         for i, limit in enumerate(arguments.max_concurrency or [None]):
-            samples = make_samples(arguments, encoder, arguments.seed + i)  # new ones for each run, which else finds the last one's in the prefix cache
+            # new ones for each run, which else finds the last one's in the prefix cache
+            samples = make_samples(arguments, encoder, arguments.seed + i)
             runs.append(await measure_once(target, samples, limit, arguments, goodput))
         return runs
 
 
 def server_and_endpoint(url: str, endpoint: str) -> tuple[str, str]:
-    """(server, path of the endpoint). The URL may end with /v1, as clients of OpenAI's API write it; then the endpoint may leave it out."""
+    """(server, path of the endpoint).
+
+    The URL may end with /v1, as clients of OpenAI's API write it; then the endpoint may leave it out.
+    """
     root = url.rstrip("/").removesuffix("/v1")
     if root != url.rstrip("/") and not endpoint.startswith("/v1/"):
         endpoint = "/v1/" + endpoint.lstrip("/")
@@ -141,7 +210,9 @@ async def find_model(client: Client, name: str | None) -> tuple[str, str | None]
 
 
 def load_encoder(tokenizer: str | None, root: str | None) -> Encoder | None:
-    """The tokenizer to count with, or None: then prompts are counted in words, and the report in the server's tokens all the same."""
+    """The tokenizer to count with, or None: then prompts are counted in words, and the report in the server's tokens
+    all the same.
+    """
     folder = tokenizer or root
     if folder is None or not Path(folder).is_dir():
         if tokenizer is not None:
@@ -164,14 +235,23 @@ async def warm_up(target: Target, samples: Sequence[Sample]) -> None:
     await asyncio.gather(*(send(target, sample) for sample in samples[1:]))
 
 
-async def measure_once(target: Target, samples: list[Sample], limit: int | None, arguments: argparse.Namespace, goodput: dict[str, float]) -> dict[str, Any]:
+async def measure_once(
+    target: Target, samples: list[Sample], limit: int | None, arguments: argparse.Namespace, goodput: dict[str, float]
+) -> dict[str, Any]:
     gaps = arrival_gaps(len(samples), arguments.request_rate, arguments.burstiness, arguments.seed)
     label = f"concurrency {limit}" if limit else f"rate {arguments.request_rate:g}"
     with tqdm(total=len(samples), desc=label, disable=arguments.disable_tqdm, unit="req") as bar:
         results, duration = await run_load(target, samples, gaps, limit, lambda result: bar.update())
-    figures = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "model_id": target.model, "endpoint": target.endpoint, "dataset_name": arguments.dataset_name,
-               "num_prompts": len(samples), "request_rate": arguments.request_rate if arguments.request_rate != float("inf") else "inf",
-               "burstiness": arguments.burstiness, "max_concurrency": limit}
+    figures = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model_id": target.model,
+        "endpoint": target.endpoint,
+        "dataset_name": arguments.dataset_name,
+        "num_prompts": len(samples),
+        "request_rate": arguments.request_rate if arguments.request_rate != float("inf") else "inf",
+        "burstiness": arguments.burstiness,
+        "max_concurrency": limit,
+    }
     figures |= summarize(results, duration, arguments.metric_percentiles, goodput)
     if limit and len(arguments.max_concurrency) > 1:
         print(f"\n{label}")

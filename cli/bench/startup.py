@@ -1,4 +1,6 @@
-"""`quire bench startup`: the seconds from the command to the first answered probe, to readiness, and to the first token of the first request."""
+"""`quire bench startup`: the seconds from the command to the first answered probe, to readiness, and to the first token
+of the first request.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,37 @@ STAGES = {"live": "HTTP answers (/live)", "ready": "ready (/ready)", "first_toke
 
 def main(argv: list[str]) -> int:
     """Run `quire bench startup ARGV...`; what is not listed here goes to `quire serve`."""
-    parser = Parser(prog="quire bench startup", usage="quire bench startup [MODEL] [flags of quire serve] [--num-iters N] [--serve-command COMMAND] [--output-json FILE]",
-                    description="Start a server several times and report the seconds from the command to each stage. Other flags go to `quire serve`.")
+    parser = Parser(
+        prog="quire bench startup",
+        usage=(
+            "quire bench startup [MODEL] [flags of quire serve] [--num-iters N] [--serve-command COMMAND] "
+            "[--output-json FILE]"
+        ),
+        description=(
+            "Start a server several times and report the seconds from the command to each stage. Other flags go to "
+            "`quire serve`."
+        ),
+    )
     parser.add_argument("--num-iters", type=positive_int, default=3, metavar="N", help="starts (default: 3)")
-    parser.add_argument("--serve-command", metavar="COMMAND", help='measure this server instead, as in "vllm serve MODEL --port {port}"')
-    parser.add_argument("--startup-timeout", type=positive_float, default=900.0, metavar="S", help="seconds to wait for readiness (default: 900)")
+    parser.add_argument(
+        "--serve-command", metavar="COMMAND", help='measure this server instead, as in "vllm serve MODEL --port {port}"'
+    )
+    parser.add_argument(
+        "--startup-timeout",
+        type=positive_float,
+        default=900.0,
+        metavar="S",
+        help="seconds to wait for readiness (default: 900)",
+    )
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.serve_command and rest:
         parser.unknown(rest)
-    command = shlex.split(arguments.serve_command) if arguments.serve_command else [sys.executable, "-m", "quire", "serve", *rest, "--port", "{port}"]
+    command = (
+        shlex.split(arguments.serve_command)
+        if arguments.serve_command
+        else [sys.executable, "-m", "quire", "serve", *rest, "--port", "{port}"]
+    )
     try:
         runs = [asyncio.run(measure(command, arguments.startup_timeout)) for _ in range(arguments.num_iters)]
     except (RuntimeError, OSError) as error:
@@ -59,5 +82,8 @@ async def measure(command: Sequence[str], timeout: float) -> dict[str, float]:
 
 def render(figures: dict[str, list[float]]) -> str:
     lines = [f"{'seconds from the command to':<36} {'median':>8} {'min':>8} {'max':>8}"]
-    lines += [f"{title:<36} {statistics.median(figures[stage]):>8.2f} {min(figures[stage]):>8.2f} {max(figures[stage]):>8.2f}" for stage, title in STAGES.items()]
+    lines += [
+        f"{title:<36} {statistics.median(figures[stage]):>8.2f} {min(figures[stage]):>8.2f} {max(figures[stage]):>8.2f}"
+        for stage, title in STAGES.items()
+    ]
     return "\n".join(lines)

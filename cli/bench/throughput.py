@@ -16,13 +16,19 @@ ENGINE_SECTIONS = ("model", "cache", "scheduler", "parallel", "device")
 
 
 def engine_settings(settings: Settings) -> dict[str, Any]:
-    """The settings that mean something without HTTP: the environment, a file and the embedded model may set others, too."""
+    """The settings that mean something without HTTP: the environment, a file and the embedded model may set others,
+    too.
+    """
     return {name: value for name, value in settings.values.items() if find_option(name).section in ENGINE_SECTIONS}
 
 
 def main(argv: list[str]) -> int:
     """Run `quire bench throughput ARGV...`."""
-    parser = Parser(prog="quire bench throughput", usage="quire bench throughput [MODEL] [flags]", description="Generate for all prompts at once, without HTTP, and report tokens per second.")
+    parser = Parser(
+        prog="quire bench throughput",
+        usage="quire bench throughput [MODEL] [flags]",
+        description="Generate for all prompts at once, without HTTP, and report tokens per second.",
+    )
     add_dataset_flags(parser)
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="default: 1")
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
@@ -36,7 +42,10 @@ def main(argv: list[str]) -> int:
     try:
         with LLM(**engine_settings(settings)) as llm:
             samples = make_samples(arguments, llm.tokenizer, settings.values.get("seed", 0))
-            params = [SamplingParams(temperature=arguments.temperature, max_tokens=sample.output_len, ignore_eos=True) for sample in samples]
+            params = [
+                SamplingParams(temperature=arguments.temperature, max_tokens=sample.output_len, ignore_eos=True)
+                for sample in samples
+            ]
             start = time.perf_counter()
             outputs = llm.generate([sample.prompt for sample in samples], params, use_tqdm=not arguments.disable_tqdm)
             elapsed = time.perf_counter() - start
@@ -44,9 +53,21 @@ def main(argv: list[str]) -> int:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     input_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    figures = {"elapsed_time": elapsed, "num_requests": len(outputs), "total_input_tokens": input_tokens, "total_output_tokens": output_tokens,
-               "requests_per_second": len(outputs) / elapsed, "tokens_per_second": (input_tokens + output_tokens) / elapsed, "output_tokens_per_second": output_tokens / elapsed}
-    print(f"Throughput: {figures['requests_per_second']:.2f} requests/s, {figures['tokens_per_second']:.2f} total tokens/s, {figures['output_tokens_per_second']:.2f} output tokens/s")
+    figures = {
+        "elapsed_time": elapsed,
+        "num_requests": len(outputs),
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": output_tokens,
+        "requests_per_second": len(outputs) / elapsed,
+        "tokens_per_second": (input_tokens + output_tokens) / elapsed,
+        "output_tokens_per_second": output_tokens / elapsed,
+    }
+    print(
+
+            f"Throughput: {figures['requests_per_second']:.2f} requests/s, {figures['tokens_per_second']:.2f} total "
+            f"tokens/s, {figures['output_tokens_per_second']:.2f} output tokens/s"
+
+    )
     print(f"Total num prompt tokens:  {input_tokens}\nTotal num output tokens:  {output_tokens}")
     if arguments.output_json:
         Path(arguments.output_json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

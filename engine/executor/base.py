@@ -25,7 +25,10 @@ class Executor(ABC):
 
     @abstractmethod
     def initialize(self, progress: ReportProgress) -> WorkerReady:
-        """Load the model and allocate the KV cache. `progress` is called in this thread. Raises ValueError for what the user can correct."""
+        """Load the model and allocate the KV cache.
+
+        `progress` is called in this thread. Raises ValueError for what the user can correct.
+        """
 
     @abstractmethod
     def execute(self, step: StepInput) -> Pending:
@@ -49,7 +52,9 @@ class Executor(ABC):
 
 
 def steps_in_flight(config: Config, ready: WorkerReady) -> int:
-    """How many steps are scheduled before the first result is awaited: 1 is synchronous, 2 overlaps scheduling with the device."""
+    """How many steps are scheduled before the first result is awaited: 1 is synchronous, 2 overlaps scheduling with the
+    device.
+    """
     return config.scheduler.steps_in_flight or ready.default_depth
 
 
@@ -62,7 +67,8 @@ _EXECUTORS = {
 
 
 def get_executor(config: Config) -> Executor:
-    """The executor that `distributed_executor_backend` names; by default "mp" when there are several ranks. Imports torch if the executor does.
+    """The executor that `distributed_executor_backend` names; by default "mp" when there are several ranks. Imports
+    torch if the executor does.
 
     Raises ValueError for a name that is not one of ours.
     """
@@ -71,6 +77,11 @@ def get_executor(config: Config) -> Executor:
     if name not in _EXECUTORS:
         raise ValueError(f"distributed_executor_backend is {name!r}, but must be one of {', '.join(_EXECUTORS)}")
     if name == "uniproc" and world_size > 1:
-        raise ValueError(f"distributed_executor_backend 'uniproc' runs one rank, but the configuration asks for {world_size}; use 'mp'")
+        raise ValueError(
+
+                f"distributed_executor_backend 'uniproc' runs one rank, but the configuration asks for {world_size}; "
+                "use 'mp'"
+
+        )
     module, _, cls = _EXECUTORS[name].partition(":")
     return getattr(importlib.import_module(module), cls)(config)

@@ -1,8 +1,10 @@
-"""An executor without a model, for tests of the scheduler and the server and for measuring the engine's own overhead. No torch.
+"""An executor without a model, for tests of the scheduler and the server and for measuring the engine's own overhead.
+No torch.
 
-The next token is a pure function of all tokens before it, so `expected_tokens` knows the output of any request without running the engine, and any
-mistake in scheduling changes it. With `validate` the fake also keeps a paged KV cache: it stores in every slot what a real cache would depend on (a hash
-of the token and all before it) and checks, for every token that a step relies on, that the block table still leads to it.
+The next token is a pure function of all tokens before it, so `expected_tokens` knows the output of any request without
+running the engine, and any mistake in scheduling changes it. With `validate` the fake also keeps a paged KV cache: it
+stores in every slot what a real cache would depend on (a hash of the token and all before it) and checks, for every
+token that a step relies on, that the block table still leads to it.
 """
 
 from __future__ import annotations
@@ -37,8 +39,12 @@ def extend(state: int, token_id: int) -> int:
 
 
 def next_token(state: int, sampling: SamplingParams, num_outputs: int, vocab_size: int, eos_chance: float) -> int:
-    """The token that follows a context. With probability `eos_chance` it is an end-of-sequence token, except below `min_tokens`."""
-    mixed = (state ^ (state >> 29)) * 0xBF58476D1CE4E5B9 + sampling.seed * 0x9E3779B97F4A7C15  # spread: the low bits are dropped below
+    """The token that follows a context.
+
+    With probability `eos_chance` it is an end-of-sequence token, except below `min_tokens`.
+    """
+    # spread: the low bits are dropped below
+    mixed = (state ^ (state >> 29)) * 0xBF58476D1CE4E5B9 + sampling.seed * 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 32)) & _MASK
     if sampling.eos_token_ids and num_outputs >= sampling.min_tokens and mixed % 9973 < eos_chance * 9973:
         return sampling.eos_token_ids[mixed % len(sampling.eos_token_ids)]
@@ -46,12 +52,19 @@ def next_token(state: int, sampling: SamplingParams, num_outputs: int, vocab_siz
 
 
 def token_logprobs(token_id: int, num_logprobs: int, vocab_size: int) -> TokenLogprobs:
-    """Log-probabilities of a made-up distribution in which `token_id` is the most likely. `num_logprobs` as in `SamplingParams.logprobs`."""
+    """Log-probabilities of a made-up distribution in which `token_id` is the most likely.
+
+    `num_logprobs` as in `SamplingParams.logprobs`.
+    """
     count = vocab_size if num_logprobs < 0 else num_logprobs
-    return TokenLogprobs([token_id, *((token_id + i) % vocab_size for i in range(count))], [-0.5, *(-0.5 - i for i in range(count))], 1)
+    return TokenLogprobs(
+        [token_id, *((token_id + i) % vocab_size for i in range(count))], [-0.5, *(-0.5 - i for i in range(count))], 1
+    )
 
 
-def expected_tokens(prompt_token_ids: list[int], sampling: SamplingParams, max_model_len: int, vocab_size: int, eos_chance: float = 0.0) -> list[int]:
+def expected_tokens(
+    prompt_token_ids: list[int], sampling: SamplingParams, max_model_len: int, vocab_size: int, eos_chance: float = 0.0
+) -> list[int]:
     """What one request alone generates: the reference for any schedule."""
     state, outputs = 0, []
     for token_id in prompt_token_ids:
@@ -124,10 +137,12 @@ class _Result:
 
 
 class FakeExecutor(Executor):
-    """Follows every `StepInput` as a worker would. Raises AssertionError when `validate` finds a step that no worker could have run correctly.
+    """Follows every `StepInput` as a worker would. Raises AssertionError when `validate` finds a step that no worker
+    could have run correctly.
 
-    Sizes come from the configuration: `num_gpu_blocks_override` (1024), `block_size` (16), `max_model_len` (4096), `max_num_seqs` (64),
-    `max_num_batched_tokens` (2048). `vocab_size` is that of the model folder's config.json, if there is one, else 1000.
+    Sizes come from the configuration: `num_gpu_blocks_override` (1024), `block_size` (16), `max_model_len` (4096),
+    `max_num_seqs` (64), `max_num_batched_tokens` (2048). `vocab_size` is that of the model folder's config.json, if
+    there is one, else 1000.
     """
 
     def __init__(self, config: Config, options: FakeOptions | None = None):
@@ -135,8 +150,8 @@ class FakeExecutor(Executor):
         self.ready = _sizes(config, self.options.cache_groups())
         self.num_steps = 0
         self._rows: dict[int, _Row] = {}
-        # What each slot of each page holds: a token's context, or, in the first slot of a state's page, that of all tokens it has seen. As a page may serve
-        # any group, what it holds is told apart by the group.
+        # What each slot of each page holds: a token's context, or, in the first slot of a state's page, that of all
+        # tokens it has seen. As a page may serve any group, what it holds is told apart by the group.
         self._slots: list[tuple[int, int] | None] = [None] * (self.ready.num_blocks * self.ready.block_size)
         self._free_at = 0.0
 
@@ -167,8 +182,12 @@ class FakeExecutor(Executor):
             self._write_and_check(step, batch)
         output = StepOutput(step.step, *self._sample(step, batch), self._prompt_logprobs(step, batch))
         self._free_at = max(self._free_at, time.monotonic()) + self.options.step_delay
-        fails = step.step == self.options.fail_at_step or any(self.options.fail_on_token in new.token_ids[: new.num_prompt_tokens] for new in step.new)
-        return _Result(output, self._free_at if self.options.step_delay else 0.0, fails, step.step == self.options.hang_at_step)
+        fails = step.step == self.options.fail_at_step or any(
+            self.options.fail_on_token in new.token_ids[: new.num_prompt_tokens] for new in step.new
+        )
+        return _Result(
+            output, self._free_at if self.options.step_delay else 0.0, fails, step.step == self.options.hang_at_step
+        )
 
     def _enter(self, new: NewRequest) -> _Row:
         row = _Row(new.sampling, new.num_prompt_tokens, [], [], [list(ids) for ids in new.block_ids])
@@ -182,14 +201,22 @@ class FakeExecutor(Executor):
             row.states.append(state)
             row.token_ids.append(token_id)
 
-    def _sample(self, step: StepInput, batch: list[_Row]) -> tuple[list[list[int]], list[list[TokenLogprobs] | None] | None]:
+    def _sample(
+        self, step: StepInput, batch: list[_Row]
+    ) -> tuple[list[list[int]], list[list[TokenLogprobs] | None] | None]:
         token_ids, logprobs, any_logprobs = [], [], False
         for i in step.samples:
             row = batch[i]
             if self.options.validate:
                 end = step.num_computed[i] + step.num_scheduled[i]
                 assert end == len(row.states), f"position {i} is sampled after {end} tokens, but has {len(row.states)}"
-            token_id = next_token(row.states[-1], row.sampling, len(row.token_ids) - row.num_prompt_tokens, self.ready.vocab_size, self.options.eos_chance)
+            token_id = next_token(
+                row.states[-1],
+                row.sampling,
+                len(row.token_ids) - row.num_prompt_tokens,
+                self.ready.vocab_size,
+                self.options.eos_chance,
+            )
             self._append(row, (token_id,))
             token_ids.append([token_id])
             wanted = row.sampling.logprobs
@@ -203,20 +230,26 @@ class FakeExecutor(Executor):
             wanted, start = row.sampling.prompt_logprobs, step.num_computed[i] + 1
             if wanted is not None and start < row.num_prompt_tokens:
                 end = min(start + step.num_scheduled[i], row.num_prompt_tokens)
-                entries[i] = [token_logprobs(token_id, wanted, self.ready.vocab_size) for token_id in row.token_ids[start:end]]
+                entries[i] = [
+                    token_logprobs(token_id, wanted, self.ready.vocab_size) for token_id in row.token_ids[start:end]
+                ]
         return entries or None
 
     # ---- validation
 
     def _check_shape(self, step: StepInput) -> None:
         size, ready = len(step.rows), self.ready
-        assert size == len(step.num_computed) == len(step.num_scheduled) == len(step.new_blocks), "the lists of a step differ in length"
+        assert size == len(step.num_computed) == len(step.num_scheduled) == len(step.new_blocks), (
+            "the lists of a step differ in length"
+        )
         assert 0 < size <= ready.max_num_seqs, f"{size} requests in a step"
         assert len(set(step.rows)) == size, f"a row appears twice: {step.rows}"
         assert all(0 <= row < ready.max_num_seqs for row in step.rows), f"there is no such row: {step.rows}"
         assert all(count > 0 for count in step.num_scheduled), f"nothing to do for a row: {step.num_scheduled}"
         assert sum(step.num_scheduled) <= ready.max_num_batched_tokens, f"{sum(step.num_scheduled)} tokens in a step"
-        assert step.samples == sorted(set(step.samples)) and all(0 <= i < size for i in step.samples), f"samples: {step.samples}"
+        assert step.samples == sorted(set(step.samples)) and all(0 <= i < size for i in step.samples), (
+            f"samples: {step.samples}"
+        )
         position_of = {row: i for i, row in enumerate(step.rows)}
         for new in step.new:
             assert new.row in position_of, f"row {new.row} enters but does not run"
@@ -224,13 +257,17 @@ class FakeExecutor(Executor):
             assert 0 < new.num_prompt_tokens <= len(new.token_ids) <= ready.max_model_len
 
     def _write_and_check(self, step: StepInput, batch: list[_Row]) -> None:
-        """Read states, write the whole step, then read what attention sees, as every layer does: so a request may share blocks that this same step fills."""
+        """Read states, write the whole step, then read what attention sees, as every layer does: so a request may share
+        blocks that this same step fills.
+        """
         written: set[int] = set()
         spans = [(start, start + count) for start, count in zip(step.num_computed, step.num_scheduled)]
         for g, group in enumerate(self.ready.groups):
             for i, row in enumerate(batch):
                 start, end = spans[i]
-                assert end <= len(row.states), f"row {step.rows[i]} has {len(row.states)} tokens, but computes up to {end}"
+                assert end <= len(row.states), (
+                    f"row {step.rows[i]} has {len(row.states)} tokens, but computes up to {end}"
+                )
                 self._check_table(g, row)
                 if group.kind == "state":
                     self._step_state(g, row, start, end, written)
@@ -242,16 +279,20 @@ class FakeExecutor(Executor):
                 first = group.first_block(start, 1)
                 for position in range(first, 0 if group.kind == "state" else end):
                     assert self._slots[self._slot(g, row, position)] == (g, row.states[position]), (
-                        f"step {step.step}: row {step.rows[i]} reads something else than its own token at position {position}"
+                        f"step {step.step}: row {step.rows[i]} reads something else than its own token at "
+                        f"position {position}"
                     )
 
     def _check_table(self, g: int, row: _Row) -> None:
         kind, table = self.ready.groups[g].kind, row.block_ids[g]
         ids = [block_id for block_id in table if block_id]
-        given_back = kind == "full" or table[: len(table) - len(ids)].count(0) == len(table) - len(ids)  # only from the front
+        # only from the front
+        given_back = kind == "full" or table[: len(table) - len(ids)].count(0) == len(table) - len(ids)
         complete = kind != "full" or len(ids) == len(table)
         distinct = kind == "state" or len(set(ids)) == len(ids)
-        assert given_back and complete and distinct and all(0 < b < self.ready.num_blocks for b in ids), f"block table {table}"
+        assert given_back and complete and distinct and all(0 < b < self.ready.num_blocks for b in ids), (
+            f"block table {table}"
+        )
 
     def _write(self, g: int, row: _Row, start: int, end: int, written: set[int]) -> None:
         for position in range(start, end):
@@ -261,13 +302,17 @@ class FakeExecutor(Executor):
             self._slots[slot] = (g, row.states[position])
 
     def _step_state(self, g: int, row: _Row, start: int, end: int, written: set[int]) -> None:
-        """A state is read before the step and written after it; a step never reads a page that another request of the step writes."""
+        """A state is read before the step and written after it; a step never reads a page that another request of the
+        step writes.
+        """
         read, write = (block_id * self.ready.block_size for block_id in row.block_ids[g])
         assert read not in written and write not in written, f"the page of slot {write} is written twice in one step"
         if start == 0:
             assert read == 0, "a request without computed tokens starts from a state"
         else:
-            assert read and self._slots[read] == (g, row.states[start - 1]), f"the state of {start} tokens was never written to slot {read}"
+            assert read and self._slots[read] == (g, row.states[start - 1]), (
+                f"the state of {start} tokens was never written to slot {read}"
+            )
         written.add(write)
         self._slots[write] = (g, row.states[end - 1])
 
@@ -283,5 +328,15 @@ def _sizes(config: Config, groups: list[CacheGroup]) -> WorkerReady:
     vocab_size = json.loads(path.read_text())["vocab_size"] if config.model.model and path.exists() else 1000
     max_model_len = 4096 if config.model.max_model_len == "auto" else int(config.model.max_model_len)
     plan = MemoryPlan("fake", 0, 0, 0, 0, 0, 0, 0)
-    return WorkerReady(config.cache.num_gpu_blocks_override or 1024, config.cache.block_size or 16, max_model_len, config.scheduler.max_num_seqs or 64,
-                       config.scheduler.max_num_batched_tokens or 2048, vocab_size, 1, plan, [("executor", "fake", "asked for")], groups=groups)
+    return WorkerReady(
+        config.cache.num_gpu_blocks_override or 1024,
+        config.cache.block_size or 16,
+        max_model_len,
+        config.scheduler.max_num_seqs or 64,
+        config.scheduler.max_num_batched_tokens or 2048,
+        vocab_size,
+        1,
+        plan,
+        [("executor", "fake", "asked for")],
+        groups=groups,
+    )

@@ -1,8 +1,10 @@
 """One process per rank, each at the end of a pipe.
 
-A pipe is a FIFO, which is all the ordering that steps need. (A ring in shared memory would deliver a step of 256 requests some 25 us to 75 us earlier, to
-processes that look for it instead of sleeping: `benchmarks/step_broadcast.py`. Against steps of milliseconds that is not worth a second mechanism.) Its end is the signal to stop, in both directions: a worker whose pipe ends exits, and a
-worker that dies ends its pipe. A message is one byte that says what it is, and a payload.
+A pipe is a FIFO, which is all the ordering that steps need. (A ring in shared memory would deliver a step of 256
+requests some 25 us to 75 us earlier, to processes that look for it instead of sleeping: `benchmarks/step_broadcast.py`.
+Against steps of milliseconds that is not worth a second mechanism.) Its end is the signal to stop, in both directions:
+a worker whose pipe ends exits, and a worker that dies ends its pipe. A message is one byte that says what it is, and a
+payload.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _decode_output = msgspec.msgpack.Decoder(StepOutput).decode
 
 
 class MultiprocExecutor(Executor):
-    """Starts one worker process per rank. Every rank gets every message; the first rank of the last pipeline stage answers.
+    """Starts one worker process per rank. Every rank gets every message; the first rank of the last pipeline stage
+    answers.
 
     The death of any rank is an error of the executor.
     """
@@ -63,7 +66,15 @@ class MultiprocExecutor(Executor):
         init_method = f"file://{self._make_rendezvous()}" if self._world_size > 1 else None
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
-            args = (self.worker_class, self._config, rank, self._world_size, init_method, theirs, rank == self._answering)
+            args = (
+                self.worker_class,
+                self._config,
+                rank,
+                self._world_size,
+                init_method,
+                theirs,
+                rank == self._answering,
+            )
             process = context.Process(target=worker_main, args=args, name=f"worker {rank}", daemon=True)
             process.start()
             theirs.close()  # the worker holds the only copy: its death ends the pipe
@@ -81,7 +92,10 @@ class MultiprocExecutor(Executor):
         return found[0]
 
     def _make_rendezvous(self) -> Path:
-        """Where the ranks find each other: a file in a folder that only we can enter, the engine's own if it has one. A port anybody on this machine could join."""
+        """Where the ranks find each other: a file in a folder that only we can enter, the engine's own if it has one.
+
+        A port anybody on this machine could join.
+        """
         folder = os.environ.get(STACKS_FOLDER)
         if folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="quire-")
@@ -145,7 +159,10 @@ class MultiprocExecutor(Executor):
         return kind, payload
 
     def _receive(self) -> tuple[int, bytes, bytes]:
-        """Wait for the next message of any rank: (rank, kind, payload). Raises ValueError or RuntimeError for one that reports an error or dies."""
+        """Wait for the next message of any rank: (rank, kind, payload).
+
+        Raises ValueError or RuntimeError for one that reports an error or dies.
+        """
         pipe = wait(self._pipes)[0]
         rank = self._pipes.index(pipe)
         try:
@@ -177,14 +194,26 @@ class _Reply:
         return self._executor.next_output()
 
 
-def worker_main(worker_class: str, config: Config, rank: int, world_size: int, init_method: str | None, pipe: Connection, answers: bool) -> None:
-    """The process of one rank; one of them `answers`. Ends when its pipe does, or with an error that it reports first."""
+def worker_main(
+    worker_class: str,
+    config: Config,
+    rank: int,
+    world_size: int,
+    init_method: str | None,
+    pipe: Connection,
+    answers: bool,
+) -> None:
+    """The process of one rank; one of them `answers`.
+
+    Ends when its pipe does, or with an error that it reports first.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when we end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dump_stacks_on(signal.SIGUSR2, f"worker {rank}")
     die_with_parent()
     set_name(f"quire-worker-{rank}")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")  # all ranks are on this machine: others need not reach them
+    # all ranks are on this machine: others need not reach them
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     start_logging(config.server.log_level, f"worker {rank}")
     exit_code = 0
     try:

@@ -1,6 +1,7 @@
 """One Ray actor per rank, on whichever nodes of a cluster have room: for a model that is larger than one machine.
 
-Ray places, starts and watches the processes; steps travel as arguments of actor calls, which keep their order. The ranks talk to each other over NCCL or gloo, as elsewhere.
+Ray places, starts and watches the processes; steps travel as arguments of actor calls, which keep their order. The
+ranks talk to each other over NCCL or gloo, as elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ try:
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise ValueError(f"distributed_executor_backend 'ray' needs the package ray ({error}): pip install 'quire[ray]'") from error
+    raise ValueError(
+        f"distributed_executor_backend 'ray' needs the package ray ({error}): pip install 'quire[ray]'"
+    ) from error
 
 PLACEMENT_TIMEOUT = 60.0  # seconds until the cluster must have room
 POLL_INTERVAL = 0.2  # seconds between looks at the progress of loading
@@ -42,7 +45,11 @@ def free_port() -> int:
 
 
 class Rank:
-    """The actor. `initialize`, `launch` and `call` run in one thread, in order; `collect` and `watch` have one each, so that results are awaited beside the launching."""
+    """The actor.
+
+    `initialize`, `launch` and `call` run in one thread, in order; `collect` and `watch` have one each, so that results
+    are awaited beside the launching.
+    """
 
     def __init__(self) -> None:
         self._progress = ("starting", 0.0)
@@ -57,7 +64,14 @@ class Rank:
         """Raises ValueError as the worker does. The rank's GPU is the only one that Ray shows it."""
         from quire.worker.worker import Worker
 
-        self._worker = Worker(msgspec.msgpack.decode(config, type=Config), rank, world_size, init_method, local_rank=0, local_size=local_size)
+        self._worker = Worker(
+            msgspec.msgpack.decode(config, type=Config),
+            rank,
+            world_size,
+            init_method,
+            local_rank=0,
+            local_size=local_size,
+        )
         return _encode(self._worker.initialize(self._note_progress))
 
     def _note_progress(self, phase: str, fraction: float) -> None:
@@ -67,7 +81,10 @@ class Rank:
         return self._progress
 
     def launch(self, step: bytes, answers: bool) -> None:
-        """Start a step. Its result is kept for `collect` on the rank that answers; on the others only its failure matters."""
+        """Start a step.
+
+        Its result is kept for `collect` on the rank that answers; on the others only its failure matters.
+        """
         try:
             output = self._worker.execute(_decode_step(step))
             if answers:
@@ -94,9 +111,11 @@ class Rank:
 
 
 class RayExecutor(Executor):
-    """Places the ranks with a placement group and runs every step on all of them; the first rank of the last pipeline stage answers.
+    """Places the ranks with a placement group and runs every step on all of them; the first rank of the last pipeline
+    stage answers.
 
-    Connects to the cluster that RAY_ADDRESS names or that this machine belongs to; if there is none, Ray starts one here.
+    Connects to the cluster that RAY_ADDRESS names or that this machine belongs to; if there is none, Ray starts one
+    here.
     """
 
     def __init__(self, config: Config):
@@ -117,8 +136,12 @@ class RayExecutor(Executor):
         init_method = f"tcp://{addresses[0][1]}:{addresses[0][2]}"
         num_on_node = Counter(node for node, *_ in addresses)
         config = _encode(self._config)
-        pending = [rank.initialize.options(concurrency_group="launch").remote(config, i, self._world_size, init_method, num_on_node[addresses[i][0]])
-                   for i, rank in enumerate(self._ranks)]
+        pending = [
+            rank.initialize.options(concurrency_group="launch").remote(
+                config, i, self._world_size, init_method, num_on_node[addresses[i][0]]
+            )
+            for i, rank in enumerate(self._ranks)
+        ]
         self._watches = [rank.watch.options(concurrency_group="watch").remote() for rank in self._ranks]
         left = list(pending)
         while left:
@@ -132,18 +155,30 @@ class RayExecutor(Executor):
         return found[0]
 
     def _place(self) -> None:
-        """Reserve a CPU, and a GPU where there are any, for each rank, on as few nodes as possible, and start the actors there."""
+        """Reserve a CPU, and a GPU where there are any, for each rank, on as few nodes as possible, and start the
+        actors there.
+        """
         has_gpus = self._config.device.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
         bundle = {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}
         self._group = placement_group([bundle] * self._world_size, strategy="PACK")
         if not self._group.wait(PLACEMENT_TIMEOUT):
             there = {name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")}
-            raise ValueError(f"the Ray cluster has no room for {self._world_size} ranks of {bundle} each: available are {there}")
+            raise ValueError(
+                f"the Ray cluster has no room for {self._world_size} ranks of {bundle} each: available are {there}"
+            )
         actor = ray.remote(concurrency_groups={"launch": 1, "collect": 1, "watch": 1})(Rank)
         environment = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}} if os.environ.get("PYTHONPATH") else {}
         for i in range(self._world_size):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i)
-            self._ranks.append(actor.options(num_cpus=1, num_gpus=1 if has_gpus else 0, scheduling_strategy=strategy, runtime_env=environment, name=None).remote())
+            self._ranks.append(
+                actor.options(
+                    num_cpus=1,
+                    num_gpus=1 if has_gpus else 0,
+                    scheduling_strategy=strategy,
+                    runtime_env=environment,
+                    name=None,
+                ).remote()
+            )
 
     def execute(self, step: StepInput) -> Pending:
         message = _encode(step)
@@ -152,7 +187,9 @@ class RayExecutor(Executor):
         return _Reply(self, self._ranks[self._answering].collect.options(concurrency_group="collect").remote())
 
     def call(self, method: str, *args: Any) -> Any:
-        return self._get([rank.call.options(concurrency_group="launch").remote(method, *args) for rank in self._ranks])[self._answering]
+        return self._get([rank.call.options(concurrency_group="launch").remote(method, *args) for rank in self._ranks])[
+            self._answering
+        ]
 
     def wait(self, reference: Any) -> bytes:
         """What `reference` stands for. Raises RuntimeError when a rank fails or dies first."""

@@ -12,7 +12,9 @@ from quire.worker.worker import Worker
 
 
 class UniprocExecutor(Executor):
-    """With one step in flight the worker runs inline; with more it runs in a thread of its own, so that the next step is scheduled meanwhile."""
+    """With one step in flight the worker runs inline; with more it runs in a thread of its own, so that the next step
+    is scheduled meanwhile.
+    """
 
     def __init__(self, config: Config):
         self._config = config
@@ -42,7 +44,10 @@ class UniprocExecutor(Executor):
 
 
 class _Launched:
-    """A step given to the thread. The thread only launches it: waiting there for the device would keep the next step from being launched."""
+    """A step given to the thread.
+
+    The thread only launches it: waiting there for the device would keep the next step from being launched.
+    """
 
     def __init__(self, launch: Future):
         self._launch = launch

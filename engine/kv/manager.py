@@ -1,16 +1,18 @@
 """The KV blocks of every request: match, allocate, publish, free, over groups of layers that keep their blocks alike.
 
-A block holds what `block_size` consecutive tokens leave in the layers of one group (`worker.messages.CacheGroup`); it is a page of the pool that all groups
-share. A *full* block whose tokens are known has a hash that covers every token before it (its parent's hash, its ids, and at the root of the chain whatever
-else the values depend on), so equal hashes mean equal contents. Such a block is *published* as soon as it is scheduled: steps run in order, and a layer writes
-all keys and values of a step before it attends, so even a request of the same step may read it. If that step fails, the scheduler computes again whatever was
-built on the block (`Scheduler._recompute_dependents`).
+A block holds what `block_size` consecutive tokens leave in the layers of one group (`worker.messages.CacheGroup`); it
+is a page of the pool that all groups share. A *full* block whose tokens are known has a hash that covers every token
+before it (its parent's hash, its ids, and at the root of the chain whatever else the values depend on), so equal hashes
+mean equal contents. Such a block is *published* as soon as it is scheduled: steps run in order, and a layer writes all
+keys and values of a step before it attends, so even a request of the same step may read it. If that step fails, the
+scheduler computes again whatever was built on the block (`Scheduler._recompute_dependents`).
 
 What each kind of group holds for a request, by block index:
 
     full      0 .. last
     window    those that the next token sees; older ones are given back, and NULL_BLOCK stands in their place
-    state     two pages: the one that the next step reads, and the one that it writes. A page that is published is never written again, so it is a checkpoint:
+    state     two pages: the one that the next step reads, and the one that it writes. A page that is published is never
+    written again, so it is a checkpoint:
               the prefix up to its boundary can be resumed from there.
 
 A prefix hit is the longest prefix on which every group agrees.
@@ -32,7 +34,9 @@ from quire.worker.messages import CacheGroup, most_blocks
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of a request: `num_blocks` blocks, and per group the ids to hold (NULL_BLOCK for those that no later token sees)."""
+    """The longest cached prefix of a request: `num_blocks` blocks, and per group the ids to hold (NULL_BLOCK for those
+    that no later token sees).
+    """
 
     num_blocks: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
@@ -44,7 +48,10 @@ class Match:
 
 
 class KVCacheManager:
-    """The only writer of the block fields of requests. `chunk` is the most tokens that one step computes of a request."""
+    """The only writer of the block fields of requests.
+
+    `chunk` is the most tokens that one step computes of a request.
+    """
 
     def __init__(
         self,
@@ -59,8 +66,10 @@ class KVCacheManager:
         self.groups = tuple(groups)
         self.chunk = chunk
         self.pool = BlockPool(num_blocks)
-        self._tags = [bytes([g]) for g in range(len(self.groups))]  # a group's blocks are found by its tag and their hash
-        self._checkpoints: dict[int, bytes] = {}  # pages of states that the step being scheduled writes: found from the next step on
+        # a group's blocks are found by its tag and their hash
+        self._tags = [bytes([g]) for g in range(len(self.groups))]
+        # pages of states that the step being scheduled writes: found from the next step on
+        self._checkpoints: dict[int, bytes] = {}
         self._asked: Request | None = None  # whom `match` was for last, and what it found for it in each full group
         self._found: dict[int, list[int]] = {}
         self._has_state = any(group.kind == "state" for group in self.groups)
@@ -78,7 +87,10 @@ class KVCacheManager:
         return most_blocks(self.groups, num_tokens, self.block_size, self.chunk)
 
     def start_step(self) -> None:
-        """To be called before a step is scheduled. Keys and values may be read in the step that writes them, but not a state."""
+        """To be called before a step is scheduled.
+
+        Keys and values may be read in the step that writes them, but not a state.
+        """
         for block_id, tagged_hash in self._checkpoints.items():
             self.pool.publish(block_id, tagged_hash)
         self._checkpoints.clear()
@@ -92,10 +104,11 @@ class KVCacheManager:
     # ---- prefix hits
 
     def match(self, request: Request) -> Match:
-        """Its longest known prefix on which all groups agree. At least the last token is left out: its logits have to be computed.
+        """Its longest known prefix on which all groups agree. At least the last token is left out: its logits have to
+        be computed.
 
-        A request that waits for room is asked about in every step: what was found for it in full groups is looked up again only after one of these blocks was
-        taken for something else.
+        A request that waits for room is asked about in every step: what was found for it in full groups is looked up
+        again only after one of these blocks was taken for something else.
         """
         if not request.reads_cache:
             return Match()
@@ -104,16 +117,23 @@ class KVCacheManager:
         num_full = (request.num_tokens - 1) // self.block_size
         self._extend_hashes(request, num_full)
         hashes = request.block_hashes[:num_full]
-        found: dict[int, list[int]] = {}  # full groups: ids up to the first that is missing, which bounds what the other groups need to be asked for
+        # full groups: ids up to the first that is missing, which bounds what the other groups need to be asked for
+        found: dict[int, list[int]] = {}
         for g in sorted(range(len(self.groups)), key=lambda g: self.groups[g].kind != "full"):
             found[g] = self._find(g, hashes)
             if self.groups[g].kind == "full":
                 hashes = hashes[: len(found[g])]
         num_blocks = self._agreed(found, len(hashes))
-        return Match(num_blocks, [self._to_hold(g, found[g], num_blocks) for g in range(len(self.groups))]) if num_blocks else Match()
+        return (
+            Match(num_blocks, [self._to_hold(g, found[g], num_blocks) for g in range(len(self.groups))])
+            if num_blocks
+            else Match()
+        )
 
     def _find(self, g: int, hashes: list[bytes]) -> list[int]:
-        """Ids of the published blocks of group g, NULL_BLOCK for one that is missing; of a full group only those before the first such."""
+        """Ids of the published blocks of group g, NULL_BLOCK for one that is missing; of a full group only those before
+        the first such.
+        """
         tag, find = self._tags[g], self.pool.find
         if self.groups[g].kind != "full":
             return [find(tag + block_hash) or NULL_BLOCK for block_hash in hashes]
@@ -133,7 +153,11 @@ class KVCacheManager:
             run = 0  # blocks in a row that are there
             for n in range(1, longest + 1):
                 run = run + 1 if found[g][n - 1] != NULL_BLOCK else 0
-                needed = 1 if self.groups[g].kind == "state" else n - self.groups[g].first_block(n * self.block_size, self.block_size)
+                needed = (
+                    1
+                    if self.groups[g].kind == "state"
+                    else n - self.groups[g].first_block(n * self.block_size, self.block_size)
+                )
                 fits[n] = fits[n] and run >= needed
         return max(n for n in range(longest + 1) if fits[n])
 
@@ -154,7 +178,9 @@ class KVCacheManager:
         assert not any(request.block_ids)
         self.pool.share(match.held)
         request.block_ids = [list(ids) for ids in match.block_ids] or [[] for _ in self.groups]
-        request.num_given_back = [ids.count(NULL_BLOCK) if group.kind == "window" else 0 for group, ids in zip(self.groups, request.block_ids)]
+        request.num_given_back = [
+            ids.count(NULL_BLOCK) if group.kind == "window" else 0 for group, ids in zip(self.groups, request.block_ids)
+        ]
         request.num_published = match.num_blocks
         request.num_computed_tokens = match.num_blocks * self.block_size
 
@@ -169,10 +195,13 @@ class KVCacheManager:
     # ---- growing
 
     def chunk_end(self, request: Request, end: int) -> int:
-        """Where a chunk that could end at `end` ends: with a state group a prompt's chunk stops at the last block boundary in it, to leave a checkpoint."""
+        """Where a chunk that could end at `end` ends: with a state group a prompt's chunk stops at the last block
+        boundary in it, to leave a checkpoint.
+        """
         if not self._has_state or not self.enable_prefix_caching or end > request.num_prompt_tokens:
             return end
-        last = end - (end == request.num_prompt_tokens)  # a hit leaves out the last token, so a checkpoint behind it would not be found
+        # a hit leaves out the last token, so a checkpoint behind it would not be found
+        last = end - (end == request.num_prompt_tokens)
         boundary = last // self.block_size * self.block_size
         return boundary if boundary > request.num_computed_tokens else end
 
@@ -187,10 +216,11 @@ class KVCacheManager:
         return True
 
     def allocate(self, request: Request, num_tokens: int) -> list[list[int]] | None:
-        """Make room for the chunk that ends at its token `num_tokens`, and give back what this chunk does not see. Called once per chunk.
+        """Make room for the chunk that ends at its token `num_tokens`, and give back what this chunk does not see.
+        Called once per chunk.
 
-        Returns the blocks added per group (of a state group its two pages, if they change), [] if nothing changes; or None, and nothing added, if too few are
-        free.
+        Returns the blocks added per group (of a state group its two pages, if they change), [] if nothing changes; or
+        None, and nothing added, if too few are free.
         """
         self._give_back(request)
         counts = [self._num_to_add(g, request, num_tokens) for g in range(len(self.groups))]
@@ -225,7 +255,9 @@ class KVCacheManager:
         return block_id in self._checkpoints or self.pool.is_published(block_id)
 
     def _give_back(self, request: Request) -> None:
-        """Release the blocks of window groups that no token from `num_computed_tokens` on sees: steps run in order, so what is in flight has read them."""
+        """Release the blocks of window groups that no token from `num_computed_tokens` on sees: steps run in order, so
+        what is in flight has read them.
+        """
         for g, (group, ids) in enumerate(zip(self.groups, request.block_ids)):
             if group.kind != "window":
                 continue
@@ -261,7 +293,10 @@ class KVCacheManager:
     # ---- publishing and freeing
 
     def publish(self, request: Request) -> list[int]:
-        """Publish its full blocks that are scheduled (`num_computed_tokens` says so) and whose token ids are known. Returns those that are new."""
+        """Publish its full blocks that are scheduled (`num_computed_tokens` says so) and whose token ids are known.
+
+        Returns those that are new.
+        """
         first, num_full = request.num_published, min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if num_full <= first:
             return []
@@ -282,13 +317,22 @@ class KVCacheManager:
     def _publish_state(self, g: int, request: Request, num_full: int) -> list[int]:
         """The page that the last scheduled chunk writes is a checkpoint if the chunk ends a prompt's block."""
         ids, end = request.block_ids[g], request.num_computed_tokens
-        if not self.enable_prefix_caching or len(ids) < 2 or end != num_full * self.block_size or end > request.num_prompt_tokens:
+        if (
+            not self.enable_prefix_caching
+            or len(ids) < 2
+            or end != num_full * self.block_size
+            or end > request.num_prompt_tokens
+        ):
             return []
         self._checkpoints[ids[1]] = self._tags[g] + request.block_hashes[num_full - 1]
         return [ids[1]]
 
     def free(self, request: Request, discard: bool = False) -> list[int]:
-        """Release its blocks. They stay findable unless `discard`: after an error nobody knows what they hold. Returns the blocks that this publishes."""
+        """Release its blocks.
+
+        They stay findable unless `discard`: after an error nobody knows what they hold. Returns the blocks that this
+        publishes.
+        """
         published = []
         if discard:
             self.forget([block_id for ids in request.block_ids for block_id in ids if block_id != NULL_BLOCK])
@@ -317,13 +361,19 @@ class KVCacheManager:
         return forgotten
 
     def _extend_hashes(self, request: Request, num_full: int) -> None:
-        """Hash each full block once, chained to the one before. sha256 of 16 ids takes 0.5 us, no slower than blake2b here, and of long blocks less."""
+        """Hash each full block once, chained to the one before.
+
+        sha256 of 16 ids takes 0.5 us, no slower than blake2b here, and of long blocks less.
+        """
         hashes, size = request.block_hashes, self.block_size
         for i in range(len(hashes), num_full):
             parent = hashes[i - 1] if i else self._root(request)
             hashes.append(sha256(parent + array("I", request.token_ids[i * size : (i + 1) * size]).tobytes()).digest())
 
     def _root(self, request: Request) -> bytes:
-        """The start of the chain: what the values depend on besides tokens. Without prefix caching that includes the group, so nobody else can match."""
+        """The start of the chain: what the values depend on besides tokens.
+
+        Without prefix caching that includes the group, so nobody else can match.
+        """
         group = None if self.enable_prefix_caching else request.group
         return sha256(msgspec.msgpack.encode((request.cache_salt, group))).digest()

@@ -1,7 +1,9 @@
-"""The pages of the KV cache as numbers: who holds which, which are free, and which can be found by a hash of their contents.
+"""The pages of the KV cache as numbers: who holds which, which are free, and which can be found by a hash of their
+contents.
 
     ref_count > 0              held by that many requests
-    ref_count = 0, published   free, but still found by its hash until it is taken for something else (least recently used first)
+    ref_count = 0, published   free, but still found by its hash until it is taken for something else (least recently
+    used first)
     ref_count = 0              free
 """
 
@@ -47,7 +49,11 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: list[int]) -> None:
-        """Drop a holder. The last block is taken again first, because a prefix is worth more than its continuation; unpublished blocks before all others."""
+        """Drop a holder.
+
+        The last block is taken again first, because a prefix is worth more than its continuation; unpublished blocks
+        before all others.
+        """
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             assert self._ref_counts[block_id] >= 0, f"block {block_id} released twice"

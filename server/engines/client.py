@@ -1,7 +1,7 @@
 """The server's end of the engine socket: requests out, outputs back to whoever waits for them.
 
-What is open lives here, not in the engine: each request with the ids it has so far. So a new engine gets everything that the dead one had, and the
-streams go on where they stopped.
+What is open lives here, not in the engine: each request with the ids it has so far. So a new engine gets everything
+that the dead one had, and the streams go on where they stopped.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class _Open:
 
 
 class OutputStream:
-    """The outputs of one request, or of the n choices of one, as they come. What piled up while the reader was busy is one output per choice."""
+    """The outputs of one request, or of the n choices of one, as they come.
+
+    What piled up while the reader was busy is one output per choice.
+    """
 
     __slots__ = ("_client", "_pending", "_unfinished", "_waiter")
 
@@ -136,8 +139,18 @@ class OutputStream:
 def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
     """Both as one, `b` being later. Takes over the lists of `a`, so that a long pile costs no more than its length."""
     a.new_token_ids.extend(b.new_token_ids)
-    return EngineOutput(a.request_id, a.new_token_ids, b.finish_reason, b.stop_reason, _extend(a.logprobs, b.logprobs),
-                        _extend(a.prompt_logprobs, b.prompt_logprobs), max(a.num_cached_tokens, b.num_cached_tokens), b.error, b.timing, b.error_kind)
+    return EngineOutput(
+        a.request_id,
+        a.new_token_ids,
+        b.finish_reason,
+        b.stop_reason,
+        _extend(a.logprobs, b.logprobs),
+        _extend(a.prompt_logprobs, b.prompt_logprobs),
+        max(a.num_cached_tokens, b.num_cached_tokens),
+        b.error,
+        b.timing,
+        b.error_kind,
+    )
 
 
 def _extend(a: list | None, b: list | None) -> list | None:
@@ -150,20 +163,27 @@ def _extend(a: list | None, b: list | None) -> list | None:
 class EngineClient:
     """One engine at a time. All methods belong to one event loop.
 
-    `index` is its number among several. `progress`, `ready` and `dead` are what the present engine last said about itself. `on_stats` and `on_progress` are called as messages arrive.
-    After the death of an engine its requests are sent to the next one as `quarantine.py` says.
+    `index` is its number among several. `progress`, `ready` and `dead` are what the present engine last said about
+    itself. `on_stats` and `on_progress` are called as messages arrive. After the death of an engine its requests are
+    sent to the next one as `quarantine.py` says.
     """
 
-    def __init__(self, on_stats: Callable[[EngineStats], None] | None = None, on_progress: Callable[[Progress], None] | None = None,
-                 index: int = 0):
+    def __init__(
+        self,
+        on_stats: Callable[[EngineStats], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        index: int = 0,
+    ):
         self.index = index
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.dead: str | None = None
         self.num_messages = 0  # received, from all engines
         self.num_elsewhere = 0  # open requests that other servers have at the engine, as far as we were told
-        self.num_waiting_tokens = 0  # of the prompts of ours that have had no output yet; a prompt counts once for all its choices
-        self.num_trial_deaths = 0  # of engines, while they tried requests of ours that were suspected of the death before
+        # of the prompts of ours that have had no output yet; a prompt counts once for all its choices
+        self.num_waiting_tokens = 0
+        # of engines, while they tried requests of ours that were suspected of the death before
+        self.num_trial_deaths = 0
         self._quarantine = Quarantine()
         self._on_stats = on_stats
         self._on_progress = on_progress
@@ -180,7 +200,10 @@ class EngineClient:
     # ---- the engine
 
     async def connect(self, address: str) -> None:
-        """Talk to the engine at `address` from now on. It gets the open requests as soon as it is ready; suspects of having killed the last one in turns."""
+        """Talk to the engine at `address` from now on.
+
+        It gets the open requests as soon as it is ready; suspects of having killed the last one in turns.
+        """
         self._disconnect("the engine was replaced")
         self.dead = self.progress = None
         self._context = self._context or zmq.Context()
@@ -202,7 +225,10 @@ class EngineClient:
         return self.ready
 
     def on_dead(self, reason: str) -> None:
-        """The engine is gone: it said so, or its process ended. Calls end with an error; requests wait for the next `connect`, or for `close`."""
+        """The engine is gone: it said so, or its process ended.
+
+        Calls end with an error; requests wait for the next `connect`, or for `close`.
+        """
         self.dead = reason
         self._disconnect(reason)
 
@@ -235,7 +261,9 @@ class EngineClient:
 
     def _find_suspects(self, max_num_seqs: int) -> None:
         """Those that could have been in the dead engine's batch are the first in its order."""
-        sent = sorted((entry for entry in self._open.values() if entry.sent), key=lambda entry: entry.prompt.request.priority)
+        sent = sorted(
+            (entry for entry in self._open.values() if entry.sent), key=lambda entry: entry.prompt.request.priority
+        )
         suspects, on_trial = self._quarantine.on_death(sent[:max_num_seqs])
         self.num_trial_deaths += on_trial
         for entry in sent:
@@ -246,7 +274,10 @@ class EngineClient:
         for entry in sent[max_num_seqs:]:
             entry.waits = True
         if on_trial and len(suspects) == 1:
-            self._fail(suspects[0].choice.request_id, f"the engine died {suspects[0].num_crashes} times while it ran this request")
+            self._fail(
+                suspects[0].choice.request_id,
+                f"the engine died {suspects[0].num_crashes} times while it ran this request",
+            )
 
     def _wake_waiters(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -267,7 +298,8 @@ class EngineClient:
         return self.num_open + self.num_elsewhere
 
     def generate(self, request: AddRequest) -> OutputStream:
-        """Send a request; the outputs of all its choices come through the one stream. Waits with sending while there is no engine, and while suspects are tried.
+        """Send a request; the outputs of all its choices come through the one stream. Waits with sending while there is
+        no engine, and while suspects are tried.
 
         Raises ValueError for a request_id that is in use.
         """
@@ -287,13 +319,17 @@ class EngineClient:
         return stream
 
     def _submit(self, entries: list[_Open]) -> None:
-        """Send these with the outputs they have so far: choices of one prompt, if they follow each other, in one message."""
+        """Send these with the outputs they have so far: choices of one prompt, if they follow each other, in one
+        message.
+        """
         for _, group in itertools.groupby(entries, key=lambda entry: id(entry.prompt)):
             choices, prompt = [], None
             for entry in group:
                 choice, prompt = entry.choice, entry.prompt
                 if entry.output_token_ids:
-                    choice = msgspec.structs.replace(choice, output_token_ids=[*choice.output_token_ids, *entry.output_token_ids])
+                    choice = msgspec.structs.replace(
+                        choice, output_token_ids=[*choice.output_token_ids, *entry.output_token_ids]
+                    )
                 choices.append(choice)
                 entry.num_repeated, entry.num_received = entry.num_prompt_logprobs, 0
                 entry.sent, entry.waits = True, False
@@ -351,12 +387,15 @@ class EngineClient:
         if self._socket is None:
             return
         self._socket.send(self._encode(message), zmq.NOBLOCK)
-        # Sending reads the socket's internal mailbox, and with it the signal that something has arrived: look for oneself.
+        # Sending reads the socket's internal mailbox, and with it the signal that something has arrived: look for
+        # oneself.
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             asyncio.get_running_loop().call_soon(self._on_readable)
 
     def _on_readable(self) -> None:
-        """The descriptor signals changes only: unless everything was read, another turn is asked for (also when a callback raises)."""
+        """The descriptor signals changes only: unless everything was read, another turn is asked for (also when a
+        callback raises).
+        """
         more = True
         try:
             for _ in range(_MESSAGES_PER_TURN):
@@ -407,7 +446,7 @@ class EngineClient:
 
     def _without_repeated(self, entry: _Open, output: EngineOutput) -> EngineOutput:
         """A new engine computes the prompt again, and so its logprobs, which come in parts."""
-        fresh = output.prompt_logprobs[entry.num_repeated:]
+        fresh = output.prompt_logprobs[entry.num_repeated :]
         entry.num_repeated -= len(output.prompt_logprobs) - len(fresh)
         entry.num_prompt_logprobs += len(fresh)
         return msgspec.structs.replace(output, prompt_logprobs=fresh or None)

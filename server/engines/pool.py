@@ -1,4 +1,6 @@
-"""Several engines behind one server (`--data-parallel-size`): to the routes they are one, which has the methods of `EngineClient` that they use."""
+"""Several engines behind one server (`--data-parallel-size`): to the routes they are one, which has the methods of
+`EngineClient` that they use.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ _MAX_CHUNKS = 1 << 16  # remembered of each engine
 
 
 class EnginePool:
-    """One client per engine. A request goes to one of them and stays there; when that engine dies, it waits for its successor."""
+    """One client per engine.
+
+    A request goes to one of them and stays there; when that engine dies, it waits for its successor.
+    """
 
     def __init__(self, clients: list[EngineClient]):
         self.clients = clients
@@ -33,7 +38,10 @@ class EnginePool:
         if not up or not self._complete:
             return None
         least = min(up, key=lambda ready: ready.worker.max_model_len)
-        return msgspec.structs.replace(least, worker=msgspec.structs.replace(least.worker, max_num_seqs=sum(ready.worker.max_num_seqs for ready in up)))
+        return msgspec.structs.replace(
+            least,
+            worker=msgspec.structs.replace(least.worker, max_num_seqs=sum(ready.worker.max_num_seqs for ready in up)),
+        )
 
     @property
     def num_open(self) -> int:
@@ -48,7 +56,10 @@ class EnginePool:
         return sum(client.num_waiting_tokens for client in self.clients)
 
     def generate(self, request: AddRequest) -> OutputStream:
-        """To the engine that has most of the prompt cached, unless it is much busier than others. The n choices of a request stay together."""
+        """To the engine that has most of the prompt cached, unless it is much busier than others.
+
+        The n choices of a request stay together.
+        """
         loads = [client.load if client.ready is not None else None for client in self.clients]
         return self.clients[self.router.choose(request.prompt_token_ids, request.cache_salt, loads)].generate(request)
 
@@ -57,7 +68,10 @@ class EnginePool:
         self.router.forget(engine)
 
     async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
-        """Call a method of every engine; the answer is the one that all give, or the list of theirs. Raises as `EngineClient.call`."""
+        """Call a method of every engine; the answer is the one that all give, or the list of theirs.
+
+        Raises as `EngineClient.call`.
+        """
         answers = await asyncio.gather(*(client.call(method, *args, timeout=timeout) for client in self.clients))
         return answers[0] if all(answer == answers[0] for answer in answers) else answers
 
@@ -67,22 +81,29 @@ class EnginePool:
 
 
 class PrefixRouter:
-    """Which engine has seen which prompts. It is a guess about their caches, which evict on their own; a wrong one costs time only."""
+    """Which engine has seen which prompts.
+
+    It is a guess about their caches, which evict on their own; a wrong one costs time only.
+    """
 
     def __init__(self, num_engines: int):
-        self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_engines)]  # hashes of prompts' beginnings, the latest used last
+        # hashes of prompts' beginnings, the latest used last
+        self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_engines)]
         self._last_use = [0] * num_engines
         self._num_chosen = 0
 
     def choose(self, token_ids: list[int], salt: str | None, loads: list[int | None]) -> int:
-        """An engine's index. `loads` are their open requests, None for one that is not up; if none is, each counts as idle.
+        """An engine's index. `loads` are their open requests, None for one that is not up; if none is, each counts as
+        idle.
 
         Busy is who has more than half as many again as the least busy one, and eight.
         """
         up = {i: load for i, load in enumerate(loads) if load is not None} or dict.fromkeys(range(len(loads)), 0)
         limit = 1.5 * min(up.values()) + 8
         hashes = list(prefix_hashes(token_ids, salt))
-        chosen = max((i for i in up if up[i] <= limit), key=lambda i: (self._num_seen(i, hashes), -up[i], -self._last_use[i]))
+        chosen = max(
+            (i for i in up if up[i] <= limit), key=lambda i: (self._num_seen(i, hashes), -up[i], -self._last_use[i])
+        )
         self._num_chosen += 1
         self._last_use[chosen] = self._num_chosen
         self._remember(chosen, hashes)

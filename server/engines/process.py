@@ -1,5 +1,6 @@
-"""The engine as a child process: `python -m quire.engine.core ADDRESS`, its configuration on stdin. What is written there later asks it to end; the end of stdin tells
-it that we are gone."""
+"""The engine as a child process: `python -m quire.engine.core ADDRESS`, its configuration on stdin. What is written
+there later asks it to end; the end of stdin tells it that we are gone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 
 
 class EngineProcess:
-    """One run of the engine. `config.model.model` must be a local folder; `index` is its number among `data_parallel_size` ones."""
+    """One run of the engine.
+
+    `config.model.model` must be a local folder; `index` is its number among `data_parallel_size` ones.
+    """
 
     def __init__(self, config: Config, index: int = 0):
         self.config, self.index = config, index
@@ -33,15 +37,24 @@ class EngineProcess:
         self.address = f"ipc://{self._folder}/engine"
 
     def start(self) -> None:
-        """Returns at once; the engine binds `address` before it loads anything. It gets a process group of its own, so that Ctrl-C reaches only us.
+        """Returns at once; the engine binds `address` before it loads anything. It gets a process group of its own, so
+        that Ctrl-C reaches only us.
 
-        The thread that calls this has to live as long as the engine may: the kernel ends the engine with it (Linux). Raises OSError where the system has no descriptors, memory or processes left.
+        The thread that calls this has to live as long as the engine may: the kernel ends the engine with it (Linux).
+        Raises OSError where the system has no descriptors, memory or processes left.
         """
         environment = python_environment() | {STACKS_FOLDER: self._folder}
         if self.config.parallel.data_parallel_size > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = _devices(self.config, self.index, environment.get("CUDA_VISIBLE_DEVICES"))
+            environment["CUDA_VISIBLE_DEVICES"] = _devices(
+                self.config, self.index, environment.get("CUDA_VISIBLE_DEVICES")
+            )
         # -P: no module of the current folder may stand in for one of ours
-        self._process = subprocess.Popen([sys.executable, "-P", "-m", "quire.engine.core", self.address], stdin=subprocess.PIPE, env=environment, process_group=0)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "quire.engine.core", self.address],
+            stdin=subprocess.PIPE,
+            env=environment,
+            process_group=0,
+        )
         config = msgspec.msgpack.encode(self.config)
         with contextlib.suppress(BrokenPipeError):  # it died already: whoever waits for it will see
             self._process.stdin.write(len(config).to_bytes(4, "big") + config)
@@ -60,7 +73,10 @@ class EngineProcess:
         return self._process.wait()
 
     def terminate(self, timeout: float) -> int:
-        """Ask it to end, kill it and its workers after `timeout` seconds, and clean up. Returns the exit code. Idempotent. Only after `start`."""
+        """Ask it to end, kill it and its workers after `timeout` seconds, and clean up.
+
+        Returns the exit code. Idempotent. Only after `start`.
+        """
         with contextlib.suppress(OSError, ValueError):  # it has ended, or was killed
             self._process.stdin.write(b"end")
             self._process.stdin.flush()
@@ -70,13 +86,21 @@ class EngineProcess:
         return self._process.wait()
 
     def dump_stacks(self) -> None:
-        """Have it and its workers write down their stacks, even those that hang in compiled code. For one that is about to be killed."""
+        """Have it and its workers write down their stacks, even those that hang in compiled code.
+
+        For one that is about to be killed.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGUSR2)
 
     def stacks(self) -> dict[str, str]:
-        """What was written down, by process. Nothing comes from one that is stopped, or waits in the kernel for a device or a disk."""
-        return {path.stem: path.read_text(errors="replace") for path in sorted(Path(self._folder).glob("*" + STACKS_SUFFIX))}
+        """What was written down, by process.
+
+        Nothing comes from one that is stopped, or waits in the kernel for a device or a disk.
+        """
+        return {
+            path.stem: path.read_text(errors="replace") for path in sorted(Path(self._folder).glob("*" + STACKS_SUFFIX))
+        }
 
     def kill(self) -> None:
         """End it and whatever is left of its workers at once."""
@@ -97,7 +121,10 @@ def python_environment() -> dict[str, str]:
 
 
 def _devices(config: Config, index: int, visible: str | None) -> str:
-    """The GPUs of engine `index`: as many as it has ranks, of those that are `visible` to us (all, if that is None). Without GPUs it does not matter."""
+    """The GPUs of engine `index`: as many as it has ranks, of those that are `visible` to us (all, if that is None).
+
+    Without GPUs it does not matter.
+    """
     count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     mine = range(index * count, (index + 1) * count)
     if visible is None:

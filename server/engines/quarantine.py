@@ -1,10 +1,12 @@
-"""Who may have killed an engine, and in what order these requests are tried again, so that the others finish whatever one of them does.
+"""Who may have killed an engine, and in what order these requests are tried again, so that the others finish whatever
+one of them does.
 
-After a death everybody who was in the batch is a suspect. First those go to the next engine that had come far with the last one, together; then the others,
-in at most `MAX_TRIALS` groups, one after the other. A group is cleared when each member got a few tokens further than before, or ended. An engine that dies
-during a trial makes suspects of that group's rest alone, which is tried in smaller groups; one that was tried alone has killed the engine. What else is
-open waits until all are cleared: nothing but the trial can then be to blame. So a request that kills the engine in its first step costs two engines in
-all, and a crash for another reason one pause more.
+After a death everybody who was in the batch is a suspect. First those go to the next engine that had come far with the
+last one, together; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when each
+member got a few tokens further than before, or ended. An engine that dies during a trial makes suspects of that group's
+rest alone, which is tried in smaller groups; one that was tried alone has killed the engine. What else is open waits
+until all are cleared: nothing but the trial can then be to blame. So a request that kills the engine in its first step
+costs two engines in all, and a crash for another reason one pause more.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class Quarantine:
         return bool(self._trial or self._groups)
 
     def on_death(self, batch: list[Suspect]) -> tuple[list[Suspect], bool]:
-        """An engine has died that ran `batch`. Returns the suspects, and whether that was their trial: a single one of those has killed it."""
+        """An engine has died that ran `batch`.
+
+        Returns the suspects, and whether that was their trial: a single one of those has killed it.
+        """
         suspects = [one for one in self._trial if _is_on_trial(one)]
         on_trial, self._trial = bool(suspects), []
         if on_trial:

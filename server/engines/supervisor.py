@@ -1,4 +1,6 @@
-"""Keeps an engine running behind the same HTTP port: starts it, notices its death, starts it again, and gives up when that does not help."""
+"""Keeps an engine running behind the same HTTP port: starts it, notices its death, starts it again, and gives up when
+that does not help.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,24 @@ STACKS_TIMEOUT = 1.0  # seconds that a hung engine gets to write its stacks
 
 
 class EngineFailed(Exception):
-    """The engine died at its first start, MAX_DEATHS times within DEATH_WINDOW, or MAX_DEATHS times in a row before it was ready."""
+    """The engine died at its first start, MAX_DEATHS times within DEATH_WINDOW, or MAX_DEATHS times in a row before it
+    was ready.
+    """
 
 
 class Supervisor:
-    """`engine` is the first one, started already. `client` is told the address of each and sends it the open requests again; `on_ready`, with whether
-    there was one before, and `on_death` are called after each start and death."""
+    """`engine` is the first one, started already. `client` is told the address of each and sends it the open requests
+    again; `on_ready`, with whether there was one before, and `on_death` are called after each start and death.
+    """
 
-    def __init__(self, config: Config, engine: EngineProcess, client: Any, on_ready: Callable[[bool], None], on_death: Callable[[], None]):
+    def __init__(
+        self,
+        config: Config,
+        engine: EngineProcess,
+        client: Any,
+        on_ready: Callable[[bool], None],
+        on_death: Callable[[], None],
+    ):
         self.config, self.engine, self.client = config, engine, client
         self.on_ready, self.on_death = on_ready, on_death
         self.deaths: list[float] = []
@@ -65,7 +77,9 @@ class Supervisor:
                 engine.kill()
                 self.num_failed_starts += 1
                 if self.num_failed_starts > MAX_DEATHS:
-                    raise EngineFailed(f"{error.strerror}; it could not be started again {MAX_DEATHS} times in a row") from error
+                    raise EngineFailed(
+                        f"{error.strerror}; it could not be started again {MAX_DEATHS} times in a row"
+                    ) from error
                 logger.error("the engine cannot be started (%s); trying again in %g s", error.strerror, START_RETRY)
                 await asyncio.sleep(START_RETRY)
 
@@ -104,7 +118,9 @@ class Supervisor:
         self.engine.dump_stacks()
         await asyncio.sleep(STACKS_TIMEOUT)
         for process, stacks in self.engine.stacks().items():
-            logger.error("the stacks of the threads of %s:\n%s", process, stacks or "none: it is stopped, or waits in the kernel")
+            logger.error(
+                "the stacks of the threads of %s:\n%s", process, stacks or "none: it is stopped, or waits in the kernel"
+            )
         self.engine.kill()
 
     def _is_busy(self) -> bool:
@@ -116,9 +132,13 @@ class Supervisor:
     def _judge(self, reason: str) -> None:
         now = time.monotonic()
         self.num_failed_starts += 1  # unless it was ready, which set this to 0
-        explained, self.num_trial_deaths = self.client.num_trial_deaths - self.num_trial_deaths, self.client.num_trial_deaths
+        explained, self.num_trial_deaths = (
+            self.client.num_trial_deaths - self.num_trial_deaths,
+            self.client.num_trial_deaths,
+        )
         self.deaths = [death for death in self.deaths if now - death < DEATH_WINDOW] + [now]
-        self.deaths = self.deaths[: len(self.deaths) - explained]  # a request is to blame, which the client is about to find
+        # a request is to blame, which the client is about to find
+        self.deaths = self.deaths[: len(self.deaths) - explained]
         if not self.was_ready:
             raise EngineFailed(reason)
         if len(self.deaths) >= MAX_DEATHS:

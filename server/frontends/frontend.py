@@ -1,4 +1,7 @@
-"""What clients talk to: the door, the routes behind it, the tokenizer and a client per engine. One runs in the server's process, or one in each of several (`fleet.py`)."""
+"""What clients talk to: the door, the routes behind it, the tokenizer and a client per engine.
+
+One runs in the server's process, or one in each of several (`fleet.py`).
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,20 @@ END_TIMEOUT = 1.0  # seconds for the last error events to reach their clients; a
 
 
 class Frontend:
-    """Answers from `serve` on: probes and 503 at first. The door opens when the routes, the tokenizer and an engine are there; `on_open` is called the first time."""
+    """Answers from `serve` on: probes and 503 at first.
+
+    The door opens when the routes, the tokenizer and an engine are there; `on_open` is called the first time.
+    """
 
     def __init__(self, config: Config, listener: socket.socket, on_open: Callable[[Ready], None]):
         self.config, self.listener, self.on_open = config, listener, on_open
         version = _version()
-        self.state = ServerState(config, list(config.server.served_model_name) or [config.model.model], version, _fingerprint(config, version))
+        self.state = ServerState(
+            config,
+            list(config.server.served_model_name) or [config.model.model],
+            version,
+            _fingerprint(config, version),
+        )
         self.door = Door(self.state)
         self.sampling_defaults: dict[str, Any] = {}
         self.connections: Any = None  # `Connections`, once they can be accepted
@@ -79,10 +90,14 @@ class Frontend:
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
         self.state.tokenizer = await in_thread(lambda: _tokenizer(tokenizer_folder, self.config))
         if not self.state.tokenizer.chat_templates:
-            logger.warning("the model has no chat template: /v1/chat/completions answers 400; give one with --chat-template")
+            logger.warning(
+                "the model has no chat template: /v1/chat/completions answers 400; give one with --chat-template"
+            )
         self.open()
 
-    def connect(self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Any], None]) -> list[Any]:
+    def connect(
+        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Any], None]
+    ) -> list[Any]:
         """A client for every engine, which has no address yet. The callbacks get the engine's index first."""
         from quire.server.engines.client import EngineClient
         from quire.server.engines.pool import EnginePool
@@ -93,7 +108,10 @@ class Frontend:
 
         numbers = range(self.config.parallel.data_parallel_size)
         self._engine_stats = [EngineStats() for _ in numbers]
-        clients = [EngineClient(functools.partial(observe, engine), functools.partial(on_progress, engine), engine) for engine in numbers]
+        clients = [
+            EngineClient(functools.partial(observe, engine), functools.partial(on_progress, engine), engine)
+            for engine in numbers
+        ]
         self.state.client = EnginePool(clients) if len(clients) > 1 else clients[0]
         self._silences = [Silence(client, functools.partial(_is_busy, client)) for client in clients]
         return clients
@@ -114,9 +132,17 @@ class Frontend:
 
         ready = state.client.ready
         worker, first = ready.worker, state.model is None
-        eos_token_ids = known_token_ids(state.tokenizer.eos_token_ids, worker.vocab_size) if first else state.model.eos_token_ids
-        state.model = ModelInfo(worker.max_model_len, worker.vocab_size, eos_token_ids, self.sampling_defaults,
-                                self.config.server.max_logprobs, self.config.scheduler.scheduling_policy == "priority")
+        eos_token_ids = (
+            known_token_ids(state.tokenizer.eos_token_ids, worker.vocab_size) if first else state.model.eos_token_ids
+        )
+        state.model = ModelInfo(
+            worker.max_model_len,
+            worker.vocab_size,
+            eos_token_ids,
+            self.sampling_defaults,
+            self.config.server.max_logprobs,
+            self.config.scheduler.scheduling_policy == "priority",
+        )
         if first:
             state.metrics = make_metrics(self.config, state.names[0], worker)
         state.ready = ready
@@ -134,12 +160,18 @@ class Frontend:
             for silence in self._silences:
                 silence.tick(tick)
             longest = max((silence.seconds for silence in self._silences), default=0.0)
-            self.state.stalled = f"no step has ended for {longest:.0f} seconds, and requests wait" if longest >= timeout else None
+            self.state.stalled = (
+                f"no step has ended for {longest:.0f} seconds, and requests wait" if longest >= timeout else None
+            )
 
     def _observe_stats(self, engine: int, stats: EngineStats) -> None:
         self._engine_stats[engine] = stats
         every = self._engine_stats
-        self.state.stats = EngineStats(sum(one.num_running for one in every), sum(one.num_waiting for one in every), sum(one.kv_cache_usage for one in every) / len(every))
+        self.state.stats = EngineStats(
+            sum(one.num_running for one in every),
+            sum(one.num_waiting for one in every),
+            sum(one.kv_cache_usage for one in every) / len(every),
+        )
 
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
         """Publish what an engine counted. One process does so: every one is told the same."""
@@ -197,7 +229,11 @@ def _is_busy(client: Any) -> bool:
 
 def configure_logging(level: str, name: str = "server") -> None:
     """Every line with the process's name."""
-    logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s", handlers=[BackgroundHandler(sys.stderr)])
+    logging.basicConfig(
+        level=level.upper(),
+        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
+        handlers=[BackgroundHandler(sys.stderr)],
+    )
     for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpx2", "filelock"):
         logging.getLogger(noisy).setLevel("WARNING")
 
@@ -217,14 +253,28 @@ def _http_server(app: Any, connections: Any) -> Any:
         def capture_signals(self) -> contextlib.AbstractContextManager[None]:
             return contextlib.nullcontext()  # the Launcher says when to end
 
-    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False, backlog=ACCEPTS_PER_TURN,
-                                 http=functools.partial(Connection, shared=connections), ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=1))
+    return Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            backlog=ACCEPTS_PER_TURN,
+            http=functools.partial(Connection, shared=connections),
+            ws="none",
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=1,
+        )
+    )
 
 
 def _tokenizer(folder: str, config: Config) -> Any:
     from quire.server.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = Tokenizer.load(
+        folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code
+    )
     _ = tokenizer.max_token_chars  # computed once; not during the first request
     return tokenizer
 

@@ -1,7 +1,8 @@
-"""One of several frontend processes: `python -m quire.server.frontends.member LISTENER CHANNEL`, both inherited descriptors; the end of stdin tells it that its parent is gone.
+"""One of several frontend processes: `python -m quire.server.frontends.member LISTENER CHANNEL`, both inherited
+descriptors; the end of stdin tells it that its parent is gone.
 
-It has a connection of its own to every engine, and so its own requests, which it sends again to a new engine. What concerns all frontends it hears from the
-parent (`fleet.py`), which starts another one when this one dies.
+It has a connection of its own to every engine, and so its own requests, which it sends again to a new engine. What
+concerns all frontends it hears from the parent (`fleet.py`), which starts another one when this one dies.
 """
 
 from __future__ import annotations

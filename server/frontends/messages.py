@@ -119,7 +119,10 @@ class TrialDeath(_Message):
 
 
 class Snapshot(_Message):
-    """What was counted here until now, by engine. `number` is that of the `Collect`, or 0 for one that was not asked for."""
+    """What was counted here until now, by engine.
+
+    `number` is that of the `Collect`, or 0 for one that was not asked for.
+    """
 
     number: int
     counts: list[Counts]

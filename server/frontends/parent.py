@@ -1,5 +1,6 @@
-"""Several frontend processes on one port (`--api-server-count`), seen from their parent, which has the engines: starts them, tells them what concerns all,
-starts another one in the place of one that died, and adds up what they count."""
+"""Several frontend processes on one port (`--api-server-count`), seen from their parent, which has the engines: starts
+them, tells them what concerns all, starts another one in the place of one that died, and adds up what they count.
+"""
 
 from __future__ import annotations
 
@@ -85,13 +86,21 @@ class FrontendProcess:
         self.stalled: str | None = None  # why it is being killed
 
     async def start(self, config: Config) -> None:
-        """In a process group of its own, so that Ctrl-C reaches only us. Raises OSError where the system has no descriptors, memory or processes left."""
+        """In a process group of its own, so that Ctrl-C reaches only us.
+
+        Raises OSError where the system has no descriptors, memory or processes left.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = (self.listener.fileno(), theirs.fileno())
             try:
-                self.process = subprocess.Popen([sys.executable, "-P", "-m", "quire.server.frontends.member", *map(str, descriptors)], stdin=subprocess.PIPE, pass_fds=descriptors,
-                                                env=python_environment(), process_group=0)
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "quire.server.frontends.member", *map(str, descriptors)],
+                    stdin=subprocess.PIPE,
+                    pass_fds=descriptors,
+                    env=python_environment(),
+                    process_group=0,
+                )
             except OSError:
                 ours.close()
                 raise
@@ -105,7 +114,10 @@ class FrontendProcess:
                 self.kill_stalled(f"it stalled: {self.channel.num_queued} bytes wait for it")
 
     def ping(self) -> None:
-        """Every PING_INTERVAL seconds. They are counted so, and not by a clock: time in which we could not listen does not count."""
+        """Every PING_INTERVAL seconds.
+
+        They are counted so, and not by a clock: time in which we could not listen does not count.
+        """
         if self.is_watched and self.stalled is None:
             if self.silence >= STALL_TIMEOUT:
                 self.kill_stalled(f"it stalled: no answer for {self.silence:.0f} seconds")
@@ -131,9 +143,14 @@ class FrontendProcess:
 
 
 class EngineObserver(EngineClient):
-    """The parent's connection to an engine, for what that says of itself. The requests are the frontends', which are told of each new engine and of its end."""
+    """The parent's connection to an engine, for what that says of itself.
 
-    def __init__(self, fleet: Fleet, on_stats: Callable[[EngineStats], None], on_progress: Callable[[Any], None], index: int):
+    The requests are the frontends', which are told of each new engine and of its end.
+    """
+
+    def __init__(
+        self, fleet: Fleet, on_stats: Callable[[EngineStats], None], on_progress: Callable[[Any], None], index: int
+    ):
         super().__init__(on_stats, on_progress, index)
         self._fleet = fleet
         self._explained = False  # whether a frontend has said that the last death was on trial
@@ -152,7 +169,6 @@ class EngineObserver(EngineClient):
         self._explained = False
         self._fleet.addresses[self.index] = None
         self._fleet.tell(EngineGone(self.index, reason))
-
 
     def explain_death(self) -> None:
         """However many frontends tried requests then, it was one death."""
@@ -231,7 +247,11 @@ class Fleet:
 
     def _brief(self, member: FrontendProcess) -> None:
         """What a new frontend has missed."""
-        for message in (self.phase, self.load, *(Engine(index, address) for index, address in enumerate(self.addresses) if address is not None)):
+        for message in (
+            self.phase,
+            self.load,
+            *(Engine(index, address) for index, address in enumerate(self.addresses) if address is not None),
+        ):
             if message is not None:
                 member.send(message)
         if self.ending:
@@ -253,7 +273,12 @@ class Fleet:
         now = time.monotonic()
         member.deaths = [death for death in member.deaths if now - death < DEATH_WINDOW] + [now]
         if len(member.deaths) >= MAX_DEATHS:
-            raise FrontendFailed(f"frontend {member.index} died {len(member.deaths)} times within {DEATH_WINDOW:.0f} seconds, at last by {reason}")
+            raise FrontendFailed(
+
+                    f"frontend {member.index} died {len(member.deaths)} times within {DEATH_WINDOW:.0f} seconds, at "
+                    f"last by {reason}"
+
+            )
         logger.error("frontend %d died (%s); its connections are lost, and a new one starts", member.index, reason)
 
     async def _listen(self, member: FrontendProcess) -> None:
@@ -286,7 +311,12 @@ class Fleet:
     def _tell_elsewhere(self) -> None:
         for member in self.members:
             others = [other for other in self.members if other is not member]
-            member.send(Elsewhere([sum(counts) for counts in zip(*(other.num_open for other in others))], sum(other.num_in_flight for other in others)))
+            member.send(
+                Elsewhere(
+                    [sum(counts) for counts in zip(*(other.num_open for other in others))],
+                    sum(other.num_in_flight for other in others),
+                )
+            )
 
     # ---- start
 
@@ -297,9 +327,14 @@ class Fleet:
         for member in self.members:
             await member.loaded.wait()
 
-    def connect(self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Any], None]) -> list[EngineObserver]:
+    def connect(
+        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Any], None]
+    ) -> list[EngineObserver]:
         """As `Frontend.connect`."""
-        observers = [EngineObserver(self, functools.partial(on_stats, engine), functools.partial(on_progress, engine), engine) for engine in range(len(self.addresses))]
+        observers = [
+            EngineObserver(self, functools.partial(on_stats, engine), functools.partial(on_progress, engine), engine)
+            for engine in range(len(self.addresses))
+        ]
         self._client = EnginePool(observers)
         return observers
 
@@ -312,7 +347,9 @@ class Fleet:
         """Called when an engine is up. The frontends see for themselves."""
         if self._ready is None and self._client.ready is not None:
             self._ready = self._client.ready
-            self.metrics = make_metrics(self.config, (self.config.server.served_model_name or [self.config.model.model])[0], self._ready.worker)
+            self.metrics = make_metrics(
+                self.config, (self.config.server.served_model_name or [self.config.model.model])[0], self._ready.worker
+            )
             self._announce_when_open()
 
     def _note_opened(self, member: FrontendProcess) -> None:
@@ -343,7 +380,10 @@ class Fleet:
         await self._collect()
         if self.metrics is None:
             return b""
-        pages = [self.metrics.of(engine).plus(member.counts[engine] for member in self.members if member.counts) for engine in range(len(self.addresses))]
+        pages = [
+            self.metrics.of(engine).plus(member.counts[engine] for member in self.members if member.counts)
+            for engine in range(len(self.addresses))
+        ]
         return MetricsPool(pages).render()
 
     async def _collect(self) -> None:
@@ -405,14 +445,16 @@ class Fleet:
 
 
 def share(listener: socket.socket, count: int) -> list[socket.socket]:
-    """`listener` and more on the same port, `count` in all, among which the kernel spreads new connections. We keep them open: connections to a frontend that
-    died wait for its successor. Raises OSError.
+    """`listener` and more on the same port, `count` in all, among which the kernel spreads new connections. We keep
+    them open: connections to a frontend that died wait for its successor. Raises OSError.
 
-    A Unix socket cannot be bound several times, and only Linux spreads: elsewhere it is one socket, and whoever is quickest accepts.
+    A Unix socket cannot be bound several times, and only Linux spreads: elsewhere it is one socket, and whoever is
+    quickest accepts.
     """
     if listener.family == socket.AF_UNIX or sys.platform != "linux":
         return [listener] * count
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: another server's bind to our port, or ours to another's, has to fail
+    # only now: another server's bind to our port, or ours to another's, has to fail
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listeners = [listener]
     for _ in range(count - 1):
         another = socket.socket(listener.family, listener.type, listener.proto)

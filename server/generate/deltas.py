@@ -13,11 +13,14 @@ from quire.server.generate.generation import Delta, Generation
 PER_TURN = 128  # prompts of one request that are begun, or ended, before others get their turn
 
 
-async def run(generations: list[Generation], total: float | None = None, predict: float | None = None) -> AsyncGenerator[Delta, None]:
+async def run(
+    generations: list[Generation], total: float | None = None, predict: float | None = None
+) -> AsyncGenerator[Delta, None]:
     """The deltas of all prompts, `index` counting choices across them (prompt index * n + i).
 
-    `total` and `predict` are seconds until every unfinished choice ends with finish_reason "length" and stop_reason "timeout": from now, and from the first
-    delta. Closing the generator aborts what still runs. Raises EngineError when a choice fails, BadRequest when the engine refuses it.
+    `total` and `predict` are seconds until every unfinished choice ends with finish_reason "length" and stop_reason
+    "timeout": from now, and from the first delta. Closing the generator aborts what still runs. Raises EngineError when
+    a choice fails, BadRequest when the engine refuses it.
     """
     deltas = aiter(generations[0]) if len(generations) == 1 else _merge(generations)
     try:
@@ -35,7 +38,9 @@ async def run(generations: list[Generation], total: float | None = None, predict
 
 
 async def _merge(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
-    """One task per prompt, all feeding a queue of one place: while the reader is busy, outputs pile up below, where they are merged."""
+    """One task per prompt, all feeding a queue of one place: while the reader is busy, outputs pile up below, where
+    they are merged.
+    """
     queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(maxsize=1)
 
     async def pump(generation: Generation, offset: int) -> None:
@@ -68,7 +73,9 @@ async def _merge(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _until(deltas: AsyncIterator[Delta], num_choices: int, total: float | None, predict: float | None) -> AsyncGenerator[Delta, None]:
+async def _until(
+    deltas: AsyncIterator[Delta], num_choices: int, total: float | None, predict: float | None
+) -> AsyncGenerator[Delta, None]:
     clock = asyncio.get_running_loop().time
     deadline = None if total is None else clock() + total
     unfinished = set(range(num_choices))
@@ -87,8 +94,17 @@ async def _until(deltas: AsyncIterator[Delta], num_choices: int, total: float | 
             unfinished.discard(delta.index)
         yield delta
     for index in sorted(unfinished):
-        yield Delta(index=index, text="", token_ids=[], logprobs=None, prompt_logprobs=None, finish_reason="length", stop_reason="timeout",
-                    num_cached_tokens=0, error=None)
+        yield Delta(
+            index=index,
+            text="",
+            token_ids=[],
+            logprobs=None,
+            prompt_logprobs=None,
+            finish_reason="length",
+            stop_reason="timeout",
+            num_cached_tokens=0,
+            error=None,
+        )
 
 
 @dataclass(slots=True)
@@ -113,7 +129,10 @@ POSITION_SIZE = 64  # bytes of work (`threads.py`) that the log-probabilities of
 
 def answer_size(choices: list[Choice]) -> int:
     """How much work it is to write down the whole answer, for `Threads.run`."""
-    return sum(16 + len(choice.token_ids) // 4 + (len(choice.logprobs) + len(choice.prompt_logprobs)) * POSITION_SIZE for choice in choices)
+    return sum(
+        16 + len(choice.token_ids) // 4 + (len(choice.logprobs) + len(choice.prompt_logprobs)) * POSITION_SIZE
+        for choice in choices
+    )
 
 
 async def collect(deltas: AsyncGenerator[Delta, None], num_choices: int) -> list[Choice]:
@@ -136,7 +155,10 @@ async def collect(deltas: AsyncGenerator[Delta, None], num_choices: int) -> list
 
 @dataclass(slots=True)
 class Counter:
-    """Tokens of a request so far, for its `usage`. A prompt shared by n choices counts once, and as cached only as far as the first to run found it so."""
+    """Tokens of a request so far, for its `usage`.
+
+    A prompt shared by n choices counts once, and as cached only as far as the first to run found it so.
+    """
 
     num_prompt_tokens: int  # of all prompts
     n: int

@@ -20,7 +20,10 @@ SLICE = 64  # tokens of a pile that are turned into text before others get their
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """What to generate: n choices of one prompt. `sampling.seed` is that of the first choice; choice i has `seed + i`."""
+    """What to generate: n choices of one prompt.
+
+    `sampling.seed` is that of the first choice; choice i has `seed + i`.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -37,9 +40,11 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class Delta:
-    """News of one choice. `token_ids` and `logprobs` (parallel) are the tokens whose text is complete with this delta's.
+    """News of one choice. `token_ids` and `logprobs` (parallel) are the tokens whose text is complete with this
+    delta's.
 
-    `finish_reason`, on the last: stop (`stop_reason` is the stop string or stop token id, None for an end-of-sequence token), length, abort, or error.
+    `finish_reason`, on the last: stop (`stop_reason` is the stop string or stop token id, None for an end-of-sequence
+    token), length, abort, or error.
     """
 
     index: int
@@ -55,7 +60,10 @@ class Delta:
 
 
 class Generation:
-    """Iterate for the deltas of all choices, in the order in which they happen. The request is sent when iteration begins; `aclose` aborts the rest."""
+    """Iterate for the deltas of all choices, in the order in which they happen.
+
+    The request is sent when iteration begins; `aclose` aborts the rest.
+    """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, request: GenerationRequest, metrics: Any = None):
         self.request = request
@@ -108,9 +116,20 @@ class Generation:
 
     def _start(self) -> None:
         request = self.request
-        ids = [request.request_id] if request.n == 1 else [f"{request.request_id}-{index}" for index in range(request.n)]
-        siblings = [Choice(request_id, _int64(request.sampling.seed + index)) for index, request_id in enumerate(ids) if index]
-        message = AddRequest(ids[0], request.prompt_token_ids, request.sampling, priority=request.priority, cache_salt=request.cache_salt, siblings=siblings)
+        ids = (
+            [request.request_id] if request.n == 1 else [f"{request.request_id}-{index}" for index in range(request.n)]
+        )
+        siblings = [
+            Choice(request_id, _int64(request.sampling.seed + index)) for index, request_id in enumerate(ids) if index
+        ]
+        message = AddRequest(
+            ids[0],
+            request.prompt_token_ids,
+            request.sampling,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            siblings=siblings,
+        )
         try:
             self._stream = self._client.generate(message)
         except ValueError as error:
@@ -128,7 +147,9 @@ class Generation:
             return
         num_tokens = choice.detokenizer.num_tokens + choice.num_silent
         self._num_output_tokens = max(self._num_output_tokens, num_tokens)
-        self._metrics.observe_request(self.request, delta.finish_reason, num_tokens, choice.first_token_time, output.timing)
+        self._metrics.observe_request(
+            self.request, delta.finish_reason, num_tokens, choice.first_token_time, output.timing
+        )
         if not self._choices:
             self._metrics.observe_group(self.request, self._num_output_tokens)
 
@@ -136,9 +157,16 @@ class Generation:
 def _split(output: EngineOutput) -> tuple[EngineOutput, EngineOutput]:
     """The first `SLICE` tokens, and the rest with all that ends the request."""
     logprobs = output.logprobs
-    first = EngineOutput(output.request_id, output.new_token_ids[:SLICE], logprobs=logprobs and logprobs[:SLICE], prompt_logprobs=output.prompt_logprobs,
-                         num_cached_tokens=output.num_cached_tokens)
-    return first, msgspec.structs.replace(output, new_token_ids=output.new_token_ids[SLICE:], logprobs=logprobs and logprobs[SLICE:], prompt_logprobs=None)
+    first = EngineOutput(
+        output.request_id,
+        output.new_token_ids[:SLICE],
+        logprobs=logprobs and logprobs[:SLICE],
+        prompt_logprobs=output.prompt_logprobs,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+    return first, msgspec.structs.replace(
+        output, new_token_ids=output.new_token_ids[SLICE:], logprobs=logprobs and logprobs[SLICE:], prompt_logprobs=None
+    )
 
 
 def _int64(value: int) -> int:
@@ -148,13 +176,31 @@ def _int64(value: int) -> int:
 class _Choice:
     """One of the n: its detokenizer, and the tokens whose text is not complete."""
 
-    __slots__ = ("detokenizer", "first_token_time", "index", "last_token_time", "logprobs", "num_cached_tokens", "num_silent", "num_taken", "request", "token_ids")
+    __slots__ = (
+        "detokenizer",
+        "first_token_time",
+        "index",
+        "last_token_time",
+        "logprobs",
+        "num_cached_tokens",
+        "num_silent",
+        "num_taken",
+        "request",
+        "token_ids",
+    )
 
     def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer):
         self.index = index
         self.request = request
-        self.detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.stop, request.include_stop_str_in_output, request.skip_special_tokens,
-                                       request.spaces_between_special_tokens, request.sampling.min_tokens)
+        self.detokenizer = Detokenizer(
+            tokenizer,
+            request.prompt_token_ids,
+            request.stop,
+            request.include_stop_str_in_output,
+            request.skip_special_tokens,
+            request.spaces_between_special_tokens,
+            request.sampling.min_tokens,
+        )
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.num_taken = 0  # tokens given out
@@ -185,7 +231,18 @@ class _Choice:
             return None
         self.num_taken = num_released
         logprobs = None if self.request.sampling.logprobs is None else self._take(self.logprobs, count)
-        return Delta(self.index, text, self._take(self.token_ids, count), logprobs, output.prompt_logprobs, finish_reason, stop_reason, self.num_cached_tokens, output.error, output.error_kind)
+        return Delta(
+            self.index,
+            text,
+            self._take(self.token_ids, count),
+            logprobs,
+            output.prompt_logprobs,
+            finish_reason,
+            stop_reason,
+            self.num_cached_tokens,
+            output.error,
+            output.error_kind,
+        )
 
     def _take(self, items: list, count: int) -> list:
         taken = items[:count]

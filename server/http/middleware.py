@@ -1,4 +1,5 @@
-"""Plain ASGI layers around the routes, outermost first: `Edge` (request id, access log, last resort for exceptions), CORS, `Hosts`, `ApiKeys`.
+"""Plain ASGI layers around the routes, outermost first: `Edge` (request id, access log, last resort for exceptions),
+CORS, `Hosts`, `ApiKeys`.
 
 Not Starlette's BaseHTTPMiddleware: that passes every chunk of a stream through a queue.
 """
@@ -47,7 +48,9 @@ async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
 
 
 class Edge:
-    """Gives every request an id, repeats it as `X-Request-Id`, writes the access log, counts what is in flight, and answers for unexpected exceptions."""
+    """Gives every request an id, repeats it as `X-Request-Id`, writes the access log, counts what is in flight, and
+    answers for unexpected exceptions.
+    """
 
     def __init__(self, app: ASGIApp, state: ServerState):
         self.app, self.state = app, state
@@ -74,7 +77,9 @@ class Edge:
         try:
             await self.app(scope, receive, send_with_headers)
         except Exception:
-            logger.exception("%s %s failed (request %s)", scope["method"], _printable(scope["path"]), scope["request_id"])
+            logger.exception(
+                "%s %s failed (request %s)", scope["method"], _printable(scope["path"]), scope["request_id"]
+            )
             if status is None:
                 await send_json(send_with_headers, 500, internal_error_body(), {})
             elif not complete:
@@ -86,16 +91,27 @@ class Edge:
                     self.state.release(*room)
                 self._log(scope, status, time.perf_counter() - started)
                 if self.state.metrics is not None and status is not None:
-                    self.state.metrics.observe_http(getattr(scope.get("route"), "path", "none"), scope["method"], status)
+                    self.state.metrics.observe_http(
+                        getattr(scope.get("route"), "path", "none"), scope["method"], status
+                    )
 
     def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
         client = scope.get("client")
-        access_logger.info('%s "%s %s" %s %.0f ms %s%s', f"{client[0]}:{client[1]}" if client else "-", scope["method"], _printable(scope["path"]), status,
-                           1000 * seconds, scope["request_id"], _printable(scope.get("refusal", "")))
+        access_logger.info(
+            '%s "%s %s" %s %.0f ms %s%s',
+            f"{client[0]}:{client[1]}" if client else "-",
+            scope["method"],
+            _printable(scope["path"]),
+            status,
+            1000 * seconds,
+            scope["request_id"],
+            _printable(scope.get("refusal", "")),
+        )
 
 
 class Hosts:
-    """Refuses names in the Host header that are not `allowed`: a web page whose own name was made to point here could otherwise read the answers as its own.
+    """Refuses names in the Host header that are not `allowed`: a web page whose own name was made to point here could
+    otherwise read the answers as its own.
 
     Addresses, and names without a dot such as localhost, are no such page's.
     """
@@ -104,8 +120,21 @@ class Hosts:
         self.app, self.allowed = app, {name.lower() for name in allowed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PROBES and not self._ours(name := host_name(header(scope, b"host") or b"")):
-            await send_error(scope, send, Forbidden(f"This server does not answer to the host name '{name[:200]}': start it with --allowed-hosts {name[:200]}."))
+        if (
+            scope["type"] == "http"
+            and scope["path"] not in PROBES
+            and not self._ours(name := host_name(header(scope, b"host") or b""))
+        ):
+            await send_error(
+                scope,
+                send,
+                Forbidden(
+
+                        f"This server does not answer to the host name '{name[:200]}': start it with --allowed-hosts "
+                        f"{name[:200]}."
+
+                ),
+            )
             return
         await self.app(scope, receive, send)
 
@@ -152,7 +181,8 @@ def _extra_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 
 class ApiKeys:
-    """Without one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`, only the probes and the static pages answer: also unknown routes give 401.
+    """Without one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`, only the probes and the static pages
+    answer: also unknown routes give 401.
 
     Who has which key is noted in the scope as "tenant", unless they are to share cached prefixes.
     """
@@ -166,7 +196,11 @@ class ApiKeys:
         if scope["type"] == "http" and scope["path"] not in PROBES and not _is_page(scope):
             key = _presented_key(scope)
             if key is None or not self._known(key):
-                what = "Incorrect API key provided." if key else "No API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+                what = (
+                    "Incorrect API key provided."
+                    if key
+                    else "No API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+                )
                 await send_error(scope, send, Unauthorized(what))
                 return
             if self.apart:

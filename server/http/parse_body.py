@@ -1,6 +1,8 @@
-"""Body bytes -> a request type of `protocol.py`, or the `BadRequest` that names the field at fault by its dotted path (`messages.0.role`).
+"""Body bytes -> a request type of `protocol.py`, or the `BadRequest` that names the field at fault by its dotted path
+(`messages.0.role`).
 
-The type decides what is decoded: undeclared fields are only skipped over, and then judged by name, so that a body of a million of them costs no memory.
+The type decides what is decoded: undeclared fields are only skipped over, and then judged by name, so that a body of a
+million of them costs no memory.
 """
 
 from __future__ import annotations
@@ -27,11 +29,16 @@ _list_of_members = msgspec.json.Decoder(list[_Members]).decode
 
 
 def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """The request, and the dotted names of fields nobody knows, `MAX_UNKNOWN` at most. Raises BadRequest; for unknown fields only when `strict`."""
+    """The request, and the dotted names of fields nobody knows, `MAX_UNKNOWN` at most.
+
+    Raises BadRequest; for unknown fields only when `strict`.
+    """
     try:
         members = _members(body)
         if len(members.get("chat_template_kwargs", b"")) > MAX_TEMPLATE_KWARGS_BYTES:
-            raise BadRequest(f"chat_template_kwargs has more than {MAX_TEMPLATE_KWARGS_BYTES} bytes.", param="chat_template_kwargs")
+            raise BadRequest(
+                f"chat_template_kwargs has more than {MAX_TEMPLATE_KWARGS_BYTES} bytes.", param="chat_template_kwargs"
+            )
         request = msgspec.json.decode(body, type=cls)
     except RecursionError:
         raise BadRequest("The body's JSON is nested too deeply.") from None
@@ -42,7 +49,9 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
     except (ValueError, UnicodeError) as error:  # msgspec's errors are ValueErrors
         raise BadRequest(f"The body is not valid JSON: {error}") from None
     if _deeper_than(getattr(request, "chat_template_kwargs", None), MAX_NESTING):
-        raise BadRequest(f"chat_template_kwargs is nested more than {MAX_NESTING} levels deep.", param="chat_template_kwargs")
+        raise BadRequest(
+            f"chat_template_kwargs is nested more than {MAX_NESTING} levels deep.", param="chat_template_kwargs"
+        )
     unknown: list[str] = []
     _judge_undeclared(members, request, "", unknown)
     if unknown and strict:
@@ -61,7 +70,10 @@ def _deeper_than(value: Any, levels: int) -> bool:
 def _bad_request(error: msgspec.ValidationError, data: Any) -> BadRequest:
     match = _PATH.match(str(error))
     what, path = match["what"], match["path"] or ""
-    keys = [int(number) if number else name or None for name, number in re.findall(r"\.(\w+)|\[(?:(\d+)|\.\.\.)\]", path) or []]
+    keys = [
+        int(number) if number else name or None
+        for name, number in re.findall(r"\.(\w+)|\[(?:(\d+)|\.\.\.)\]", path) or []
+    ]
     if missing := re.search(r"missing required field `(\w+)`", what):
         param = ".".join([*map(str, keys), missing[1]])
         return BadRequest(f"Missing required parameter: {param}.", param=param, code="missing_required_parameter")
@@ -92,7 +104,10 @@ def _shown(data: Any, keys: list) -> str:
 def _judge_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unknown: list[str]) -> None:
     """Refuse meaningful fields that we do not support, collect the unknown ones, here and in the Structs below."""
     if len(members) > MAX_FIELDS:
-        raise BadRequest(f"{prefix.rstrip('.') or 'The body'} has {len(members)} fields, which is more than {MAX_FIELDS}.", param=prefix.rstrip(".") or None)
+        raise BadRequest(
+            f"{prefix.rstrip('.') or 'The body'} has {len(members)} fields, which is more than {MAX_FIELDS}.",
+            param=prefix.rstrip(".") or None,
+        )
     cls = type(value)
     declared = cls.__struct_fields__
     for name, raw in members.items():

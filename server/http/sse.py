@@ -1,4 +1,6 @@
-"""Server-sent events: the ASGI response that sends frames, keeps the connection alive while there are none, and notices when the client goes away."""
+"""Server-sent events: the ASGI response that sends frames, keeps the connection alive while there are none, and notices
+when the client goes away.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 def event(data: bytes) -> bytes:
@@ -43,9 +49,11 @@ async def to_the_end(frames: AsyncGenerator[bytes, None], request_id: str) -> As
 
 
 class EventStream(Response):
-    """Sends each of `frames` (bytes of whole events) as it comes. `keep_alive` is the seconds of silence after which a comment is sent; 0 is never.
+    """Sends each of `frames` (bytes of whole events) as it comes. `keep_alive` is the seconds of silence after which a
+    comment is sent; 0 is never.
 
-    `send` waits while the client's buffers are full; frames are not asked for meanwhile, so that what piles up below is merged into fewer of them.
+    `send` waits while the client's buffers are full; frames are not asked for meanwhile, so that what piles up below is
+    merged into fewer of them.
     """
 
     def __init__(self, frames: AsyncGenerator[bytes, None], keep_alive: float):
@@ -57,7 +65,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.last_sent = asyncio.get_running_loop().time()
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": b"", "more_body": True})  # the headers go out now: the first token may take a while
+        # the headers go out now: the first token may take a while
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
         pump = asyncio.create_task(self._pump(send))
         watch = asyncio.create_task(self._watch(receive, send))
         try:

@@ -1,4 +1,6 @@
-"""What answers from the first moment on: the probes, and 503 for the rest, until the routes are imported (FastAPI and pydantic take most of a second)."""
+"""What answers from the first moment on: the probes, and 503 for the rest, until the routes are imported (FastAPI and
+pydantic take most of a second).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.app is not None:
             await self.app(scope, receive, send)
-        elif scope["path"].startswith("/v1/models") and self.state.status == "loading":  # clients ask first of all: soon it can be told
+        elif scope["path"].startswith("/v1/models") and self.state.status == "loading":
+            # clients ask first of all: soon it can be told
             await self._wait()
             await self(scope, receive, send)
         elif scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):

@@ -1,4 +1,6 @@
-"""Work whose cost grows with a request: on the event loop while it is small, in a thread when it would hold up everyone's tokens."""
+"""Work whose cost grows with a request: on the event loop while it is small, in a thread when it would hold up
+everyone's tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ T = TypeVar("T")
 SMALL = 2048  # bytes of input: about a millisecond at worst, as much as a few trips to a thread
 PER_TURN = 4 * SMALL  # bytes of small inputs in one turn of the event loop
 LARGE = 2**18  # bytes from which on work has threads of its own, so that all others wait for nothing that takes long
-SWITCH_INTERVAL = 0.001  # seconds that the loop waits for a thread to let go of the interpreter; Python's default is 5 ms
+# seconds that the loop waits for a thread to let go of the interpreter; Python's default is 5 ms
+SWITCH_INTERVAL = 0.001
 
 
 class Threads:
-    """Belongs to one event loop. A size is in bytes of the request's body, or of as much work as that many of them make."""
+    """Belongs to one event loop.
+
+    A size is in bytes of the request's body, or of as much work as that many of them make.
+    """
 
     def __init__(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)

@@ -19,7 +19,30 @@ from prometheus_client.utils import floatToGoString
 from quire.engine.messages import EngineStats, RequestTiming
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_FIRST_TOKEN = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
 _NEXT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -88,7 +111,9 @@ class Metrics(Collector):
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         token_buckets = _token_buckets(max_model_len)
         self._http: dict[tuple[str, str, str], int] = {}
-        self._histograms = {name: Histogram(token_buckets if bounds is None else bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
+        self._histograms = {
+            name: Histogram(token_buckets if bounds is None else bounds) for name, (bounds, _) in _HISTOGRAMS.items()
+        }
         self._inter_token = self._histograms["inter_token_latency_seconds"]
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -125,10 +150,18 @@ class Metrics(Collector):
         """`num_tokens` came `interval` seconds after the last of the same sequence."""
         self._inter_token.observe(interval / num_tokens, num_tokens)
 
-    def observe_request(self, request: Any, finish_reason: str, num_output_tokens: int, first_token_time: float, timing: RequestTiming | None) -> None:
+    def observe_request(
+        self,
+        request: Any,
+        finish_reason: str,
+        num_output_tokens: int,
+        first_token_time: float,
+        timing: RequestTiming | None,
+    ) -> None:
         """A sequence has ended now. `request` is its GenerationRequest, `first_token_time` is 0 if it had none.
 
-        The engine does not know of stop strings and so sends no `timing` for what they end: how long those waited and computed is not recorded.
+        The engine does not know of stop strings and so sends no `timing` for what they end: how long those waited and
+        computed is not recorded.
         """
         self._finished[finish_reason] += 1
         if finish_reason not in ("stop", "length"):
@@ -166,15 +199,21 @@ class Metrics(Collector):
         self._http[key] = self._http.get(key, 0) + 1
 
     def set_cache_config(self, **fields: Any) -> None:
-        """Published as labels of `cache_config_info`: the settings of the KV cache and what they came to (`num_gpu_blocks`, `block_size`)."""
+        """Published as labels of `cache_config_info`: the settings of the KV cache and what they came to
+        (`num_gpu_blocks`, `block_size`).
+        """
         self._cache_config = {name: str(value) for name, value in fields.items()}
 
     # ---- several as one
 
     def counts(self) -> Counts:
         """All but the gauges, until now."""
-        return Counts(dict(self._counters), dict(self._finished), list(self._http.items()),
-                      {name: (list(histogram.counts), histogram.total) for name, histogram in self._histograms.items()})
+        return Counts(
+            dict(self._counters),
+            dict(self._finished),
+            list(self._http.items()),
+            {name: (list(histogram.counts), histogram.total) for name, histogram in self._histograms.items()},
+        )
 
     def add(self, counts: Counts) -> None:
         """What was counted elsewhere, for the same model."""
@@ -203,7 +242,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Any]:
         """Called by the registry on each scrape."""
-        http = CounterMetricFamily("http_requests", "Requests answered, by route.", labels=["handler", "method", "status"])
+        http = CounterMetricFamily(
+            "http_requests", "Requests answered, by route.", labels=["handler", "method", "status"]
+        )
         for key, count in self._http.items():
             http.add_metric(key, count)
         yield http
@@ -211,8 +252,12 @@ class Metrics(Collector):
             yield from self._gauges(prefix)
             for name, value in self._counters.items():
                 yield self._family(CounterMetricFamily, prefix + name, _COUNTERS[name], [({}, value)])
-            yield self._family(CounterMetricFamily, prefix + "request_success", "Requests that ended, by how.",
-                               [({"finished_reason": reason}, count) for reason, count in self._finished.items()])
+            yield self._family(
+                CounterMetricFamily,
+                prefix + "request_success",
+                "Requests that ended, by how.",
+                [({"finished_reason": reason}, count) for reason, count in self._finished.items()],
+            )
             for name, histogram in self._histograms.items():
                 family = HistogramMetricFamily(prefix + name, _HISTOGRAMS[name][1], labels=list(self._labels))
                 family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.total)
@@ -220,14 +265,35 @@ class Metrics(Collector):
 
     def _gauges(self, prefix: str) -> Iterator[Any]:
         stats = self._stats
-        yield self._family(GaugeMetricFamily, prefix + "num_requests_running", "Requests in the engine's batch.", [({}, stats.num_running)])
-        yield self._family(GaugeMetricFamily, prefix + "num_requests_waiting", "Requests waiting to be scheduled.", [({}, stats.num_waiting)])
-        yield self._family(GaugeMetricFamily, prefix + "num_requests_waiting_by_reason", "Requests waiting to be scheduled, by why: for room (capacity), or for "
-                           "something else (deferred).", [({"reason": "capacity"}, stats.num_waiting), ({"reason": "deferred"}, 0)])
-        yield self._family(GaugeMetricFamily, prefix + "kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", [({}, stats.kv_cache_usage)])
+        yield self._family(
+            GaugeMetricFamily,
+            prefix + "num_requests_running",
+            "Requests in the engine's batch.",
+            [({}, stats.num_running)],
+        )
+        yield self._family(
+            GaugeMetricFamily,
+            prefix + "num_requests_waiting",
+            "Requests waiting to be scheduled.",
+            [({}, stats.num_waiting)],
+        )
+        yield self._family(
+            GaugeMetricFamily,
+            prefix + "num_requests_waiting_by_reason",
+            "Requests waiting to be scheduled, by why: for room (capacity), or for something else (deferred).",
+            [({"reason": "capacity"}, stats.num_waiting), ({"reason": "deferred"}, 0)],
+        )
+        yield self._family(
+            GaugeMetricFamily,
+            prefix + "kv_cache_usage_perc",
+            "Part of the KV cache in use, 0 to 1.",
+            [({}, stats.kv_cache_usage)],
+        )
         if self._cache_config:
             labels = {**self._cache_config, "engine": self._labels["engine"]}
-            family = GaugeMetricFamily(prefix + "cache_config_info", "The KV cache's configuration, in the labels.", labels=list(labels))
+            family = GaugeMetricFamily(
+                prefix + "cache_config_info", "The KV cache's configuration, in the labels.", labels=list(labels)
+            )
             family.add_metric(list(labels.values()), 1)
             yield family
 
@@ -262,5 +328,8 @@ _HISTOGRAMS = {  # name: (bounds; None: token counts up to the context length, w
     "request_params_max_tokens": (None, "The max_tokens that requests ask for."),
     "iteration_tokens_total": (_STEP_TOKENS, "Tokens per engine step."),
     "request_num_preemptions": ((1, 2, 3, 4, 5, 10, 20), "Preemptions per sequence."),
-    "request_prefill_kv_computed_tokens": (None, "Prompt tokens per sequence that were computed, not found in the cache."),
+    "request_prefill_kv_computed_tokens": (
+        None,
+        "Prompt tokens per sequence that were computed, not found in the cache.",
+    ),
 }

@@ -16,9 +16,14 @@ from quire.server.metrics.metrics import Metrics
 
 def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metrics | MetricsPool:
     """Of as many engines as there are."""
-    every = [Metrics(model_name, worker.max_model_len, config.server.vllm_metrics, engine) for engine in range(config.parallel.data_parallel_size)]
+    every = [
+        Metrics(model_name, worker.max_model_len, config.server.vllm_metrics, engine)
+        for engine in range(config.parallel.data_parallel_size)
+    ]
     for metrics in every:
-        metrics.set_cache_config(**{**dataclasses.asdict(config.cache), "block_size": worker.block_size, "num_gpu_blocks": worker.num_blocks})
+        metrics.set_cache_config(
+            **{**dataclasses.asdict(config.cache), "block_size": worker.block_size, "num_gpu_blocks": worker.num_blocks}
+        )
     return MetricsPool(every) if len(every) > 1 else every[0]
 
 

@@ -15,7 +15,9 @@ _HIT_RATE_WINDOW = 1000  # messages with prefix lookups that the hit rate covers
 
 
 class StatsLog:
-    """Gathers statistics; `run` logs them every `interval` seconds: as info while there is work (and once after), as debug while idle."""
+    """Gathers statistics; `run` logs them every `interval` seconds: as info while there is work (and once after), as
+    debug while idle.
+    """
 
     def __init__(self, interval: float, device: str = "cpu", engine: int = 0):
         self._engine = engine
@@ -49,13 +51,22 @@ class StatsLog:
         elapsed = max(now - self._since, 1e-9)
         stats, was_idle = self._stats, self._was_idle
         self._was_idle = not (self._num_prompt or self._num_generation or stats.num_running or stats.num_waiting)
-        parts = [f"Avg prompt throughput: {self._num_prompt / elapsed:.1f} tokens/s", f"Avg generation throughput: {self._num_generation / elapsed:.1f} tokens/s",
-                 f"Running: {stats.num_running} reqs", f"Waiting: {stats.num_waiting} reqs"]
+        parts = [
+            f"Avg prompt throughput: {self._num_prompt / elapsed:.1f} tokens/s",
+            f"Avg generation throughput: {self._num_generation / elapsed:.1f} tokens/s",
+            f"Running: {stats.num_running} reqs",
+            f"Waiting: {stats.num_waiting} reqs",
+        ]
         if self._num_preemptions:
             parts.append(f"Preemptions: {self._num_preemptions}")
         parts.append(f"{self._device} KV cache usage: {100 * stats.kv_cache_usage:.1f}%")
         if self._lookups:
             queries, hits = map(sum, zip(*self._lookups))
             parts.append(f"Prefix cache hit rate: {100 * hits / queries:.1f}%")
-        logger.log(logging.DEBUG if was_idle and self._was_idle else logging.INFO, "Engine %03d: %s", self._engine, ", ".join(parts))
+        logger.log(
+            logging.DEBUG if was_idle and self._was_idle else logging.INFO,
+            "Engine %03d: %s",
+            self._engine,
+            ", ".join(parts),
+        )
         self._start(now)

@@ -1,6 +1,7 @@
 """`from quire import LLM, SamplingParams`: generate in a script, without HTTP. Names, defaults and shapes are vLLM's.
 
-The engine is the same child process that `quire serve` runs, behind the same client and the same checks; an event loop in a thread drives it.
+The engine is the same child process that `quire serve` runs, behind the same client and the same checks; an event loop
+in a thread drives it.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ from quire.server.startup.runtime import Runtime
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | dict[str, Any]
-SERVER_SETTINGS = ("chat_template", "generation_config", "max_logprobs", "step_timeout")  # those that mean something without HTTP
+# those that mean something without HTTP
+SERVER_SETTINGS = ("chat_template", "generation_config", "max_logprobs", "step_timeout")
 
 
 @dataclass(slots=True)
 class SamplingParams:
     """How to generate. Raises ValueError naming the parameter and its limit.
 
-    `max_tokens=None` is all that the context holds; `top_k` 0 or -1 is off; `logprobs` is the number of most likely tokens to report beside the sampled one.
+    `max_tokens=None` is all that the context holds; `top_k` 0 or -1 is off; `logprobs` is the number of most likely
+    tokens to report beside the sampled one.
     """
 
     n: int = 1
@@ -79,7 +82,8 @@ class SamplingParams:
         """The same as fields of a text completion, whose checks are these parameters' checks. Raises ValueError."""
         fields = asdict(self)
         for name, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):  # JSON would turn it into null, which means the default
+            # JSON would turn it into null, which means the default
+            if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name}: must be a finite number, got {value}")
         return _checked(fields | {"prompt": ""}, CompletionRequest)
 
@@ -110,10 +114,12 @@ class RequestOutput:
 
 
 class LLM:
-    """An engine for one model. `settings` are the names of `configs/config.py`: `LLM("Qwen/Qwen3-0.6B", max_model_len=4096, dtype="bfloat16")`.
+    """An engine for one model. `settings` are the names of `configs/config.py`: `LLM("Qwen/Qwen3-0.6B",
+    max_model_len=4096, dtype="bfloat16")`.
 
-    Without `model`, the small one that comes with quire. Blocks until the engine is ready. Raises ValueError for a wrong setting or model, RuntimeError when the engine cannot start.
-    Close it, use it as a context manager, or leave it to the end of the program.
+    Without `model`, the small one that comes with quire. Blocks until the engine is ready. Raises ValueError for a
+    wrong setting or model, RuntimeError when the engine cannot start. Close it, use it as a context manager, or leave
+    it to the end of the program.
     """
 
     def __init__(self, model: str = "", **settings: Any):
@@ -136,23 +142,48 @@ class LLM:
     def get_tokenizer(self):
         return self.tokenizer
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Continue every prompt, in order. A prompt is a text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}, each with an optional
-        "cache_salt"; one prompt or a list. `sampling_params` are for all prompts, one each, or the model's defaults.
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue every prompt, in order. A prompt is a text, a list of token ids, or {"prompt": text} or
+        {"prompt_token_ids": ids}, each with an optional "cache_salt"; one prompt or a list. `sampling_params` are for
+        all prompts, one each, or the model's defaults.
 
-        Raises ValueError for what a prompt or parameter has wrong, before anything runs; RuntimeError when the engine fails.
+        Raises ValueError for what a prompt or parameter has wrong, before anything runs; RuntimeError when the engine
+        fails.
         """
         bodies = [_completion_fields(prompt) for prompt in _as_list(prompts)]
         return self._run(self._generate(bodies, self._params(sampling_params, len(bodies)), use_tqdm))
 
-    def chat(self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-             use_tqdm: bool = True, *, chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
-             chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
-        """Answer a conversation, or each of several. `chat_template` stands in for the model's. Raises as `generate` does."""
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several.
+
+        `chat_template` stands in for the model's. Raises as `generate` does.
+        """
         conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
-        options = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
-                   "chat_template_kwargs": chat_template_kwargs}
-        bodies = [_checked({"messages": list(conversation), **options}, ChatCompletionRequest) for conversation in conversations]
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        bodies = [
+            _checked({"messages": list(conversation), **options}, ChatCompletionRequest)
+            for conversation in conversations
+        ]
         return self._run(self._chat(bodies, self._params(sampling_params, len(bodies)), use_tqdm))
 
     def reset_prefix_cache(self) -> bool:
@@ -171,7 +202,9 @@ class LLM:
 
     # ---- in the caller's thread
 
-    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[CompletionRequest]:
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[CompletionRequest]:
         if params is None:
             return [_checked({"prompt": ""}, CompletionRequest)] * num_prompts
         if isinstance(params, SamplingParams):
@@ -182,7 +215,11 @@ class LLM:
 
     def _request(self, params: SamplingParams) -> CompletionRequest:
         request = params.to_request()
-        return request if request.max_tokens is not None else msgspec.structs.replace(request, max_tokens=self._runtime.state.model.max_model_len)
+        return (
+            request
+            if request.max_tokens is not None
+            else msgspec.structs.replace(request, max_tokens=self._runtime.state.model.max_model_len)
+        )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the engine's loop. Ctrl-C cancels it, which aborts its requests."""
@@ -200,7 +237,9 @@ class LLM:
 
     # ---- on the loop
 
-    async def _generate(self, prompts: list[dict[str, Any]], bodies: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
+    async def _generate(
+        self, prompts: list[dict[str, Any]], bodies: list[CompletionRequest], use_tqdm: bool
+    ) -> list[RequestOutput]:
         requests, texts = [], []
         for fields, body in zip(prompts, bodies, strict=True):
             body = msgspec.structs.replace(body, **fields)
@@ -209,7 +248,9 @@ class LLM:
             texts.append(body.prompt if isinstance(body.prompt, str) and body.truncate_prompt_tokens is None else None)
         return await self._run_all(requests, texts, bodies, use_tqdm)
 
-    async def _chat(self, conversations: list[ChatCompletionRequest], bodies: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
+    async def _chat(
+        self, conversations: list[ChatCompletionRequest], bodies: list[CompletionRequest], use_tqdm: bool
+    ) -> list[RequestOutput]:
         requests = []
         for conversation, body in zip(conversations, bodies, strict=True):
             conversation.truncate_prompt_tokens = body.truncate_prompt_tokens
@@ -220,34 +261,80 @@ class LLM:
     def _generation_request(self, ids: list[int], body: CompletionRequest) -> GenerationRequest:
         model = self._runtime.state.model
         sampling = to_sampling_params(body, model, self.tokenizer)
-        return intake.generation_request(intake.truncate(ids, body, sampling, model), body, sampling, model, request_id=str(next(self._ids)), priority=0, param="prompt")
+        return intake.generation_request(
+            intake.truncate(ids, body, sampling, model),
+            body,
+            sampling,
+            model,
+            request_id=str(next(self._ids)),
+            priority=0,
+            param="prompt",
+        )
 
-    async def _run_all(self, requests: list[GenerationRequest], texts: Iterable[str | None], bodies: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
+    async def _run_all(
+        self,
+        requests: list[GenerationRequest],
+        texts: Iterable[str | None],
+        bodies: list[CompletionRequest],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         """All at once; the engine queues what does not fit. The first failure aborts the others."""
         self._runtime.require_alive()
         with _Progress(len(requests), use_tqdm) as progress:
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._one(*one, progress)) for one in zip(requests, texts, bodies, strict=True)]
+                    tasks = [
+                        group.create_task(self._one(*one, progress))
+                        for one in zip(requests, texts, bodies, strict=True)
+                    ]
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _one(self, request: GenerationRequest, text: str | None, body: CompletionRequest, progress: _Progress) -> RequestOutput:
+    async def _one(
+        self, request: GenerationRequest, text: str | None, body: CompletionRequest, progress: _Progress
+    ) -> RequestOutput:
         generation = Generation(self._runtime.state.client, self.tokenizer, request)
         choices = await deltas.collect(deltas.run([generation]), request.n)
         progress.add(len(request.prompt_token_ids), sum(len(choice.token_ids) for choice in choices))
-        outputs = [CompletionOutput(i, choice.text, choice.token_ids, None if body.logprobs is None else Formatter(self.tokenizer, body.logprobs).prompt(choice.logprobs)[1:],
-                                    choice.finish_reason, choice.stop_reason) for i, choice in enumerate(choices)]
-        prompt_logprobs = None if body.prompt_logprobs is None else Formatter(self.tokenizer, body.prompt_logprobs).prompt(choices[0].prompt_logprobs)
-        return RequestOutput(request.request_id, text, request.prompt_token_ids, prompt_logprobs, outputs, True, min(choice.num_cached_tokens for choice in choices))
+        outputs = [
+            CompletionOutput(
+                i,
+                choice.text,
+                choice.token_ids,
+                None if body.logprobs is None else Formatter(self.tokenizer, body.logprobs).prompt(choice.logprobs)[1:],
+                choice.finish_reason,
+                choice.stop_reason,
+            )
+            for i, choice in enumerate(choices)
+        ]
+        prompt_logprobs = (
+            None
+            if body.prompt_logprobs is None
+            else Formatter(self.tokenizer, body.prompt_logprobs).prompt(choices[0].prompt_logprobs)
+        )
+        return RequestOutput(
+            request.request_id,
+            text,
+            request.prompt_token_ids,
+            prompt_logprobs,
+            outputs,
+            True,
+            min(choice.num_cached_tokens for choice in choices),
+        )
 
 
 class _Progress:
     """A bar over prompts with the speed in tokens."""
 
     def __init__(self, num_requests: int, shown: bool):
-        self.bar = tqdm(total=num_requests, desc="Processed prompts", disable=not shown, postfix="est. speed input: 0.00 toks/s, output: 0.00 toks/s", dynamic_ncols=True)
+        self.bar = tqdm(
+            total=num_requests,
+            desc="Processed prompts",
+            disable=not shown,
+            postfix="est. speed input: 0.00 toks/s, output: 0.00 toks/s",
+            dynamic_ncols=True,
+        )
         self.num_input = self.num_output = 0
 
     def __enter__(self) -> _Progress:
@@ -262,7 +349,10 @@ class _Progress:
         self.num_input += num_input
         self.num_output += num_output
         elapsed = max(self.bar.format_dict["elapsed"], 1e-9)
-        self.bar.set_postfix_str(f"est. speed input: {self.num_input / elapsed:.2f} toks/s, output: {self.num_output / elapsed:.2f} toks/s", refresh=False)
+        self.bar.set_postfix_str(
+            f"est. speed input: {self.num_input / elapsed:.2f} toks/s, output: {self.num_output / elapsed:.2f} toks/s",
+            refresh=False,
+        )
         self.bar.update()
 
 
@@ -273,11 +363,17 @@ def offline_config(model: str, settings: dict[str, Any]) -> Config:
         if option is not None and option.section == "server" and name not in SERVER_SETTINGS:
             raise ValueError(f"{name} is a setting of the HTTP server; LLM has none")
     if settings.get("data_parallel_size", 1) != 1:
-        raise ValueError("data_parallel_size: LLM has one engine; start several behind one port with `quire serve --data-parallel-size`")
+        raise ValueError(
+
+                "data_parallel_size: LLM has one engine; start several behind one port with `quire serve "
+                "--data-parallel-size`"
+
+        )
     model = model or embedded_model() or ""
     if not model:
         raise ValueError("model: name a Hugging Face folder or a Hub id; no model comes with this copy of quire")
-    return config_from({**settings, "model": model, "trust_request_chat_template": True})  # the caller of chat() is no stranger
+    # the caller of chat() is no stranger
+    return config_from({**settings, "model": model, "trust_request_chat_template": True})
 
 
 def _close(loop: asyncio.AbstractEventLoop, runtime: Runtime) -> None:
@@ -290,7 +386,9 @@ def _close(loop: asyncio.AbstractEventLoop, runtime: Runtime) -> None:
 def _checked(fields: dict[str, Any], cls: type[T]) -> T:
     """`fields` as a request of type `cls`, with the checks of the HTTP side. None is absent. Raises ValueError."""
     try:
-        return parse(msgspec.json.encode({name: value for name, value in fields.items() if value is not None}), cls, strict=True)[0]
+        return parse(
+            msgspec.json.encode({name: value for name, value in fields.items() if value is not None}), cls, strict=True
+        )[0]
     except BadRequest as error:
         raise ValueError(error.message) from None
     except TypeError as error:  # not JSON

@@ -1,4 +1,7 @@
-"""MODEL -> a local folder: itself, or a download from the Hugging Face Hub. huggingface_hub is imported only for the latter."""
+"""MODEL -> a local folder: itself, or a download from the Hugging Face Hub.
+
+huggingface_hub is imported only for the latter.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ Progress = Callable[[str, float], None]
 
 
 def local_folder(model: str) -> str | None:
-    """`model` as an absolute path if it is a folder, else None. Raises ValueError if it can only mean a path, but there is no such folder."""
+    """`model` as an absolute path if it is a folder, else None.
+
+    Raises ValueError if it can only mean a path, but there is no such folder.
+    """
     path = os.path.expanduser(model)
     if os.path.isdir(path):
         return os.path.abspath(path)
@@ -44,11 +50,18 @@ def _require_reachable(path: str) -> None:
         pass  # there is none: the caller says so
 
 
-def resolve(model: str, *, revision: str | None = None, download_dir: str | None = None, tokenizer_only: bool = False,
-            progress: Progress = lambda phase, fraction: None) -> str:
+def resolve(
+    model: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    tokenizer_only: bool = False,
+    progress: Progress = lambda phase, fraction: None,
+) -> str:
     """The folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` is called from other threads.
 
-    HF_HUB_OFFLINE, HF_TOKEN and HF_HOME mean what they mean to huggingface_hub. Raises ValueError saying what is wrong and what to do.
+    HF_HUB_OFFLINE, HF_TOKEN and HF_HOME mean what they mean to huggingface_hub. Raises ValueError saying what is wrong
+    and what to do.
     """
     folder = local_folder(model)
     if folder is not None:
@@ -61,7 +74,9 @@ def resolve(model: str, *, revision: str | None = None, download_dir: str | None
         if num_bytes:
             logger.info("downloading %s from the Hugging Face Hub: %.2f GB", model, num_bytes / 1e9)
             progress("downloading", 0.0)
-        return hub.snapshot_download(model, revision=revision, cache_dir=download_dir, tqdm_class=_bar_class(num_bytes, progress), **patterns)
+        return hub.snapshot_download(
+            model, revision=revision, cache_dir=download_dir, tqdm_class=_bar_class(num_bytes, progress), **patterns
+        )
     except Exception as error:  # of huggingface_hub, of its HTTP client, of the disk
         raise ValueError(_explain(error, model, revision)) from error
 
@@ -74,14 +89,24 @@ def _bytes_to_download(model: str, revision: str | None, download_dir: str | Non
     if constants.HF_HUB_OFFLINE:
         return 0
     try:
-        files = hub.snapshot_download(model, revision=revision, cache_dir=download_dir, tqdm_class=_bar_class(0, lambda phase, fraction: None), dry_run=True, **patterns)
+        files = hub.snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            tqdm_class=_bar_class(0, lambda phase, fraction: None),
+            dry_run=True,
+            **patterns,
+        )
     except errors.DryRunError:
         return 0
     return sum(file.file_size for file in files if file.will_download)
 
 
 def _bar_class(num_bytes: int, progress: Progress) -> type:
-    """A silent tqdm that reports how much of `num_bytes` has arrived. The library makes several bars; one counts the bytes, and that is the fullest."""
+    """A silent tqdm that reports how much of `num_bytes` has arrived.
+
+    The library makes several bars; one counts the bytes, and that is the fullest.
+    """
     from tqdm import tqdm
 
     reported = 0.0
@@ -110,7 +135,10 @@ def _explain(error: Exception, model: str, revision: str | None) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"revision: {model} has no revision {revision}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"model: there is no folder {model}, and no such model on the Hugging Face Hub (a private one needs HF_TOKEN)"
+        return (
+            f"model: there is no folder {model}, and no such model on the Hugging Face Hub (a private one needs "
+            "HF_TOKEN)"
+        )
     if isinstance(error, errors.LocalEntryNotFoundError):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
         return f"model: there is no folder {model}, it is not in the Hugging Face cache, and {why}"

@@ -1,4 +1,6 @@
-"""The table that says where the memory goes and what was chosen automatically, shown before serving and by `quire check`."""
+"""The table that says where the memory goes and what was chosen automatically, shown before serving and by `quire
+check`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,38 @@ def plan_table(ready: WorkerReady) -> str:
     """Several lines of text, without a line break at the end."""
     plan = ready.plan
     num_tokens = (ready.num_blocks - 1) * ready.block_size
-    rows = [("weights", plan.weights, ""),
-            ("activations", plan.activations, f"one step of {ready.max_num_batched_tokens:,} tokens, {ready.max_num_seqs} requests"),
-            ("KV cache", plan.kv_cache, f"{ready.num_blocks - 1:,} blocks of {ready.block_size} tokens, {format_bytes(plan.bytes_per_block)} each"),
-            ("reserve", plan.reserve, "left to others")]
+    rows = [
+        ("weights", plan.weights, ""),
+        (
+            "activations",
+            plan.activations,
+            f"one step of {ready.max_num_batched_tokens:,} tokens, {ready.max_num_seqs} requests",
+        ),
+        (
+            "KV cache",
+            plan.kv_cache,
+            f"{ready.num_blocks - 1:,} blocks of {ready.block_size} tokens, {format_bytes(plan.bytes_per_block)} each",
+        ),
+        ("reserve", plan.reserve, "left to others"),
+    ]
     if plan.graphs:
         rows.insert(2, ("CUDA graphs", plan.graphs, "at most, as batch sizes come up"))
-    lines = [f"memory of {plan.device}: {format_bytes(plan.total)}, of which {format_bytes(plan.available)} were free at start"]
-    lines += [f"  {name:<12} {format_bytes(size):>10}  {_percent(size, plan.available):>4}  {note}".rstrip() for name, size, note in rows]
-    lines.append(f"  fits {num_tokens:,} tokens: {num_tokens / ready.max_model_len:.1f} requests of the full length of {ready.max_model_len:,}")
+    lines = [
+        (
+            f"memory of {plan.device}: {format_bytes(plan.total)}, of which {format_bytes(plan.available)} were free "
+            "at start"
+        )
+    ]
+    lines += [
+        f"  {name:<12} {format_bytes(size):>10}  {_percent(size, plan.available):>4}  {note}".rstrip()
+        for name, size, note in rows
+    ]
+    lines.append(
+
+            f"  fits {num_tokens:,} tokens: {num_tokens / ready.max_model_len:.1f} requests of the full length of "
+            f"{ready.max_model_len:,}"
+
+    )
     if ready.choices:
         width = max(len(setting) for setting, _, _ in ready.choices)
         lines.append("chosen automatically:")

@@ -33,7 +33,13 @@ class StartProgress:
 
         if phase != self.phase:
             self.close()
-            self.bar = tqdm(total=100, desc=phase, file=self.stream, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}", leave=False)
+            self.bar = tqdm(
+                total=100,
+                desc=phase,
+                file=self.stream,
+                bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}",
+                leave=False,
+            )
         self.bar.n = 100 * fraction
         self.bar.refresh()
 

@@ -24,7 +24,10 @@ TERMINATE_TIMEOUT = 5.0  # seconds for the engine to end
 
 
 class Runtime:
-    """Lives on one event loop: `start`, use `state.client` and `state.tokenizer`, `stop`. An engine that dies is started again, as under `quire serve`."""
+    """Lives on one event loop: `start`, use `state.client` and `state.tokenizer`, `stop`.
+
+    An engine that dies is started again, as under `quire serve`.
+    """
 
     def __init__(self, config: Config):
         self.config = config
@@ -33,19 +36,32 @@ class Runtime:
         self.watch: asyncio.Task | None = None
 
     async def start(self) -> None:
-        """Until the engine has completed a step. Raises ValueError for a wrong model or setting, RuntimeError when the engine cannot start."""
+        """Until the engine has completed a step.
+
+        Raises ValueError for a wrong model or setting, RuntimeError when the engine cannot start.
+        """
         shown = StartProgress()
         loop = asyncio.get_running_loop()
         try:
             options = self.config.model
-            folder = await in_thread(lambda: hub.resolve(options.model, revision=options.revision, download_dir=options.download_dir,
-                                                         progress=lambda *progress: loop.call_soon_threadsafe(shown.update, *progress)))
+            folder = await in_thread(
+                lambda: hub.resolve(
+                    options.model,
+                    revision=options.revision,
+                    download_dir=options.download_dir,
+                    progress=lambda *progress: loop.call_soon_threadsafe(shown.update, *progress),
+                )
+            )
             check_model_folder(folder)
             engine = EngineProcess(dataclasses.replace(self.config, model=dataclasses.replace(options, model=folder)))
             engine.start()  # it loads while the tokenizer does
-            self.state.client = EngineClient(on_stats=self._on_stats, on_progress=lambda progress: shown.update(progress.phase, progress.fraction))
+            self.state.client = EngineClient(
+                on_stats=self._on_stats, on_progress=lambda progress: shown.update(progress.phase, progress.fraction)
+            )
             ready = asyncio.Event()
-            self.supervisor = Supervisor(engine.config, engine, self.state.client, lambda again: ready.set(), lambda: None)
+            self.supervisor = Supervisor(
+                engine.config, engine, self.state.client, lambda again: ready.set(), lambda: None
+            )
             self.watch = asyncio.create_task(self._watch())
             defaults = read_sampling_defaults(self.config, folder)
             self.state.tokenizer = await self._load_tokenizer(folder)
@@ -54,17 +70,33 @@ class Runtime:
             shown.close()
         worker = self.state.client.ready.worker
         logger.info("%s", plan_table(worker))
-        self.state.model = ModelInfo(worker.max_model_len, worker.vocab_size, known_token_ids(self.state.tokenizer.eos_token_ids, worker.vocab_size), defaults, self.config.server.max_logprobs,
-                                     self.config.scheduler.scheduling_policy == "priority")
+        self.state.model = ModelInfo(
+            worker.max_model_len,
+            worker.vocab_size,
+            known_token_ids(self.state.tokenizer.eos_token_ids, worker.vocab_size),
+            defaults,
+            self.config.server.max_logprobs,
+            self.config.scheduler.scheduling_policy == "priority",
+        )
 
     async def _load_tokenizer(self, folder: str) -> Any:
         options = self.config.model
         if options.tokenizer is not None:
-            folder = await in_thread(lambda: hub.resolve(options.tokenizer, download_dir=options.download_dir, tokenizer_only=True))
-        return await in_thread(lambda: Tokenizer.load(folder, chat_template=self.config.server.chat_template, trust_remote_code=options.trust_remote_code))
+            folder = await in_thread(
+                lambda: hub.resolve(options.tokenizer, download_dir=options.download_dir, tokenizer_only=True)
+            )
+        return await in_thread(
+            lambda: Tokenizer.load(
+                folder, chat_template=self.config.server.chat_template, trust_remote_code=options.trust_remote_code
+            )
+        )
 
     async def _watch(self) -> None:
-        """Over the engine's life. When it cannot be kept alive, or watching fails, every open request ends with an error, and later ones are refused."""
+        """Over the engine's life.
+
+        When it cannot be kept alive, or watching fails, every open request ends with an error, and later ones are
+        refused.
+        """
         try:
             await self.supervisor.run()
         except Exception as error:

@@ -1,7 +1,7 @@
 """Chat messages -> prompt text, through the model's Jinja template, character for character as transformers renders it.
 
-The environment that templates on the Hub are written for: an immutable sandbox with `trim_blocks` and `lstrip_blocks`, `break`/`continue`,
-`{% generation %}` blocks, a `tojson` that keeps HTML characters, `raise_exception`, `strftime_now`.
+The environment that templates on the Hub are written for: an immutable sandbox with `trim_blocks` and `lstrip_blocks`,
+`break`/`continue`, `{% generation %}` blocks, a `tojson` that keeps HTML characters, `raise_exception`, `strftime_now`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own: a template that looks at the text behaves the same under both
+# transformers' own: a template that looks at the text behaves the same under both
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_SECONDS = 1.0  # of CPU time for a template that came with a request
 MAX_CHARS = 2**24  # that it may write
 _MAX_POWER_BITS = 2**16
@@ -29,7 +30,10 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names for 
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for training masks. To render it is to render its body, in a scope of its own."""
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training masks.
+
+    To render it is to render its body, in a scope of its own.
+    """
 
     tags = {"generation"}
 
@@ -90,7 +94,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_POWER_BITS:
+        if (
+            operator == "**"
+            and isinstance(left, int)
+            and isinstance(right, int)
+            and left.bit_length() * right > _MAX_POWER_BITS
+        ):
             raise jinja2.exceptions.SecurityError("a power is too large")
         if operator == "*":
             for one, other in ((left, right), (right, left)):
@@ -104,8 +113,10 @@ class _Limit(ValueError):
 
 
 def _within_limits(function: Callable[[], str]) -> str:
-    """The result of `function`, or ValueError when this thread has computed for it for `MAX_SECONDS`. Every line of Python looks at the clock, those of
-    loops, macros and filters included, which costs a multiple of the time: strangers' templates pay it."""
+    """The result of `function`, or ValueError when this thread has computed for it for `MAX_SECONDS`. Every line of
+    Python looks at the clock, those of loops, macros and filters included, which costs a multiple of the time:
+    strangers' templates pay it.
+    """
     end = time.thread_time() + MAX_SECONDS
 
     def trace(frame, event, argument):
@@ -123,7 +134,10 @@ def _within_limits(function: Callable[[], str]) -> str:
 
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> ChatTemplate:
-    """The template of this text, compiled once per process. Raises ValueError with line and reason if it is not valid Jinja."""
+    """The template of this text, compiled once per process.
+
+    Raises ValueError with line and reason if it is not valid Jinja.
+    """
     return ChatTemplate(source)
 
 
@@ -131,9 +145,13 @@ class ChatTemplate:
     """One compiled template. Rendering is thread-safe."""
 
     def __init__(self, source: str):
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
         environment.filters["tojson"] = _tojson
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_PlainDict(), namespace=_Namespace)
+        environment.globals.update(
+            raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_PlainDict(), namespace=_Namespace
+        )
         self.source = source
         try:
             self._template = environment.from_string(source)
@@ -143,11 +161,19 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         self.accepts_text, self.accepts_parts = self._probe_content()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: list[dict] | None = None, documents: list[dict] | None = None,
-               add_generation_prompt: bool = True, continue_final_message: bool = False, variables: Mapping[str, Any] | None = None,
-               limited: bool = False) -> str:
-        """The prompt for `messages` (plain JSON data). `variables` are further template variables, special tokens among them; `limited` bounds the time
-        and the length (`MAX_SECONDS`, `MAX_CHARS`).
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict] | None = None,
+        documents: list[dict] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        limited: bool = False,
+    ) -> str:
+        """The prompt for `messages` (plain JSON data). `variables` are further template variables, special tokens among
+        them; `limited` bounds the time and the length (`MAX_SECONDS`, `MAX_CHARS`).
 
         Raises ValueError for whatever the template refuses, and for what `continue_final_message` cannot continue.
         """
@@ -155,7 +181,9 @@ class ChatTemplate:
             raise ValueError("messages must not be empty")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt cannot both be set")
-        messages = [_alias_reasoning(self._fit_content({k: v for k, v in m.items() if v is not None})) for m in messages]
+        messages = [
+            _alias_reasoning(self._fit_content({k: v for k, v in m.items() if v is not None})) for m in messages
+        ]
         final = None
         if continue_final_message:
             messages, final = self._tag_final(messages)
@@ -163,7 +191,12 @@ class ChatTemplate:
         for name in ("messages", "tools", "documents", "add_generation_prompt"):
             if name in variables:
                 raise ValueError(f"{name} cannot be a template variable: it has a field of its own")
-        variables |= {"messages": messages, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
+        variables |= {
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
         text = _within_limits(lambda: self._run(variables, MAX_CHARS)) if limited else self._run(variables)
         return text if final is None else _cut_at_tag(text, final)
 
@@ -189,13 +222,26 @@ class ChatTemplate:
     def _probe_content(self) -> tuple[bool, bool]:
         """Does the template print content given as text, and content given as a list of parts?
 
-        A template for plain text prints a list's Python notation or fails on it; one for lists iterates over the characters of a text and prints
-        none of it. So both are tried, on the shortest conversation. If that cannot be rendered at all, plain text is assumed.
+        A template for plain text prints a list's Python notation or fails on it; one for lists iterates over the
+        characters of a text and prints none of it. So both are tried, on the shortest conversation. If that cannot be
+        rendered at all, plain text is assumed.
         """
+
         def attempt(content: Any) -> str:
             try:
-                return _within_limits(lambda: self._run({"messages": [{"role": "user", "content": content}], "tools": None, "documents": None,
-                                                         "add_generation_prompt": True, "bos_token": "", "eos_token": ""}, MAX_CHARS))
+                return _within_limits(
+                    lambda: self._run(
+                        {
+                            "messages": [{"role": "user", "content": content}],
+                            "tools": None,
+                            "documents": None,
+                            "add_generation_prompt": True,
+                            "bos_token": "",
+                            "eos_token": "",
+                        },
+                        MAX_CHARS,
+                    )
+                )
             except ValueError:
                 return ""
 
@@ -216,7 +262,9 @@ class ChatTemplate:
                 message["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, (list, tuple)):
             texts = [_part_text(part) for part in content]
-            message["content"] = [{"type": "text", "text": t} for t in texts] if self.accepts_parts else "\n".join(texts)
+            message["content"] = (
+                [{"type": "text", "text": t} for t in texts] if self.accepts_parts else "\n".join(texts)
+            )
         return message
 
     def _tag_final(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
@@ -226,7 +274,9 @@ class ChatTemplate:
         if content is None:
             raise ValueError("continue_final_message is set, but the last message has no content to continue")
         if "content" not in self.source:
-            raise ValueError("continue_final_message is set, but the chat template does not print the messages' content")
+            raise ValueError(
+                "continue_final_message is set, but the chat template does not print the messages' content"
+            )
         if isinstance(content, str):
             last["content"] = content + _CONTINUE_TAG
             return [*messages[:-1], last], content
@@ -254,10 +304,15 @@ def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_tag(text: str, final: str) -> str:
-    """`text` up to the marker. Where the template stripped the marker's space, the message's own trailing space went with it."""
+    """`text` up to the marker.
+
+    Where the template stripped the marker's space, the message's own trailing space went with it.
+    """
     tag = _CONTINUE_TAG.strip()
     if final.strip() not in text or tag not in text:
-        raise ValueError("continue_final_message is set, but the chat template does not print the last message as it is")
+        raise ValueError(
+            "continue_final_message is set, but the chat template does not print the last message as it is"
+        )
     position = text.rindex(tag)
     before = text[:position]
     return before if text.startswith(_CONTINUE_TAG, position) else before.rstrip()

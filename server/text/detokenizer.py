@@ -10,9 +10,11 @@ from quire.server.text.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Finds stop strings in a text that arrives in parts, at the same cost for one and for many (the automaton of Aho and Corasick).
+    """Finds stop strings in a text that arrives in parts, at the same cost for one and for many (the automaton of Aho
+    and Corasick).
 
-    A state stands for the longest end of the text that begins a stop string; 0 is that of the empty end. Immutable: the choices of a request share one.
+    A state stands for the longest end of the text that begins a stop string; 0 is that of the empty end. Immutable: the
+    choices of a request share one.
     """
 
     def __init__(self, stop: Sequence[str]):
@@ -67,7 +69,9 @@ class StopStrings:
         return following
 
     def scan(self, state: int, text: str, match: bool) -> tuple[int, int, int]:
-        """Read `text` from `state` on, if `match` up to the end of the first stop string: the new state, how much was read, and that string's index or -1."""
+        """Read `text` from `state` on, if `match` up to the end of the first stop string: the new state, how much was
+        read, and that string's index or -1.
+        """
         position, end = 0, len(text)
         while position < end:
             if state == 0:
@@ -82,17 +86,27 @@ class StopStrings:
 
 
 class Detokenizer:
-    """Text of one sequence as its tokens arrive. The pushes and `finish` add up to the full text, cut at the first stop string.
+    """Text of one sequence as its tokens arrive. The pushes and `finish` add up to the full text, cut at the first stop
+    string.
 
-        text decoded so far:  [ emitted ............ | tail ]       tail: the longest end that may grow into a stop string
+        text decoded so far:  [ emitted ............ | tail ]       tail: the longest end that may grow into a stop
+        string
         tokens:               [ num_released | the rest     ]       released: all of their text is emitted
 
-    A stop string counts if it is complete with a token after the first `min_tokens`. Of several, the one complete first wins, then the one that comes
-    first in `stop`.
+    A stop string counts if it is complete with a token after the first `min_tokens`. Of several, the one complete first
+    wins, then the one that comes first in `stop`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] | StopStrings = (), include_stop_str_in_output: bool = False,
-                 skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True, min_tokens: int = 0):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] | StopStrings = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ):
         self.stopped: str | None = None  # the stop string that was hit
         self.num_tokens = 0  # pushed, up to the one that completed a stop string
         self.num_released = 0
@@ -103,7 +117,8 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._tail = ""
         self._num_decoded = 0  # characters
-        self._ends: deque[int] = deque()  # of each token not released: the number of characters that must be emitted for it to be
+        # of each token not released: the number of characters that must be emitted for it to be
+        self._ends: deque[int] = deque()
 
     def push(self, ids: Iterable[int]) -> str:
         """Take new tokens; return the text that may be sent now. Once a stop string was hit, tokens are ignored."""
@@ -147,14 +162,16 @@ class Detokenizer:
         self._ends.clear()
 
     def _before_stop(self, text: str) -> str:
-        """Append `text` to the tail; return what leaves it: all up to a stop string, or all that cannot be the beginning of one."""
+        """Append `text` to the tail; return what leaves it: all up to a stop string, or all that cannot be the
+        beginning of one.
+        """
         buffer = self._tail + text
         self._state, num_read, hit = self._stop.scan(self._state, text, self.num_tokens > self._min_tokens)
         if hit >= 0:
             self.stopped = self._stop.strings[hit]
             end = len(self._tail) + num_read
             self._tail = ""
-            return buffer[:end if self._include else end - len(self.stopped)]
+            return buffer[: end if self._include else end - len(self.stopped)]
         start = len(buffer) - self._stop.held[self._state]
         self._tail = buffer[start:]
         return buffer[:start]

@@ -1,11 +1,13 @@
 """Token ids -> text as they arrive: what `tokenizers` decodes all at once, in constant time per token.
 
-A tokenizer's decoder is a small pipeline over token strings ("▁the" -> " the", "<0xE4>" -> a byte, ...). Nearly every model has one of two shapes:
-bytes (each token is bytes, text is their UTF-8), or pieces (each token is text by itself, save for runs of byte tokens and the very first piece).
-`decoding_of` reads the pipeline and returns the matching class; another pipeline gets `WindowDecoding`, which decodes a few tokens of context
-again each time, as vLLM and TGI do for all.
+A tokenizer's decoder is a small pipeline over token strings ("▁the" -> " the", "<0xE4>" -> a byte, ...). Nearly every
+model has one of two shapes: bytes (each token is bytes, text is their UTF-8), or pieces (each token is text by itself,
+save for runs of byte tokens and the very first piece). `decoding_of` reads the pipeline and returns the matching class;
+another pipeline gets `WindowDecoding`, which decodes a few tokens of context again each time, as vLLM and TGI do for
+all.
 
-The pushes of a stream and its `finish` add up to exactly the full decode of prompt and output, less the text of the prompt.
+The pushes of a stream and its `finish` add up to exactly the full decode of prompt and output, less the text of the
+prompt.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class ByteStream:
         self._skip = skip
         self._decoder = _utf8("replace")
         self.held = False
-        self._decoder.decode(self._last_bytes(prompt_ids))  # an unfinished character of the prompt is finished by the output
+        # an unfinished character of the prompt is finished by the output
+        self._decoder.decode(self._last_bytes(prompt_ids))
 
     def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:
         """At least the last 4 bytes of the prompt, if it has them: an unfinished character has at most 3."""
@@ -92,11 +95,18 @@ class ByteStream:
 
 
 class PieceDecoding:
-    """Tokens are text by themselves. `steps` turn a token string into it, knowing whether it is the first; byte tokens are gathered where
-    `byte_fallback`; `strip` is how many characters `strip_char` are dropped at the very start."""
+    """Tokens are text by themselves. `steps` turn a token string into it, knowing whether it is the first; byte tokens
+    are gathered where `byte_fallback`; `strip` is how many characters `strip_char` are dropped at the very start.
+    """
 
-    def __init__(self, token_of: Callable[[int], str | None], steps: list[Callable[[str, bool], str]], byte_fallback: bool = False,
-                 strip: int = 0, strip_char: str = " "):
+    def __init__(
+        self,
+        token_of: Callable[[int], str | None],
+        steps: list[Callable[[str, bool], str]],
+        byte_fallback: bool = False,
+        strip: int = 0,
+        strip_char: str = " ",
+    ):
         self.token_of = token_of
         self.strip, self.strip_char = strip, strip_char
         self._steps = steps
@@ -133,7 +143,9 @@ class PieceDecoding:
 class PieceStream:
     """A run of byte tokens is held until it ends: `tokenizers` turns a whole run into U+FFFD if any of it is not UTF-8."""
 
-    def __init__(self, decoding: PieceDecoding, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]):
+    def __init__(
+        self, decoding: PieceDecoding, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]
+    ):
         self._decoding = decoding
         self._skip = skip
         self._raw_repeats = raw_repeats
@@ -218,9 +230,11 @@ class PieceStream:
 
 
 class WindowDecoding:
-    """Any tokenizer with a `decode(ids, skip)`: the text of a token is what it adds to the text of a few tokens before it.
+    """Any tokenizer with a `decode(ids, skip)`: the text of a token is what it adds to the text of a few tokens before
+    it.
 
-    Exact where a token's text depends on no more than the tokens in the window; a window of `longest` tokens that still ends in U+FFFD is let go.
+    Exact where a token's text depends on no more than the tokens in the window; a window of `longest` tokens that still
+    ends in U+FFFD is let go.
     """
 
     context, longest = 5, 16
@@ -240,7 +254,7 @@ class WindowStream:
     def __init__(self, decoding: WindowDecoding, prompt_ids: Sequence[int], skip: frozenset[int]):
         self._decoding = decoding
         self._skip = bool(skip)
-        self._ids = list(prompt_ids[-decoding.context:])
+        self._ids = list(prompt_ids[-decoding.context :])
         self._num_read = len(self._ids)
         self._prefix = decoding.decode(self._ids, self._skip)
         self.held = False
@@ -257,8 +271,8 @@ class WindowStream:
         return self._read(text)
 
     def _read(self, text: str) -> str:
-        new = text[len(self._prefix):]
-        self._ids = self._ids[-self._decoding.context:]
+        new = text[len(self._prefix) :]
+        self._ids = self._ids[-self._decoding.context :]
         self._num_read = len(self._ids)
         self._prefix = self._decoding.decode(self._ids, self._skip)
         return new
@@ -268,7 +282,18 @@ class WindowStream:
         return self._read(self._decoding.decode(self._ids, self._skip)) if len(self._ids) > self._num_read else ""
 
 
-_CLEAN_UP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+_CLEAN_UP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
 
 
 def clean_up_spaces(text: str) -> str:
@@ -279,10 +304,13 @@ def clean_up_spaces(text: str) -> str:
 
 
 class CleanUpStream:
-    """A stream whose text is cleaned up. Held is what may still be part of a replacement: from a space on, unless a letter in between rules it out."""
+    """A stream whose text is cleaned up.
 
-    # Nothing is replaced across: (1) a character that occurs in no pattern; (2) the place before a space that follows neither ' nor a space nor n
-    # ("n ' t" becomes "n't", and with a space before it is itself a pattern).
+    Held is what may still be part of a replacement: from a space on, unless a letter in between rules it out.
+    """
+
+    # Nothing is replaced across: (1) a character that occurs in no pattern; (2) the place before a space that follows
+    # neither ' nor a space nor n ("n ' t" becomes "n't", and with a space before it is itself a pattern).
     _closed = re.compile(r"(?s).*(?:[^ '.?!,ntmsvre]|[^ 'n](?= ))")
 
     def __init__(self, stream):
@@ -319,7 +347,8 @@ def decoding_of(backend: tokenizers.Tokenizer) -> ByteDecoding | PieceDecoding |
     while stages and (step := _piece_step(stages[0])):
         steps.append(step)
         stages = stages[1:]
-    # What may follow the steps on single tokens, in this order: bytes joined to text, all joined, characters stripped from the start.
+    # What may follow the steps on single tokens, in this order: bytes joined to text, all joined, characters stripped
+    # from the start.
     byte_fallback = bool(stages) and stages[0]["type"] == "ByteFallback"
     stages = stages[byte_fallback:]
     fuse = bool(stages) and stages[0]["type"] == "Fuse"
@@ -347,7 +376,7 @@ def _piece_step(stage: dict) -> Callable[[str, bool], str] | None:
 
 def _word_piece(token: str, first: bool, prefix: str, cleanup: bool) -> str:
     if not first:
-        token = token[len(prefix):] if token.startswith(prefix) else " " + token
+        token = token[len(prefix) :] if token.startswith(prefix) else " " + token
     if cleanup:
         for old, new in _CLEAN_UP[:7]:
             token = token.replace(old, new)

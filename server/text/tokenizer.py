@@ -1,7 +1,8 @@
 """Text <-> token ids, on the `tokenizers` library alone: importing transformers costs seconds and brings torch.
 
-Reads a model folder as transformers does (tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat templates) and gives the same ids,
-texts and prompts. Folders without tokenizer.json go through transformers once, at load time.
+Reads a model folder as transformers does (tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat
+templates) and gives the same ids, texts and prompts. Folders without tokenizer.json go through transformers once, at
+load time.
 """
 
 from __future__ import annotations
@@ -24,17 +25,25 @@ from quire.server.text.incremental_decoding import CleanUpStream, WindowDecoding
 logger = logging.getLogger("quire.tokenizer")
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.bpe", "merges*")  # at least one is there, whatever the kind
+# at least one is there, whatever the kind
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.bpe", "merges*")
 
-# Texts are encoded in threads of ours (`threads.py`), so the library's own thread pool only costs: and it warns whenever the process starts the engine.
+# Texts are encoded in threads of ours (`threads.py`), so the library's own thread pool only costs: and it warns
+# whenever the process starts the engine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
     """A model's tokenizer and chat template. Immutable after loading; every method may be called from any thread."""
 
-    def __init__(self, backend: tokenizers.Tokenizer | _PythonTokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str],
-                 clean_up: bool = False, eos_token_ids: Sequence[int] = ()):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer | _PythonTokenizer,
+        special_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+        clean_up: bool = False,
+        eos_token_ids: Sequence[int] = (),
+    ):
         self._backend = backend
         self.special_tokens = dict(special_tokens)  # name ("bos_token") -> text: variables of the chat template
         self.chat_templates = dict(chat_templates)  # name -> source; a single template is "default"
@@ -44,10 +53,16 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added_texts = {token_id: token.content for token_id, token in added.items()}
         self._clean_up = clean_up
-        self._decoding = decoding_of(backend) if isinstance(backend, tokenizers.Tokenizer) else WindowDecoding(backend.decode, backend.id_to_token)
+        self._decoding = (
+            decoding_of(backend)
+            if isinstance(backend, tokenizers.Tokenizer)
+            else WindowDecoding(backend.decode, backend.id_to_token)
+        )
 
     @classmethod
-    def load(cls, folder: str | os.PathLike, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+    def load(
+        cls, folder: str | os.PathLike, *, chat_template: str | None = None, trust_remote_code: bool = False
+    ) -> Tokenizer:
         """Load from a local folder. `chat_template` is a file or the text of a template to use instead of the model's.
 
         Raises ValueError if the folder has no usable tokenizer or the template is not valid.
@@ -60,8 +75,11 @@ class Tokenizer:
         else:
             tokenizer = _load_with_transformers(cls, folder, trust_remote_code)
         if tokenizer.vocab_size <= len(tokenizer.special_ids):
-            raise ValueError(f"tokenizer: the vocabulary in {folder} is empty (it has {tokenizer.vocab_size} special tokens and nothing else): "
-                             "download the tokenizer's files again, or name another folder or Hub id with --tokenizer")
+            raise ValueError(
+                f"tokenizer: the vocabulary in {folder} is empty (it has {tokenizer.vocab_size} special tokens "
+                "and nothing else): "
+                "download the tokenizer's files again, or name another folder or Hub id with --tokenizer"
+            )
         if chat_template is not None:
             tokenizer.chat_templates = {"default": _read_template(chat_template)}
         for source in tokenizer.chat_templates.values():
@@ -77,11 +95,16 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text. Raises as `encode` does."""
         try:
-            return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+            return [
+                encoding.ids
+                for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            ]
         except TypeError as error:
             raise ValueError("the text is not valid Unicode: it has unpaired surrogates") from error
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> str:
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
         """The text of all ids together. Ids without a token have no text."""
         if not (skip_special_tokens or spaces_between_special_tokens):
             stream = self.stream((), False, False)
@@ -89,15 +112,21 @@ class Tokenizer:
         text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return clean_up_spaces(text) if self._clean_up else text
 
-    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True):
-        """A stream with `push(ids) -> str`, `finish() -> str` and `held` that decodes what follows `prompt_ids` as it arrives."""
+    def stream(
+        self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ):
+        """A stream with `push(ids) -> str`, `finish() -> str` and `held` that decodes what follows `prompt_ids` as it
+        arrives.
+        """
         skip = self.special_ids if skip_special_tokens else frozenset()
         raw_repeats = frozenset() if skip_special_tokens or spaces_between_special_tokens else self.added_ids
         stream = self._decoding.stream(prompt_ids, skip, raw_repeats)
         return CleanUpStream(stream) if self._clean_up else stream
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token contributes to the UTF-8 of a text it stands in the middle of; several tokens may share one character."""
+        """What the token contributes to the UTF-8 of a text it stands in the middle of; several tokens may share one
+        character.
+        """
         content = self._added_texts.get(token_id)
         return self._decoding.token_bytes(token_id) if content is None else content.encode()
 
@@ -119,13 +148,17 @@ class Tokenizer:
 
     @cached_property
     def max_token_chars(self) -> int:
-        """No token is longer: a text of more than this many characters per position of the context cannot fit it, whatever its tokens."""
+        """No token is longer: a text of more than this many characters per position of the context cannot fit it,
+        whatever its tokens.
+        """
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     # ---- chat
 
     def template_source(self, chat_template: str | None = None, tools: list[dict] | None = None) -> str:
-        """The template to use: `chat_template` (the name of one of the model's, or a text), else "tool_use" if there are tools, else "default"."""
+        """The template to use: `chat_template` (the name of one of the model's, or a text), else "tool_use" if there
+        are tools, else "default".
+        """
         templates = self.chat_templates
         if chat_template is not None:
             return templates.get(chat_template, chat_template)
@@ -134,22 +167,45 @@ class Tokenizer:
         if "default" in templates:
             return templates["default"]
         if templates:
-            raise ValueError(f"this model has several chat templates and no default: set chat_template to one of {', '.join(sorted(templates))}")
-        raise ValueError("this model has no chat template: start the server with --chat-template, or use the completions endpoint")
+            raise ValueError(
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, continue_final_message: bool = False,
-                    tools: list[dict] | None = None, documents: list[dict] | None = None, chat_template: str | None = None,
-                    variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt text for a conversation; encode it with `add_special_tokens=False`. `variables` are further ones of the template, of any name.
+                    "this model has several chat templates and no default: set chat_template to one of "
+                    f"{', '.join(sorted(templates))}"
 
-        Content may be text or a list of {"type": "text", "text": ...} parts, whatever the template takes. A template that is not one of the model's is a
-        stranger's program and gets limits (`chat_template.py`). Raises ValueError for what the template refuses.
+            )
+        raise ValueError(
+            "this model has no chat template: start the server with --chat-template, or use the completions endpoint"
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict] | None = None,
+        documents: list[dict] | None = None,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text for a conversation; encode it with `add_special_tokens=False`. `variables` are further ones
+        of the template, of any name.
+
+        Content may be text or a list of {"type": "text", "text": ...} parts, whatever the template takes. A template
+        that is not one of the model's is a stranger's program and gets limits (`chat_template.py`). Raises ValueError
+        for what the template refuses.
         """
         source = self.template_source(chat_template, tools)
         template = compile_template(source)
-        return template.render(messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt,
-                               continue_final_message=continue_final_message, variables={**self.special_tokens, **(variables or {})},
-                               limited=source not in self.chat_templates.values())
+        return template.render(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self.special_tokens, **(variables or {})},
+            limited=source not in self.chat_templates.values(),
+        )
 
 
 # ---- loading
@@ -172,8 +228,16 @@ def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
     special_tokens = _add_special_tokens(backend, config, folder)
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     # transformers cleans up for WordPiece and the like only: it would eat the spaces of a BPE text
-    clean_up = bool(config.get("clean_up_tokenization_spaces", False)) and not isinstance(backend.model, tokenizers.models.BPE)
-    return cls(backend, special_tokens, _chat_templates(folder, config), clean_up, _eos_token_ids(backend, special_tokens, folder))
+    clean_up = bool(config.get("clean_up_tokenization_spaces", False)) and not isinstance(
+        backend.model, tokenizers.models.BPE
+    )
+    return cls(
+        backend,
+        special_tokens,
+        _chat_templates(folder, config),
+        clean_up,
+        _eos_token_ids(backend, special_tokens, folder),
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -199,7 +263,10 @@ def _added_token(token: Any) -> AddedToken:
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Register what the configuration declares beyond tokenizer.json; return the named tokens."""
-    entries = {int(token_id): _added_token({"special": False, **token}) for token_id, token in config.get("added_tokens_decoder", {}).items()}
+    entries = {
+        int(token_id): _added_token({"special": False, **token})
+        for token_id, token in config.get("added_tokens_decoder", {}).items()
+    }
     if not entries:
         entries = _added_tokens_file(folder, config)
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
@@ -208,7 +275,11 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 
     extra = config["extra_special_tokens"] or config.get("additional_special_tokens") or []
     named = {key: config[key] for key in NAMED_TOKENS if config.get(key) is not None}
-    named |= {key: value for key, value in config.items() if key.endswith("_token") and key not in named and isinstance(_maybe_text(value), str)}
+    named |= {
+        key: value
+        for key, value in config.items()
+        if key.endswith("_token") and key not in named and isinstance(_maybe_text(value), str)
+    }
     if isinstance(extra, Mapping):
         named, extra = named | dict(extra), []
     for token in (*named.values(), *extra):
@@ -230,22 +301,33 @@ def _maybe_text(value: Any) -> Any:
 def _added_tokens_file(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
     special = {_text_of(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
     special |= {_text_of(token) for token in config["extra_special_tokens"]}
-    return {token_id: AddedToken(text, normalized=text not in special, special=text in special)
-            for text, token_id in _read_json(folder / "added_tokens.json").items()}
+    return {
+        token_id: AddedToken(text, normalized=text not in special, special=text in special)
+        for text, token_id in _read_json(folder / "added_tokens.json").items()
+    }
 
 
 def _is_legacy_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> bool:
-    """Does transformers replace the pipeline in this tokenizer.json by the one built into its LlamaTokenizer? (Since version 5.)"""
+    """Does transformers replace the pipeline in this tokenizer.json by the one built into its LlamaTokenizer?
+
+    (Since version 5.)
+    """
     model_config = _read_json(folder / "config.json")
     tokenizer_class = config.get("tokenizer_class") or model_config.get("tokenizer_class") or ""
-    if tokenizer_class.removesuffix("Fast") != "LlamaTokenizer" or "auto_map" in config or not isinstance(backend.model, tokenizers.models.BPE):
+    if (
+        tokenizer_class.removesuffix("Fast") != "LlamaTokenizer"
+        or "auto_map" in config
+        or not isinstance(backend.model, tokenizers.models.BPE)
+    ):
         return False
     pipeline = b"".join(part.__getstate__() for part in (backend.pre_tokenizer, backend.decoder) if part is not None)
     return model_config.get("model_type", "llama") == "llama" and b'"ByteLevel"' not in pipeline
 
 
 def _as_llama_tokenizer(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Llama 1 and 2: a space is put before the text, not before every stretch between special tokens as their tokenizer.json has it."""
+    """Llama 1 and 2: a space is put before the text, not before every stretch between special tokens as their
+    tokenizer.json has it.
+    """
     prefix = config.get("add_prefix_space")
     prefix = True if prefix is None else prefix
     scheme = "never" if not prefix else "always" if config.get("legacy", False) else "first"
@@ -272,7 +354,9 @@ def _eos_token_ids(backend: Any, special_tokens: Mapping[str, str], folder: Path
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Template files come before the configuration's entry: a text, or a list of {name, template}."""
-    templates = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    templates = {
+        path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
+    }
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     if templates:
@@ -280,7 +364,9 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     declared = config.get("chat_template")
     if declared is None:
         return {}
-    return {"default": declared} if isinstance(declared, str) else {entry["name"]: entry["template"] for entry in declared}
+    return (
+        {"default": declared} if isinstance(declared, str) else {entry["name"]: entry["template"] for entry in declared}
+    )
 
 
 def _read_template(value: str) -> str:
@@ -296,9 +382,14 @@ def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_cod
     if not folder.is_dir():
         raise ValueError(f"tokenizer: there is no folder {folder}")
     if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
-        raise ValueError(f"tokenizer: there are no tokenizer files in {folder} (tokenizer.json, for example): download them, or name another folder or "
-                         "Hub id with --tokenizer")
-    logger.info("%s has no tokenizer.json: loading its tokenizer through transformers, which takes a few seconds", folder)
+        raise ValueError(
+            f"tokenizer: there are no tokenizer files in {folder} (tokenizer.json, for example): download them, "
+            "or name another folder or "
+            "Hub id with --tokenizer"
+        )
+    logger.info(
+        "%s has no tokenizer.json: loading its tokenizer through transformers, which takes a few seconds", folder
+    )
     from transformers import AutoTokenizer
 
     try:
@@ -307,9 +398,18 @@ def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_cod
         raise ValueError(f"no tokenizer can be loaded from {folder}: {error}") from error
     backend = getattr(slow, "backend_tokenizer", None) or _PythonTokenizer(slow)
     templates = slow.chat_template or {}
-    clean_up = bool(slow.clean_up_tokenization_spaces) and isinstance(backend, tokenizers.Tokenizer) and not isinstance(backend.model, tokenizers.models.BPE)
-    return cls(backend, slow.special_tokens_map, {"default": templates} if isinstance(templates, str) else templates, clean_up,
-               _eos_token_ids(backend, slow.special_tokens_map, folder))
+    clean_up = (
+        bool(slow.clean_up_tokenization_spaces)
+        and isinstance(backend, tokenizers.Tokenizer)
+        and not isinstance(backend.model, tokenizers.models.BPE)
+    )
+    return cls(
+        backend,
+        slow.special_tokens_map,
+        {"default": templates} if isinstance(templates, str) else templates,
+        clean_up,
+        _eos_token_ids(backend, slow.special_tokens_map, folder),
+    )
 
 
 class _PythonTokenizer:
@@ -338,8 +438,13 @@ class _PythonTokenizer:
 
     def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
         special = set(self._tokenizer.all_special_ids)
-        added = {token_id: AddedToken(str(token), special=token_id in special) for token_id, token in self._tokenizer.added_tokens_decoder.items()}
-        return added | {i: AddedToken(self._tokenizer.convert_ids_to_tokens(i), special=True) for i in special if i not in added}
+        added = {
+            token_id: AddedToken(str(token), special=token_id in special)
+            for token_id, token in self._tokenizer.added_tokens_decoder.items()
+        }
+        return added | {
+            i: AddedToken(self._tokenizer.convert_ids_to_tokens(i), special=True) for i in special if i not in added
+        }
 
 
 class _Encoding:

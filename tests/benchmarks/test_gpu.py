@@ -24,16 +24,24 @@ def llama():
 
 
 def test_the_shapes_are_those_of_the_real_models(llama):
-    assert num_parameters(llama) == 8_030_261_248 and num_parameters(parse_model_spec(gpu_models.QWEN3_0_6B)) == 596_049_920
+    assert (
+        num_parameters(llama) == 8_030_261_248
+        and num_parameters(parse_model_spec(gpu_models.QWEN3_0_6B)) == 596_049_920
+    )
 
 
 def test_limits_of_a_decode_step(llama):
     alone = gpu_report.decode_limit(llama, 1, 0, 2, COPY, MATMUL)
-    assert alone == pytest.approx(15.01e9 / COPY, rel=1e-3)  # 16.06 GB of weights, of which the embedding table's 1.05 are not read
+    # 16.06 GB of weights, of which the embedding table's 1.05 are not read
+    assert alone == pytest.approx(15.01e9 / COPY, rel=1e-3)
     assert gpu_report.decode_limit(llama, 1, 4096, 2, COPY, MATMUL) - alone == pytest.approx(0.537e9 / COPY, rel=1e-3)
-    assert gpu_report.decode_limit(llama, 2000, 0, 2, COPY, MATMUL) == pytest.approx(2 * 7.505e9 * 2000 / MATMUL, rel=1e-3)  # the products are slower than the reading
+    # the products are slower than the reading
+    assert gpu_report.decode_limit(llama, 2000, 0, 2, COPY, MATMUL) == pytest.approx(
+        2 * 7.505e9 * 2000 / MATMUL, rel=1e-3
+    )
     tied = parse_model_spec(gpu_models.QWEN3_0_6B)
-    assert gpu_report.decode_limit(tied, 1, 0, 2, COPY, MATMUL) == pytest.approx(2 * 596_049_920 / COPY)  # its table is the output head
+    # its table is the output head
+    assert gpu_report.decode_limit(tied, 1, 0, 2, COPY, MATMUL) == pytest.approx(2 * 596_049_920 / COPY)
 
 
 def test_limit_of_a_prefill(llama):
@@ -42,7 +50,16 @@ def test_limit_of_a_prefill(llama):
     assert gpu_report.prefill_limit(llama, 8192, MATMUL) == pytest.approx((products + attention) / MATMUL)
 
 
-@pytest.mark.parametrize("events, busy, gaps", [([], 0, 0), ([(5, 2)], 2, 0), ([(0, 4), (1, 1), (3, 3)], 6, 0), ([(10, 1), (0, 2), (4, 3)], 6, 5), ([(0, 2), (2, 2)], 4, 0)])
+@pytest.mark.parametrize(
+    "events, busy, gaps",
+    [
+        ([], 0, 0),
+        ([(5, 2)], 2, 0),
+        ([(0, 4), (1, 1), (3, 3)], 6, 0),
+        ([(10, 1), (0, 2), (4, 3)], 6, 5),
+        ([(0, 2), (2, 2)], 4, 0),
+    ],
+)
 def test_gaps_between_kernels(events, busy, gaps):
     assert gpu_report.busy_and_gaps(events) == (busy, gaps)
 
@@ -51,7 +68,10 @@ def test_results_are_merged(tmp_path):
     file = tmp_path / "gpu.json"
     gpu_report.update(file, models={"a": {"decode": [1]}}, device={"name": "x"})
     gpu_report.update(file, models={"a": {"prefill": [2]}, "b": {"skipped": "why"}})
-    assert json.loads(file.read_text()) == {"models": {"a": {"decode": [1], "prefill": [2]}, "b": {"skipped": "why"}}, "device": {"name": "x"}}
+    assert json.loads(file.read_text()) == {
+        "models": {"a": {"decode": [1], "prefill": [2]}, "b": {"skipped": "why"}},
+        "device": {"name": "x"},
+    }
 
 
 def test_the_table_shows_what_there_is():
@@ -68,7 +88,16 @@ def test_the_table_shows_what_there_is():
         "B": {"skipped": "unknown architecture"},
         "C": {"http": {"requests": 2, "output_tokens": 100, "seconds": 4.0}},
     }
-    text = gpu_report.table({"models": models, "parts": {"tests": {"status": 0, "seconds": 3}, "steps A": {"status": 124, "seconds": 75}, "http A": {"status": 1, "seconds": 2}}})
+    text = gpu_report.table(
+        {
+            "models": models,
+            "parts": {
+                "tests": {"status": 0, "seconds": 3},
+                "steps A": {"status": 124, "seconds": 75},
+                "http A": {"status": 1, "seconds": 2},
+            },
+        }
+    )
     for words in (
         "| decode, batch 8, context 1100 | 4.000 | 2000 | 3.000 | 0.75 |",
         "| decode, batch 8, context 1100, min_p 0.05 | 4.000 |",
@@ -89,21 +118,37 @@ def test_model_folders_are_complete(tmp_path):
     folder = gpu_models.write_model("tiny", tmp_path)
     tokenizer = Tokenizer.load(folder)
     assert read_model_spec(str(folder)).dtype == "bfloat16" and tokenizer.vocab_size == 600
-    assert tokenizer.decode(tokenizer.encode("Hello, wörld!")) == "Hello, wörld!" and tokenizer.decode([599, 400]).strip()
+    assert (
+        tokenizer.decode(tokenizer.encode("Hello, wörld!")) == "Hello, wörld!" and tokenizer.decode([599, 400]).strip()
+    )
 
 
 @pytest.mark.slow
 def test_everything_runs_on_a_cpu(tmp_path):
-    environment = os.environ | {"PYTHON": sys.executable, "RESULTS": str(tmp_path / "gpu.json"), "OUT": str(tmp_path / "out"), "SKIP_TESTS": "1", "TMPDIR": str(tmp_path)}
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "RESULTS": str(tmp_path / "gpu.json"),
+        "OUT": str(tmp_path / "out"),
+        "SKIP_TESTS": "1",
+        "TMPDIR": str(tmp_path),
+    }
     (tmp_path / "out").mkdir()
-    done = subprocess.run(["bash", "benchmarks/gpu.sh", "--smoke"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        ["bash", "benchmarks/gpu.sh", "--smoke"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(["ceilings", "steps tiny", "http tiny", "offline tiny", "files tiny"], 0)
+    assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(
+        ["ceilings", "steps tiny", "http tiny", "offline tiny", "files tiny"], 0
+    )
     tiny = report["models"]["tiny"]
-    assert [row["batch"] for row in tiny["decode"]] == [1, 4] and all(row["fraction"] > 0 for row in tiny["decode"] + tiny["prefill"])
+    assert [row["batch"] for row in tiny["decode"]] == [1, 4] and all(
+        row["fraction"] > 0 for row in tiny["decode"] + tiny["prefill"]
+    )
     assert tiny["offline"]["output_tokens"] == tiny["http"]["output_tokens"] > 0 and tiny["http"]["median_ttft_ms"] > 0
-    assert tiny["startup"]["first token"] > tiny["startup"]["ready"] > 0 and tiny["startup_from_files"]["first token"] > 0
+    assert (
+        tiny["startup"]["first token"] > tiny["startup"]["ready"] > 0 and tiny["startup_from_files"]["first token"] > 0
+    )
     assert [row["sampling"] for row in tiny["sampled"]] == list(gpu.SAMPLED) and tiny["recordings"]["number"] == 0
     assert (
         0 < tiny["ramp"]["median_ms"] <= tiny["ramp"]["worst_ms"]

@@ -29,7 +29,9 @@ def served(monkeypatch):
 
     def run(*arguments: str):
         calls = []
-        launch = type("launch", (), {"serve": staticmethod(lambda config, origins: calls.append((config, origins)) or 0)})
+        launch = type(
+            "launch", (), {"serve": staticmethod(lambda config, origins: calls.append((config, origins)) or 0)}
+        )
         monkeypatch.setitem(sys.modules, "quire.server.launch", launch)
         assert cli.main(["serve", *arguments]) == 0
         return calls[0]
@@ -40,6 +42,7 @@ def served(monkeypatch):
 @pytest.fixture
 def refused(served, capsys):
     """Run `quire serve ARGS`, which must fail with status 2 and one line; returns the line."""
+
     def run(*arguments: str) -> str:
         with pytest.raises(SystemExit) as exit:
             served(*arguments)
@@ -52,15 +55,35 @@ def refused(served, capsys):
 
 
 def test_flags_reach_their_sections(served):
-    config, _ = served("some/model", "--max-num-seqs", "7", "--dtype=float32", "--port", "0", "--gpu-memory-utilization", "0.5", "--enforce-eager", "--no-enable-prefix-caching")
-    assert (config.model.model, config.scheduler.max_num_seqs, config.model.dtype, config.server.port) == ("some/model", 7, "float32", 0)
+    config, _ = served(
+        "some/model",
+        "--max-num-seqs",
+        "7",
+        "--dtype=float32",
+        "--port",
+        "0",
+        "--gpu-memory-utilization",
+        "0.5",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+    )
+    assert (config.model.model, config.scheduler.max_num_seqs, config.model.dtype, config.server.port) == (
+        "some/model",
+        7,
+        "float32",
+        0,
+    )
     assert config.cache.gpu_memory_utilization == 0.5
     assert config.device.enforce_eager is True and config.cache.enable_prefix_caching is False
 
 
 def test_underscores_are_dashes_in_flags_but_not_in_values(served):
     config, _ = served("m", "--served_model_name=a_b", "--max_num_seqs", "3", "--no-enable_prefix_caching")
-    assert config.server.served_model_name == ["a_b"] and config.scheduler.max_num_seqs == 3 and not config.cache.enable_prefix_caching
+    assert (
+        config.server.served_model_name == ["a_b"]
+        and config.scheduler.max_num_seqs == 3
+        and not config.cache.enable_prefix_caching
+    )
 
 
 def test_lists_take_several_values_and_several_flags(served):
@@ -78,15 +101,32 @@ def test_precedence_is_flag_environment_file_default(served, tmp_path, monkeypat
     monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "2")
     monkeypatch.setenv("QUIRE_PORT", "2222")
     config, origins = served("--config", str(file), "--port", "3333")
-    assert (config.model.max_model_len, config.scheduler.max_num_seqs, config.server.port, config.server.host) == ("4000", 2, 3333, "127.0.0.1")
-    assert origins == {"model": f"file {file}", "max_model_len": f"file {file}", "max_num_seqs": "environment QUIRE_MAX_NUM_SEQS", "port": "command line"}
+    assert (config.model.max_model_len, config.scheduler.max_num_seqs, config.server.port, config.server.host) == (
+        "4000",
+        2,
+        3333,
+        "127.0.0.1",
+    )
+    assert origins == {
+        "model": f"file {file}",
+        "max_model_len": f"file {file}",
+        "max_num_seqs": "environment QUIRE_MAX_NUM_SEQS",
+        "port": "command line",
+    }
 
 
 def test_environment_values(served, monkeypatch):
-    for name, value in {"API_KEY": "a, b", "ENFORCE_EAGER": "yes", "ENABLE_PREFIX_CACHING": "0", "KV_CACHE_MEMORY_BYTES": "2G"}.items():
+    for name, value in {
+        "API_KEY": "a, b",
+        "ENFORCE_EAGER": "yes",
+        "ENABLE_PREFIX_CACHING": "0",
+        "KV_CACHE_MEMORY_BYTES": "2G",
+    }.items():
         monkeypatch.setenv(f"QUIRE_{name}", value)
     config, _ = served("m")
-    assert config.server.api_key == ["a", "b"] and config.device.enforce_eager and not config.cache.enable_prefix_caching
+    assert (
+        config.server.api_key == ["a", "b"] and config.device.enforce_eager and not config.cache.enable_prefix_caching
+    )
     assert config.cache.kv_cache_memory_bytes == 2 * 2**30
 
 
@@ -96,30 +136,46 @@ def test_config_file_from_the_environment(served, tmp_path, monkeypatch):
     assert served("m")[0].scheduler.max_num_seqs == 9
 
 
-@pytest.mark.parametrize("arguments, expected", [
-    (["m", "--max-modle-len", "3"], "unknown flag --max-modle-len; did you mean --max-model-len?"),
-    (["m", "--enable-prefix-cache"], "did you mean --enable-prefix-caching?"),
-    (["m", "--max-model", "3"], "unknown flag --max-model"),  # no abbreviations
-    (["m", "extra"], "unexpected argument 'extra'"),
-    (["m", "--port", "http"], "--port: expected a whole number, got 'http'"),
-    (["m", "--port", "70000"], "--port: must be at most 65535, got 70000"),
-    (["m", "--port"], "--port: expected one argument"),
-    (["m", "--gpu-memory-utilization", "0"], "--gpu-memory-utilization: must be above 0"),
-    (["m", "--gpu-memory-utilization", "nan"], "--gpu-memory-utilization: must be above 0"),
-    (["m", "--max-num-seqs", "0"], "--max-num-seqs: must be at least 1"),
-    (["m", "--dtype", "bfloat"], "--dtype: 'bfloat' is not one of auto, float32, bfloat16, float16; did you mean bfloat16?"),
-    (["m", "--max-model-len", "0"], "--max-model-len: expected auto or a number of tokens"),
-    (["m", "--kv-cache-memory-bytes", "2GB"], "--kv-cache-memory-bytes: expected a number of bytes"),
-    (["m", "--distributed-executor-backend", "rays"], "is not one of uniproc, mp, ray"),
-    (["m", "--api-key", ""], "--api-key: expected text that is not empty"),
-    (["m", "--model", "n"], "the model is given twice"),
-    (["m", "--config", "nowhere.yaml"], "no file nowhere.yaml; the presets are cpu, single-gpu, tp2"),
-])
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["m", "--max-modle-len", "3"], "unknown flag --max-modle-len; did you mean --max-model-len?"),
+        (["m", "--enable-prefix-cache"], "did you mean --enable-prefix-caching?"),
+        (["m", "--max-model", "3"], "unknown flag --max-model"),  # no abbreviations
+        (["m", "extra"], "unexpected argument 'extra'"),
+        (["m", "--port", "http"], "--port: expected a whole number, got 'http'"),
+        (["m", "--port", "70000"], "--port: must be at most 65535, got 70000"),
+        (["m", "--port"], "--port: expected one argument"),
+        (["m", "--gpu-memory-utilization", "0"], "--gpu-memory-utilization: must be above 0"),
+        (["m", "--gpu-memory-utilization", "nan"], "--gpu-memory-utilization: must be above 0"),
+        (["m", "--max-num-seqs", "0"], "--max-num-seqs: must be at least 1"),
+        (
+            ["m", "--dtype", "bfloat"],
+            "--dtype: 'bfloat' is not one of auto, float32, bfloat16, float16; did you mean bfloat16?",
+        ),
+        (["m", "--max-model-len", "0"], "--max-model-len: expected auto or a number of tokens"),
+        (["m", "--kv-cache-memory-bytes", "2GB"], "--kv-cache-memory-bytes: expected a number of bytes"),
+        (["m", "--distributed-executor-backend", "rays"], "is not one of uniproc, mp, ray"),
+        (["m", "--api-key", ""], "--api-key: expected text that is not empty"),
+        (["m", "--model", "n"], "the model is given twice"),
+        (["m", "--config", "nowhere.yaml"], "no file nowhere.yaml; the presets are cpu, single-gpu, tp2"),
+    ],
+)
 def test_wrong_flags_are_named(refused, arguments, expected):
     assert expected in refused(*arguments)
 
 
-@pytest.mark.parametrize("value, expected", [("half", "float16"), ("float", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"), ("auto", "auto")])
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        ("half", "float16"),
+        ("float", "float32"),
+        ("fp16", "float16"),
+        ("bf16", "bfloat16"),
+        ("fp32", "float32"),
+        ("auto", "auto"),
+    ],
+)
 def test_dtype_takes_the_usual_short_names(served, monkeypatch, value, expected):
     assert served("m", "--dtype", value)[0].model.dtype == expected
     monkeypatch.setenv("QUIRE_DTYPE", value)
@@ -127,44 +183,58 @@ def test_dtype_takes_the_usual_short_names(served, monkeypatch, value, expected)
     assert config_from({"dtype": value}).model.dtype == expected
 
 
-@pytest.mark.parametrize("arguments, expected", [
-    (["m", "--ngl", "99"], "unknown flag --ngl: a model is on one kind of device as a whole: set --device cpu or --device cuda"),
-    (["m", "-ngl", "99"], "unknown flag -ngl: a model is"),
-    (["m", "--enable-lora"], "unknown flag --enable-lora: LoRA adapters are not supported yet"),
-    (["m", "--tool-call-parser", "hermes"], "unknown flag --tool-call-parser: tool calls are not supported yet"),
-    (["m", "--enable_auto_tool_choice"], "tool calls are not supported yet"),
-    (["m", "--reasoning-parser=qwen3"], "unknown flag --reasoning-parser: reasoning parsers are not supported yet"),
-    (["m", "-c", "4096"], "unknown flag -c: set --max-model-len"),
-])
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (
+            ["m", "--ngl", "99"],
+            "unknown flag --ngl: a model is on one kind of device as a whole: set --device cpu or --device cuda",
+        ),
+        (["m", "-ngl", "99"], "unknown flag -ngl: a model is"),
+        (["m", "--enable-lora"], "unknown flag --enable-lora: LoRA adapters are not supported yet"),
+        (["m", "--tool-call-parser", "hermes"], "unknown flag --tool-call-parser: tool calls are not supported yet"),
+        (["m", "--enable_auto_tool_choice"], "tool calls are not supported yet"),
+        (["m", "--reasoning-parser=qwen3"], "unknown flag --reasoning-parser: reasoning parsers are not supported yet"),
+        (["m", "-c", "4096"], "unknown flag -c: set --max-model-len"),
+    ],
+)
 def test_flags_of_other_servers_are_explained(refused, arguments, expected):
     assert expected in (said := refused(*arguments)) and "did you mean" not in said
 
 
 def test_settings_of_other_servers_are_explained(refused, monkeypatch, tmp_path):
     (tmp_path / "f.yaml").write_text("ctx_size: 4096")
-    assert "unknown setting ctx_size in" in (said := refused("m", "--config", str(tmp_path / "f.yaml"))) and "set --max-model-len" in said
+    assert (
+        "unknown setting ctx_size in" in (said := refused("m", "--config", str(tmp_path / "f.yaml")))
+        and "set --max-model-len" in said
+    )
     monkeypatch.setenv("QUIRE_TP_SIZE", "2")
     assert "unknown environment variable QUIRE_TP_SIZE: set --tensor-parallel-size" in refused("m")
 
 
 def test_the_advice_about_other_servers_names_flags_that_exist():
-    flags = {option.flag for option in all_options().values()} | {f"--no-{option.flag[2:]}" for option in all_options().values() if option.type is bool}
+    flags = {option.flag for option in all_options().values()} | {
+        f"--no-{option.flag[2:]}" for option in all_options().values() if option.type is bool
+    }
     assert not set(FOREIGN_SETTINGS) & set(all_options())
     for advice in FOREIGN_SETTINGS.values():
         assert set(re.findall(r"--[a-z-]+", advice)) <= flags, advice
 
 
-@pytest.mark.parametrize("content, expected", [
-    ("max_num_seq: 3", "unknown setting max_num_seq in {file}; did you mean max_num_seqs?"),
-    ("max-num-seqs: many", "max-num-seqs in {file}: expected a whole number, got 'many'"),
-    ("max_num_seqs: 2.5", "expected a whole number, got 2.5"),
-    ("served_model_name: [a, no]", "expected text that is not empty, got False"),
-    ("dtype: null", "dtype in {file}: expected text, got None"),
-    ("port: 1\nport: 2", "{file}: port is given twice"),
-    ("max-num-seqs: 1\nmax_num_seqs: 2", "{file}: max_num_seqs and max-num-seqs are the same setting"),
-    ("- port", "{file}: expected `setting: value` lines"),
-    ("port: 1\nhost: [", "{file}, line 2: not valid YAML"),
-])
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        ("max_num_seq: 3", "unknown setting max_num_seq in {file}; did you mean max_num_seqs?"),
+        ("max-num-seqs: many", "max-num-seqs in {file}: expected a whole number, got 'many'"),
+        ("max_num_seqs: 2.5", "expected a whole number, got 2.5"),
+        ("served_model_name: [a, no]", "expected text that is not empty, got False"),
+        ("dtype: null", "dtype in {file}: expected text, got None"),
+        ("port: 1\nport: 2", "{file}: port is given twice"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "{file}: max_num_seqs and max-num-seqs are the same setting"),
+        ("- port", "{file}: expected `setting: value` lines"),
+        ("port: 1\nhost: [", "{file}, line 2: not valid YAML"),
+    ],
+)
 def test_wrong_files_are_named(refused, tmp_path, content, expected):
     file = tmp_path / "wrong.yaml"
     file.write_text(content)
@@ -190,7 +260,19 @@ def test_no_model_is_an_error_until_one_comes_with_quire(served, refused, monkey
 
 
 def test_print_config_is_yaml_that_gives_the_same_config(served, tmp_path, capsys, monkeypatch):
-    arguments = ["m", "--max-num-seqs", "5", "--served-model-name", "a: b", "c", "--kv-cache-memory-bytes", "1.5g", "--no-vllm-metrics", "--api-key", "hidden-key"]
+    arguments = [
+        "m",
+        "--max-num-seqs",
+        "5",
+        "--served-model-name",
+        "a: b",
+        "c",
+        "--kv-cache-memory-bytes",
+        "1.5g",
+        "--no-vllm-metrics",
+        "--api-key",
+        "hidden-key",
+    ]
     monkeypatch.setenv("QUIRE_SEED", "42")
     with pytest.raises(SystemExit) as exit:
         served(*arguments, "--print-config")
@@ -199,7 +281,11 @@ def test_print_config_is_yaml_that_gives_the_same_config(served, tmp_path, capsy
     assert "hidden-key" not in printed
     lines = {line.split(":")[0]: line.rsplit("# ", 1)[1] for line in printed.splitlines() if "  # " in line}
     assert set(lines) == {*all_options(), "# api_key"} - {"api_key"}
-    assert (lines["seed"], lines["max_num_seqs"], lines["port"]) == ("environment QUIRE_SEED", "command line", "default")
+    assert (lines["seed"], lines["max_num_seqs"], lines["port"]) == (
+        "environment QUIRE_SEED",
+        "command line",
+        "default",
+    )
     (tmp_path / "printed.yaml").write_text(printed)
     monkeypatch.delenv("QUIRE_SEED")
     again, _ = served("--config", str(tmp_path / "printed.yaml"), "--api-key", "hidden-key")
@@ -215,7 +301,9 @@ def test_help_shows_everyday_flags_and_help_all_every_flag(served, capsys):
         assert not exit.value.code
         texts[flag] = capsys.readouterr().out
     for option in all_options().values():
-        assert (option.flag + " " in texts["--help"].replace(",", " ").replace("\n", " ")) == option.everyday, option.flag
+        assert (option.flag + " " in texts["--help"].replace(",", " ").replace("\n", " ")) == option.everyday, (
+            option.flag
+        )
         assert option.flag in texts["--help-all"]
     assert texts["--help"].count("  --") <= 40
     assert "fake" not in texts["--help-all"]
@@ -230,8 +318,10 @@ def test_presets_are_valid(served, path):
 
 def test_the_readme_names_every_everyday_flag():
     readme = (PRESETS.parent / "README.md").read_text()
-    table = readme[readme.index("| flag |"):readme.index("Presets:")]
-    assert {option.flag for option in all_options().values() if option.everyday} - {"--model"} == set(re.findall(r"`(--[a-z-]+)`", table))
+    table = readme[readme.index("| flag |") : readme.index("Presets:")]
+    assert {option.flag for option in all_options().values() if option.everyday} - {"--model"} == set(
+        re.findall(r"`(--[a-z-]+)`", table)
+    )
 
 
 def test_unknown_commands_and_version(capsys):
@@ -244,14 +334,42 @@ def test_unknown_commands_and_version(capsys):
 
 
 def test_config_from_checks_python_values():
-    config = config_from({"model": "m", "max_model_len": 512, "kv_cache_memory_bytes": "1M", "served_model_name": "one", "distributed_executor_backend": "fake"})
-    assert config.model.max_model_len == "512" and config.cache.kv_cache_memory_bytes == 2**20 and config.server.served_model_name == ["one"]
-    for wrong, message in [({"max_num_seqs": True}, "max_num_seqs: expected a whole number"), ({"max_seqs": 3}, "did you mean max_num_seqs?"), ({"enforce_eager": 1}, "expected true or false")]:
+    config = config_from(
+        {
+            "model": "m",
+            "max_model_len": 512,
+            "kv_cache_memory_bytes": "1M",
+            "served_model_name": "one",
+            "distributed_executor_backend": "fake",
+        }
+    )
+    assert (
+        config.model.max_model_len == "512"
+        and config.cache.kv_cache_memory_bytes == 2**20
+        and config.server.served_model_name == ["one"]
+    )
+    for wrong, message in [
+        ({"max_num_seqs": True}, "max_num_seqs: expected a whole number"),
+        ({"max_seqs": 3}, "did you mean max_num_seqs?"),
+        ({"enforce_eager": 1}, "expected true or false"),
+    ]:
         with pytest.raises(ValueError, match=message.replace("?", "\\?")):
             config_from(wrong)
 
 
-@pytest.mark.parametrize("text, number", [("4096", 4096), ("32k", 32_000), ("32K", 32_768), ("1.5g", 1_500_000_000), ("0.5G", 2**29), ("4GiB", 2**32), ("4 G", 2**32), (17, 17)])
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("4096", 4096),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("1.5g", 1_500_000_000),
+        ("0.5G", 2**29),
+        ("4GiB", 2**32),
+        ("4 G", 2**32),
+        (17, 17),
+    ],
+)
 def test_counts(text, number):
     assert parse_count(text) == number
 
@@ -269,8 +387,25 @@ def test_plain_counts_are_themselves(number):
 
 def test_importing_the_command_line_is_light():
     code = "import sys, quire.cli.main; print(*sorted(m.partition('.')[0] for m in sys.modules))"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
-    assert not loaded & {"torch", "transformers", "yaml", "msgspec", "zmq", "fastapi", "pydantic", "tokenizers", "asyncio", "numpy", "tqdm", "server", "engine", "worker"}
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert not loaded & {
+        "torch",
+        "transformers",
+        "yaml",
+        "msgspec",
+        "zmq",
+        "fastapi",
+        "pydantic",
+        "tokenizers",
+        "asyncio",
+        "numpy",
+        "tqdm",
+        "server",
+        "engine",
+        "worker",
+    }
 
 
 def test_collect_env_reports_this_machine():
@@ -286,5 +421,7 @@ def test_collect_env_reports_this_machine():
 def test_a_reader_that_has_seen_enough_is_no_error(command, unbuffered):
     script = f"set -o pipefail; {sys.executable} -m quire {command} | (read line; exec 0<&-; sleep 1)"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    ended = subprocess.run(["bash", "-c", script], cwd=PRESETS.parent, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        ["bash", "-c", script], cwd=PRESETS.parent, env=environment, capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -10,7 +10,9 @@ from quire.worker.messages import StepInput, StepOutput, WorkerReady
 
 
 class FakeWorker:
-    """The model's name says how it behaves: "bad-model" cannot be loaded; with "crash-1" rank 1 ends in its third step, with "raise-1" it raises there."""
+    """The model's name says how it behaves: "bad-model" cannot be loaded; with "crash-1" rank 1 ends in its third step,
+    with "raise-1" it raises there.
+    """
 
     def __init__(self, config, rank: int = 0, world_size: int = 1, init_method: str | None = None):
         assert (init_method is not None) == (world_size > 1)
@@ -57,4 +59,5 @@ class LateResults(FakeWorker):
             def result(self) -> StepOutput:
                 time.sleep(0.02)
                 return pending.result()
+
         return Late()

@@ -73,9 +73,29 @@ class Engine:
     def put(self, message: ToEngine, client: bytes = CLIENT) -> None:
         self.socket.inbox.append((client, message))
 
-    def add(self, request_id: str, prompt: list[int], client: bytes = CLIENT, *, output_token_ids: list[int] | None = None, priority: int = 0,
-            age: float = 0.0, cache_salt: str | None = None, siblings: list[Choice] | None = None, **sampling: Any) -> AddRequest:
-        message = AddRequest(request_id, prompt, SamplingParams(**sampling), output_token_ids or [], age, priority, cache_salt, siblings or [])
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        client: bytes = CLIENT,
+        *,
+        output_token_ids: list[int] | None = None,
+        priority: int = 0,
+        age: float = 0.0,
+        cache_salt: str | None = None,
+        siblings: list[Choice] | None = None,
+        **sampling: Any,
+    ) -> AddRequest:
+        message = AddRequest(
+            request_id,
+            prompt,
+            SamplingParams(**sampling),
+            output_token_ids or [],
+            age,
+            priority,
+            cache_salt,
+            siblings or [],
+        )
         self.put(message, client)
         return message
 
@@ -115,14 +135,24 @@ class Engine:
     def assert_at_rest(self) -> None:
         """No request, row or block is held."""
         scheduler = self.scheduler
-        assert not scheduler.requests and not len(scheduler.running) and not len(scheduler.waiting) and not self.core.in_flight
-        assert sorted(scheduler.free_rows) == list(range(len(scheduler.free_rows))) and len(scheduler.free_rows) == self.core.ready.worker.max_num_seqs
+        assert (
+            not scheduler.requests
+            and not len(scheduler.running)
+            and not len(scheduler.waiting)
+            and not self.core.in_flight
+        )
+        assert (
+            sorted(scheduler.free_rows) == list(range(len(scheduler.free_rows)))
+            and len(scheduler.free_rows) == self.core.ready.worker.max_num_seqs
+        )
         assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable and scheduler.kv.usage == 0
         assert scheduler.kv.reset_prefix_cache()
 
 
 def assert_invariants(engine: Engine) -> None:
-    """What holds between any two turns: every block is free or held as often as counted, every row is free or owned once, queues are in order."""
+    """What holds between any two turns: every block is free or held as often as counted, every row is free or owned
+    once, queues are in order.
+    """
     scheduler = engine.scheduler
     pool, held = scheduler.kv.pool, {}
     for request in scheduler.running:

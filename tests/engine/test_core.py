@@ -49,8 +49,13 @@ def test_the_first_step_leaves_nothing_behind():
 def test_what_arrives_while_loading_is_kept():
     socket = LocalSocket()
     core = EngineCore(fake_config(), socket)
-    socket.inbox += [(b"a", Hello()), (b"a", AddRequest("kept", [1], SamplingParams(max_tokens=2))), (b"a", AddRequest("dropped", [1], SamplingParams())),
-                     (b"a", AbortRequests(["dropped"])), (b"a", Call(1, "stats"))]
+    socket.inbox += [
+        (b"a", Hello()),
+        (b"a", AddRequest("kept", [1], SamplingParams(max_tokens=2))),
+        (b"a", AddRequest("dropped", [1], SamplingParams())),
+        (b"a", AbortRequests(["dropped"])),
+        (b"a", Call(1, "stats")),
+    ]
     core.start()
     assert list(core.scheduler.requests) == [(b"a", "kept")]
     kinds = [type(message) for _, message in socket.sent]
@@ -62,6 +67,7 @@ def test_a_failing_first_step_is_not_ready(monkeypatch):
         class Result:
             def result(self):
                 return StepOutput(step.step, [[0]], errors={0: "nan"})
+
         return Result()
 
     monkeypatch.setattr(FakeExecutor, "execute", fail)
@@ -110,7 +116,9 @@ def test_utility_calls():
     sent(engine)
     engine.add("a", [1] * 40, max_tokens=3)
     engine.turn()
-    for call_id, (method, args) in enumerate([("reset_prefix_cache", []), ("stats", []), ("no_such", []), ("stats", [1])]):
+    for call_id, (method, args) in enumerate(
+        [("reset_prefix_cache", []), ("stats", []), ("no_such", []), ("stats", [1])]
+    ):
         engine.put(Call(call_id, method, args))
     engine.core.receive()
     results = [message for message in sent(engine) if isinstance(message, CallResult)]
@@ -138,8 +146,15 @@ def test_statistics_come_while_running_and_when_the_engine_becomes_idle():
             engine.core.receive()
             engine.core.step()
     for client in (CLIENT, b"other"):
-        stats = [message.stats for receiver, message in engine.socket.sent if receiver == client and isinstance(message, StepOutputs) and message.stats]
-        assert sum(part.num_generation_tokens for part in stats) == 4 and sum(part.num_prompt_tokens for part in stats) == 10
+        stats = [
+            message.stats
+            for receiver, message in engine.socket.sent
+            if receiver == client and isinstance(message, StepOutputs) and message.stats
+        ]
+        assert (
+            sum(part.num_generation_tokens for part in stats) == 4
+            and sum(part.num_prompt_tokens for part in stats) == 10
+        )
         assert [n for part in stats for n in part.iteration_tokens] == [10, 1, 1, 1]
         assert (stats[-1].num_running, stats[-1].kv_cache_usage) == (0, 0.0)
     engine.socket.sent.clear()
@@ -162,7 +177,10 @@ def test_death_is_logged_once_and_told_to_everyone(caplog):
     sent(engine)
     engine.put(Hello(), b"late")
     engine.core.die(RuntimeError("out of memory"))
-    assert (CLIENT, EngineDead("RuntimeError: out of memory")) in engine.socket.sent and (b"late", EngineDead("RuntimeError: out of memory")) in engine.socket.sent
+    assert (CLIENT, EngineDead("RuntimeError: out of memory")) in engine.socket.sent and (
+        b"late",
+        EngineDead("RuntimeError: out of memory"),
+    ) in engine.socket.sent
     assert caplog.text.count("the engine failed") == 1
 
 
@@ -179,13 +197,26 @@ def test_depth_2_schedules_the_next_step_before_it_waits():
             def result(self):
                 calls.append(f"result {step.step}")
                 return pending.result()
+
         return Traced()
 
     engine.core.executor.execute = traced
     engine.add("a", [1, 2], max_tokens=4)
     engine.run()
     first = int(calls[0].split()[1])
-    assert calls == [f"{what} {first + i}" for what, i in [("execute", 0), ("execute", 1), ("result", 0), ("execute", 2), ("result", 1), ("execute", 3), ("result", 2), ("result", 3)]]
+    assert calls == [
+        f"{what} {first + i}"
+        for what, i in [
+            ("execute", 0),
+            ("execute", 1),
+            ("result", 0),
+            ("execute", 2),
+            ("result", 1),
+            ("execute", 3),
+            ("result", 2),
+            ("result", 3),
+        ]
+    ]
 
 
 def test_what_the_workers_put_off_is_done_between_requests(monkeypatch):

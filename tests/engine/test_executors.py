@@ -52,7 +52,8 @@ def uniproc(monkeypatch):
     module.Worker = fake_worker.LateResults
     monkeypatch.setitem(sys.modules, "quire.worker.worker", module)
     monkeypatch.delitem(sys.modules, "quire.engine.executor.uniproc", raising=False)
-    yield importlib.import_module("quire.engine.executor.uniproc").UniprocExecutor  # not the package's attribute, which may be an earlier import
+    # not the package's attribute, which may be an earlier import
+    yield importlib.import_module("quire.engine.executor.uniproc").UniprocExecutor
     sys.modules.pop("quire.engine.executor.uniproc", None)
 
 
@@ -98,7 +99,10 @@ def test_two_ranks_run_every_step():
     try:
         assert len(pids) == 2 and progress[-1] == ("loading weights", 1.0)
         if sys.platform == "linux":
-            assert [Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids] == ["quire-worker-0", "quire-worker-1"]
+            assert [Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids] == [
+                "quire-worker-0",
+                "quire-worker-1",
+            ]
         for pid in pids:
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGTERM)
@@ -126,7 +130,14 @@ def test_ranks_meet_where_nobody_else_can_go(monkeypatch, tmp_path, own_folder):
     assert not Path(path).exists() and folder.exists() == own_folder
 
 
-@pytest.mark.parametrize("model, words", [("crash-0", r"worker 0 died \(exit code 9\)"), ("crash-1", r"worker 1 died \(exit code 9\)"), ("raise-1", "no kernel for that")])
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        ("crash-0", r"worker 0 died \(exit code 9\)"),
+        ("crash-1", r"worker 1 died \(exit code 9\)"),
+        ("raise-1", "no kernel for that"),
+    ],
+)
 def test_a_failing_rank_fails_the_step(model, words):
     executor = multiproc(model, tensor_parallel_size=2)
     ready = executor.initialize(lambda phase, fraction: None)

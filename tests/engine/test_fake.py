@@ -16,11 +16,24 @@ SAMPLING = SamplingParams(max_tokens=10)
 
 
 def executor(**options) -> FakeExecutor:
-    return FakeExecutor(fake_config(block_size=2, num_gpu_blocks_override=20, max_model_len="30", max_num_seqs=4, max_num_batched_tokens=20), FakeOptions(**options))
+    return FakeExecutor(
+        fake_config(
+            block_size=2, num_gpu_blocks_override=20, max_model_len="30", max_num_seqs=4, max_num_batched_tokens=20
+        ),
+        FakeOptions(**options),
+    )
 
 
 def prompt_step(fake: FakeExecutor) -> list[list[int]]:
-    step = StepInput(1, [NewRequest(0, [5, 6, 7], 3, [[1, 2]], SAMPLING), NewRequest(1, [8, 9], 2, [[3]], SAMPLING)], [0, 1], [0, 0], [3, 2], [[], []], [0, 1])
+    step = StepInput(
+        1,
+        [NewRequest(0, [5, 6, 7], 3, [[1, 2]], SAMPLING), NewRequest(1, [8, 9], 2, [[3]], SAMPLING)],
+        [0, 1],
+        [0, 0],
+        [3, 2],
+        [[], []],
+        [0, 1],
+    )
     return fake.execute(step).result().token_ids
 
 
@@ -32,20 +45,34 @@ def test_it_generates_the_expected_tokens():
     assert [tokens[1], more[0][0]] == expected_tokens([8, 9], SAMPLING, 30, VOCAB)[:2]
 
 
-@pytest.mark.parametrize("fault, step", [
-    ("a row appears twice", StepInput(2, [], [0, 0], [3, 3], [1, 1], [[], []], [0, 1])),
-    ("differ in length", StepInput(2, [], [0, 1], [3], [1], [[]], [0])),
-    ("21 tokens in a step", StepInput(2, [], [0], [3], [21], [[]], [])),
-    ("nothing to do", StepInput(2, [], [0], [3], [0], [[]], [])),
-    ("no block for position 2", StepInput(2, [], [1], [2], [1], [[]], [0])),
-    ("written twice", StepInput(2, [NewRequest(2, [1, 1], 2, [[2]], SAMPLING)], [0, 2], [3, 0], [1, 2], [[], []], [0, 1])),
-    ("computes up to", StepInput(2, [], [0], [3], [2], [[[5]]], [0])),
-    ("is sampled after", StepInput(2, [], [0], [2], [1], [[]], [0])),
-    ("reads something else", StepInput(2, [NewRequest(2, [8, 9, 1], 3, [[1, 9]], SAMPLING)], [2], [2], [1], [[]], [0])),  # not the prefix it claims
-    ("reads something else", StepInput(2, [NewRequest(2, [1, 1], 2, [[1]], SAMPLING)], [2, 0], [0, 3], [2, 1], [[], []], [0, 1])),  # a live block, overwritten
-    ("enters but does not run", StepInput(2, [NewRequest(2, [1], 1, [[9]], SAMPLING)], [0], [3], [1], [[]], [0])),
-    ("block table", StepInput(2, [], [1], [2], [1], [[[0]]], [0])),
-])
+@pytest.mark.parametrize(
+    "fault, step",
+    [
+        ("a row appears twice", StepInput(2, [], [0, 0], [3, 3], [1, 1], [[], []], [0, 1])),
+        ("differ in length", StepInput(2, [], [0, 1], [3], [1], [[]], [0])),
+        ("21 tokens in a step", StepInput(2, [], [0], [3], [21], [[]], [])),
+        ("nothing to do", StepInput(2, [], [0], [3], [0], [[]], [])),
+        ("no block for position 2", StepInput(2, [], [1], [2], [1], [[]], [0])),
+        (
+            "written twice",
+            StepInput(2, [NewRequest(2, [1, 1], 2, [[2]], SAMPLING)], [0, 2], [3, 0], [1, 2], [[], []], [0, 1]),
+        ),
+        ("computes up to", StepInput(2, [], [0], [3], [2], [[[5]]], [0])),
+        ("is sampled after", StepInput(2, [], [0], [2], [1], [[]], [0])),
+        # not the prefix it claims
+        (
+            "reads something else",
+            StepInput(2, [NewRequest(2, [8, 9, 1], 3, [[1, 9]], SAMPLING)], [2], [2], [1], [[]], [0]),
+        ),
+        # a live block, overwritten
+        (
+            "reads something else",
+            StepInput(2, [NewRequest(2, [1, 1], 2, [[1]], SAMPLING)], [2, 0], [0, 3], [2, 1], [[], []], [0, 1]),
+        ),
+        ("enters but does not run", StepInput(2, [NewRequest(2, [1], 1, [[9]], SAMPLING)], [0], [3], [1], [[]], [0])),
+        ("block table", StepInput(2, [], [1], [2], [1], [[[0]]], [0])),
+    ],
+)
 def test_it_finds_faulty_steps(fault, step):
     fake = executor()
     prompt_step(fake)
@@ -75,7 +102,9 @@ def test_steps_queue_up_on_the_pretended_device():
 
 
 def test_options_from_text():
-    assert FakeOptions.from_text("step_delay=0.01,eos_chance=0.5,validate=0") == FakeOptions(validate=False, eos_chance=0.5, step_delay=0.01)
+    assert FakeOptions.from_text("step_delay=0.01,eos_chance=0.5,validate=0") == FakeOptions(
+        validate=False, eos_chance=0.5, step_delay=0.01
+    )
     with pytest.raises(ValueError, match="unknown option speed"):
         FakeOptions.from_text("speed=9")
 

@@ -1,7 +1,9 @@
-"""Requests that fail at random beside others that share their prefixes: nobody else's tokens change, and neither do those of whoever reads the cache later.
+"""Requests that fail at random beside others that share their prefixes: nobody else's tokens change, and neither do
+those of whoever reads the cache later.
 
-The device here computes what it finds: each slot of its cache holds a hash of the token and of the slot before, read through the block table, and the next
-token is made from the last slot. So whoever reads a block that was never filled, or filled wrongly, gets other tokens.
+The device here computes what it finds: each slot of its cache holds a hash of the token and of the slot before, read
+through the block table, and the next token is made from the last slot. So whoever reads a block that was never filled,
+or filled wrongly, gets other tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ REJECTED, NOT_FINITE, OUT_OF_MEMORY = "injected: rejected", "injected: not finit
 
 
 class FaultyDevice(FakeExecutor):
-    """Rejects what enters (and computes it with other tokens), finds logits not finite, or runs out of memory within a step, each with probability `rate`."""
+    """Rejects what enters (and computes it with other tokens), finds logits not finite, or runs out of memory within a
+    step, each with probability `rate`.
+    """
 
     def __init__(self, config, groups: str = "full", rng: random.Random | None = None, rate: float = 0.0):
         super().__init__(config, FakeOptions(groups=groups))
@@ -49,7 +53,12 @@ class FaultyDevice(FakeExecutor):
             if self.fault():
                 self.rejected.add(new.row)
                 tokens = [0] * len(tokens)
-            self.tables[new.row] = SimpleNamespace(tokens=tokens, blocks=[list(ids) for ids in new.block_ids], num_prompt=new.num_prompt_tokens, sampling=new.sampling)
+            self.tables[new.row] = SimpleNamespace(
+                tokens=tokens,
+                blocks=[list(ids) for ids in new.block_ids],
+                num_prompt=new.num_prompt_tokens,
+                sampling=new.sampling,
+            )
         for row, blocks in zip(step.rows, step.new_blocks):
             for group, ids, added in zip(self.ready.groups, self.tables[row].blocks, blocks):
                 ids[:] = (added or ids) if group.kind == "state" else ids + added
@@ -80,7 +89,8 @@ class FaultyDevice(FakeExecutor):
             for g, state in enumerate(states):
                 if (slot := self._slot_of(table, g, position, end)) is not None:
                     self.slots[slot] = state
-            state = states[0] if len(set(states)) == 1 else hash(tuple(states))  # a group that read something else changes the token
+            # a group that read something else changes the token
+            state = states[0] if len(set(states)) == 1 else hash(tuple(states))
             if position + 1 < table.num_prompt:
                 entries.append(TokenLogprobs([table.tokens[position + 1]], [logprob(state)], 1))
         if table.sampling.prompt_logprobs is not None and entries:
@@ -92,7 +102,9 @@ class FaultyDevice(FakeExecutor):
         return token
 
     def _state_before(self, table, g: int, start: int) -> int:
-        """What group g knows of the tokens before `start`: from the state's page that is read, or from the slot of the last one."""
+        """What group g knows of the tokens before `start`: from the state's page that is read, or from the slot of the
+        last one.
+        """
         if not start:
             return 0
         if self.ready.groups[g].kind == "state":
@@ -121,30 +133,53 @@ def expected_prompt_logprobs(prompt: list[int]) -> list[float]:
 
 @st.composite
 def crowds(draw):
-    """Requests as (turn they arrive at, prompt, sampling, turn they are aborted at or None), most with one of two beginnings."""
+    """Requests as (turn they arrive at, prompt, sampling, turn they are aborted at or None), most with one of two
+    beginnings.
+    """
     stems = draw(st.lists(st.lists(st.integers(1, 5), min_size=6, max_size=30), min_size=1, max_size=2))
     requests = []
     for _ in range(draw(st.integers(2, 10))):
-        prompt = (draw(st.sampled_from(stems)) + draw(st.lists(st.integers(1, VOCAB - 1), max_size=12)))[:MAX_MODEL_LEN - 1]
+        prompt = (draw(st.sampled_from(stems)) + draw(st.lists(st.integers(1, VOCAB - 1), max_size=12)))[
+            : MAX_MODEL_LEN - 1
+        ]
         if draw(st.integers(0, 19)) == 0:
             prompt.append(VOCAB)  # refused by the scheduler
-        sampling = SamplingParams(max_tokens=draw(st.sampled_from([0, 1, 4, 9, 20])), seed=draw(st.integers(0, 1)), eos_token_ids=[7, 8],
-                                  prompt_logprobs=draw(st.sampled_from([None, None, 0])))
-        requests.append((draw(st.integers(0, 12)), prompt, sampling, draw(st.sampled_from([None, None, None, 3, 6, 12]))))
+        sampling = SamplingParams(
+            max_tokens=draw(st.sampled_from([0, 1, 4, 9, 20])),
+            seed=draw(st.integers(0, 1)),
+            eos_token_ids=[7, 8],
+            prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+        )
+        requests.append(
+            (draw(st.integers(0, 12)), prompt, sampling, draw(st.sampled_from([None, None, None, 3, 6, 12])))
+        )
     return requests
 
 
-engine_settings = st.fixed_dictionaries({
-    "pipeline_parallel_size": st.sampled_from([1, 1, 1, 2]),
-    "num_gpu_blocks_override": st.sampled_from([36, 60, 200]),
-    "block_size": st.sampled_from([2, 4]),
-    "max_num_seqs": st.integers(2, 8),
-    "max_num_batched_tokens": st.sampled_from([8, 20, 40, 100]),
-    "enable_prefix_caching": st.just(True),
-})
+engine_settings = st.fixed_dictionaries(
+    {
+        "pipeline_parallel_size": st.sampled_from([1, 1, 1, 2]),
+        "num_gpu_blocks_override": st.sampled_from([36, 60, 200]),
+        "block_size": st.sampled_from([2, 4]),
+        "max_num_seqs": st.integers(2, 8),
+        "max_num_batched_tokens": st.sampled_from([8, 20, 40, 100]),
+        "enable_prefix_caching": st.just(True),
+    }
+)
 
 
-group_mixes = st.sampled_from(["full", "full", "window:5", "full+window:9", "full+state", "window:3+window:20+full", "state", "state+window:7+full+full"])
+group_mixes = st.sampled_from(
+    [
+        "full",
+        "full",
+        "window:5",
+        "full+window:9",
+        "full+state",
+        "window:3+window:20+full",
+        "state",
+        "state+window:7+full+full",
+    ]
+)
 
 
 def start(config, groups: str = "full", **options) -> tuple[Engine, FaultyDevice]:
@@ -175,12 +210,17 @@ def test_a_failing_request_changes_nobody_elses_tokens(depth, configuration, gro
             engine.add(f"reader-{i}", conversation, max_tokens=3)
             engine.run()
             limit = min(MAX_MODEL_LEN, (configuration["num_gpu_blocks_override"] - 1) * configuration["block_size"])
-            assert engine.tokens(f"reader-{i}") == expected_tokens(conversation, SamplingParams(max_tokens=3), limit, VOCAB)
+            assert engine.tokens(f"reader-{i}") == expected_tokens(
+                conversation, SamplingParams(max_tokens=3), limit, VOCAB
+            )
     engine.assert_at_rest()
 
 
 def drive(engine, requests):
-    todo = sorted([(turn, i, "add") for i, (turn, *_) in enumerate(requests)] + [(a, i, "abort") for i, (*_, a) in enumerate(requests) if a is not None])
+    todo = sorted(
+        [(turn, i, "add") for i, (turn, *_) in enumerate(requests)]
+        + [(a, i, "abort") for i, (*_, a) in enumerate(requests) if a is not None]
+    )
     turn = 0
     while todo or engine.scheduler.requests or engine.core.in_flight or engine.socket.inbox:
         while todo and todo[0][0] <= turn:
@@ -188,7 +228,9 @@ def drive(engine, requests):
             if what == "abort":
                 engine.abort(str(i))
             else:
-                engine.add(str(i), requests[i][1], **{f: getattr(requests[i][2], f) for f in SamplingParams.__struct_fields__})
+                engine.add(
+                    str(i), requests[i][1], **{f: getattr(requests[i][2], f) for f in SamplingParams.__struct_fields__}
+                )
         turn += 1
         try:
             engine.turn()
@@ -207,8 +249,8 @@ def check(outputs, prompt, sampling, may_end_early):
     expected = expected_tokens(prompt, sampling, MAX_MODEL_LEN, VOCAB, EOS_CHANCE)
     entries = [entry for output in outputs for entry in output.prompt_logprobs or []]
     scores = [] if sampling.prompt_logprobs is None else list(zip(prompt[1:], expected_prompt_logprobs(prompt)))
-    assert tokens == expected[:len(tokens)]
-    assert [(entry.token_ids[0], entry.logprobs[0]) for entry in entries] == scores[:len(entries)]
+    assert tokens == expected[: len(tokens)]
+    assert [(entry.token_ids[0], entry.logprobs[0]) for entry in entries] == scores[: len(entries)]
     assert not any(output.finish_reason for output in outputs[:-1])
     if may_end_early and not (outputs and outputs[-1].finish_reason):
         return

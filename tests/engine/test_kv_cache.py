@@ -22,13 +22,17 @@ from quire.engine.request import Request
 BLOCK_SIZE = 2
 
 
-def request(prompt: list[int], sequence: int = 0, cache_salt: str | None = None, group: int | None = None, **sampling) -> Request:
+def request(
+    prompt: list[int], sequence: int = 0, cache_salt: str | None = None, group: int | None = None, **sampling
+) -> Request:
     message = AddRequest("r", prompt, SamplingParams(**sampling), cache_salt=cache_salt)
     return Request(message, message.choices[0], b"", sequence, sequence if group is None else group, 0.0, 1000, False)
 
 
 class BlocksAgainstModel(RuleBasedStateMachine):
-    """The model knows what each block holds (salt and all tokens up to its end) and who holds it; a match must lead to exactly the right contents."""
+    """The model knows what each block holds (salt and all tokens up to its end) and who holds it; a match must lead to
+    exactly the right contents.
+    """
 
     @initialize(num_blocks=st.integers(3, 14))
     def start(self, num_blocks):
@@ -48,10 +52,12 @@ class BlocksAgainstModel(RuleBasedStateMachine):
         matched = match.held
         assert len(matched) <= (len(prompt) - 1) // BLOCK_SIZE
         for i, block_id in enumerate(matched):
-            assert self.contents[block_id] == (salt, *prompt[:(i + 1) * BLOCK_SIZE])
-        following = (salt, *prompt[:(len(matched) + 1) * BLOCK_SIZE])
+            assert self.contents[block_id] == (salt, *prompt[: (i + 1) * BLOCK_SIZE])
+        following = (salt, *prompt[: (len(matched) + 1) * BLOCK_SIZE])
         if len(following) - 1 < len(prompt):
-            assert following not in [self.contents[block_id] for block_id in self.findable()], "a longer match was possible"
+            assert following not in [self.contents[block_id] for block_id in self.findable()], (
+                "a longer match was possible"
+            )
         if self.kv.num_missing(new, match) > self.kv.pool.num_free:
             return
         self.kv.attach(new, match)
@@ -74,13 +80,13 @@ class BlocksAgainstModel(RuleBasedStateMachine):
         assert len(added) == count and NULL_BLOCK not in added
         assert not set(added) & {b for other in self.requests if other is not req for b in other.block_ids[0]}
         num_blank = free - len(self.released)
-        assert set(added[num_blank:]) == set(self.released[:max(count - num_blank, 0)]), "not the least recently used"
+        assert set(added[num_blank:]) == set(self.released[: max(count - num_blank, 0)]), "not the least recently used"
         self.put_in_use(added)
         for block_id in added:
             self.contents.pop(block_id, None)
         req.num_computed_tokens = num_tokens
         for i in range(num_tokens // BLOCK_SIZE):
-            self.contents[req.block_ids[0][i]] = (req.cache_salt, *req.token_ids[:(i + 1) * BLOCK_SIZE])
+            self.contents[req.block_ids[0][i]] = (req.cache_salt, *req.token_ids[: (i + 1) * BLOCK_SIZE])
         self.kv.publish(req)
 
     @precondition(lambda self: self.requests)
@@ -101,7 +107,9 @@ class BlocksAgainstModel(RuleBasedStateMachine):
         if discard:
             assert not self.findable() & set(block_ids)
         held = {b for other in self.requests for b in other.block_ids[0]}
-        self.released += [block_id for block_id in reversed(block_ids) if block_id not in held and block_id in self.findable()]
+        self.released += [
+            block_id for block_id in reversed(block_ids) if block_id not in held and block_id in self.findable()
+        ]
 
     @rule()
     def reset(self):
@@ -116,17 +124,24 @@ class BlocksAgainstModel(RuleBasedStateMachine):
             return
         held = [b for req in self.requests for b in req.block_ids[0]]
         assert self.kv.pool.num_free == self.num_blocks - 1 - len(set(held))
-        assert [self.kv.pool._ref_counts[b] for b in range(self.num_blocks)] == [held.count(b) for b in range(self.num_blocks)]
+        assert [self.kv.pool._ref_counts[b] for b in range(self.num_blocks)] == [
+            held.count(b) for b in range(self.num_blocks)
+        ]
         assert self.kv.usage == pytest.approx(len(set(held)) / (self.num_blocks - 1))
 
 
 def test_blocks_against_a_naive_model():
-    run_state_machine_as_test(BlocksAgainstModel, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        BlocksAgainstModel, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+    )
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=12), st.integers(1, 3), st.data())
 def test_hashes_are_computed_once_and_grow_with_the_request(tokens, block_size, data):
-    """The chain is the same whether it was extended bit by bit or at once, and every token before a block is part of its hash."""
+    """The chain is the same whether it was extended bit by bit or at once, and every token before a block is part of
+    its hash.
+    """
+
     def chain(token_ids, steps, **root):
         req = request(token_ids, **root)
         kv = KVCacheManager(4, block_size)
@@ -137,7 +152,7 @@ def test_hashes_are_computed_once_and_grow_with_the_request(tokens, block_size, 
     whole = chain(tokens, [])
     assert chain(tokens, [0, 1]) == whole and len(whole) == len(tokens) // block_size
     changed = data.draw(st.integers(0, len(tokens) - 1))
-    other = chain([*tokens[:changed], tokens[changed] ^ 1, *tokens[changed + 1:]], [])
+    other = chain([*tokens[:changed], tokens[changed] ^ 1, *tokens[changed + 1 :]], [])
     assert [a == b for a, b in zip(whole, other)] == [i < changed // block_size for i in range(len(whole))]
     assert not set(whole) & set(chain(tokens, [], cache_salt="s"))
 

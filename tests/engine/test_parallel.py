@@ -14,14 +14,26 @@ from quire.worker.messages import WorkerReady
 from tests.checkpoints import CHECKPOINTS
 from tests.in_process import InProcessEngine, Result
 
-SETTINGS = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": "128",
-            "num_threads": 1, "debug_check_ranks": True}
-PROMPTS = [list(range(4, 4 + length)) for length in (5, 40, 17, 3, 30)]  # more than there are rows, and longer than a step
-SAMPLING = [SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
-            SamplingParams(max_tokens=10, temperature=0.9, seed=5, ignore_eos=True, logprobs=2),
-            SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, repetition_penalty=1.3, prompt_logprobs=1),
-            SamplingParams(max_tokens=9, temperature=1.0, top_p=0.8, seed=6, ignore_eos=True),
-            SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)]
+SETTINGS = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_gpu_blocks_override": 64,
+    "block_size": 16,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 24,
+    "max_model_len": "128",
+    "num_threads": 1,
+    "debug_check_ranks": True,
+}
+# more than there are rows, and longer than a step
+PROMPTS = [list(range(4, 4 + length)) for length in (5, 40, 17, 3, 30)]
+SAMPLING = [
+    SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=10, temperature=0.9, seed=5, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, repetition_penalty=1.3, prompt_logprobs=1),
+    SamplingParams(max_tokens=9, temperature=1.0, top_p=0.8, seed=6, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
+]
 
 
 class ParallelEngine(InProcessEngine):
@@ -47,7 +59,10 @@ def run_all(checkpoint, tmp_path, names: list[str], **settings) -> None:
             if name != names[0]:
                 engine.load(checkpoint(name), f"file://{tmp_path}/{name}")
             for result, expected in zip(engine.generate(PROMPTS, SAMPLING), alone(checkpoint(name)), strict=True):
-                assert result.error is None and (result.token_ids, result.finish_reason) == (expected.token_ids, expected.finish_reason), name
+                assert result.error is None and (result.token_ids, result.finish_reason) == (
+                    expected.token_ids,
+                    expected.finish_reason,
+                ), name
                 for kind in ("logprobs", "prompt_logprobs"):
                     got, wanted = getattr(result, kind), getattr(expected, kind)
                     assert [entry.token_ids for entry in got] == [entry.token_ids for entry in wanted], (name, kind)
@@ -75,7 +90,14 @@ def test_every_architecture_over_two_ranks(checkpoint, tmp_path, settings):
 @pytest.mark.slow
 def test_four_ranks(checkpoint, tmp_path):
     """Two stages of two ranks each; with one step in flight nothing overlaps, with five everything may."""
-    run_all(checkpoint, tmp_path, ["qwen3", "llama-tied"], tensor_parallel_size=2, pipeline_parallel_size=2, steps_in_flight=5)
+    run_all(
+        checkpoint,
+        tmp_path,
+        ["qwen3", "llama-tied"],
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        steps_in_flight=5,
+    )
 
 
 def test_three_stages_of_unequal_size(checkpoint, tmp_path):

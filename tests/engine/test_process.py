@@ -35,8 +35,13 @@ ROOT = Path(__file__).parent.parent.parent
 
 class EngineProcess:
     def __init__(self, address: str, fake: str = "", **settings):
-        self.process = subprocess.Popen([sys.executable, "-m", "quire.engine.core", address], cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
-                                        env={**os.environ, "QUIRE_FAKE": fake, "OMP_NUM_THREADS": "1"})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire.engine.core", address],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "QUIRE_FAKE": fake, "OMP_NUM_THREADS": "1"},
+        )
         payload = msgspec.msgpack.encode(fake_config(**settings))
         self.process.stdin.write(len(payload).to_bytes(4, "big") + payload)
         self.process.stdin.flush()
@@ -116,7 +121,9 @@ def test_a_life(start):
     other = Server(engine)
     assert isinstance(other.receive(), Ready)
     for i, each in enumerate((server, other)):
-        assert each.generate("same id", [i, 2, 3], max_tokens=20) == expected_tokens([i, 2, 3], SamplingParams(max_tokens=20), 4096, VOCAB)
+        assert each.generate("same id", [i, 2, 3], max_tokens=20) == expected_tokens(
+            [i, 2, 3], SamplingParams(max_tokens=20), 4096, VOCAB
+        )
     other.socket.close()
 
     time.sleep(0.5)
@@ -231,7 +238,9 @@ engine.wait()
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_the_parents_death_ends_an_engine_whose_interpreter_is_held(tmp_path):
     address = f"ipc://{tmp_path}/engine"
-    with subprocess.Popen([sys.executable, "-c", PARENT, HOLDS_THE_INTERPRETER, address], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, HOLDS_THE_INTERPRETER, address], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as parent:
         engine = psutil.Process(int(parent.stdout.readline()))
         try:
             socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -269,7 +278,9 @@ def test_a_failing_step_is_the_end_of_the_engine(start, depth):
     server.send(AddRequest("a", [1], SamplingParams(max_tokens=100)))
     *outputs, dead = server.until(EngineDead)
     assert dead == EngineDead("RuntimeError: step 5 was to fail")
-    assert [t for message in outputs for output in message.outputs for t in output.new_token_ids] == expected_tokens([1], SamplingParams(max_tokens=2), 4096, VOCAB)
+    assert [t for message in outputs for output in message.outputs for t in output.new_token_ids] == expected_tokens(
+        [1], SamplingParams(max_tokens=2), 4096, VOCAB
+    )
     assert engine.wait()[0] == 1
     assert engine.process.stderr.read().count(b"the engine failed") == 1
 
@@ -289,7 +300,9 @@ kill_descendants()
 print(child.wait(), flush=True)
 sys.stdin.readline()
 """
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "there\n"
         below = psutil.Process(process.pid).children(recursive=True)
         assert len(below) == 2

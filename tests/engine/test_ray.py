@@ -54,7 +54,12 @@ def test_a_cluster_without_room(cluster, checkpoint, monkeypatch):
 def test_a_killed_server_leaves_nothing_of_a_cluster_it_started(checkpoint, tmp_path, monkeypatch):
     """Nobody gave it one, so Ray starts one below the engine, in groups and sessions of its own."""
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    with server_process(checkpoint("qwen3"), tmp_path, temporary=Path("/tmp"), **SETTINGS | {"num_threads": 1, "distributed_executor_backend": "ray", "tensor_parallel_size": 2}) as server:
+    with server_process(
+        checkpoint("qwen3"),
+        tmp_path,
+        temporary=Path("/tmp"),
+        **SETTINGS | {"num_threads": 1, "distributed_executor_backend": "ray", "tensor_parallel_size": 2},
+    ) as server:
         poll(lambda: server.status("/ready") == 200 or server.process.poll() is not None, 120)
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert any("raylet" in child.name() for child in children), server.log

@@ -7,7 +7,9 @@ import pytest
 from quire.engine.messages import SamplingParams
 from tests.in_process import InProcessEngine
 
-SETTINGS = dict(block_size=4, num_gpu_blocks_override=200, max_num_batched_tokens=64, max_num_seqs=8, max_model_len="200")
+SETTINGS = dict(
+    block_size=4, num_gpu_blocks_override=200, max_num_batched_tokens=64, max_num_seqs=8, max_model_len="200"
+)
 PREFIX = [(7 * i) % 480 + 4 for i in range(24)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -15,7 +17,10 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("walls", [1, 2])
 def test_a_rejected_request_changes_nobodys_text(checkpoint, monkeypatch, depth, walls):
-    """The one that is rejected is the first to fill the blocks. Neither who shares them then nor who finds them later gets other tokens."""
+    """The one that is rejected is the first to fill the blocks.
+
+    Neither who shares them then nor who finds them later gets other tokens.
+    """
     engine = InProcessEngine(checkpoint("qwen3"), steps_in_flight=depth, **SETTINGS)
     prompts = [[*PREFIX, 5, 6, 7, 8, 9], [*PREFIX, 5, 6, 7, 8, 10], [*PREFIX, 11]]
     alone = []

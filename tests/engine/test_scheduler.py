@@ -21,7 +21,17 @@ def greedy(max_tokens: int = 4, **sampling) -> SamplingParams:
 def make(enable_prefix_caching: bool = True, **settings) -> tuple[Scheduler, FakeExecutor]:
     config = fake_config(**settings)
     executor = FakeExecutor(config, FakeOptions())
-    return Scheduler(config.scheduler, executor.ready, KVCacheManager(executor.ready.num_blocks, executor.ready.block_size, enable_prefix_caching, executor.ready.groups, executor.ready.max_num_batched_tokens)), executor
+    return Scheduler(
+        config.scheduler,
+        executor.ready,
+        KVCacheManager(
+            executor.ready.num_blocks,
+            executor.ready.block_size,
+            enable_prefix_caching,
+            executor.ready.groups,
+            executor.ready.max_num_batched_tokens,
+        ),
+    ), executor
 
 
 def run_step(scheduler: Scheduler, executor: FakeExecutor):
@@ -37,10 +47,28 @@ def test_the_worked_example():
         scheduler.add(AddRequest(str(i), prompt, sampling))
     first, _ = run_step(scheduler, executor)
     assert first.input == StepInput(
-        step=1, new=[NewRequest(0, prompts[0], 3, [[1, 2]], sampling), NewRequest(1, prompts[1], 2, [[3]], sampling), NewRequest(2, prompts[2], 8, [[4, 5, 6]], sampling)],
-        rows=[0, 1, 2], num_computed=[0, 0, 0], num_scheduled=[3, 2, 5], new_blocks=[[], [], []], samples=[0, 1])
+        step=1,
+        new=[
+            NewRequest(0, prompts[0], 3, [[1, 2]], sampling),
+            NewRequest(1, prompts[1], 2, [[3]], sampling),
+            NewRequest(2, prompts[2], 8, [[4, 5, 6]], sampling),
+        ],
+        rows=[0, 1, 2],
+        num_computed=[0, 0, 0],
+        num_scheduled=[3, 2, 5],
+        new_blocks=[[], [], []],
+        samples=[0, 1],
+    )
     second, _ = run_step(scheduler, executor)
-    assert second.input == StepInput(step=2, new=[], rows=[0, 1, 2], num_computed=[3, 2, 5], num_scheduled=[1, 1, 3], new_blocks=[[], [[7]], [[8]]], samples=[0, 1, 2])
+    assert second.input == StepInput(
+        step=2,
+        new=[],
+        rows=[0, 1, 2],
+        num_computed=[3, 2, 5],
+        num_scheduled=[1, 1, 3],
+        new_blocks=[[], [[7]], [[8]]],
+        samples=[0, 1, 2],
+    )
 
 
 def test_a_long_prompt_never_stalls_running_requests():
@@ -48,7 +76,8 @@ def test_a_long_prompt_never_stalls_running_requests():
     for name in "abc":
         scheduler.add(AddRequest(name, [ord(name)], greedy(100)))
     run_step(scheduler, executor)
-    scheduler.add(AddRequest("long", list(range(900)), greedy(1), age=1000.0))  # the oldest, so it leads the running ones, yet decodes go first
+    # the oldest, so it leads the running ones, yet decodes go first
+    scheduler.add(AddRequest("long", list(range(900)), greedy(1), age=1000.0))
     scheduler.add(AddRequest("after", [5], greedy(100)))
     for _ in range(60):
         step, outputs = run_step(scheduler, executor)
@@ -136,7 +165,8 @@ def test_prompt_logprobs_compute_the_whole_prompt():
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_max_tokens_0_ends_when_the_prompt_is_computed(depth):
     engine = Engine(fake_config(steps_in_flight=depth, max_num_batched_tokens=8, max_model_len="20"))
-    engine.add("echo", list(range(20)), max_tokens=0, prompt_logprobs=1)  # as long as the context: nothing has to fit behind it
+    # as long as the context: nothing has to fit behind it
+    engine.add("echo", list(range(20)), max_tokens=0, prompt_logprobs=1)
     engine.add("next", [1, 2], max_tokens=3)
     engine.run()
     outputs = engine.outputs[CLIENT, "echo"]
@@ -200,37 +230,48 @@ def test_a_resubmitted_request_that_was_complete_ends_at_once():
     engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("message, words", [
-    (AddRequest("x", [], greedy()), "prompt_token_ids is empty"),
-    (AddRequest("x", [1, VOCAB], greedy()), "outside 0 .. 999"),
-    (AddRequest("x", [-1], greedy()), "outside 0 .. 999"),
-    (AddRequest("x", [1] * 20, greedy()), "20 tokens, but a request may have 12"),
-    (AddRequest("x", [1] * 12, greedy()), "12 tokens, but a request may have 12"),
-    (AddRequest("x", [1], greedy(-1)), "max_tokens"),
-    (AddRequest("x", [1], greedy(min_tokens=-1)), "min_tokens is -1"),
-    (AddRequest("x", [1], greedy(), output_token_ids=[VOCAB]), "output_token_ids: token id 1000"),
-    (AddRequest("x", [1], greedy(), siblings=[Choice("y", 1, [-5])]), "output_token_ids: token id -5"),
-    (AddRequest("x", [1], greedy(), siblings=[Choice("x", 1)]), "two choices"),
-    (AddRequest("x", [1], greedy(), siblings=[Choice("good", 1)]), "'good' is already in use"),
-    (AddRequest("x", [1], greedy(bad_words_ids=[[1, 2], [VOCAB]])), "bad_words: token id 1000"),
-    (AddRequest("x", [1], greedy(bad_words_ids=[[1] * 13])), "bad_words: one has 13 tokens, but a request may have 12"),
-    (AddRequest("x", [1], greedy(bad_words_ids=[[1] * 12] * 30_000)), "bad_words: 30000 sequences"),
-    (AddRequest("x", [1], greedy(allowed_token_ids=[5, VOCAB])), "allowed_token_ids: token id 1000"),
-    (AddRequest("x", [1], greedy(allowed_token_ids=[5] * 1001)), "allowed_token_ids has 1001 entries, but may have 1000"),
-    (AddRequest("x", [1], greedy(logit_bias={-1: 5.0})), "logit_bias: token id -1"),
-    (AddRequest("x", [1], greedy(stop_token_ids=[VOCAB])), "stop_token_ids: token id 1000"),
-    (AddRequest("x", [1], greedy(stop_token_ids=[1] * 1025)), "stop_token_ids has 1025 entries"),
-    (AddRequest("x", [1], greedy(eos_token_ids=[VOCAB], min_tokens=1)), "eos_token_ids: token id 1000"),
-    (AddRequest("x", [1], greedy(logprobs_mode="loud")), "logprobs_mode 'loud'"),
-    (AddRequest("good", [1], greedy()), "already in use"),
-])
+@pytest.mark.parametrize(
+    "message, words",
+    [
+        (AddRequest("x", [], greedy()), "prompt_token_ids is empty"),
+        (AddRequest("x", [1, VOCAB], greedy()), "outside 0 .. 999"),
+        (AddRequest("x", [-1], greedy()), "outside 0 .. 999"),
+        (AddRequest("x", [1] * 20, greedy()), "20 tokens, but a request may have 12"),
+        (AddRequest("x", [1] * 12, greedy()), "12 tokens, but a request may have 12"),
+        (AddRequest("x", [1], greedy(-1)), "max_tokens"),
+        (AddRequest("x", [1], greedy(min_tokens=-1)), "min_tokens is -1"),
+        (AddRequest("x", [1], greedy(), output_token_ids=[VOCAB]), "output_token_ids: token id 1000"),
+        (AddRequest("x", [1], greedy(), siblings=[Choice("y", 1, [-5])]), "output_token_ids: token id -5"),
+        (AddRequest("x", [1], greedy(), siblings=[Choice("x", 1)]), "two choices"),
+        (AddRequest("x", [1], greedy(), siblings=[Choice("good", 1)]), "'good' is already in use"),
+        (AddRequest("x", [1], greedy(bad_words_ids=[[1, 2], [VOCAB]])), "bad_words: token id 1000"),
+        (
+            AddRequest("x", [1], greedy(bad_words_ids=[[1] * 13])),
+            "bad_words: one has 13 tokens, but a request may have 12",
+        ),
+        (AddRequest("x", [1], greedy(bad_words_ids=[[1] * 12] * 30_000)), "bad_words: 30000 sequences"),
+        (AddRequest("x", [1], greedy(allowed_token_ids=[5, VOCAB])), "allowed_token_ids: token id 1000"),
+        (
+            AddRequest("x", [1], greedy(allowed_token_ids=[5] * 1001)),
+            "allowed_token_ids has 1001 entries, but may have 1000",
+        ),
+        (AddRequest("x", [1], greedy(logit_bias={-1: 5.0})), "logit_bias: token id -1"),
+        (AddRequest("x", [1], greedy(stop_token_ids=[VOCAB])), "stop_token_ids: token id 1000"),
+        (AddRequest("x", [1], greedy(stop_token_ids=[1] * 1025)), "stop_token_ids has 1025 entries"),
+        (AddRequest("x", [1], greedy(eos_token_ids=[VOCAB], min_tokens=1)), "eos_token_ids: token id 1000"),
+        (AddRequest("x", [1], greedy(logprobs_mode="loud")), "logprobs_mode 'loud'"),
+        (AddRequest("good", [1], greedy()), "already in use"),
+    ],
+)
 def test_what_can_never_run_is_refused_alone(message, words):
     engine = Engine(fake_config(num_gpu_blocks_override=4, block_size=4))
     engine.add("good", [1, 2], max_tokens=3)
     engine.put(message)
     engine.run()
     errors = [output for outputs in engine.outputs.values() for output in outputs if output.error]
-    assert len(errors) == len(message.choices) and all(words in error.error and error.finish_reason == "error" for error in errors)
+    assert len(errors) == len(message.choices) and all(
+        words in error.error and error.finish_reason == "error" for error in errors
+    )
     assert {error.error_kind for error in errors} == {"invalid_request"}
     assert len(engine.tokens("good")) == 3 and engine.outputs[CLIENT, "good"][-1].finish_reason == "length"
     engine.assert_at_rest()
@@ -243,7 +284,10 @@ def test_a_request_may_fill_the_whole_pool(depth):
         engine.add(name, [ord(name)], max_tokens=1000)
     engine.run()
     for name in "ab":
-        assert engine.tokens(name) == expected_tokens([ord(name)], SamplingParams(max_tokens=1000), 20, VOCAB) and engine.last(name).finish_reason == "length"
+        assert (
+            engine.tokens(name) == expected_tokens([ord(name)], SamplingParams(max_tokens=1000), 20, VOCAB)
+            and engine.last(name).finish_reason == "length"
+        )
     engine.assert_at_rest()
 
 
@@ -274,7 +318,10 @@ def test_the_choices_of_a_request_share_its_prompt():
     requests = list(engine.scheduler.requests.values())
     assert len(requests) == 8 and sum(request.token_ids is message.prompt_token_ids for request in requests) == 6
     engine.run()
-    assert all(engine.tokens(str(i)) == expected_tokens(message.prompt_token_ids, greedy(5, seed=i), 4096, VOCAB) for i in range(8))
+    assert all(
+        engine.tokens(str(i)) == expected_tokens(message.prompt_token_ids, greedy(5, seed=i), 4096, VOCAB)
+        for i in range(8)
+    )
     assert len(message.prompt_token_ids) == 300
 
 
@@ -282,7 +329,11 @@ def test_a_choice_that_was_complete_needs_no_step():
     engine = Engine(fake_config())
     engine.add("a", [1], output_token_ids=[2], siblings=[Choice("b", 1, [3, 4]), Choice("c", 2)], max_tokens=2)
     engine.run()
-    assert [(len(engine.tokens(name)), engine.last(name).finish_reason) for name in "abc"] == [(1, "length"), (0, "length"), (2, "length")]
+    assert [(len(engine.tokens(name)), engine.last(name).finish_reason) for name in "abc"] == [
+        (1, "length"),
+        (0, "length"),
+        (2, "length"),
+    ]
     engine.assert_at_rest()
 
 
@@ -295,10 +346,17 @@ def test_priority_runs_the_urgent_first_and_preempts_the_least_urgent():
     engine.add("high", [3], max_tokens=5, priority=-1)
     engine.add("lowest", [4], max_tokens=5, priority=9)
     engine.turn()
-    assert [request.request_id for request in engine.scheduler.running] == ["high", "middle"], "no row was free, and the lowest had to give its own"
+    assert [request.request_id for request in engine.scheduler.running] == ["high", "middle"], (
+        "no row was free, and the lowest had to give its own"
+    )
     engine.run()
     timings = {name: engine.last(name).timing for name in ("low", "middle", "high", "lowest")}
-    assert {name: timing.num_preemptions for name, timing in timings.items()} == {"low": 1, "middle": 0, "high": 0, "lowest": 0}
+    assert {name: timing.num_preemptions for name, timing in timings.items()} == {
+        "low": 1,
+        "middle": 0,
+        "high": 0,
+        "lowest": 0,
+    }
     assert timings["high"].finished < timings["middle"].finished < timings["low"].finished
     assert engine.tokens("low") == expected_tokens([1], SamplingParams(max_tokens=20), 4096, VOCAB)
 
@@ -365,7 +423,11 @@ def test_an_error_of_one_request_is_its_own():
     step = scheduler.schedule()
     output = executor.execute(step.input).result()
     outputs = scheduler.update(step, StepOutput(output.step, output.token_ids, errors={1: "no such logit"}))[b""]
-    assert [(o.request_id, o.finish_reason, o.error) for o in outputs] == [("b", "error", "no such logit"), ("a", None, None), ("c", None, None)]
+    assert [(o.request_id, o.finish_reason, o.error) for o in outputs] == [
+        ("b", "error", "no such logit"),
+        ("a", None, None),
+        ("c", None, None),
+    ]
     scheduler.add(AddRequest("again", [ord("b")] * 5, greedy(2)))
     step, outputs = run_step(scheduler, executor)
     assert step.input.num_computed == [5, 5, 0]
@@ -376,11 +438,26 @@ def test_an_error_of_one_request_is_its_own():
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_500_aborts_at_random_moments_free_everything(depth, policy):
     rng = random.Random(depth)
-    engine = Engine(fake_config(steps_in_flight=depth, scheduling_policy=policy, num_gpu_blocks_override=80, block_size=4, max_num_seqs=16,
-                                max_num_batched_tokens=64, max_model_len="200"))
+    engine = Engine(
+        fake_config(
+            steps_in_flight=depth,
+            scheduling_policy=policy,
+            num_gpu_blocks_override=80,
+            block_size=4,
+            max_num_seqs=16,
+            max_num_batched_tokens=64,
+            max_model_len="200",
+        )
+    )
     ids = [str(i) for i in range(500)]
     for name in ids:
-        engine.add(name, [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))], max_tokens=100, priority=rng.randrange(3), ignore_eos=True)
+        engine.add(
+            name,
+            [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))],
+            max_tokens=100,
+            priority=rng.randrange(3),
+            ignore_eos=True,
+        )
     rng.shuffle(ids)
     for name in ids:
         for _ in range(rng.randrange(3)):
@@ -398,14 +475,32 @@ def test_500_aborts_at_random_moments_free_everything(depth, policy):
 def test_heavy_pressure(depth, policy):
     """Many requests with common prefixes in a pool for a few of them."""
     rng, limit = random.Random(17 * depth), 120
-    engine = Engine(fake_config(steps_in_flight=depth, scheduling_policy=policy, num_gpu_blocks_override=45, block_size=4, max_num_seqs=12,
-                                max_num_batched_tokens=50, max_model_len=str(limit)))
+    engine = Engine(
+        fake_config(
+            steps_in_flight=depth,
+            scheduling_policy=policy,
+            num_gpu_blocks_override=45,
+            block_size=4,
+            max_num_seqs=12,
+            max_num_batched_tokens=50,
+            max_model_len=str(limit),
+        )
+    )
     stems, requests = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(4)], {}
     for i in range(100):
-        prompt = rng.choice(stems)[:rng.randrange(41)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
-        requests[str(i)] = (prompt, SamplingParams(max_tokens=rng.randrange(1, 80), seed=rng.randrange(5), stop_token_ids=[1, 2, 3, 4, 5]))
-        engine.add(str(i), prompt, priority=rng.randrange(4), max_tokens=requests[str(i)][1].max_tokens, seed=requests[str(i)][1].seed,
-                   stop_token_ids=[1, 2, 3, 4, 5])
+        prompt = rng.choice(stems)[: rng.randrange(41)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
+        requests[str(i)] = (
+            prompt,
+            SamplingParams(max_tokens=rng.randrange(1, 80), seed=rng.randrange(5), stop_token_ids=[1, 2, 3, 4, 5]),
+        )
+        engine.add(
+            str(i),
+            prompt,
+            priority=rng.randrange(4),
+            max_tokens=requests[str(i)][1].max_tokens,
+            seed=requests[str(i)][1].seed,
+            stop_token_ids=[1, 2, 3, 4, 5],
+        )
         for _ in range(rng.randrange(4)):
             engine.turn()
     engine.run(lambda: assert_invariants(engine))
@@ -418,7 +513,16 @@ def test_heavy_pressure(depth, policy):
 def test_depth_overshoots_by_depth_minus_one_steps_only():
     """Length stops are predicted, so they cost nothing; a stop id is seen late, and what follows it is dropped."""
     for depth in (1, 2, 3):
-        for sampling, overshoot in (({"max_tokens": 10}, 0), ({"max_tokens": 100, "stop_token_ids": [expected_tokens([1], SamplingParams(max_tokens=10), 99, VOCAB)[-1]]}, depth - 1)):
+        for sampling, overshoot in (
+            ({"max_tokens": 10}, 0),
+            (
+                {
+                    "max_tokens": 100,
+                    "stop_token_ids": [expected_tokens([1], SamplingParams(max_tokens=10), 99, VOCAB)[-1]],
+                },
+                depth - 1,
+            ),
+        ):
             engine = Engine(fake_config(steps_in_flight=depth))
             before = engine.core.executor.num_steps
             engine.add("a", [1], **sampling)
@@ -456,7 +560,9 @@ def test_schedule_without_requests_is_none():
 
 
 def test_stages_of_a_pipeline_work_on_different_requests():
-    """With two stages two halves take turns, so that no step waits for a token of the one before it; a request alone runs in every step."""
+    """With two stages two halves take turns, so that no step waits for a token of the one before it; a request alone
+    runs in every step.
+    """
     engine = Engine(fake_config(pipeline_parallel_size=2, steps_in_flight=3))
     for i in range(4):
         engine.add(str(i), [i + 1] * 5, max_tokens=20, ignore_eos=True)

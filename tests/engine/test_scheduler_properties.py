@@ -1,4 +1,6 @@
-"""Random requests through the real engine loop at several depths: each gets exactly what it would get alone, and nothing leaks."""
+"""Random requests through the real engine loop at several depths: each gets exactly what it would get alone, and
+nothing leaks.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,45 @@ def workload(draw):
     stems = draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=30), min_size=1, max_size=3))
     requests = []
     for _ in range(draw(st.integers(1, 14))):
-        prompt = (draw(st.sampled_from(stems)) + draw(st.lists(st.integers(0, VOCAB - 1), max_size=12)))[:MAX_MODEL_LEN - 1]
-        sampling = SamplingParams(max_tokens=draw(st.integers(0, 40)), min_tokens=draw(st.sampled_from([0, 0, 3])), seed=draw(st.integers(0, 3)),
-                                  stop_token_ids=draw(st.sampled_from([[], [], list(range(30))])), eos_token_ids=[7, 8], ignore_eos=draw(st.booleans()),
-                                  logprobs=draw(st.sampled_from([None, None, 2])), prompt_logprobs=draw(st.sampled_from([None, None, None, 1])))
-        requests.append((draw(st.integers(0, 30)), prompt, sampling, draw(st.integers(-1, 1)), draw(st.sampled_from([None, "a"])),
-                         draw(st.one_of(st.none(), st.none(), st.integers(0, 60)))))
+        prompt = (draw(st.sampled_from(stems)) + draw(st.lists(st.integers(0, VOCAB - 1), max_size=12)))[
+            : MAX_MODEL_LEN - 1
+        ]
+        sampling = SamplingParams(
+            max_tokens=draw(st.integers(0, 40)),
+            min_tokens=draw(st.sampled_from([0, 0, 3])),
+            seed=draw(st.integers(0, 3)),
+            stop_token_ids=draw(st.sampled_from([[], [], list(range(30))])),
+            eos_token_ids=[7, 8],
+            ignore_eos=draw(st.booleans()),
+            logprobs=draw(st.sampled_from([None, None, 2])),
+            prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
+        )
+        requests.append(
+            (
+                draw(st.integers(0, 30)),
+                prompt,
+                sampling,
+                draw(st.integers(-1, 1)),
+                draw(st.sampled_from([None, "a"])),
+                draw(st.one_of(st.none(), st.none(), st.integers(0, 60))),
+            )
+        )
     return requests
 
 
-engine_settings = st.fixed_dictionaries({
-    "steps_in_flight": st.integers(1, 3),
-    "pipeline_parallel_size": st.sampled_from([1, 1, 2, 3]),
-    "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
-    "num_gpu_blocks_override": st.integers(18, 60),
-    "block_size": st.sampled_from([1, 2, 4]),
-    "max_num_seqs": st.integers(1, 8),
-    "max_num_batched_tokens": st.integers(1, 40),
-    "long_prefill_token_threshold": st.sampled_from([0, 0, 5]),
-    "enable_prefix_caching": st.booleans(),
-})
+engine_settings = st.fixed_dictionaries(
+    {
+        "steps_in_flight": st.integers(1, 3),
+        "pipeline_parallel_size": st.sampled_from([1, 1, 2, 3]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "num_gpu_blocks_override": st.integers(18, 60),
+        "block_size": st.sampled_from([1, 2, 4]),
+        "max_num_seqs": st.integers(1, 8),
+        "max_num_batched_tokens": st.integers(1, 40),
+        "long_prefill_token_threshold": st.sampled_from([0, 0, 5]),
+        "enable_prefix_caching": st.booleans(),
+    }
+)
 
 
 @settings(max_examples=250, deadline=None)
@@ -63,14 +84,17 @@ def test_any_schedule_gives_what_each_request_gets_alone(configuration, requests
             check_outputs(prompt, sampling, outputs, limit)
         else:
             tokens = [t for output in outputs for t in output.new_token_ids]
-            assert tokens == expected_tokens(prompt, sampling, limit, VOCAB, EOS_CHANCE)[:len(tokens)]
+            assert tokens == expected_tokens(prompt, sampling, limit, VOCAB, EOS_CHANCE)[: len(tokens)]
     assert len(messages) == len(requests)
     engine.assert_at_rest()
 
 
 def drive(engine, requests):
     """Put the requests and the aborts in at their turns, and run to the end."""
-    todo = sorted([(turn, i, "add") for i, (turn, *_) in enumerate(requests)] + [(a, i, "abort") for i, (*_, a) in enumerate(requests) if a is not None])
+    todo = sorted(
+        [(turn, i, "add") for i, (turn, *_) in enumerate(requests)]
+        + [(a, i, "abort") for i, (*_, a) in enumerate(requests) if a is not None]
+    )
     messages, turn = [], 0
     while todo or engine.scheduler.requests or engine.core.in_flight or engine.socket.inbox:
         while todo and todo[0][0] <= turn:
@@ -79,7 +103,15 @@ def drive(engine, requests):
             if what == "abort":
                 engine.abort(str(i))
             else:
-                messages.append(engine.add(str(i), prompt, priority=priority, cache_salt=salt, **{f: getattr(sampling, f) for f in sampling.__struct_fields__}))
+                messages.append(
+                    engine.add(
+                        str(i),
+                        prompt,
+                        priority=priority,
+                        cache_salt=salt,
+                        **{f: getattr(sampling, f) for f in sampling.__struct_fields__},
+                    )
+                )
         turn += 1
         try:
             engine.turn()
@@ -100,7 +132,9 @@ def check_outputs(prompt, sampling, outputs, limit):
     tokens = [t for output in outputs for t in output.new_token_ids]
     assert last.error is None
     assert tokens == expected_tokens(prompt, sampling, limit, VOCAB, EOS_CHANCE)
-    stopped_by_eos = len(tokens) > sampling.min_tokens and tokens[-1] in sampling.eos_token_ids and not sampling.ignore_eos
+    stopped_by_eos = (
+        len(tokens) > sampling.min_tokens and tokens[-1] in sampling.eos_token_ids and not sampling.ignore_eos
+    )
     stopped_by_id = len(tokens) > sampling.min_tokens and tokens[-1] in sampling.stop_token_ids and not stopped_by_eos
     assert last.finish_reason == ("stop" if stopped_by_eos or stopped_by_id else "length")
     assert last.stop_reason == (tokens[-1] if stopped_by_id else None)
@@ -110,7 +144,9 @@ def check_outputs(prompt, sampling, outputs, limit):
         assert not any(output.logprobs for output in outputs)
     else:
         entries = [entry for output in outputs for entry in output.logprobs or []]
-        assert [entry.token_ids[0] for entry in entries] == tokens and all(len(entry.token_ids) == 3 for entry in entries)
+        assert [entry.token_ids[0] for entry in entries] == tokens and all(
+            len(entry.token_ids) == 3 for entry in entries
+        )
     entries = [entry.token_ids[0] for output in outputs for entry in output.prompt_logprobs or []]
     assert entries == ([] if sampling.prompt_logprobs is None else prompt[1:])
     check_timing(prompt, last)

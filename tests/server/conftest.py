@@ -1,4 +1,6 @@
-"""A real server on a random port: uvicorn, the launcher's own composition, and an engine process with the fake executor. Only the signals are missing."""
+"""A real server on a random port: uvicorn, the launcher's own composition, and an engine process with the fake
+executor. Only the signals are missing.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,17 @@ MODEL = "org/test-model"
 
 
 def write_model_folder(folder: Path) -> Path:
-    """What a server needs of a model when the executor is the fake: a tokenizer, a chat template, the vocabulary's size."""
+    """What a server needs of a model when the executor is the fake: a tokenizer, a chat template, the vocabulary's
+    size.
+    """
     _byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE, "model_max_length": 2048}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE, "model_max_length": 2048})
+    )
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "top_k": 20, "eos_token_id": [2, 0]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.7, "top_k": 20, "eos_token_id": [2, 0]})
+    )
     return folder
 
 
@@ -39,8 +47,15 @@ def model_folder(tmp_path_factory) -> str:
 
 
 def make_config(folder: str, **settings: Any) -> Config:
-    defaults = {"model": folder, "port": 0, "served_model_name": [MODEL, "alias"], "distributed_executor_backend": "fake", "max_model_len": "512",
-                "shutdown_timeout": 5.0, "log_stats_interval": 0.0}
+    defaults = {
+        "model": folder,
+        "port": 0,
+        "served_model_name": [MODEL, "alias"],
+        "distributed_executor_backend": "fake",
+        "max_model_len": "512",
+        "shutdown_timeout": 5.0,
+        "log_stats_interval": 0.0,
+    }
     return Config.from_flat(**defaults | settings)
 
 
@@ -109,7 +124,9 @@ def poll(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
 
 
 @contextmanager
-def running_server(folder: str, monkeypatch: pytest.MonkeyPatch | None = None, fake: str = "", **settings: Any) -> Iterator[RunningServer]:
+def running_server(
+    folder: str, monkeypatch: pytest.MonkeyPatch | None = None, fake: str = "", **settings: Any
+) -> Iterator[RunningServer]:
     """A server of one's own. `fake` are the FakeOptions of its engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_FAKE", fake)
@@ -131,5 +148,7 @@ def server(model_folder) -> Iterator[RunningServer]:
 @pytest.fixture(scope="session")
 def slow_server(model_folder) -> Iterator[RunningServer]:
     """10 ms a step and room for 4 requests at once, for what happens meanwhile."""
-    with running_server(model_folder, fake="step_delay=0.01", max_num_seqs=4, max_num_queued_reqs=8, sse_keep_alive_interval=0.1) as running:
+    with running_server(
+        model_folder, fake="step_delay=0.01", max_num_seqs=4, max_num_queued_reqs=8, sse_keep_alive_interval=0.1
+    ) as running:
         yield running.wait_ready()

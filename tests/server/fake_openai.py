@@ -1,4 +1,6 @@
-"""A small OpenAI-like server over canned answers, for the clients we ship: it records what it was sent, and can be slow, refuse, or fail inside a stream."""
+"""A small OpenAI-like server over canned answers, for the clients we ship: it records what it was sent, and can be
+slow, refuse, or fail inside a stream.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,26 @@ MODEL = "fake-model"
 
 
 class FakeOpenAI:
-    """`with FakeOpenAI() as server:` listens on 127.0.0.1:`server.port`. The answer to anything is `max_tokens` words (3 when not asked)."""
+    """`with FakeOpenAI() as server:` listens on 127.0.0.1:`server.port`.
+
+    The answer to anything is `max_tokens` words (3 when not asked).
+    """
 
     def __init__(self, first_delay: float = 0.0, token_delay: float = 0.0, api_key: str | None = None):
         self.first_delay, self.token_delay, self.api_key = first_delay, token_delay, api_key
         self.requests: list[dict] = []
         self.fail: str | None = None  # "status", "stream" or "cut": how the next requests go wrong
         self.num_running = self.max_running = self.num_cancelled = 0
-        routes = [Route("/v1/models", self._models), Route("/health", lambda request: Response()), *(
-            Route(f"/v1/{path}", self._generate, methods=["POST"]) for path in ("completions", "chat/completions"))]
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/health", lambda request: Response()),
+            *(Route(f"/v1/{path}", self._generate, methods=["POST"]) for path in ("completions", "chat/completions")),
+        ]
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
-        self._server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(
+            uvicorn.Config(Starlette(routes=routes), log_level="error", timeout_graceful_shutdown=1)
+        )
         self._thread = threading.Thread(target=lambda: self._server.run([self._socket]), daemon=True)
 
     @property
@@ -50,11 +60,23 @@ class FakeOpenAI:
         self._socket.close()
 
     async def _models(self, request: Request) -> Response:
-        return self._refusal(request) or JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "root": "/nowhere"}]})
+        return self._refusal(request) or JSONResponse(
+            {"object": "list", "data": [{"id": MODEL, "object": "model", "root": "/nowhere"}]}
+        )
 
     def _refusal(self, request: Request) -> Response | None:
         if self.api_key and request.headers.get("authorization") != f"Bearer {self.api_key}":
-            return JSONResponse({"error": {"message": "wrong key", "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}}, 401)
+            return JSONResponse(
+                {
+                    "error": {
+                        "message": "wrong key",
+                        "type": "invalid_request_error",
+                        "param": None,
+                        "code": "invalid_api_key",
+                    }
+                },
+                401,
+            )
         return None
 
     async def _generate(self, request: Request) -> Response:
@@ -83,11 +105,22 @@ class FakeOpenAI:
                         yield self._event({"error": {"message": "the engine failed"}})
                     return
                 word = f" wörd{i}"
-                yield self._event({"choices": [{"index": 0, "delta": {"content": word}} if chat else {"index": 0, "text": word}]})
+                yield self._event(
+                    {"choices": [{"index": 0, "delta": {"content": word}} if chat else {"index": 0, "text": word}]}
+                )
                 yield b": keep-alive\n\n"
             if body.get("stream_options", {}).get("include_usage"):
                 prompt = body.get("prompt") or body["messages"][-1]["content"]
-                yield self._event({"choices": [], "usage": {"prompt_tokens": len(prompt.split()), "completion_tokens": num_tokens, "total_tokens": 0}})
+                yield self._event(
+                    {
+                        "choices": [],
+                        "usage": {
+                            "prompt_tokens": len(prompt.split()),
+                            "completion_tokens": num_tokens,
+                            "total_tokens": 0,
+                        },
+                    }
+                )
             yield b"data: [DONE]\n\n"
         except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += 1

@@ -55,19 +55,37 @@ def test_models_show_no_folder_of_the_operators(server):
 
 
 def test_tokenize_and_detokenize(server):
-    answer = server.http.post("/tokenize", json={"model": MODEL, "prompt": "Hello é🙂", "return_token_strs": True}).json()
+    answer = server.http.post(
+        "/tokenize", json={"model": MODEL, "prompt": "Hello é🙂", "return_token_strs": True}
+    ).json()
     ids = server.state.tokenizer.encode("Hello é🙂")
-    assert answer == {"count": len(ids), "max_model_len": 512, "tokens": ids, "token_strs": [server.state.tokenizer.vocabulary_entry(i) for i in ids]}
-    assert "Ġ" in "".join(answer["token_strs"]) and not set("é🙂 ") & set("".join(answer["token_strs"]))  # vocabulary entries, as vLLM has them
+    assert answer == {
+        "count": len(ids),
+        "max_model_len": 512,
+        "tokens": ids,
+        "token_strs": [server.state.tokenizer.vocabulary_entry(i) for i in ids],
+    }
+    # vocabulary entries, as vLLM has them
+    assert "Ġ" in "".join(answer["token_strs"]) and not set("é🙂 ") & set("".join(answer["token_strs"]))
     assert server.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello é🙂"}
     chat = server.http.post("/tokenize", json={"messages": HELLO}).json()
     assert chat["token_strs"] is None
-    assert server.http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"] == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        server.http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+        == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
     without = server.http.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()
     assert without["count"] < chat["count"]
-    assert server.http.post("/tokenize", json={"prompt": "word " * 3000}).json()["count"] > 512  # counting is what it is for
-    for body, param in (({}, "prompt"), ({"prompt": "a", "messages": HELLO}, "prompt"), ({"messages": HELLO, "tools": [{}]}, "tools")):
-        assert is_error(server.http.post("/tokenize", json=body), 400, "unsupported_parameter" if param == "tools" else None, param)
+    # counting is what it is for
+    assert server.http.post("/tokenize", json={"prompt": "word " * 3000}).json()["count"] > 512
+    for body, param in (
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": HELLO}, "prompt"),
+        ({"messages": HELLO, "tools": [{}]}, "tools"),
+    ):
+        assert is_error(
+            server.http.post("/tokenize", json=body), 400, "unsupported_parameter" if param == "tools" else None, param
+        )
     assert is_error(server.http.post("/detokenize", json={"tokens": [512]}), 400, None, "tokens")
     assert is_error(server.http.post("/detokenize", json={"tokens": [], "model": "x"}), 404, "model_not_found", "model")
 
@@ -77,21 +95,34 @@ def test_health_version_and_info(server):
         assert server.http.get(path).status_code == server.http.head(path).status_code == 200
     assert server.http.get("/version").json() == {"version": server.state.version}
     info = server.http.get("/server_info").json()
-    assert info["config"]["server"]["served_model_name"] == [MODEL, "alias"] and info["engine"]["max_model_len"] == 512 and info["engine"]["plan"]["device"] == "fake"
+    assert (
+        info["config"]["server"]["served_model_name"] == [MODEL, "alias"]
+        and info["engine"]["max_model_len"] == 512
+        and info["engine"]["plan"]["device"] == "fake"
+    )
     assert info["sampling_defaults"] == {"temperature": 0.7, "top_k": 20}
 
 
 def test_reset_prefix_cache(server):
     def cached() -> int:
         message = [{"role": "user", "content": "some prompt that fills a few blocks of the cache " * 4}]
-        return server.openai.chat.completions.create(model=MODEL, messages=message, max_tokens=1).usage.prompt_tokens_details.cached_tokens
+        return server.openai.chat.completions.create(
+            model=MODEL, messages=message, max_tokens=1
+        ).usage.prompt_tokens_details.cached_tokens
 
     cached()
     assert cached() > 0
-    for headers in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded", "origin": "http://evil.example"}):  # what any page may send
+    # what any page may send
+    for headers in (
+        {},
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded", "origin": "http://evil.example"},
+    ):
         assert is_error(server.http.post("/reset_prefix_cache", headers=headers), 415)
     assert cached() > 0
-    assert server.http.post("/reset_prefix_cache", headers={"content-type": "application/json"}).json() == {"success": True}
+    assert server.http.post("/reset_prefix_cache", headers={"content-type": "application/json"}).json() == {
+        "success": True
+    }
     assert cached() == 0
     assert server.http.post("/reset_prefix_cache", headers={"x-requested-with": "curl"}).json() == {"success": True}
 
@@ -101,7 +132,9 @@ def test_metrics(server):
     answer = server.http.get("/metrics")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     for prefix in ("quire", "vllm"):
-        count = re.search(rf'^{prefix}:request_success_total{{.*finished_reason="length".*}} (\S+)$', answer.text, re.MULTILINE)
+        count = re.search(
+            rf'^{prefix}:request_success_total{{.*finished_reason="length".*}} (\S+)$', answer.text, re.MULTILINE
+        )
         assert count and float(count[1]) >= 1
 
 
@@ -115,7 +148,9 @@ def test_openapi_describes_the_bodies(server):
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert references and references <= set(document["components"]["schemas"])
     fields = document["components"]["schemas"]["ChatCompletionRequest"]
-    assert {"messages", "temperature", "stop", "logit_bias"} <= set(fields["properties"]) and fields["required"] == ["messages"]
+    assert {"messages", "temperature", "stop", "logit_bias"} <= set(fields["properties"]) and fields["required"] == [
+        "messages"
+    ]
     assert fields["properties"]["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
 
 
@@ -123,15 +158,32 @@ def test_openapi_describes_the_bodies(server):
 
 
 def test_unknown_routes_and_methods(server):
-    for method, path in (("GET", "/v1"), ("POST", "/v1/nothing"), ("GET", "/v1/models/"), ("GET", "/%0d%0aX-A:1"), ("GET", "/health/")):
-        assert server.http.request(method, path).status_code == 404 and server.http.request(method, path).json()["error"]["message"]
+    for method, path in (
+        ("GET", "/v1"),
+        ("POST", "/v1/nothing"),
+        ("GET", "/v1/models/"),
+        ("GET", "/%0d%0aX-A:1"),
+        ("GET", "/health/"),
+    ):
+        assert (
+            server.http.request(method, path).status_code == 404
+            and server.http.request(method, path).json()["error"]["message"]
+        )
     for method, path in (("GET", CHAT), ("PUT", "/v1/completions"), ("POST", "/v1/models"), ("DELETE", "/health")):
         answer = server.http.request(method, path)
         assert is_error(answer, 405) and "allow" in answer.headers
 
 
-@pytest.mark.parametrize("path,shown,meant", [("/chat/completions", "/chat/completions", CHAT), ("//v1/models", "//v1/models", "/v1/models"),
-                                              ("/v1/models/", None, "/v1/models"), ("/completions", "/completions", "/v1/completions"), ("/health/", None, "/health")])
+@pytest.mark.parametrize(
+    "path,shown,meant",
+    [
+        ("/chat/completions", "/chat/completions", CHAT),
+        ("//v1/models", "//v1/models", "/v1/models"),
+        ("/v1/models/", None, "/v1/models"),
+        ("/completions", "/completions", "/v1/completions"),
+        ("/health/", None, "/health"),
+    ],
+)
 def test_a_wrong_path_is_told_the_right_one(server, path, shown, meant):
     connection = http.client.HTTPConnection(*server.listener.getsockname()[:2], timeout=10)
     connection.request("GET", path)
@@ -153,7 +205,12 @@ def test_what_is_no_json_object(server, path):
 
 def test_a_body_too_large_is_refused_before_it_is_read(server):
     with socket.create_connection((server.listener.getsockname()[0], server.listener.getsockname()[1])) as connection:
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {MIN_BODY_BYTES + 1}\r\n\r\n".encode())
+        connection.sendall(
+            (
+                f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+                f"{MIN_BODY_BYTES + 1}\r\n\r\n"
+            ).encode()
+        )
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
 
 
@@ -188,22 +245,46 @@ def test_the_log_names_an_unknown_field_once_and_why_a_request_was_refused(serve
     server.http.post(CHAT, json={"messages": HELLO, "model": "a\nb" * 30})
     server.http.post(CHAT, json={"messages": HELLO, "temperature": 5})
     server.http.get("/no/such/route")
-    lines = poll(lambda: [record.getMessage() for record in caplog.records if record.name == "quire.access" and "There is no" in record.getMessage()] and
-                 [record.getMessage() for record in caplog.records if record.name == "quire.access"])
-    assert "404" in lines[-3] and "invalid_request_error model: The model 'a\\nb" in lines[-3] and "\n" not in lines[-3] and len(lines[-3]) < 600
+    lines = poll(
+        lambda: (
+            [
+                record.getMessage()
+                for record in caplog.records
+                if record.name == "quire.access" and "There is no" in record.getMessage()
+            ]
+            and [record.getMessage() for record in caplog.records if record.name == "quire.access"]
+        )
+    )
+    assert (
+        "404" in lines[-3]
+        and "invalid_request_error model: The model 'a\\nb" in lines[-3]
+        and "\n" not in lines[-3]
+        and len(lines[-3]) < 600
+    )
     assert "400" in lines[-2] and "invalid_request_error temperature: " in lines[-2]
     assert "404" in lines[-1] and "There is no GET /no/such/route" in lines[-1]
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_error_of_ours(server, caplog):
     """ClientDisconnect while a body is read: 499, without a traceback."""
+
     def count() -> int:
-        return sum(family.count("") for family in re.findall(r'^quire:http_requests_total{.*status="5xx".*} (\S+)$', server.http.get("/metrics").text, re.MULTILINE))
+        return sum(
+            family.count("")
+            for family in re.findall(
+                r'^quire:http_requests_total{.*status="5xx".*} (\S+)$', server.http.get("/metrics").text, re.MULTILINE
+            )
+        )
 
     before = count()
     for _ in range(3):
         with socket.create_connection(server.listener.getsockname()[:2]) as connection:
-            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+            connection.sendall(
+
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+                    b"application/json\r\nContent-Length: 100\r\n\r\n{"
+
+            )
             time.sleep(0.05)
     poll(lambda: server.state.num_in_flight == 0)
     lines = [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -222,14 +303,36 @@ def test_an_echo_of_a_prompt_as_long_as_the_context(server):
     answer = server.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
-    assert choice["prompt_token_ids"] == ids and choice["token_ids"] == [] and len(choice["logprobs"]["tokens"]) == 512 and choice["finish_reason"] == "length"
+    assert (
+        choice["prompt_token_ids"] == ids
+        and choice["token_ids"] == []
+        and len(choice["logprobs"]["tokens"]) == 512
+        and choice["finish_reason"] == "length"
+    )
     assert answer.json()["usage"]["completion_tokens"] == 0
-    assert is_error(server.http.post("/v1/completions", json=body | {"prompt": [*ids, 5]}), 400, "context_length_exceeded", "prompt")
-    assert is_error(server.http.post("/v1/completions", json=body | {"max_tokens": 1}), 400, "context_length_exceeded", "prompt")
+    assert is_error(
+        server.http.post("/v1/completions", json=body | {"prompt": [*ids, 5]}), 400, "context_length_exceeded", "prompt"
+    )
+    assert is_error(
+        server.http.post("/v1/completions", json=body | {"max_tokens": 1}), 400, "context_length_exceeded", "prompt"
+    )
 
 
-@pytest.mark.parametrize("host,status", [("localhost:8000", 200), ("127.0.0.1:8000", 200), ("[::1]:8000", 200), ("testserver", 200), ("quire.localhost", 200), ("192.168.1.5", 200),
-                                         ("evil.example", 403), ("evil.example:8000", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403)])
+@pytest.mark.parametrize(
+    "host,status",
+    [
+        ("localhost:8000", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("testserver", 200),
+        ("quire.localhost", 200),
+        ("192.168.1.5", 200),
+        ("evil.example", 403),
+        ("evil.example:8000", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+    ],
+)
 def test_a_page_that_renamed_itself_to_us_reads_nothing(server, host, status):
     answer = server.http.get("/v1/models", headers={"host": host})
     assert answer.status_code == status
@@ -241,7 +344,9 @@ def test_a_page_that_renamed_itself_to_us_reads_nothing(server, host, status):
 def test_an_unexpected_exception_is_a_500_without_details(server, monkeypatch):
     monkeypatch.setattr(server.state.tokenizer, "encode_batch", lambda *args: 1 / 0, raising=False)
     answer = server.http.post(CHAT, json={"messages": HELLO})
-    assert is_error(answer, 500, "internal_error") and "ZeroDivision" not in answer.text and answer.headers["x-request-id"]
+    assert (
+        is_error(answer, 500, "internal_error") and "ZeroDivision" not in answer.text and answer.headers["x-request-id"]
+    )
     monkeypatch.undo()
     assert server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
 
@@ -266,12 +371,17 @@ def test_request_ids(server):
     def answer(body: dict | None = None, **headers: str) -> httpx.Response:
         return server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1} | (body or {}), headers=headers)
 
-    assert answer(**{"X-Request-Id": "abc"}).headers["x-request-id"] == "abc" and answer(**{"X-Request-Id": "abc"}).json()["id"] == "chatcmpl-abc"
+    assert (
+        answer(**{"X-Request-Id": "abc"}).headers["x-request-id"] == "abc"
+        and answer(**{"X-Request-Id": "abc"}).json()["id"] == "chatcmpl-abc"
+    )
     assert answer({"request_id": "mine"}, **{"X-Request-Id": "abc"}).headers["x-request-id"] == "mine"
     made_up = answer().headers["x-request-id"]
     assert len(made_up) == 32 and made_up != answer().headers["x-request-id"]
     for unusable in ("a b", "x" * 300, "é"):
-        assert re.fullmatch("[0-9a-f]{32}", answer(**{"X-Request-Id": unusable.encode("latin-1")}).headers["x-request-id"])
+        assert re.fullmatch(
+            "[0-9a-f]{32}", answer(**{"X-Request-Id": unusable.encode("latin-1")}).headers["x-request-id"]
+        )
     assert server.http.get("/nothing", headers={"x-request-id": "r"}).headers["x-request-id"] == "r"
 
 
@@ -279,7 +389,9 @@ def test_equal_request_ids_do_not_meet(slow_server):
     answers = {}
 
     def ask(seed: int) -> None:
-        answers[seed] = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 10, "seed": seed << 47, "request_id": "same"}).json()["choices"][0]["message"]["content"]
+        answers[seed] = slow_server.http.post(
+            CHAT, json={"messages": HELLO, "max_tokens": 10, "seed": seed << 47, "request_id": "same"}
+        ).json()["choices"][0]["message"]["content"]
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -298,28 +410,62 @@ def test_equal_request_ids_do_not_meet(slow_server):
 
 @pytest.fixture(scope="module")
 def keyed_server(model_folder):
-    with running_server(model_folder, api_key=["first", "sécond"], allowed_origins=["http://ui.example"], scheduling_policy="priority", strict_params=True) as server:
+    with running_server(
+        model_folder,
+        api_key=["first", "sécond"],
+        allowed_origins=["http://ui.example"],
+        scheduling_policy="priority",
+        strict_params=True,
+    ) as server:
         yield server.wait_ready()
 
 
-ALL_ROUTES = [(method, path.replace("{model_id:path}", MODEL)) for path, _, methods, _, _ in ROUTES for method in methods]
-ALL_ROUTES += [("POST", "/docs"), ("GET", "/openapi.json"), ("GET", "/nothing"), ("POST", "/v1/nothing"), ("DELETE", CHAT), ("GET", "/health/"), ("GET", "/live/../metrics")]
+ALL_ROUTES = [
+    (method, path.replace("{model_id:path}", MODEL)) for path, _, methods, _, _ in ROUTES for method in methods
+]
+ALL_ROUTES += [
+    ("POST", "/docs"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+    ("POST", "/v1/nothing"),
+    ("DELETE", CHAT),
+    ("GET", "/health/"),
+    ("GET", "/live/../metrics"),
+]
 
 
 @pytest.mark.parametrize("method,path", ALL_ROUTES)
 def test_keys_guard_everything_but_the_probes(keyed_server, method, path):
     http = keyed_server.http
-    wrong = [{}, {"authorization": "Bearer nope"}, {"authorization": "Bearer"}, {"authorization": "first"}, {"authorization": "Basic first"}, {"x-api-key": "nope"},
-             {"authorization": "Bearer first2"}, {"authorization": "Bearer firs"}, {"authorization": "Bearer nope", "x-api-key": "first"}]
+    wrong = [
+        {},
+        {"authorization": "Bearer nope"},
+        {"authorization": "Bearer"},
+        {"authorization": "first"},
+        {"authorization": "Basic first"},
+        {"x-api-key": "nope"},
+        {"authorization": "Bearer first2"},
+        {"authorization": "Bearer firs"},
+        {"authorization": "Bearer nope", "x-api-key": "first"},
+    ]
     for headers in wrong:
         answer = http.request(method, path, headers=headers)
         if path in PROBES:
             assert answer.status_code == 200
         else:
-            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer" and answer.headers["x-request-id"]
+            assert (
+                answer.status_code == 401
+                and answer.headers["www-authenticate"] == "Bearer"
+                and answer.headers["x-request-id"]
+            )
             if method != "HEAD":
                 assert is_error(answer, 401, "invalid_api_key")
-    for headers in ({"authorization": "Bearer first"}, {"authorization": "bearer first"}, {"x-api-key": "first"}, {"authorization": "Bearer sécond".encode()}):
+    for headers in (
+        {"authorization": "Bearer first"},
+        {"authorization": "bearer first"},
+        {"x-api-key": "first"},
+        {"authorization": "Bearer sécond".encode()},
+    ):
         assert http.request(method, path, headers=headers).status_code != 401
 
 
@@ -337,12 +483,19 @@ def test_keys_are_not_shown(keyed_server):
 
 
 def test_origins(keyed_server, server):
-    asked = {"origin": "http://ui.example", "access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    asked = {
+        "origin": "http://ui.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
     preflight = keyed_server.http.options(CHAT, headers=asked)
     assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == "http://ui.example"
     refused = keyed_server.http.get("/v1/models", headers={"origin": "http://ui.example"})
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "http://ui.example"
-    assert "access-control-allow-origin" not in keyed_server.http.get("/v1/models", headers={"origin": "http://other.example"}).headers
+    assert (
+        "access-control-allow-origin"
+        not in keyed_server.http.get("/v1/models", headers={"origin": "http://other.example"}).headers
+    )
     assert "access-control-allow-origin" not in server.http.get("/v1/models", headers=asked).headers
 
 
@@ -354,7 +507,11 @@ def test_strict_parameters(keyed_server):
 def test_priority(keyed_server, server):
     def status(running, value, in_header: bool) -> int:
         headers = {"x-api-key": "first"} | ({"x-vllm-priority": str(value)} if in_header else {})
-        return running.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1} | ({} if in_header else {"priority": value}), headers=headers).status_code
+        return running.http.post(
+            CHAT,
+            json={"messages": HELLO, "max_tokens": 1} | ({} if in_header else {"priority": value}),
+            headers=headers,
+        ).status_code
 
     for in_header in (False, True):
         assert [status(keyed_server, value, in_header) for value in (-5, 0, 7)] == [200, 200, 200]
@@ -367,24 +524,35 @@ def test_priority(keyed_server, server):
 
 def test_deadlines(slow_server):
     def ask(body: dict | None = None, **headers: str) -> dict:
-        answer = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 400, "ignore_eos": True} | (body or {}), headers=headers)
+        answer = slow_server.http.post(
+            CHAT, json={"messages": HELLO, "max_tokens": 400, "ignore_eos": True} | (body or {}), headers=headers
+        )
         assert answer.status_code == 200
         return answer.json()
 
     for answer in (ask({"t_max_predict_ms": 150}), ask(**{"X-Request-Timeout": "0.3"})):
         choice = answer["choices"][0]
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout") and 0 < answer["usage"]["completion_tokens"] < 100
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout") and 0 < answer["usage"][
+            "completion_tokens"
+        ] < 100
     poll(lambda: slow_server.state.client.num_open == 0)
     assert ask({"t_max_predict_ms": 0, "max_tokens": 2})["choices"][0]["stop_reason"] is None
     for bad in ("0", "-1", "soon", "inf", "nan"):
-        assert is_error(slow_server.http.post(CHAT, json={"messages": HELLO}, headers={"X-Request-Timeout": bad}), 400, None, "X-Request-Timeout")
+        assert is_error(
+            slow_server.http.post(CHAT, json={"messages": HELLO}, headers={"X-Request-Timeout": bad}),
+            400,
+            None,
+            "X-Request-Timeout",
+        )
 
 
 def occupy(server, count: int, num_tokens: int = 400) -> list[httpx.Response]:
     """So many streams that run or wait; close them to end them."""
     streams = []
     for _ in range(count):
-        request = server.http.build_request("POST", CHAT, json={"messages": HELLO, "max_tokens": num_tokens, "ignore_eos": True, "stream": True})
+        request = server.http.build_request(
+            "POST", CHAT, json={"messages": HELLO, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+        )
         streams.append(httpx.Client(timeout=30.0, trust_env=False).send(request, stream=True))
     poll(lambda: server.state.client.num_open == count)
     return streams
@@ -393,7 +561,11 @@ def occupy(server, count: int, num_tokens: int = 400) -> list[httpx.Response]:
 def test_a_full_queue_refuses(slow_server):
     streams = occupy(slow_server, 12)  # 4 run, 8 wait
     answer = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
-    assert is_error(answer, 503, "overloaded") and int(answer.headers["retry-after"]) > 0 and "limit is 8 (--max-num-queued-reqs)" in answer.json()["error"]["message"]
+    assert (
+        is_error(answer, 503, "overloaded")
+        and int(answer.headers["retry-after"]) > 0
+        and "limit is 8 (--max-num-queued-reqs)" in answer.json()["error"]["message"]
+    )
     for stream in streams:
         stream.close()
     poll(lambda: slow_server.state.client.num_open == 0)
@@ -404,7 +576,11 @@ def test_comments_keep_a_waiting_stream_alive(slow_server):
     streams = occupy(slow_server, 4)
     with slow_server.http.stream("POST", CHAT, json={"messages": HELLO, "max_tokens": 1, "stream": True}) as response:
         lines = response.iter_lines()
-        assert next(lines) == ": waiting for the first token" and next(lines) == "" and next(lines) == ": waiting for the first token"
+        assert (
+            next(lines) == ": waiting for the first token"
+            and next(lines) == ""
+            and next(lines) == ": waiting for the first token"
+        )
         for stream in streams:
             stream.close()
         assert [line for line in lines if line][-1] == "data: [DONE]"
@@ -414,17 +590,28 @@ def test_comments_keep_a_waiting_stream_alive(slow_server):
 
 
 def vanish(server, body: dict, after: float | None) -> None:
-    """Send a request over a socket of one's own and close it: after some seconds, or after the first bytes of the answer."""
+    """Send a request over a socket of one's own and close it: after some seconds, or after the first bytes of the
+    answer.
+    """
     data = json.dumps({"messages": HELLO, "max_tokens": 450, "ignore_eos": True} | body).encode()
     with socket.create_connection(server.listener.getsockname()[:2]) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        connection.sendall(
+            (
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+                b"%d\r\n\r\n"
+            )
+            % len(data)
+            + data
+        )
         if after is None:
             connection.recv(1)
         else:
             time.sleep(after)
 
 
-@pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"stream": True, "n": 3}, {"stream": False, "n": 3}])
+@pytest.mark.parametrize(
+    "body", [{"stream": True}, {"stream": False}, {"stream": True, "n": 3}, {"stream": False, "n": 3}]
+)
 def test_a_client_that_goes_away_frees_its_request(slow_server, body):
     state = slow_server.state
     vanish(slow_server, body, 0.1)
@@ -439,8 +626,17 @@ def test_five_hundred_clients_vanish_at_random_moments(slow_server):
     rng, state = random.Random(3), slow_server.state
     for _ in range(63):
         moments = [rng.choice([0, None, rng.random() * 0.05]) for _ in range(8)]
-        bodies = [{"stream": True if moment is None else rng.random() < 0.5, "n": rng.choice([1, 2]), "max_tokens": rng.choice([1, 5, 450])} for moment in moments]
-        threads = [threading.Thread(target=vanish, args=(slow_server, body, moment)) for body, moment in zip(bodies, moments)]
+        bodies = [
+            {
+                "stream": True if moment is None else rng.random() < 0.5,
+                "n": rng.choice([1, 2]),
+                "max_tokens": rng.choice([1, 5, 450]),
+            }
+            for moment in moments
+        ]
+        threads = [
+            threading.Thread(target=vanish, args=(slow_server, body, moment)) for body, moment in zip(bodies, moments)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -452,7 +648,15 @@ def test_five_hundred_clients_vanish_at_random_moments(slow_server):
 
 def test_a_slow_reader_gets_fewer_larger_chunks(server):
     """A client that reads late is not buffered for without limit: what piles up is merged, and the text is still whole."""
-    fields = {"messages": HELLO, "max_tokens": 400, "seed": 4, "ignore_eos": True, "n": 8, "logprobs": True, "top_logprobs": 20}
+    fields = {
+        "messages": HELLO,
+        "max_tokens": 400,
+        "seed": 4,
+        "ignore_eos": True,
+        "n": 8,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
     whole = server.http.post(CHAT, json=fields).json()
     texts = [""] * 8
     num_chunks = 0
@@ -514,7 +718,9 @@ def test_ending_ends_the_rest_with_an_error_event(model_folder):
         server.wait_ready()
         streams = occupy(server, 2)
         answer = {}
-        thread = threading.Thread(target=lambda: answer.update(whole=server.http.post(CHAT, json={"messages": HELLO, "ignore_eos": True})))
+        thread = threading.Thread(
+            target=lambda: answer.update(whole=server.http.post(CHAT, json={"messages": HELLO, "ignore_eos": True}))
+        )
         thread.start()
         poll(lambda: server.state.client.num_open == 3)
         started = time.monotonic()
@@ -529,18 +735,63 @@ def test_ending_ends_the_rest_with_an_error_event(model_folder):
 
 # ---- anything at all
 
-NUMBERS = st.one_of(st.integers(-3, 30), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**70, 511, 512, 513]), st.floats(-3, 30))
-VALUES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=6), st.lists(NUMBERS, max_size=3), st.lists(st.text(max_size=3), max_size=3),
-                   st.dictionaries(st.sampled_from(["5", "-1", "x", "include_usage", "type", "511"]), NUMBERS | st.booleans() | st.just("text"), max_size=2))
-MESSAGES = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "developer"]), "content": st.text(max_size=20)}), min_size=1, max_size=3)
-FIELDS = sorted({*ChatCompletionRequest.__struct_fields__, *CompletionRequest.__struct_fields__} - {"messages", "prompt", "max_tokens", "max_completion_tokens", "model"})
+NUMBERS = st.one_of(
+    st.integers(-3, 30), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**70, 511, 512, 513]), st.floats(-3, 30)
+)
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    NUMBERS,
+    st.text(max_size=6),
+    st.lists(NUMBERS, max_size=3),
+    st.lists(st.text(max_size=3), max_size=3),
+    st.dictionaries(
+        st.sampled_from(["5", "-1", "x", "include_usage", "type", "511"]),
+        NUMBERS | st.booleans() | st.just("text"),
+        max_size=2,
+    ),
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "developer"]), "content": st.text(max_size=20)}
+    ),
+    min_size=1,
+    max_size=3,
+)
+FIELDS = sorted(
+    {*ChatCompletionRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    - {"messages", "prompt", "max_tokens", "max_completion_tokens", "model"}
+)
 IDS = st.lists(st.integers(0, 511), min_size=1, max_size=3)
-LIKELY = {"n": st.integers(1, 4), "temperature": st.floats(0.1, 2), "top_p": st.floats(0.1, 1), "top_k": st.integers(-1, 30), "min_p": st.floats(0, 1), "seed": st.integers(-2**63, 2**63 - 1),
-          "presence_penalty": st.floats(-2, 2), "frequency_penalty": st.floats(-2, 2), "repetition_penalty": st.floats(0.1, 3), "stop": st.text(min_size=1, max_size=2) | st.just([" ", "e"]),
-          "stop_token_ids": IDS, "allowed_token_ids": IDS, "logit_bias": st.dictionaries(st.integers(0, 511).map(str), st.floats(-100, 100), max_size=3), "bad_words": st.just(["a", "b c"]),
-          "min_tokens": st.integers(0, 3), "prompt_logprobs": st.integers(0, 20), "truncate_prompt_tokens": st.sampled_from([-1, 1, 5, 512]), "truncation_side": st.sampled_from(["left", "right"]),
-          "cache_salt": st.just("salt"), "request_id": st.just("same"), "top_logprobs": st.integers(0, 20), "best_of": st.just(1), "t_max_predict_ms": st.floats(0, 5000), "priority": st.just(0),
-          "logprobs": st.booleans() | st.integers(0, 20), "documents": st.just([{"title": "T"}]), "chat_template_kwargs": st.just({"mood": 1})}
+LIKELY = {
+    "n": st.integers(1, 4),
+    "temperature": st.floats(0.1, 2),
+    "top_p": st.floats(0.1, 1),
+    "top_k": st.integers(-1, 30),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.1, 3),
+    "stop": st.text(min_size=1, max_size=2) | st.just([" ", "e"]),
+    "stop_token_ids": IDS,
+    "allowed_token_ids": IDS,
+    "logit_bias": st.dictionaries(st.integers(0, 511).map(str), st.floats(-100, 100), max_size=3),
+    "bad_words": st.just(["a", "b c"]),
+    "min_tokens": st.integers(0, 3),
+    "prompt_logprobs": st.integers(0, 20),
+    "truncate_prompt_tokens": st.sampled_from([-1, 1, 5, 512]),
+    "truncation_side": st.sampled_from(["left", "right"]),
+    "cache_salt": st.just("salt"),
+    "request_id": st.just("same"),
+    "top_logprobs": st.integers(0, 20),
+    "best_of": st.just(1),
+    "t_max_predict_ms": st.floats(0, 5000),
+    "priority": st.just(0),
+    "logprobs": st.booleans() | st.integers(0, 20),
+    "documents": st.just([{"title": "T"}]),
+    "chat_template_kwargs": st.just({"mood": 1}),
+}
 
 
 @st.composite
@@ -550,7 +801,12 @@ def bodies(draw) -> dict:
     odd = draw(st.sampled_from([0, 0, 1]))
     for name in draw(st.lists(st.sampled_from(FIELDS), max_size=6, unique=True)):
         body[name] = draw(VALUES if odd and draw(st.booleans()) else LIKELY.get(name, st.booleans()))
-    prompts = st.text(min_size=1, max_size=20) | st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3) | IDS | st.lists(IDS, min_size=1, max_size=3)
+    prompts = (
+        st.text(min_size=1, max_size=20)
+        | st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3)
+        | IDS
+        | st.lists(IDS, min_size=1, max_size=3)
+    )
     name, likely = draw(st.sampled_from([("messages", MESSAGES), ("prompt", prompts)]))
     return body | {name: draw(VALUES if odd and draw(st.booleans()) else likely)}
 

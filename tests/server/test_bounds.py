@@ -23,7 +23,9 @@ LIMIT = 0.010  # seconds of CPU time of one piece of work on the loop; 5 ms on a
 
 @pytest.fixture(scope="module")
 def bounded_server(model_folder):
-    with running_server(model_folder, max_model_len="2048", trust_request_chat_template=False, max_num_seqs=128) as server:
+    with running_server(
+        model_folder, max_model_len="2048", trust_request_chat_template=False, max_num_seqs=128
+    ) as server:
         yield server.wait_ready()
 
 
@@ -69,7 +71,8 @@ def test_small_work_stays_and_long_work_goes():
         assert (await threads.run(SMALL, name)).startswith("work")
         assert (await threads.run(LARGE, name)).startswith("large-work")
         await asyncio.sleep(0)
-        many = [await threads.run(SMALL - 1, name) for _ in range(2 * PER_TURN // SMALL)]  # one turn of the loop as long as nobody waits
+        # one turn of the loop as long as nobody waits
+        many = [await threads.run(SMALL - 1, name) for _ in range(2 * PER_TURN // SMALL)]
         assert many[0] == here and any(one.startswith("work") for one in many)
 
     asyncio.run(main())
@@ -130,8 +133,12 @@ def test_a_full_queue_counts_choices(slow_server):
     for stream in streams:
         stream.close()
     poll(lambda: slow_server.state.num_reserved == slow_server.state.num_reserved_tokens == 0)
-    answer = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "n": 13})  # alone, and still too many
-    assert is_error(answer, 400, None, "messages") and "limit is 8 (--max-num-queued-reqs)" in answer.json()["error"]["message"]
+    # alone, and still too many
+    answer = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "n": 13})
+    assert (
+        is_error(answer, 400, None, "messages")
+        and "limit is 8 (--max-num-queued-reqs)" in answer.json()["error"]["message"]
+    )
     assert slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "n": 12}).status_code == 200
 
 
@@ -147,7 +154,10 @@ def test_a_full_queue_counts_tokens(model_folder):
             for stream in streams:
                 stream.close()
             assert [one.result().status_code for one in waiting] == [200, 200]
-        assert is_error(answers[0], 503, "overloaded") and "--max-num-queued-tokens" in answers[0].json()["error"]["message"]
+        assert (
+            is_error(answers[0], 503, "overloaded")
+            and "--max-num-queued-tokens" in answers[0].json()["error"]["message"]
+        )
         poll(lambda: server.state.num_reserved == 0)
         assert is_error(server.http.post("/v1/completions", json=long | {"n": 8}), 400, None, "prompt")
         assert server.http.post("/v1/completions", json=long).status_code == 200
@@ -159,15 +169,29 @@ def test_queues_are_bounded_by_default_and_0_takes_the_bound_away(model_folder):
     assert ServerConfig().max_num_queued_reqs == 4096 and ServerConfig().max_num_queued_tokens == 2**22
     with running_server(model_folder, max_num_seqs=2, max_num_queued_reqs=0, max_num_queued_tokens=0) as server:
         server.wait_ready()
-        assert server.http.post("/v1/completions", json={"prompt": [[5]] * 50, "n": 100, "max_tokens": 1}).status_code == 200
+        assert (
+            server.http.post("/v1/completions", json={"prompt": [[5]] * 50, "n": 100, "max_tokens": 1}).status_code
+            == 200
+        )
 
 
 def test_the_limit_of_bodies_grows_with_the_context_and_can_be_set(model_folder):
     with running_server(model_folder, max_body_size=5000) as server:
         server.wait_ready()
         answer = server.http.post(CHAT, content=b" " * 5001, headers={"content-type": "application/json"})
-        assert is_error(answer, 413) and "5000" in answer.json()["error"]["message"] and "--max-body-size" in answer.json()["error"]["message"]
-        assert server.http.post(CHAT, content=json.dumps({"messages": HELLO, "max_tokens": 1}).encode().ljust(5000), headers={"content-type": "application/json"}).status_code == 200
+        assert (
+            is_error(answer, 413)
+            and "5000" in answer.json()["error"]["message"]
+            and "--max-body-size" in answer.json()["error"]["message"]
+        )
+        assert (
+            server.http.post(
+                CHAT,
+                content=json.dumps({"messages": HELLO, "max_tokens": 1}).encode().ljust(5000),
+                headers={"content-type": "application/json"},
+            ).status_code
+            == 200
+        )
 
 
 # ---- tenants
@@ -181,7 +205,9 @@ def test_tenants_do_not_see_each_others_prefixes(model_folder, share):
 
         def cached(key: str, **fields: str) -> int:
             with server.openai_with(key) as client:
-                return client.chat.completions.create(model=MODEL, messages=message, max_tokens=1, extra_body=fields).usage.prompt_tokens_details.cached_tokens
+                return client.chat.completions.create(
+                    model=MODEL, messages=message, max_tokens=1, extra_body=fields
+                ).usage.prompt_tokens_details.cached_tokens
 
         assert cached("one") == 0 and cached("one") > 0
         assert (cached("two") > 0) == share
@@ -193,7 +219,10 @@ def test_tenants_do_not_see_each_others_prefixes(model_folder, share):
 def test_hosts_that_were_named_are_answered(model_folder):
     with running_server(model_folder, allowed_hosts=["api.example"]) as server:
         server.wait_ready()
-        assert [server.http.get("/version", headers={"host": host}).status_code for host in ("api.example", "API.example:80", "evil.example")] == [200, 200, 403]
+        assert [
+            server.http.get("/version", headers={"host": host}).status_code
+            for host in ("api.example", "API.example:80", "evil.example")
+        ] == [200, 200, 403]
     with running_server(model_folder, allowed_hosts=["*"]) as server:
         server.wait_ready()
         assert server.http.get("/version", headers={"host": "evil.example"}).status_code == 200

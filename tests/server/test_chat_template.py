@@ -16,25 +16,65 @@ from tests.server.tokenizer_kinds import KINDS, llama2
 transformers = pytest.importorskip("transformers")
 
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "Wetter <&> \"heute\"", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": ["integer", "number"]}}, "required": ["city"]}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": 'Wetter <&> "heute"',
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": ["integer", "number"]}},
+                "required": ["city"],
+            },
+        },
+    },
     {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
 ]
-CALL = {"role": "assistant", "content": None, "tool_calls": [
-    {"id": "a1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 3}}}]}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"id": "a1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 3}}}
+    ],
+}
 RESULT = {"role": "tool", "tool_call_id": "a1", "name": "weather", "content": "4 °C"}
 CONVERSATIONS = {
     "user": [{"role": "user", "content": "Hi"}],
     "system": [{"role": "system", "content": " Be <brief> & kind. "}, {"role": "user", "content": "Hi "}],
-    "turns": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n 2 "}, {"role": "user", "content": "3\n"}],
+    "turns": [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n 2 "},
+        {"role": "user", "content": "3\n"},
+    ],
     "answered": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "The answer is "}],
-    "tool call": [{"role": "user", "content": "weather?"}, CALL, RESULT, {"role": "assistant", "content": "cold"}, {"role": "user", "content": "so?"}],
-    "reasoning": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "reasoning_content": "\nbecause\n"}],
+    "tool call": [
+        {"role": "user", "content": "weather?"},
+        CALL,
+        RESULT,
+        {"role": "assistant", "content": "cold"},
+        {"role": "user", "content": "so?"},
+    ],
+    "reasoning": [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2", "reasoning_content": "\nbecause\n"},
+    ],
     "wrong order": [{"role": "assistant", "content": "1"}, {"role": "assistant", "content": "2"}],
-    "two systems": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "system", "content": "c"}, {"role": "user", "content": ""}],
+    "two systems": [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "system", "content": "c"},
+        {"role": "user", "content": ""},
+    ],
 }
-contents = st.one_of(st.text(max_size=20), st.sampled_from(["", " ", "\n", "{{ x }}", "{% raw %}", "<|im_end|>", "</think>", "a\n\nb ", "'\"\\", "é🦊"]))
-conversations = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": contents}), min_size=1, max_size=5)
+contents = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["", " ", "\n", "{{ x }}", "{% raw %}", "<|im_end|>", "</think>", "a\n\nb ", "'\"\\", "é🦊"]),
+)
+conversations = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": contents}),
+    min_size=1,
+    max_size=5,
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +93,21 @@ def outcome(function, *errors):
 def check_equal(pair, source, messages, **options):
     """Both render the same text, or both refuse."""
     ours, reference = pair
-    fields = {name: value for name, value in options.items() if name in ("tools", "documents", "add_generation_prompt", "continue_final_message")}
+    fields = {
+        name: value
+        for name, value in options.items()
+        if name in ("tools", "documents", "add_generation_prompt", "continue_final_message")
+    }
     variables = {name: value for name, value in options.items() if name not in fields}
     got = outcome(lambda: ours.render_chat(messages, chat_template=source, variables=variables, **fields), ValueError)
-    expected = outcome(lambda: reference.apply_chat_template(messages, chat_template=source, tokenize=False, **options),
-                       ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError)
+    expected = outcome(
+        lambda: reference.apply_chat_template(messages, chat_template=source, tokenize=False, **options),
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        jinja2.TemplateError,
+    )
     assert (got is ValueError) == isinstance(expected, type), (got, expected)
     if got is not ValueError:
         assert got == expected
@@ -69,15 +119,34 @@ class TestEveryTemplate:
     def test_conversations(self, pair, name, conversation):
         if name == "PARTS_ONLY":
             pytest.skip("transformers prints nothing of a text here; see TestContent")
-        for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False}, {"add_generation_prompt": False, "continue_final_message": True},
-                        {"tools": TOOLS, "add_generation_prompt": True},
-                        {"documents": [{"title": "T", "text": "é <b>"}], "enable_thinking": False, "date_string": "1 Jan 2025", "unknown_kwarg": {"ä": 1}}):
-            check_equal(pair, TEMPLATES[name], CONVERSATIONS[conversation], **{"add_generation_prompt": False, **options})
+        for options in (
+            {"add_generation_prompt": True},
+            {"add_generation_prompt": False},
+            {"add_generation_prompt": False, "continue_final_message": True},
+            {"tools": TOOLS, "add_generation_prompt": True},
+            {
+                "documents": [{"title": "T", "text": "é <b>"}],
+                "enable_thinking": False,
+                "date_string": "1 Jan 2025",
+                "unknown_kwarg": {"ä": 1},
+            },
+        ):
+            check_equal(
+                pair, TEMPLATES[name], CONVERSATIONS[conversation], **{"add_generation_prompt": False, **options}
+            )
 
     @settings(max_examples=25, deadline=None)
-    @given(messages=conversations, options=st.fixed_dictionaries({}, optional={"tools": st.just(TOOLS), "enable_thinking": st.booleans()}),
-           mode=st.sampled_from([{"add_generation_prompt": True}, {"add_generation_prompt": False},
-                                 {"add_generation_prompt": False, "continue_final_message": True}]))
+    @given(
+        messages=conversations,
+        options=st.fixed_dictionaries({}, optional={"tools": st.just(TOOLS), "enable_thinking": st.booleans()}),
+        mode=st.sampled_from(
+            [
+                {"add_generation_prompt": True},
+                {"add_generation_prompt": False},
+                {"add_generation_prompt": False, "continue_final_message": True},
+            ]
+        ),
+    )
     def test_random_messages(self, pair, name, messages, options, mode):
         if name != "PARTS_ONLY":
             check_equal(pair, TEMPLATES[name], messages, **options, **mode)
@@ -104,7 +173,10 @@ class TestContent:
         assert "one \ntwo" in pair[0].render_chat([{"role": "user", "content": ["one ", "two"]}], chat_template=QWEN3)
 
     def test_text_becomes_a_part_where_only_parts_are_taken(self, pair):
-        assert pair[0].render_chat([{"role": "user", "content": "hello"}], chat_template=PARTS_ONLY) == "User: hello<end_of_utterance>\nAssistant:"
+        assert (
+            pair[0].render_chat([{"role": "user", "content": "hello"}], chat_template=PARTS_ONLY)
+            == "User: hello<end_of_utterance>\nAssistant:"
+        )
 
     def test_continued_parts(self, pair):
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": self.PARTS}]
@@ -126,15 +198,21 @@ class TestErrors:
     def test_messages(self, pair):
         assert "must alternate" in self.refuse(pair, MISTRAL, CONVERSATIONS["wrong order"])
         assert "must alternate" in self.refuse(pair, LLAMA2, CONVERSATIONS["wrong order"])
-        assert "single tool-calls" in self.refuse(pair, LLAMA3, [{"role": "assistant", "content": "", "tool_calls": []}])
+        assert "single tool-calls" in self.refuse(
+            pair, LLAMA3, [{"role": "assistant", "content": "", "tool_calls": []}]
+        )
         assert "TypeError" in self.refuse(pair, CHATML, [{"role": "user", "content": 3}])
         assert "missing" in self.refuse(pair, "{{ absent.attribute }}")
         assert "line 2" in self.refuse(pair, "ok\n{% for %}")
         assert "empty" in self.refuse(pair, CHATML, [])
 
     def test_sandbox(self, pair):
-        for source in ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "{{ namespace(_a=1)._a }}", "{% set n = namespace() %}{% set n._a = 1 %}",
-                       "{{ dict.__init__.__globals__ }}"):
+        for source in (
+            "{{ ''.__class__.__mro__ }}{{ messages.append(1) }}",
+            "{{ namespace(_a=1)._a }}",
+            "{% set n = namespace() %}{% set n._a = 1 %}",
+            "{{ dict.__init__.__globals__ }}",
+        ):
             assert "refuses" in self.refuse(pair, source) or "missing" in self.refuse(pair, source)
 
     def test_variables_that_have_a_field(self, pair):
@@ -142,17 +220,49 @@ class TestErrors:
             compile_template(CHATML).render([{"role": "user", "content": "x"}], variables={"messages": []})
 
     def test_a_variable_may_have_any_name(self, pair):
-        names = ["self", "variables", "limited", "max_chars", "environment", "context", "loop", "args", "kwargs", "", "a b", "1"]
+        names = [
+            "self",
+            "variables",
+            "limited",
+            "max_chars",
+            "environment",
+            "context",
+            "loop",
+            "args",
+            "kwargs",
+            "",
+            "a b",
+            "1",
+        ]
         for name in names:
-            assert pair[0].render_chat(CONVERSATIONS["user"], chat_template="x{{ mood }}", variables={name: 1, "mood": "!"}) == "x!"
+            assert (
+                pair[0].render_chat(
+                    CONVERSATIONS["user"], chat_template="x{{ mood }}", variables={name: 1, "mood": "!"}
+                )
+                == "x!"
+            )
 
-    @pytest.mark.parametrize("source", [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(90) }}",
-        "{{ range(99999) | map('string') | sum(start='') }}{% for a in range(99999) %}{{ range(99999) | map('string') | list | length }}{% endfor %}",
-        "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}", "{{ 'a' * 10 ** 10 }}", "{{ (10 ** 10) * 'a' }}", "{{ 10 ** (10 ** 10) }}",
-        "{% set x = 'a' * 10 ** 7 %}{{ x }}{{ x }}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 500 + "{% endif %}" * 500,
-    ])
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            (
+                "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ "
+                "twice(90) }}"
+            ),
+            (
+                "{{ range(99999) | map('string') | sum(start='') }}{% for a in range(99999) %}{{ range(99999) | "
+                "map('string') | list | length }}{% endfor %}"
+            ),
+            "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+            "{{ 'a' * 10 ** 10 }}",
+            "{{ (10 ** 10) * 'a' }}",
+            "{{ 10 ** (10 ** 10) }}",
+            "{% set x = 'a' * 10 ** 7 %}{{ x }}{{ x }}",
+            "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+            "{% if 1 %}" * 500 + "{% endif %}" * 500,
+        ],
+    )
     def test_a_strangers_template_ends_soon(self, pair, source):
         started = time.thread_time()
         self.refuse(pair, source)
@@ -160,7 +270,9 @@ class TestErrors:
         assert sys.gettrace() is None or "coverage" in sys.modules
 
     def test_the_models_own_template_has_no_limits(self, tmp_path):
-        tokenizer = Tokenizer.load(KINDS["llama3"](tmp_path / "m"), chat_template="{% set x = 'a' * 10 ** 7 %}{{ x }}{{ x }}")
+        tokenizer = Tokenizer.load(
+            KINDS["llama3"](tmp_path / "m"), chat_template="{% set x = 'a' * 10 ** 7 %}{{ x }}{{ x }}"
+        )
         assert len(tokenizer.render_chat(CONVERSATIONS["user"])) == 2 * 10**7
 
     def test_continue_final_message(self, pair):
@@ -173,7 +285,13 @@ class TestErrors:
 
 
 def test_special_tokens_and_further_variables(pair):
-    check_equal(pair, "{{ bos_token }}{{ eos_token }}{{ unk_token }}|{{ pad_token }}|{{ x }}", CONVERSATIONS["user"], add_generation_prompt=False, x=[1, None])
+    check_equal(
+        pair,
+        "{{ bos_token }}{{ eos_token }}{{ unk_token }}|{{ pad_token }}|{{ x }}",
+        CONVERSATIONS["user"],
+        add_generation_prompt=False,
+        x=[1, None],
+    )
     check_equal(pair, "{{ bos_token }}", CONVERSATIONS["user"], add_generation_prompt=False, bos_token="mine")
     assert "none" in pair[0].render_chat(CONVERSATIONS["user"], chat_template=RAG)
 

@@ -37,22 +37,43 @@ def test_it_plans_what_the_worker_then_does(folder, capsys):
     assert "chat template: yes" in planned and "default sampling parameters: OpenAI's" in planned
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ([], "no model.safetensors or model.safetensors.index.json"),
-    (["--load-format", "dummy", "--max-model-len", "4096"], "--max-model-len 4096 is more than this model's 2048 tokens: set it to at most 2048, or auto"),
-    (["--load-format", "dummy", "--max-model-len", "2048", "--kv-cache-memory-bytes", "1M"], "set --max-model-len to at most 656 (or auto), or give the KV cache more with --kv-cache-memory-bytes 3170304"),
-    (["--load-format", "dummy", "--tensor-parallel-size", "3"], "tensor_parallel_size 3"),
-    (["--load-format", "dummy", "--chat-template", "/nowhere.jinja"], "chat_template: there is no file /nowhere.jinja"),
-    (["--load-format", "dummy", "--generation-config", "/nowhere"], "generation_config: cannot read /nowhere"),
-    (["--load-format", "dummy", "--attention-backend", "flash"], "--attention-backend 'flash' does not exist"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "no model.safetensors or model.safetensors.index.json"),
+        (
+            ["--load-format", "dummy", "--max-model-len", "4096"],
+            "--max-model-len 4096 is more than this model's 2048 tokens: set it to at most 2048, or auto",
+        ),
+        (
+            ["--load-format", "dummy", "--max-model-len", "2048", "--kv-cache-memory-bytes", "1M"],
+            (
+                "set --max-model-len to at most 656 (or auto), or give the KV cache more with "
+                "--kv-cache-memory-bytes 3170304"
+            ),
+        ),
+        (["--load-format", "dummy", "--tensor-parallel-size", "3"], "tensor_parallel_size 3"),
+        (
+            ["--load-format", "dummy", "--chat-template", "/nowhere.jinja"],
+            "chat_template: there is no file /nowhere.jinja",
+        ),
+        (["--load-format", "dummy", "--generation-config", "/nowhere"], "generation_config: cannot read /nowhere"),
+        (["--load-format", "dummy", "--attention-backend", "flash"], "--attention-backend 'flash' does not exist"),
+    ],
+)
 def test_it_refuses_with_the_number_to_change(folder, arguments, message, capsys):
     assert check(folder, *arguments) == 1
     printed = capsys.readouterr()
     assert message in printed.err and printed.out == "" and printed.err.startswith("quire check: error: ")
 
 
-@pytest.mark.parametrize("advice", [["--max-model-len", "656", "--kv-cache-memory-bytes", "1M"], ["--max-model-len", "2048", "--kv-cache-memory-bytes", "3170304"]])
+@pytest.mark.parametrize(
+    "advice",
+    [
+        ["--max-model-len", "656", "--kv-cache-memory-bytes", "1M"],
+        ["--max-model-len", "2048", "--kv-cache-memory-bytes", "3170304"],
+    ],
+)
 def test_its_advice_works(folder, advice, capsys):
     assert check(folder, "--load-format", "dummy", *advice) == 0
     assert f"the full length of {int(advice[1]):,}" in capsys.readouterr().out

@@ -14,7 +14,9 @@ from tests.server.test_chat import events, reference
 
 def ask(server, prompt="Hello there", **fields):
     extra = fields.pop("extra_body", {})
-    return server.openai.completions.create(**{"model": MODEL, "prompt": prompt, "max_tokens": 6, "seed": 1} | fields, extra_body=extra)
+    return server.openai.completions.create(
+        **{"model": MODEL, "prompt": prompt, "max_tokens": 6, "seed": 1} | fields, extra_body=extra
+    )
 
 
 def post(server, prompt="Hello there", **fields):
@@ -31,26 +33,46 @@ def test_answer(server):
     choice = answer.choices[0]
     assert choice.prompt_token_ids == ids and choice.token_ids == reference(server, ids, 1, 6)
     assert choice.text == server.state.tokenizer.decode(choice.token_ids) and choice.finish_reason == "length"
-    assert answer.object == "text_completion" and answer.id.startswith("cmpl-") and answer.usage.prompt_tokens == len(ids)
-    assert len(ask(server, max_tokens=openai.omit, extra_body={"return_token_ids": True, "ignore_eos": True}).choices[0].token_ids) == 16
+    assert (
+        answer.object == "text_completion" and answer.id.startswith("cmpl-") and answer.usage.prompt_tokens == len(ids)
+    )
+    assert (
+        len(
+            ask(server, max_tokens=openai.omit, extra_body={"return_token_ids": True, "ignore_eos": True})
+            .choices[0]
+            .token_ids
+        )
+        == 16
+    )
 
 
 def test_every_shape_of_prompt(server):
     ids = [encode(server, text) for text in ("One fish", "two fish, red fish")]
-    for prompt, expected in [("One fish", ids[:1]), (["One fish", "two fish, red fish"], ids), (ids[0], ids[:1]), (ids, ids)]:
+    for prompt, expected in [
+        ("One fish", ids[:1]),
+        (["One fish", "two fish, red fish"], ids),
+        (ids[0], ids[:1]),
+        (ids, ids),
+    ]:
         answer = ask(server, prompt, n=2, extra_body={"return_token_ids": True})
         assert [choice.index for choice in answer.choices] == list(range(2 * len(expected)))
         for choice in answer.choices:
             prompt_index, i = divmod(choice.index, 2)
-            assert choice.prompt_token_ids == expected[prompt_index] and choice.token_ids == reference(server, expected[prompt_index], 1 + i, 6)
-        assert answer.usage.prompt_tokens == sum(map(len, expected)) and answer.usage.completion_tokens == 12 * len(expected)
+            assert choice.prompt_token_ids == expected[prompt_index] and choice.token_ids == reference(
+                server, expected[prompt_index], 1 + i, 6
+            )
+        assert answer.usage.prompt_tokens == sum(map(len, expected)) and answer.usage.completion_tokens == 12 * len(
+            expected
+        )
 
 
 def test_stream_and_whole_give_the_same(server):
     prompts = ["One fish", "two fish", "é🙂", "def attend("]
     fields = {"n": 2, "max_tokens": 30, "logprobs": 1, "stop": [" w", "e"], "extra_body": {"return_token_ids": True}}
     whole = ask(server, prompts, **fields)
-    merged = {choice.index: {"text": "", "ids": [], "tokens": [], "offsets": [], "finish": None} for choice in whole.choices}
+    merged = {
+        choice.index: {"text": "", "ids": [], "tokens": [], "offsets": [], "finish": None} for choice in whole.choices
+    }
     for chunk in ask(server, prompts, stream=True, **fields):
         choice = chunk.choices[0]
         mine = merged[choice.index]
@@ -61,15 +83,24 @@ def test_stream_and_whole_give_the_same(server):
         mine["offsets"] += choice.logprobs.text_offset
         mine["finish"] = choice.finish_reason
     for choice in whole.choices:
-        assert merged[choice.index] == {"text": choice.text, "ids": choice.token_ids, "tokens": choice.logprobs.tokens, "offsets": choice.logprobs.text_offset,
-                                        "finish": choice.finish_reason}
+        assert merged[choice.index] == {
+            "text": choice.text,
+            "ids": choice.token_ids,
+            "tokens": choice.logprobs.tokens,
+            "offsets": choice.logprobs.text_offset,
+            "finish": choice.finish_reason,
+        }
 
 
 def test_shape_of_a_stream(server):
     *chunks, done = events(post(server, ["a", "b"], stream=True, stream_options={"include_usage": True}))
     assert done == "[DONE]" and len({(c["id"], c["created"], c["object"]) for c in chunks}) == 1
     usage = chunks.pop()
-    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 12 and all(chunk["usage"] is None for chunk in chunks)
+    assert (
+        usage["choices"] == []
+        and usage["usage"]["completion_tokens"] == 12
+        and all(chunk["usage"] is None for chunk in chunks)
+    )
     for index in (0, 1):
         reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"][0]["index"] == index]
         assert reasons[-1] == "length" and not any(reasons[:-1])
@@ -95,7 +126,9 @@ def test_logprobs(server):
     assert logprobs.tokens == names and logprobs.token_logprobs == [-0.5] * 6
     for token_id, top in zip(choice.token_ids, logprobs.top_logprobs):
         assert top == {tokenizer.id_to_token(token_id): -0.5, tokenizer.id_to_token((token_id + 1) % VOCAB_SIZE): -1.5}
-    assert all(list(top) == [name] for name, top in zip(names, ask(server, logprobs=0).choices[0].logprobs.top_logprobs))
+    assert all(
+        list(top) == [name] for name, top in zip(names, ask(server, logprobs=0).choices[0].logprobs.top_logprobs)
+    )
     as_ids = ask(server, logprobs=0, extra_body={"return_tokens_as_token_ids": True}).choices[0].logprobs
     assert as_ids.tokens == [f"token_id:{i}" for i in choice.token_ids] and as_ids.text_offset == logprobs.text_offset
 
@@ -104,8 +137,14 @@ def test_text_offsets_point_into_the_text(server):
     prompt = "Once upon a time é🙂 there"
     choice = ask(server, prompt, echo=True, logprobs=0, max_tokens=30).choices[0]
     assert choice.text.startswith(prompt)
-    spans = zip(choice.logprobs.tokens, choice.logprobs.text_offset, [*choice.logprobs.text_offset[1:], len(choice.text)])
-    whole = [(token, choice.text[begin:end]) for token, begin, end in spans if "\\x" not in token and not token.startswith("<|")]
+    spans = zip(
+        choice.logprobs.tokens, choice.logprobs.text_offset, [*choice.logprobs.text_offset[1:], len(choice.text)]
+    )
+    whole = [
+        (token, choice.text[begin:end])
+        for token, begin, end in spans
+        if "\\x" not in token and not token.startswith("<|")
+    ]
     assert len(whole) > 20 and all(token == text for token, text in whole if "�" not in text)
 
 
@@ -122,8 +161,12 @@ def test_echo_with_logprobs(server, stream):
         text, logprobs = answer.json()["choices"][0]["text"], answer.json()["choices"][0]["logprobs"]
     assert text.startswith(prompt) and text == prompt + post(server, prompt, max_tokens=3).json()["choices"][0]["text"]
     assert len(logprobs["tokens"]) == len(ids) + 3
-    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None and logprobs["token_logprobs"][1:] == [-0.5] * (len(ids) + 2)
-    assert logprobs["tokens"][:len(ids)] == [server.state.tokenizer.id_to_token(i) for i in ids]
+    assert (
+        logprobs["token_logprobs"][0] is None
+        and logprobs["top_logprobs"][0] is None
+        and logprobs["token_logprobs"][1:] == [-0.5] * (len(ids) + 2)
+    )
+    assert logprobs["tokens"][: len(ids)] == [server.state.tokenizer.id_to_token(i) for i in ids]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -132,14 +175,26 @@ def test_lm_eval_style_scoring(server, stream, ids):
     """echo + logprobs + max_tokens 0: the prompt is scored, nothing is generated."""
     prompt = "What is the capital of France? Paris."
     given = encode(server, prompt) if ids else prompt
-    answer = post(server, given, echo=True, logprobs=1, max_tokens=0, stream=stream, stream_options={"include_usage": True} if stream else None)
+    answer = post(
+        server,
+        given,
+        echo=True,
+        logprobs=1,
+        max_tokens=0,
+        stream=stream,
+        stream_options={"include_usage": True} if stream else None,
+    )
     if stream:
         *chunks, usage = events(answer)[:-1]
         assert len(chunks) == 1
         choice, usage = chunks[0]["choices"][0], usage["usage"]
     else:
         choice, usage = answer.json()["choices"][0], answer.json()["usage"]
-    assert choice["text"] == prompt and choice["finish_reason"] == "length" and len(choice["logprobs"]["tokens"]) == len(encode(server, prompt))
+    assert (
+        choice["text"] == prompt
+        and choice["finish_reason"] == "length"
+        and len(choice["logprobs"]["tokens"]) == len(encode(server, prompt))
+    )
     assert usage["completion_tokens"] == 0 and usage["total_tokens"] == usage["prompt_tokens"]
     bare = post(server, given, echo=True, max_tokens=0).json()["choices"][0]
     assert (bare["text"], bare["logprobs"]) == (prompt, None)
@@ -161,18 +216,46 @@ def test_special_tokens(server):
     assert post(server, ids, echo=True, max_tokens=0, skip_special_tokens=False).json()["choices"][0]["text"] == prompt
 
 
-@pytest.mark.parametrize("fields,param", [
-    ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": ["a", ""]}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": ["a", 1]}, "prompt"),
-    ({"prompt": [[1], 2]}, "prompt"), ({"prompt": [VOCAB_SIZE]}, "prompt"), ({"prompt": [-1]}, "prompt.0"), ({"prompt": [[3], [-1]]}, "prompt.1.0"),
-    ({"prompt": ["a"] * 200, "n": 100}, "prompt"), ({"prompt": "word " * 600}, "prompt"), ({"prompt": [5] * 512}, "prompt"), ({"best_of": 2}, "best_of"),
-    ({"best_of": 2, "n": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
-    ({"n": 2, "temperature": 0}, "n"), ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"), ({"response_format": {"type": "json_object"}}, "response_format"),
-])
+@pytest.mark.parametrize(
+    "fields,param",
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1], 2]}, "prompt"),
+        ({"prompt": [VOCAB_SIZE]}, "prompt"),
+        ({"prompt": [-1]}, "prompt.0"),
+        ({"prompt": [[3], [-1]]}, "prompt.1.0"),
+        ({"prompt": ["a"] * 200, "n": 100}, "prompt"),
+        ({"prompt": "word " * 600}, "prompt"),
+        ({"prompt": [5] * 512}, "prompt"),
+        ({"best_of": 2}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
 def test_refused(server, fields, param):
     answer = post(server, **{"prompt": "x"} | fields)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
 def test_accepted_combinations(server):
-    for fields in ({"best_of": 2, "n": 2}, {"best_of": 1}, {"suffix": ""}, {"suffix": None}, {"user": "u"}, {"prompt": [5] * 511}, {"stop": []}, {"logit_bias": {}}):
+    for fields in (
+        {"best_of": 2, "n": 2},
+        {"best_of": 1},
+        {"suffix": ""},
+        {"suffix": None},
+        {"user": "u"},
+        {"prompt": [5] * 511},
+        {"stop": []},
+        {"logit_bias": {}},
+    ):
         assert post(server, **{"prompt": "x"} | fields).status_code == 200, fields

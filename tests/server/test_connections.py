@@ -81,9 +81,15 @@ def error_of(answer: bytes, status: int) -> dict:
 # ---- no HTTP
 
 
-@pytest.mark.parametrize("request_bytes", [b"nonsense\r\n\r\n", b"GET /live HTTP/1.1\r\n\r\n",
-                                           b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-                                           b"GET /live HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"])
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET /live HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
 def test_malformed_requests_get_json(own_server, request_bytes):
     with connect(port_of(own_server)) as connection:
         connection.sendall(request_bytes)

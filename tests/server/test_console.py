@@ -36,29 +36,54 @@ def type_lines(monkeypatch, *lines: str) -> None:
 
 
 def test_quick_answers_stream_to_stdout(server, capsys):
-    assert cli.main(["complete", "--url", f"{server.url}/v1", "-q", "Once upon", "--max-tokens", "4", "--temperature", "0"]) == 0
+    assert (
+        cli.main(
+            ["complete", "--url", f"{server.url}/v1", "-q", "Once upon", "--max-tokens", "4", "--temperature", "0"]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == " wörd0 wörd1 wörd2 wörd3\n"
-    assert server.requests[0] == {"model": MODEL, "prompt": "Once upon", "max_tokens": 4, "temperature": 0.0, "stream": True}
-    assert cli.main(["chat", "--url", server.url, "--quick", "Hi", "--system-prompt", "Be brief", "--model", "other"]) == 0
+    assert server.requests[0] == {
+        "model": MODEL,
+        "prompt": "Once upon",
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "stream": True,
+    }
+    assert (
+        cli.main(["chat", "--url", server.url, "--quick", "Hi", "--system-prompt", "Be brief", "--model", "other"]) == 0
+    )
     assert capsys.readouterr().out == " wörd0 wörd1 wörd2\n"
-    assert server.requests[1] == {"model": "other", "messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}], "stream": True}
+    assert server.requests[1] == {
+        "model": "other",
+        "messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}],
+        "stream": True,
+    }
 
 
 def test_chat_knows_help_and_the_name_of_the_benchmarks_flag(server, capsys, monkeypatch):
     type_lines(monkeypatch, "/help")
     assert console.chat(["--base-url", f"{server.url}/v1"]) == 0
-    assert (said := capsys.readouterr().err).count("/help shows this") == 2 and "unknown command" not in said  # at the start, and again
+    # at the start, and again
+    assert (said := capsys.readouterr().err).count("/help shows this") == 2 and "unknown command" not in said
     assert not server.requests
 
 
 def test_chat_remembers_resets_and_changes_the_system_prompt(server, capsys, monkeypatch):
-    type_lines(monkeypatch, "one", "two", "", "/reset", "three", "/system Be kind", "four", "/what", "/etc/passwd is a file")
+    type_lines(
+        monkeypatch, "one", "two", "", "/reset", "three", "/system Be kind", "four", "/what", "/etc/passwd is a file"
+    )
     assert console.chat(["--url", server.url]) == 0
     answer = {"role": "assistant", "content": " wörd0 wörd1 wörd2"}
     user = [{"role": "user", "content": text} for text in ("one", "two", "three", "four", "/etc/passwd is a file")]
     kind = {"role": "system", "content": "Be kind"}
     assert [request["messages"] for request in server.requests] == [
-        [user[0]], [user[0], answer, user[1]], [user[2]], [kind, user[3]], [kind, user[3], answer, user[4]]]
+        [user[0]],
+        [user[0], answer, user[1]],
+        [user[2]],
+        [kind, user[3]],
+        [kind, user[3], answer, user[4]],
+    ]
     assert "unknown command /what" in capsys.readouterr().err
 
 
@@ -71,7 +96,8 @@ def test_errors_end_quick_calls_and_not_conversations(server, capsys, monkeypatc
     assert console.chat(["--url", server.url]) == 0
     printed = capsys.readouterr()
     assert printed.err.count("error: the engine failed") == 2
-    assert server.requests[-1]["messages"] == [{"role": "user", "content": "two"}]  # the failed question is not part of the conversation
+    # the failed question is not part of the conversation
+    assert server.requests[-1]["messages"] == [{"role": "user", "content": "two"}]
 
 
 def test_no_server_wrong_url_and_wrong_key(capsys, monkeypatch):
@@ -99,8 +125,13 @@ def read_until(terminal: int, pattern: str, seconds: float = 20.0) -> str:
 def test_ctrl_c_stops_the_answer_and_ctrl_d_ends():
     with FakeOpenAI(token_delay=0.05) as server:
         terminal, child_side = pty.openpty()
-        process = subprocess.Popen([sys.executable, "-m", "quire", "chat", "--url", server.url, "--max-tokens", "1000"],
-                                   stdin=child_side, stdout=child_side, stderr=child_side, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "chat", "--url", server.url, "--max-tokens", "1000"],
+            stdin=child_side,
+            stdout=child_side,
+            stderr=child_side,
+            start_new_session=True,
+        )
         os.close(child_side)
         try:
             read_until(terminal, "> ")
@@ -120,5 +151,8 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends():
             os.close(terminal)
         _, second = server.requests
         assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
-        assert second["messages"][1]["content"].startswith(" wörd0 wörd1 wörd2 wörd3") and len(second["messages"][1]["content"]) < 1000
+        assert (
+            second["messages"][1]["content"].startswith(" wörd0 wörd1 wörd2 wörd3")
+            and len(second["messages"][1]["content"]) < 1000
+        )
         assert server.num_cancelled == 2  # the server saw the client leave

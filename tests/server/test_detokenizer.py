@@ -74,8 +74,9 @@ def test_pushes_add_up_to_the_full_decode(tokenizers, kind, data):
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_in_the_context_of_a_prompt(tokenizers, kind, data):
-    """Prompt text and output text add up to the decode of both. (Where a prompt ends inside a character or a clean-up spans its end, its own text
-    is not a prefix of that; such prompts have a test of their own.)"""
+    """Prompt text and output text add up to the decode of both. (Where a prompt ends inside a character or a clean-up
+    spans its end, its own text is not a prefix of that; such prompts have a test of their own.)
+    """
     tokenizer = tokenizers[kind]
     prompt, ids = data.draw(id_lists(tokenizer)), data.draw(id_lists(tokenizer))
     skip = data.draw(st.booleans())
@@ -117,14 +118,18 @@ class Characters:
 @given(text=st.text(alphabet="  ''.?!,ntmsvreo", max_size=16), data=st.data())
 def test_clean_up_in_parts(text, data):
     stream = CleanUpStream(Characters())
-    assert "".join([stream.push(part) for part in chunked(data.draw, list(map(ord, text)))]) + stream.finish() == clean_up_spaces(text)
+    assert "".join(
+        [stream.push(part) for part in chunked(data.draw, list(map(ord, text)))]
+    ) + stream.finish() == clean_up_spaces(text)
 
 
 def test_clean_up_of_every_short_text():
     for size in range(7):
         for characters in itertools.product(" 'nt", repeat=size):
             stream = CleanUpStream(Characters())
-            assert "".join([stream.push([ord(c)]) for c in characters]) + stream.finish() == clean_up_spaces("".join(characters))
+            assert "".join([stream.push([ord(c)]) for c in characters]) + stream.finish() == clean_up_spaces(
+                "".join(characters)
+            )
 
 
 @settings(max_examples=60, deadline=None)
@@ -168,11 +173,14 @@ class TestStopStrings:
                 stream = tokenizer.stream(())
                 text = stream.push(ids[:count])
             if min(count, len(ids)) > min_tokens:
-                ends = [(text.index(s, max(0, len(before) - len(s) + 1)) + len(s), i) for i, s in enumerate(stop)
-                        if s in text[max(0, len(before) - len(s) + 1):]]
+                ends = [
+                    (text.index(s, max(0, len(before) - len(s) + 1)) + len(s), i)
+                    for i, s in enumerate(stop)
+                    if s in text[max(0, len(before) - len(s) + 1) :]
+                ]
                 if ends:
                     end, i = min(ends)
-                    return text[:end if include else end - len(stop[i])], stop[i], min(count, len(ids))
+                    return text[: end if include else end - len(stop[i])], stop[i], min(count, len(ids))
             before = text
         return text, None, len(ids)
 
@@ -183,8 +191,16 @@ class TestStopStrings:
         tokenizer = tokenizers[kind]
         ids = data.draw(id_lists(tokenizer))
         text = tokenizer.decode(ids)
-        spans = st.builds(lambda start, size: text[start:start + size], st.integers(0, max(0, len(text) - 1)), st.integers(1, 6))
-        stop = [s for s in data.draw(st.lists(st.one_of(spans, st.sampled_from(["\n\n", "o", "ou", "the end", "aab"])), max_size=3)) if s]
+        spans = st.builds(
+            lambda start, size: text[start : start + size], st.integers(0, max(0, len(text) - 1)), st.integers(1, 6)
+        )
+        stop = [
+            s
+            for s in data.draw(
+                st.lists(st.one_of(spans, st.sampled_from(["\n\n", "o", "ou", "the end", "aab"])), max_size=3)
+            )
+            if s
+        ]
         include, min_tokens = data.draw(st.booleans()), data.draw(st.sampled_from([0, 0, 1, 3, 8]))
         expected, stopped, num_tokens = self.reference(tokenizer, ids, stop, include, min_tokens)
         detokenizer = Detokenizer(tokenizer, [], stop, include, min_tokens=min_tokens)
@@ -203,7 +219,7 @@ class TestStopStrings:
         pushed = [detokenizer.push([i]) for i in ids]
         assert "".join(pushed) == "abc <sto " and detokenizer.stopped == "<stop>"
         assert detokenizer.finish() == ""
-        assert tokenizer.decode(ids[:detokenizer.num_tokens]).endswith("<stop>")
+        assert tokenizer.decode(ids[: detokenizer.num_tokens]).endswith("<stop>")
 
     def test_a_stop_string_that_does_not_count_yet_is_not_held_back(self, tokenizers):
         tokenizer = tokenizers["byte_level"]
@@ -217,7 +233,7 @@ class TestStopStrings:
         emitted = ""
         for token_id in tokenizer.encode("ab xyz xyz? 🦊 xy"):
             emitted += detokenizer.push([token_id])
-            released = tokenizer.encode("ab xyz xyz? 🦊 xy")[:detokenizer.num_released]
+            released = tokenizer.encode("ab xyz xyz? 🦊 xy")[: detokenizer.num_released]
             assert emitted.startswith(tokenizer.decode(released).rstrip("\ufffd"))
         assert emitted.endswith("🦊 ")
         assert detokenizer.num_released < detokenizer.num_tokens
@@ -236,7 +252,7 @@ def test_cost_per_token_does_not_grow(tokenizers):
             best = float("inf")
             for start in range(0, len(part), 250):
                 begin = time.perf_counter()
-                for token_id in part[start:start + 250]:
+                for token_id in part[start : start + 250]:
                     detokenizer.push([token_id])
                 best = min(best, time.perf_counter() - begin)
             return best
@@ -249,14 +265,16 @@ def test_cost_per_token_does_not_grow(tokenizers):
 
 
 def plainly(parts: list[str], stop: list[str], include: bool, min_tokens: int) -> tuple[str, str | None]:
-    """All of the text up to the stop string that is complete first, and that string: every end of every prefix of the text is looked at."""
+    """All of the text up to the stop string that is complete first, and that string: every end of every prefix of the
+    text is looked at.
+    """
     text = ""
     for number, part in enumerate(parts, start=1):
         for length in range(len(text) + 1, len(text) + len(part) + 1):
             so_far = (text + part)[:length]
             hit = next((one for one in stop if so_far.endswith(one)), None)
             if hit is not None and number > min_tokens:
-                return so_far if include else so_far[:-len(hit)], hit
+                return so_far if include else so_far[: -len(hit)], hit
         text += part
     return text, None
 
@@ -283,7 +301,12 @@ LETTERS = st.text(alphabet="ab", max_size=5)
 
 
 @settings(max_examples=1500, deadline=None)
-@given(parts=st.lists(LETTERS, max_size=12), stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=6), include=st.booleans(), min_tokens=st.integers(0, 4))
+@given(
+    parts=st.lists(LETTERS, max_size=12),
+    stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=6),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 4),
+)
 def test_stop_strings_are_found_as_their_definition_says(parts, stop, include, min_tokens):
     detokenizer = Detokenizer(_Parts(parts), [], stop, include, min_tokens=min_tokens)
     sent = ""
@@ -291,15 +314,21 @@ def test_stop_strings_are_found_as_their_definition_says(parts, stop, include, m
         sent += detokenizer.push([i])
         if detokenizer.stopped is not None:
             break
-        so_far = "".join(parts[:i + 1])
-        grows = [k for k in range(1, len(so_far) + 1) if any(len(one) > k and one.startswith(so_far[-k:]) for one in stop)]
-        assert sent == so_far[:len(so_far) - max(grows, default=0)], "sent is all but the longest end that may grow into a stop string"
+        so_far = "".join(parts[: i + 1])
+        grows = [
+            k for k in range(1, len(so_far) + 1) if any(len(one) > k and one.startswith(so_far[-k:]) for one in stop)
+        ]
+        assert sent == so_far[: len(so_far) - max(grows, default=0)], (
+            "sent is all but the longest end that may grow into a stop string"
+        )
     sent += detokenizer.finish()
     assert (sent, detokenizer.stopped) == plainly(parts, stop, include, min_tokens)
 
 
 def test_64_stop_strings_cost_what_one_does():
-    """Of the same text, which begins all of them again and again: a step of the automaton for each character, give or take one."""
+    """Of the same text, which begins all of them again and again: a step of the automaton for each character, give or
+    take one.
+    """
     text = "word wor 1 wo\n" * 2000
 
     class Counting(StopStrings):

@@ -39,9 +39,11 @@ def without_age(message):
 
 def asynchronous(test):
     """Run an async test to its end, at most 30 s."""
+
     @functools.wraps(test)
     def run(*args, **kwargs):
         asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
+
     return run
 
 
@@ -86,7 +88,9 @@ class TestRequests:
         async with connected() as (client, engine):
             a, b = client.generate(request("a")), client.generate(request("b", prompt=[7]))
             assert [(await engine.receive()).request_id for _ in range(2)] == ["a", "b"]
-            await engine.send(StepOutputs([EngineOutput("b", [1]), EngineOutput("a", [2]), EngineOutput("unknown", [3])]))
+            await engine.send(
+                StepOutputs([EngineOutput("b", [1]), EngineOutput("a", [2]), EngineOutput("unknown", [3])])
+            )
             assert (await anext(a)).new_token_ids == [2] and (await anext(b)).new_token_ids == [1]
             await engine.output("a", finish_reason="stop", stop_reason=5)
             assert [o.stop_reason async for o in a] == [5]
@@ -104,7 +108,9 @@ class TestRequests:
             await engine.output("r", finish_reason="length")
             while client.num_open:
                 await asyncio.sleep(0.01)
-            assert [o async for o in stream] == [EngineOutput("r", [1, 2, 3, 4], "length", None, logprobs[2:5], logprobs[:2], 2)]
+            assert [o async for o in stream] == [
+                EngineOutput("r", [1, 2, 3, 4], "length", None, logprobs[2:5], logprobs[:2], 2)
+            ]
 
     @asynchronous
     async def test_choices_share_a_stream(self):
@@ -112,7 +118,10 @@ class TestRequests:
             stream = client.generate(request("r-0", siblings=[Choice("r-1", 1)]))
             assert (await engine.receive()).siblings == [Choice("r-1", 1)]
             await engine.send(StepOutputs([EngineOutput("r-1", [1], "stop"), EngineOutput("r-0", [2])]))
-            assert {o.request_id: o.new_token_ids for o in [await anext(stream), await anext(stream)]} == {"r-1": [1], "r-0": [2]}
+            assert {o.request_id: o.new_token_ids for o in [await anext(stream), await anext(stream)]} == {
+                "r-1": [1],
+                "r-0": [2],
+            }
             stream.abort("r-1")  # finished: nothing to do
             stream.abort("r-0")
             assert await engine.receive() == AbortRequests(["r-0"])
@@ -145,7 +154,10 @@ class TestRequests:
     @asynchronous
     async def test_waiting_prompts_are_counted_once_for_all_choices(self):
         async with connected() as (client, engine):
-            a, b, c = (client.generate(request(name, prompt=range(size), siblings=[Choice(name * 2, 1)])) for name, size in (("a", 10), ("b", 20), ("c", 40)))
+            a, b, c = (
+                client.generate(request(name, prompt=range(size), siblings=[Choice(name * 2, 1)]))
+                for name, size in (("a", 10), ("b", 20), ("c", 40))
+            )
             assert (client.num_open, client.num_waiting_tokens) == (6, 70)
             for _ in range(3):
                 await engine.receive()
@@ -254,7 +266,9 @@ class TestRestart:
             await client.connect(second.address)
             assert client.dead is None
             await second.start()
-            assert without_age(await second.receive()) == request("a", sampling={"max_tokens": 9}, output_token_ids=[1, 2])
+            assert without_age(await second.receive()) == request(
+                "a", sampling={"max_tokens": 9}, output_token_ids=[1, 2]
+            )
             await second.output("a", 4, finish_reason="stop")
             assert without_age(await second.receive()) == request("late")
             await second.output("late", 5, finish_reason="stop")
@@ -309,7 +323,10 @@ class TestRestart:
     @pytest.mark.parametrize("tokens_at_death", [0, 20])
     @asynchronous
     async def test_one_that_kills_engines_fails_alone(self, poison, tokens_at_death):
-        """Nine requests and one more that comes later; every engine dies as soon as it has the one. At most three do, and the first one alone counts."""
+        """Nine requests and one more that comes later; every engine dies as soon as it has the one.
+
+        At most three do, and the first one alone counts.
+        """
         client, num_deaths = EngineClient(), 0
         streams = [client.generate(request(str(i), siblings=[Choice(f"{i}b", 1)] if i == 4 else [])) for i in range(9)]
         answers = [asyncio.create_task(self.collect(stream)) for stream in streams]
@@ -338,7 +355,9 @@ class TestRestart:
         return [output async for output in stream]
 
     async def serve(self, engine, names, poison, tokens_at_death, client):
-        """Run requests until all have ended, or until the one is there and has got `tokens_at_death` tokens: whether the engine dies of it."""
+        """Run requests until all have ended, or until the one is there and has got `tokens_at_death` tokens: whether
+        the engine dies of it.
+        """
         running = {}
         for turn in itertools.count():
             while not await engine.receives_nothing(0.02):
@@ -404,11 +423,16 @@ class TestRestart:
 
 
 class TestRealEngine:
-    CONFIG = Config.from_flat(distributed_executor_backend="fake", max_num_seqs=4, max_num_batched_tokens=64, log_level="warning")
+    CONFIG = Config.from_flat(
+        distributed_executor_backend="fake", max_num_seqs=4, max_num_batched_tokens=64, log_level="warning"
+    )
 
     @asynchronous
     async def test_requests_survive_a_killed_engine(self):
-        """Twelve requests, three per batch slot; the engine is killed half way. Every one gets exactly the tokens it would have had."""
+        """Twelve requests, three per batch slot; the engine is killed half way.
+
+        Every one gets exactly the tokens it would have had.
+        """
         engines = [EngineProcess(self.CONFIG), EngineProcess(self.CONFIG)]
         client = EngineClient()
         try:

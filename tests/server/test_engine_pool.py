@@ -69,7 +69,16 @@ class TestRouter:
         assert set(prefix_hashes(LONG, "salt")).isdisjoint(hashes) and not list(prefix_hashes(LONG[:31], None))
 
 
-@pytest.mark.parametrize("index, ranks, visible, expected", [(0, 1, None, "0"), (1, 2, None, "2,3"), (1, 2, "4,5,6,7", "6,7"), (1, 1, "4", ""), (0, 2, "GPU-a,GPU-b", "GPU-a,GPU-b")])
+@pytest.mark.parametrize(
+    "index, ranks, visible, expected",
+    [
+        (0, 1, None, "0"),
+        (1, 2, None, "2,3"),
+        (1, 2, "4,5,6,7", "6,7"),
+        (1, 1, "4", ""),
+        (0, 2, "GPU-a,GPU-b", "GPU-a,GPU-b"),
+    ],
+)
 def test_each_engine_has_gpus_of_its_own(index, ranks, visible, expected):
     assert _devices(Config.from_flat(tensor_parallel_size=ranks), index, visible) == expected
 
@@ -92,7 +101,15 @@ def test_offline_has_one_engine():
 
 def test_two_engines_serve_and_one_may_die(model_folder, tmp_path):
     async def ask(http: httpx.AsyncClient, number: int) -> str:
-        answer = await http.post(CHAT, json={"messages": [{"role": "user", "content": f"number {number}"}], "max_tokens": 100, "ignore_eos": True, "seed": number})
+        answer = await http.post(
+            CHAT,
+            json={
+                "messages": [{"role": "user", "content": f"number {number}"}],
+                "max_tokens": 100,
+                "ignore_eos": True,
+                "seed": number,
+            },
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["message"]["content"]
 
@@ -110,7 +127,11 @@ def test_two_engines_serve_and_one_may_die(model_folder, tmp_path):
         assert len(engines) == 2
         expected = asyncio.run(crowd(server.port))
         page = {family.name: family for family in text_string_to_metric_families(server.http.get("/metrics").text)}
-        assert {sample.labels["engine"]: sample.value for sample in page["vllm:request_success"].samples if sample.labels["finished_reason"] == "length"} == {"0": 4, "1": 4}
+        assert {
+            sample.labels["engine"]: sample.value
+            for sample in page["vllm:request_success"].samples
+            if sample.labels["finished_reason"] == "length"
+        } == {"0": 4, "1": 4}
 
         def kill() -> None:
             engines[1].kill()

@@ -53,7 +53,15 @@ def connections(server: ServerProcess, count: int = 2) -> list[httpx.Client]:
         answer = client.send(client.build_request("GET", "/live"), stream=True)
         local = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
         answer.read()
-        owner = next((process.pid for process in frontends(server) for one in process.net_connections("tcp") if one.raddr and one.raddr.port == local), None)
+        owner = next(
+            (
+                process.pid
+                for process in frontends(server)
+                for one in process.net_connections("tcp")
+                if one.raddr and one.raddr.port == local
+            ),
+            None,
+        )
         if owner is not None and owner not in found:
             found[owner] = client
         else:
@@ -75,10 +83,18 @@ def wait_open(server: ServerProcess) -> ServerProcess:
 
 
 def body(number: int, num_tokens: int = 100) -> dict:
-    return {"messages": [{"role": "user", "content": f"number {number}"}], "max_tokens": num_tokens, "ignore_eos": True, "seed": number, "n": 1 + number % 2}
+    return {
+        "messages": [{"role": "user", "content": f"number {number}"}],
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "seed": number,
+        "n": 1 + number % 2,
+    }
 
 
-def crowd(server: ServerProcess, count: int, disturb: Callable[[], None] | None = None, num_tokens: int = 100) -> list[list[str]]:
+def crowd(
+    server: ServerProcess, count: int, disturb: Callable[[], None] | None = None, num_tokens: int = 100
+) -> list[list[str]]:
     """The texts of `count` requests at once, half of them streamed."""
 
     async def ask(http: httpx.AsyncClient, number: int) -> list[str]:
@@ -95,7 +111,9 @@ def crowd(server: ServerProcess, count: int, disturb: Callable[[], None] | None 
 
     async def main() -> list[list[str]]:
         limits = httpx.Limits(max_keepalive_connections=0)  # a connection for each request
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{server.port}", timeout=60, trust_env=False, limits=limits
+        ) as http:
             tasks = [asyncio.create_task(ask(http, number)) for number in range(count)]
             if disturb is not None:
                 await asyncio.sleep(0.4)
@@ -107,8 +125,12 @@ def crowd(server: ServerProcess, count: int, disturb: Callable[[], None] | None 
 
 def metric(page: str, name: str, **labels: str) -> float:
     """The sum of the samples that have these labels."""
-    return sum(sample.value for family in text_string_to_metric_families(page) for sample in family.samples
-               if sample.name == name and labels.items() <= sample.labels.items())
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
@@ -116,12 +138,14 @@ def test_all_frontends_answer_and_an_engine_may_die(model_folder, tmp_path, num_
     """The requests of every frontend go on, also those that share an id."""
     with fleet(model_folder, tmp_path, fake="step_delay=0.01", data_parallel_size=num_engines) as server:
         wait_open(server)
-        assert [process.name() for process in frontends(server)] == ["quire-api-0", "quire-api-1"] and len(server.engines()) == num_engines
+        assert [process.name() for process in frontends(server)] == ["quire-api-0", "quire-api-1"] and len(
+            server.engines()
+        ) == num_engines
         expected = crowd(server, 12)
         assert crowd(server, 12, server.engines()[0].kill) == expected
         assert server.log.count("starting a new one, which takes over the open requests") == 1
         for number in range(2):  # both had some
-            assert f' server {number}: 127.0.0.1' in server.log
+            assert f" server {number}: 127.0.0.1" in server.log
         assert connections(server)[0].get("/server_info").json()["config"]["server"]["api_server_count"] == 2
 
 
@@ -156,7 +180,12 @@ def test_metrics_span_the_frontends(model_folder, tmp_path):
                 assert metric(page, prefix + "generation_tokens_total") == 35
                 assert metric(page, prefix + "time_to_first_token_seconds_count") == 5
             assert metric(page, "http_requests_total", handler=CHAT) == 5
-            assert {sample.labels["engine"] for family in text_string_to_metric_families(page) for sample in family.samples if sample.name == "vllm:num_requests_running"} == {"0", "1"}
+            assert {
+                sample.labels["engine"]
+                for family in text_string_to_metric_families(page)
+                for sample in family.samples
+                if sample.name == "vllm:num_requests_running"
+            } == {"0", "1"}
         frontends(server)[0].kill()
         poll(lambda: "frontend 0 died (signal SIGKILL)" in server.log)
         assert metric(https[1].get("/metrics").text, "vllm:request_success_total", finished_reason="length") == 5
@@ -168,12 +197,18 @@ def test_metrics_span_the_frontends(model_folder, tmp_path):
 
 
 def test_a_frontend_that_is_killed(model_folder, tmp_path):
-    """Its connections are lost, and the engine frees their requests; the others go on, and another frontend takes its place."""
+    """Its connections are lost, and the engine frees their requests; the others go on, and another frontend takes its
+    place.
+    """
     with fleet(model_folder, tmp_path, fake="step_delay=0.02") as server:
         wait_open(server)
-        (lost, kept), (_, asked) = connections(server), connections(server)  # who streams asks nothing else: that would be another connection
+        # who streams asks nothing else: that would be another connection
+        (lost, kept), (_, asked) = connections(server), connections(server)
         whole = kept.post(CHAT, json=body(0, 80)).json()["choices"][0]["message"]["content"]
-        streams = [http.send(http.build_request("POST", CHAT, json=body(0, 80) | {"stream": True}), stream=True) for http in (lost, kept)]
+        streams = [
+            http.send(http.build_request("POST", CHAT, json=body(0, 80) | {"stream": True}), stream=True)
+            for http in (lost, kept)
+        ]
         lines = [stream.iter_lines() for stream in streams]
         first = [next(line) for line in lines]
         poll(lambda: metric(asked.get("/metrics").text, "vllm:num_requests_running") == 2)
@@ -259,14 +294,18 @@ def test_a_client_that_leaves(model_folder, tmp_path):
 
 
 def test_the_queue_is_one(model_folder, tmp_path):
-    """--max-num-queued-reqs counts what all frontends have, up to what they tell each other with a tenth of a second's delay."""
+    """--max-num-queued-reqs counts what all frontends have, up to what they tell each other with a tenth of a second's
+    delay.
+    """
     with fleet(model_folder, tmp_path, fake="step_delay=0.02", max_num_seqs=2, max_num_queued_reqs=2) as server:
         wait_open(server)
         first, second = connections(server)
         streams = []
         for _ in range(4):  # two run, two wait, all of them here
             client = connections(server)[0]
-            streams.append(client.send(client.build_request("POST", CHAT, json=body(0, 400) | {"stream": True}), stream=True))
+            streams.append(
+                client.send(client.build_request("POST", CHAT, json=body(0, 400) | {"stream": True}), stream=True)
+            )
         time.sleep(0.5)
         for http in (first, second):
             answer = http.post(CHAT, json=body(0, 1))
@@ -283,7 +322,10 @@ def test_requests_finish_after_a_signal(model_folder, tmp_path):
     with fleet(model_folder, tmp_path, fake="step_delay=0.02") as server:
         wait_open(server)
         https, idle = connections(server), connections(server)
-        streams = [http.send(http.build_request("POST", CHAT, json=body(0, 100) | {"stream": True}), stream=True) for http in https]
+        streams = [
+            http.send(http.build_request("POST", CHAT, json=body(0, 100) | {"stream": True}), stream=True)
+            for http in https
+        ]
         server.process.send_signal(signal.SIGTERM)
         for http in idle:
             poll(lambda http=http: http.get("/ready").status_code == 503, 1)
@@ -338,7 +380,8 @@ def test_a_killed_parent_leaves_nothing(model_folder, tmp_path):
         server.process.kill()
         poll(lambda: all(gone(child) for child in children), 2)
         assert not list(tmp_path.glob("quire-*"))
-        poll(lambda: is_free(server.port), 2)  # a process may be seen as ended while its last threads still close its sockets
+        # a process may be seen as ended while its last threads still close its sockets
+        poll(lambda: is_free(server.port), 2)
 
 
 def test_probes_answer_while_it_loads(model_folder, tmp_path):
@@ -363,7 +406,12 @@ def test_an_engine_that_keeps_dying_ends_the_server(model_folder, tmp_path):
 
 def test_what_the_user_can_correct(model_folder, tmp_path):
     with fleet(model_folder, tmp_path, chat_template="{% if") as server:
-        assert server.wait(30) == 1 and "cannot start: " in server.log and "chat template" in server.log and "Traceback" not in server.log
+        assert (
+            server.wait(30) == 1
+            and "cannot start: " in server.log
+            and "chat template" in server.log
+            and "Traceback" not in server.log
+        )
     with pytest.raises(ValueError, match="--api-server-count: must be at least 1"):
         all_options()["api_server_count"].parse("0", "--api-server-count")
 
@@ -382,7 +430,10 @@ def test_a_port_in_use(model_folder, tmp_path, count):
 
 def test_a_unix_socket_is_shared(model_folder, tmp_path):
     path = str(tmp_path / "s")
-    with fleet(model_folder, tmp_path, uds=path) as server, httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x", timeout=20) as http:
+    with (
+        fleet(model_folder, tmp_path, uds=path) as server,
+        httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x", timeout=20) as http,
+    ):
         wait_open(server)
         assert http.post(CHAT, json=body(0, 3)).status_code == 200
         server.process.send_signal(signal.SIGTERM)

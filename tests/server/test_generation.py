@@ -66,7 +66,14 @@ def outputs_of(chunks, finish_reason="length", request_id="r", logprobs=False, *
     result = []
     for i, ids in enumerate(chunks):
         fields = {"finish_reason": finish_reason, **last} if i == len(chunks) - 1 else {}
-        result.append(EngineOutput(request_id, list(ids), logprobs=[TokenLogprobs([t], [-0.5], 1) for t in ids] if logprobs else None, **fields))
+        result.append(
+            EngineOutput(
+                request_id,
+                list(ids),
+                logprobs=[TokenLogprobs([t], [-0.5], 1) for t in ids] if logprobs else None,
+                **fields,
+            )
+        )
     return result
 
 
@@ -96,15 +103,19 @@ class TestText:
     @settings(max_examples=120, deadline=None)
     @given(data=st.data())
     def test_any_chunks_give_the_same(self, request, kind, data):
-        """Text, ids and logprobs of all deltas equal the whole; at every moment the ids told are those whose text is out."""
+        """Text, ids and logprobs of all deltas equal the whole; at every moment the ids told are those whose text is
+        out.
+        """
         tokenizer = request.getfixturevalue(kind)
         ids = tokenizer.encode(data.draw(st.sampled_from([*CORPUS[:5], "🦊🦊 x", "ab"])), False)
-        ids = data.draw(st.one_of(st.just(ids), st.lists(st.integers(3, tokenizer.vocab_size - 1), min_size=1, max_size=20)))
+        ids = data.draw(
+            st.one_of(st.just(ids), st.lists(st.integers(3, tokenizer.vocab_size - 1), min_size=1, max_size=20))
+        )
         cuts = sorted({0, len(ids), *data.draw(st.lists(st.integers(0, len(ids)), max_size=8))})
         chunks = [ids[a:b] for a, b in itertools.pairwise(cuts)]
         text = tokenizer.decode(ids)
         start = data.draw(st.integers(0, max(0, len(text) - 2)))
-        stop = [text[start:start + data.draw(st.integers(1, 4))]] if data.draw(st.booleans()) and text else []
+        stop = [text[start : start + data.draw(st.integers(1, 4))]] if data.draw(st.booleans()) and text else []
         client = ScriptedClient(outputs_of(chunks, logprobs=True), merged=data.draw(st.booleans()))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("quire.server.generate.generation.SLICE", data.draw(st.sampled_from([1, 3, SLICE])))
@@ -114,9 +125,9 @@ class TestText:
         assert [e.token_ids[0] for d in deltas for e in d.logprobs] == got_ids
         assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
         if stop:
-            assert got == text[:text.index(stop[0])]
+            assert got == text[: text.index(stop[0])]
             assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", stop[0])
-            assert got_ids == ids[:len(got_ids)] and stop[0] in tokenizer.decode(got_ids)
+            assert got_ids == ids[: len(got_ids)] and stop[0] in tokenizer.decode(got_ids)
             assert stop[0] not in tokenizer.stream(()).push(got_ids[:-1])
         else:
             assert (got, got_ids, deltas[-1].finish_reason, deltas[-1].stop_reason) == (text, ids, "length", None)
@@ -134,7 +145,12 @@ class TestText:
     def test_the_end_token_has_no_text(self, tokenizer):
         ids = [*tokenizer.encode("hi"), EOS]
         for include, text in ((False, "hi"), (True, "hi<|im_end|>")):
-            deltas = run(tokenizer, ScriptedClient(outputs_of([ids], "stop")), skip_special_tokens=False, include_stop_str_in_output=include)
+            deltas = run(
+                tokenizer,
+                ScriptedClient(outputs_of([ids], "stop")),
+                skip_special_tokens=False,
+                include_stop_str_in_output=include,
+            )
             assert "".join(d.text for d in deltas) == text
             assert [i for d in deltas for i in d.token_ids] == ids
             assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", None)
@@ -148,7 +164,10 @@ class TestText:
 
     def test_prompt_logprobs_and_cached_tokens(self, tokenizer):
         entries = [TokenLogprobs([i], [-1.0], 1) for i in range(3)]
-        script = [EngineOutput("r", [], prompt_logprobs=entries[:2], num_cached_tokens=16), EngineOutput("r", [70], "length", prompt_logprobs=entries[2:])]
+        script = [
+            EngineOutput("r", [], prompt_logprobs=entries[:2], num_cached_tokens=16),
+            EngineOutput("r", [70], "length", prompt_logprobs=entries[2:]),
+        ]
         deltas = run(tokenizer, ScriptedClient(script))
         assert [d.prompt_logprobs for d in deltas] == [entries[:2], entries[2:]]
         assert [d.num_cached_tokens for d in deltas] == [16, 16]
@@ -166,7 +185,11 @@ class TestStopStrings:
     def test_in_the_last_output_there_is_nothing_to_abort(self, tokenizer):
         client = ScriptedClient(outputs_of([tokenizer.encode("abc STOP def")]))
         deltas = run(tokenizer, client, stop=["STOP"], include_stop_str_in_output=True)
-        assert ("".join(d.text for d in deltas), deltas[-1].finish_reason, deltas[-1].stop_reason) == ("abc STOP", "stop", "STOP")
+        assert ("".join(d.text for d in deltas), deltas[-1].finish_reason, deltas[-1].stop_reason) == (
+            "abc STOP",
+            "stop",
+            "STOP",
+        )
         assert client.aborted == []
 
     def test_min_tokens(self, tokenizer):
@@ -178,16 +201,30 @@ class TestStopStrings:
 
 class TestChoices:
     def test_requests_of_the_choices(self, tokenizer):
-        client = ScriptedClient([*outputs_of([[70]], request_id="r-1"), *outputs_of([[71]], request_id="r-0"), *outputs_of([[72]], request_id="r-2")], merged=True)
+        client = ScriptedClient(
+            [
+                *outputs_of([[70]], request_id="r-1"),
+                *outputs_of([[71]], request_id="r-0"),
+                *outputs_of([[72]], request_id="r-2"),
+            ],
+            merged=True,
+        )
         deltas = run(tokenizer, client, n=3, sampling={"seed": 2**63 - 2, "max_tokens": 4}, priority=3, cache_salt="s")
         (request,) = client.requests
-        assert [(choice.request_id, choice.seed) for choice in request.choices] == [("r-0", 2**63 - 2), ("r-1", 2**63 - 1), ("r-2", -(2**63))]
+        assert [(choice.request_id, choice.seed) for choice in request.choices] == [
+            ("r-0", 2**63 - 2),
+            ("r-1", 2**63 - 1),
+            ("r-2", -(2**63)),
+        ]
         assert (request.priority, request.cache_salt, request.sampling.max_tokens) == (3, "s", 4)
         assert sorted((d.index, d.token_ids[0]) for d in deltas) == [(0, 71), (1, 70), (2, 72)]
 
     def test_one_choice_stops_while_others_go_on(self, tokenizer):
         stop = tokenizer.encode("x!")
-        script = [*outputs_of([stop, stop], request_id="r-0"), *outputs_of([tokenizer.encode("yes"), tokenizer.encode(" no")], request_id="r-1")]
+        script = [
+            *outputs_of([stop, stop], request_id="r-0"),
+            *outputs_of([tokenizer.encode("yes"), tokenizer.encode(" no")], request_id="r-1"),
+        ]
         client = ScriptedClient([script[0], *script[2:]])
         deltas = run(tokenizer, client, n=2, stop=["!"])
         assert {i: "".join(d.text for d in deltas if d.index == i) for i in (0, 1)} == {0: "x", 1: "yes no"}
@@ -214,17 +251,28 @@ class TestChoices:
 
 def test_errors_are_told(tokenizer):
     ids = tokenizer.encode("partial 🦊")[:-1]
-    client = ScriptedClient([EngineOutput("r", ids), EngineOutput("r", [], "error", error="the engine died 2 times while it ran this request")])
+    client = ScriptedClient(
+        [
+            EngineOutput("r", ids),
+            EngineOutput("r", [], "error", error="the engine died 2 times while it ran this request"),
+        ]
+    )
     deltas = run(tokenizer, client)
-    assert (deltas[-1].finish_reason, deltas[-1].error) == ("error", "the engine died 2 times while it ran this request")
+    assert (deltas[-1].finish_reason, deltas[-1].error) == (
+        "error",
+        "the engine died 2 times while it ran this request",
+    )
     assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
 
 
 def test_a_request_that_the_engine_refuses_is_a_bad_request(tokenizer):
     """400, and 500 for what is the engine's own fault."""
+
     async def collect(request_id, **fields):
         client = ScriptedClient([EngineOutput("r", [], "error", error="bad_words: no", **fields)])
-        await deltas.collect(deltas.run([Generation(client, tokenizer, GenerationRequest(request_id, [5], SamplingParams()))]), 1)
+        await deltas.collect(
+            deltas.run([Generation(client, tokenizer, GenerationRequest(request_id, [5], SamplingParams()))]), 1
+        )
 
     with pytest.raises(BadRequest, match="bad_words: no"):
         asyncio.run(collect("r", error_kind="invalid_request"))
@@ -237,7 +285,14 @@ def test_a_request_that_the_engine_refuses_is_a_bad_request(tokenizer):
 class TestRecording:
     def record(self, tokenizer, script, **fields):
         calls = []
-        names = ("observe_prompt", "observe_first_token", "observe_tokens", "observe_request", "observe_group", "observe_abort")
+        names = (
+            "observe_prompt",
+            "observe_first_token",
+            "observe_tokens",
+            "observe_request",
+            "observe_group",
+            "observe_abort",
+        )
         recorder = SimpleNamespace(**{name: lambda *args, name=name: calls.append((name, *args)) for name in names})
         recorder.of = lambda engine: recorder
         run(tokenizer, ScriptedClient(script), recorder, prompt=[5, 6, 7], **fields)
@@ -245,14 +300,32 @@ class TestRecording:
 
     def test_what_is_recorded(self, tokenizer):
         timing = RequestTiming(1, 2, 3, 4, 0, 2)
-        calls = self.record(tokenizer, [EngineOutput("r", [70, 71], num_cached_tokens=1), EngineOutput("r", [72, 73, 74]), EngineOutput("r", [75], "length", timing=timing)])
-        assert [name for name, *_ in calls] == ["observe_prompt", "observe_first_token", "observe_tokens", "observe_tokens", "observe_request", "observe_group"]
+        calls = self.record(
+            tokenizer,
+            [
+                EngineOutput("r", [70, 71], num_cached_tokens=1),
+                EngineOutput("r", [72, 73, 74]),
+                EngineOutput("r", [75], "length", timing=timing),
+            ],
+        )
+        assert [name for name, *_ in calls] == [
+            "observe_prompt",
+            "observe_first_token",
+            "observe_tokens",
+            "observe_tokens",
+            "observe_request",
+            "observe_group",
+        ]
         assert calls[0][1:] == (3, 1) and calls[2][2] == 3 and calls[3][2] == 1
         assert (calls[4][2:4], calls[4][5], calls[5][2]) == (("length", 6), timing, 6)
 
     def test_a_request_for_no_tokens(self, tokenizer):
-        calls = self.record(tokenizer, [EngineOutput("r", [], "length", num_cached_tokens=2)], sampling={"max_tokens": 0})
-        assert [name for name, *_ in calls] == ["observe_prompt", "observe_request", "observe_group"] and calls[0][1:] == (3, 2)
+        calls = self.record(
+            tokenizer, [EngineOutput("r", [], "length", num_cached_tokens=2)], sampling={"max_tokens": 0}
+        )
+        assert [name for name, *_ in calls] == ["observe_prompt", "observe_request", "observe_group"] and calls[0][
+            1:
+        ] == (3, 2)
 
     def test_a_stop_string_counts_its_tokens(self, tokenizer):
         metrics = Metrics("m", 4096)
@@ -264,8 +337,11 @@ class TestRecording:
 
 def test_with_the_engine_process(tokenizer):
     """Choices, stop strings and clients that leave, against the real engine with the fake executor."""
+
     async def main():
-        engine = EngineProcess(Config.from_flat(distributed_executor_backend="fake", max_num_seqs=8, log_level="warning"))
+        engine = EngineProcess(
+            Config.from_flat(distributed_executor_backend="fake", max_num_seqs=8, log_level="warning")
+        )
         engine.start()
         client = EngineClient()
         try:
@@ -274,10 +350,15 @@ def test_with_the_engine_process(tokenizer):
 
             async def one(index):
                 sampling = SamplingParams(max_tokens=60, seed=index)
-                whole = [expected_tokens([1, 2, index], SamplingParams(max_tokens=60, seed=index + i), 4096, 1000) for i in range(2)]
+                whole = [
+                    expected_tokens([1, 2, index], SamplingParams(max_tokens=60, seed=index + i), 4096, 1000)
+                    for i in range(2)
+                ]
                 text = tokenizer.decode(whole[0])
-                stop = [text[len(text) // 2:][:3]] if index % 3 == 0 else []
-                generation = Generation(client, tokenizer, GenerationRequest(f"r{index}", [1, 2, index], sampling, n=2, stop=stop))
+                stop = [text[len(text) // 2 :][:3]] if index % 3 == 0 else []
+                generation = Generation(
+                    client, tokenizer, GenerationRequest(f"r{index}", [1, 2, index], sampling, n=2, stop=stop)
+                )
                 texts, ids = ["", ""], [[], []]
                 async for delta in generation:
                     texts[delta.index] += delta.text
@@ -288,7 +369,7 @@ def test_with_the_engine_process(tokenizer):
                     for i in range(2):
                         expected = tokenizer.decode(whole[i])
                         assert texts[i] == (expected.split(stop[0])[0] if stop else expected)
-                        assert ids[i] == whole[i][:len(ids[i])]
+                        assert ids[i] == whole[i][: len(ids[i])]
                 await generation.aclose()
 
             await asyncio.gather(*(one(index) for index in range(20)))
@@ -311,7 +392,11 @@ def test_a_pile_is_read_in_slices(tokenizer):
 
     async def main() -> list:
         nonlocal turns
-        generation = Generation(ScriptedClient(outputs, merged=True), tokenizer, GenerationRequest("r", [3], SamplingParams(logprobs=0), stop=["never there"]))
+        generation = Generation(
+            ScriptedClient(outputs, merged=True),
+            tokenizer,
+            GenerationRequest("r", [3], SamplingParams(logprobs=0), stop=["never there"]),
+        )
 
         async def count() -> None:
             nonlocal turns
@@ -326,5 +411,9 @@ def test_a_pile_is_read_in_slices(tokenizer):
 
     deltas = asyncio.run(main())
     assert turns >= 10 and len(deltas) == 11
-    assert [i for delta in deltas for i in delta.token_ids] == tokens and sum(len(delta.logprobs) for delta in deltas) == len(tokens)
-    assert "".join(delta.text for delta in deltas) == tokenizer.decode(tokens) and [delta.finish_reason for delta in deltas] == [None] * 10 + ["length"]
+    assert [i for delta in deltas for i in delta.token_ids] == tokens and sum(
+        len(delta.logprobs) for delta in deltas
+    ) == len(tokens)
+    assert "".join(delta.text for delta in deltas) == tokenizer.decode(tokens) and [
+        delta.finish_reason for delta in deltas
+    ] == [None] * 10 + ["length"]

@@ -63,8 +63,16 @@ def test_download_reports_progress_and_asks_for_needed_files_only(monkeypatch):
     def snapshot_download(model, *, tqdm_class, dry_run=False, **options):
         calls.append((model, options))
         if dry_run:
-            return [SimpleNamespace(file_size=900, will_download=True), SimpleNamespace(file_size=5000, will_download=False), SimpleNamespace(file_size=100, will_download=True)]
-        files, transferred, written = tqdm_class(total=2, desc="Fetching"), tqdm_class(total=0, unit="B", unit_scale=True), tqdm_class(total=0, unit="B", name="x")
+            return [
+                SimpleNamespace(file_size=900, will_download=True),
+                SimpleNamespace(file_size=5000, will_download=False),
+                SimpleNamespace(file_size=100, will_download=True),
+            ]
+        files, transferred, written = (
+            tqdm_class(total=2, desc="Fetching"),
+            tqdm_class(total=0, unit="B", unit_scale=True),
+            tqdm_class(total=0, unit="B", name="x"),
+        )
         for size in (100, 400, 500):
             transferred.update(size // 2)
             written.update(size)
@@ -74,14 +82,36 @@ def test_download_reports_progress_and_asks_for_needed_files_only(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    assert hub.resolve("org/model", revision="v1", download_dir="/cache", progress=lambda *p: seen.append(p)) == "/folder"
+    assert (
+        hub.resolve("org/model", revision="v1", download_dir="/cache", progress=lambda *p: seen.append(p)) == "/folder"
+    )
     fractions = [fraction for _, fraction in seen]
-    assert {phase for phase, _ in seen} == {"downloading"} and fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1 and 0.5 in fractions
+    assert (
+        {phase for phase, _ in seen} == {"downloading"}
+        and fractions == sorted(fractions)
+        and fractions[0] == 0
+        and fractions[-1] == 1
+        and 0.5 in fractions
+    )
     assert all(options["revision"] == "v1" and options["cache_dir"] == "/cache" for _, options in calls)
 
     wanted = huggingface_hub.utils.filter_repo_objects
-    names = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "merges.txt",
-             "pytorch_model.bin", "original/consolidated.safetensors", "consolidated.safetensors", "onnx/model.onnx", "README.md", "onnx/config.json", "model.gguf"]
+    names = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "merges.txt",
+        "pytorch_model.bin",
+        "original/consolidated.safetensors",
+        "consolidated.safetensors",
+        "onnx/model.onnx",
+        "README.md",
+        "onnx/config.json",
+        "model.gguf",
+    ]
     patterns = {key: calls[-1][1][key] for key in ("allow_patterns", "ignore_patterns")}
     assert list(wanted(names, **patterns)) == names[:7]
     calls.clear()
@@ -91,11 +121,19 @@ def test_download_reports_progress_and_asks_for_needed_files_only(monkeypatch):
 
 
 def _hub_error(name: str):
-    return lambda *args, **options: (_ for _ in ()).throw(getattr(huggingface_hub.errors, name)("x", response=SimpleNamespace(headers={}, request=None)))
+    return lambda *args, **options: (_ for _ in ()).throw(
+        getattr(huggingface_hub.errors, name)("x", response=SimpleNamespace(headers={}, request=None))
+    )
 
 
-@pytest.mark.parametrize("name,message", [("GatedRepoError", "gated.*HF_TOKEN"), ("RepositoryNotFoundError", "no such model on the Hugging Face Hub"),
-                                          ("RevisionNotFoundError", "has no revision v9")])
+@pytest.mark.parametrize(
+    "name,message",
+    [
+        ("GatedRepoError", "gated.*HF_TOKEN"),
+        ("RepositoryNotFoundError", "no such model on the Hugging Face Hub"),
+        ("RevisionNotFoundError", "has no revision v9"),
+    ],
+)
 def test_errors_say_what_to_do(monkeypatch, name, message):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", _hub_error(name))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -104,5 +142,8 @@ def test_errors_say_what_to_do(monkeypatch, name, message):
 
 
 def test_the_library_is_not_imported_for_a_folder(tmp_path):
-    code = f"import sys; from quire.server.startup import hub; hub.resolve({str(tmp_path)!r}); assert 'huggingface_hub' not in sys.modules"
+    code = (
+        f"import sys; from quire.server.startup import hub; hub.resolve({str(tmp_path)!r}); assert 'huggingface_hub' "
+        "not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,7 @@
-"""The server as a process: how soon it answers, how it ends, and what it survives. The engine behind it has the fake executor."""
+"""The server as a process: how soon it answers, how it ends, and what it survives.
+
+The engine behind it has the fake executor.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,35 @@ sys.exit(code)
 
 
 class ServerProcess:
-    def __init__(self, folder: str, tmp_path: Path, fake: str = "", script: str = SCRIPT, temporary: Path | None = None, **settings):
+    def __init__(
+        self,
+        folder: str,
+        tmp_path: Path,
+        fake: str = "",
+        script: str = SCRIPT,
+        temporary: Path | None = None,
+        **settings,
+    ):
         self.port = free_port()
-        settings = {"model": folder, "port": self.port, "distributed_executor_backend": "fake", "max_model_len": "512", "served_model_name": ["m"], "log_stats_interval": 0.0,
-                    "shutdown_timeout": 5.0, **settings}
+        settings = {
+            "model": folder,
+            "port": self.port,
+            "distributed_executor_backend": "fake",
+            "max_model_len": "512",
+            "served_model_name": ["m"],
+            "log_stats_interval": 0.0,
+            "shutdown_timeout": 5.0,
+            **settings,
+        }
         self.log_path = tmp_path / f"log-{self.port}"
         self.started = time.monotonic()
         with open(self.log_path, "w") as log:
-            self.process = subprocess.Popen([sys.executable, "-c", script, json.dumps(settings)], stderr=log, stdout=log, env=os.environ | {"QUIRE_FAKE": fake, "TMPDIR": str(temporary or tmp_path)})
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", script, json.dumps(settings)],
+                stderr=log,
+                stdout=log,
+                env=os.environ | {"QUIRE_FAKE": fake, "TMPDIR": str(temporary or tmp_path)},
+            )
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20.0, trust_env=False)
 
     @property
@@ -121,7 +145,15 @@ def test_answers_before_it_has_loaded_and_ends_in_order(model_folder, tmp_path):
         assert server.wait() == 0 and gone(engine)
         assert first_answer < 5  # 1 on an idle machine; this one may be anything but
         log = server.log
-    for text in ("loading weights", "fits 16,368 tokens", "ready in ", "try: curl http://127.0.0.1", '"POST /v1/chat/completions" 200', "settings: port (flag)", "SIGTERM"):
+    for text in (
+        "loading weights",
+        "fits 16,368 tokens",
+        "ready in ",
+        "try: curl http://127.0.0.1",
+        '"POST /v1/chat/completions" 200',
+        "settings: port (flag)",
+        "SIGTERM",
+    ):
         assert text in log
     assert "/live" not in log and "Traceback" not in log and "ready again" not in log
     assert not list(tmp_path.glob("quire-*"))
@@ -142,10 +174,15 @@ def test_requests_finish_after_a_signal(model_folder, tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_signal_to_all_processes_loses_no_stream(model_folder, tmp_path, count):
     """As systemd's KillMode=control-group sends it. A new engine would take longer to load than the requests have."""
-    with server_process(model_folder, tmp_path, fake="load_delay=6,step_delay=0.02", shutdown_timeout=6.0, api_server_count=count) as server:
+    with server_process(
+        model_folder, tmp_path, fake="load_delay=6,step_delay=0.02", shutdown_timeout=6.0, api_server_count=count
+    ) as server:
         server.wait_ready()
         streams = [server.stream(num_tokens=60) for _ in range(8)]
-        for process in [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]:
+        for process in [
+            psutil.Process(server.process.pid),
+            *psutil.Process(server.process.pid).children(recursive=True),
+        ]:
             process.terminate()
         for stream in streams:
             stream.read()
@@ -169,17 +206,35 @@ def test_a_second_signal_ends_at_once(model_folder, tmp_path):
 def test_clients_that_do_not_read_are_not_waited_for_twice(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, shutdown_timeout=2.0) as server:
         server.wait_ready()
-        body = json.dumps({"messages": HELLO, "n": 16, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()
+        body = json.dumps(
+            {
+                "messages": HELLO,
+                "n": 16,
+                "max_tokens": 400,
+                "ignore_eos": True,
+                "stream": True,
+                "logprobs": True,
+                "top_logprobs": 20,
+            }
+        ).encode()
         readers = [socket.socket() for _ in range(2)]
         for reader in readers:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect(("127.0.0.1", server.port))
-            reader.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            reader.sendall(
+                (
+                    f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+                    f"{len(body)}\r\n\r\n"
+                ).encode()
+                + body
+            )
         time.sleep(1.0)
         server.process.send_signal(signal.SIGTERM)
         started = time.monotonic()
         assert server.wait(30) == 0
-        assert "did not finish in time" in server.log and "Traceback" not in server.log and time.monotonic() - started < 15
+        assert (
+            "did not finish in time" in server.log and "Traceback" not in server.log and time.monotonic() - started < 15
+        )
 
 
 def test_a_signal_while_loading(model_folder, tmp_path):
@@ -206,7 +261,9 @@ def test_a_killed_server_leaves_no_engine(model_folder, tmp_path):
 def test_streams_go_on_behind_a_new_engine(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, fake="step_delay=0.02") as server:
         server.wait_ready()
-        whole = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 80, "ignore_eos": True, "seed": 1}).json()["choices"][0]["message"]["content"]
+        whole = server.http.post(
+            CHAT, json={"messages": HELLO, "max_tokens": 80, "ignore_eos": True, "seed": 1}
+        ).json()["choices"][0]["message"]["content"]
         stream = server.stream(num_tokens=80)
         lines = stream.iter_lines()
         received = [next(lines) for _ in range(20)]
@@ -258,7 +315,11 @@ def test_a_start_for_which_the_system_has_no_room_is_tried_again(model_folder, t
 
 def test_a_first_start_for_which_the_system_has_no_room(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, script=NO_ROOM.replace("[False", "[True") + SCRIPT) as server:
-        assert server.wait() == 1 and "the engine cannot be started: Too many open files" in server.log and "Traceback" not in server.log
+        assert (
+            server.wait() == 1
+            and "the engine cannot be started: Too many open files" in server.log
+            and "Traceback" not in server.log
+        )
         assert not list(tmp_path.glob("quire-*"))
 
 
@@ -268,7 +329,11 @@ def test_an_engine_that_cannot_start_gives_its_reason(model_folder, tmp_path):
         thread = threading.Thread(target=lambda: answers.append(server.wait(20)))
         thread.start()
         thread.join()
-        assert answers == [1] and "cannot start: QUIRE_FAKE: unknown option nonsense" in server.log and "ready in" not in server.log
+        assert (
+            answers == [1]
+            and "cannot start: QUIRE_FAKE: unknown option nonsense" in server.log
+            and "ready in" not in server.log
+        )
 
 
 def test_a_tokenizer_that_cannot_be_loaded(model_folder, tmp_path):
@@ -277,8 +342,15 @@ def test_a_tokenizer_that_cannot_be_loaded(model_folder, tmp_path):
         assert server.wait(20) == 1 and "cannot start: " in server.log and "tokenizer" in server.log
 
 
-@pytest.mark.parametrize("settings,reason", [({"model": "./nowhere"}, "there is no folder ./nowhere"), ({"model": "org/none"}, "not in the Hugging Face cache"),
-                                             ({"generation_config": "/nowhere"}, "generation_config"), ({"chat_template": "{% if"}, "chat template")])
+@pytest.mark.parametrize(
+    "settings,reason",
+    [
+        ({"model": "./nowhere"}, "there is no folder ./nowhere"),
+        ({"model": "org/none"}, "not in the Hugging Face cache"),
+        ({"generation_config": "/nowhere"}, "generation_config"),
+        ({"chat_template": "{% if"}, "chat template"),
+    ],
+)
 def test_settings_that_name_nothing(model_folder, tmp_path, settings, reason):
     with server_process(settings.pop("model", model_folder), tmp_path, **settings) as server:
         assert server.wait(20) == 1 and reason in server.log and "Traceback" not in server.log
@@ -290,11 +362,17 @@ def test_settings_that_name_nothing(model_folder, tmp_path, settings, reason):
 @pytest.mark.parametrize("count", [1, 2])
 def test_health_tells_that_no_step_ends(model_folder, tmp_path, count):
     """Only while somebody waits for one; in a fleet, whichever frontend is asked."""
-    with server_process(model_folder, tmp_path, fake="step_delay=0.05", health_stall_timeout=1.0, api_server_count=count) as server:
+    with server_process(
+        model_folder, tmp_path, fake="step_delay=0.05", health_stall_timeout=1.0, api_server_count=count
+    ) as server:
         engine = server.wait_ready().engine()
 
         def answers() -> list[httpx.Response]:
-            return [httpx.get(f"http://127.0.0.1:{server.port}{path}", trust_env=False) for path in ("/health", "/ready") for _ in range(4 * count)]
+            return [
+                httpx.get(f"http://127.0.0.1:{server.port}{path}", trust_env=False)
+                for path in ("/health", "/ready")
+                for _ in range(4 * count)
+            ]
 
         engine.suspend()
         time.sleep(1.5)
@@ -309,7 +387,9 @@ def test_health_tells_that_no_step_ends(model_folder, tmp_path, count):
 
 
 def test_health_during_a_long_prefill(model_folder, tmp_path):
-    with server_process(model_folder, tmp_path, fake="step_delay=0.4", health_stall_timeout=1.0, max_num_batched_tokens=64) as server:
+    with server_process(
+        model_folder, tmp_path, fake="step_delay=0.4", health_stall_timeout=1.0, max_num_batched_tokens=64
+    ) as server:
         server.wait_ready()
         answers, end = [], threading.Event()
 
@@ -319,7 +399,12 @@ def test_health_during_a_long_prefill(model_folder, tmp_path):
 
         thread = threading.Thread(target=watch)
         thread.start()
-        answer = httpx.post(f"http://127.0.0.1:{server.port}/v1/completions", json={"prompt": list(range(100, 500)), "max_tokens": 2}, timeout=30, trust_env=False)
+        answer = httpx.post(
+            f"http://127.0.0.1:{server.port}/v1/completions",
+            json={"prompt": list(range(100, 500)), "max_tokens": 2},
+            timeout=30,
+            trust_env=False,
+        )
         end.set()
         thread.join()
         assert answer.status_code == 200 and answer.elapsed.total_seconds() > 2 and set(answers) == {200}
@@ -341,7 +426,11 @@ def test_unix_socket(model_folder, tmp_path):
     stale = socket.socket(socket.AF_UNIX)
     stale.bind(path)
     stale.close()
-    with server_process(model_folder, tmp_path, uds=path) as server, httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x") as http:
+    with (
+        server_process(model_folder, tmp_path, uds=path) as server,
+        httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x") as http,
+    ):
+
         def ready() -> bool:
             try:
                 return http.get("/ready").status_code == 200
@@ -376,7 +465,10 @@ def test_a_model_of_the_hub(model_folder, tmp_path, monkeypatch):
     os.symlink(model_folder, root / "snapshots" / commit)
     with server_process("org/model", tmp_path, download_dir=str(tmp_path), served_model_name=[]) as server:
         server.wait_ready()
-        assert server.http.post(CHAT, json={"model": "org/model", "messages": HELLO, "max_tokens": 1}).json()["model"] == "org/model"
+        assert (
+            server.http.post(CHAT, json={"model": "org/model", "messages": HELLO, "max_tokens": 1}).json()["model"]
+            == "org/model"
+        )
 
 
 def test_a_signal_during_a_download(model_folder, tmp_path):

@@ -12,13 +12,40 @@ from quire.server.generate.generation import GenerationRequest
 from quire.server.metrics.metrics import Counts, Histogram, Metrics
 from quire.server.metrics.stats_log import StatsLog
 
-GAUGES = {"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc", "cache_config_info"}
-COUNTERS = {"prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success"}
+GAUGES = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_waiting_by_reason",
+    "kv_cache_usage_perc",
+    "cache_config_info",
+}
+COUNTERS = {
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "prompt_tokens_cached",
+    "generation_tokens",
+    "request_success",
+}
 HISTOGRAMS = {
-    "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
-    "request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
-    "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens", "iteration_tokens_total",
-    "request_num_preemptions", "request_prefill_kv_computed_tokens"}
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "iteration_tokens_total",
+    "request_num_preemptions",
+    "request_prefill_kv_computed_tokens",
+}
 
 
 def families(metrics):
@@ -54,9 +81,20 @@ def test_names_types_and_labels(metrics):
         if ":" in name and not name.endswith("cache_config_info"):
             for s in family.samples:
                 assert s.labels["model_name"] == "org/model" and s.labels["engine"] == "0"
-    assert found["vllm:cache_config_info"].samples[0].labels == {"block_size": "16", "num_gpu_blocks": "100", "enable_prefix_caching": "True", "engine": "0"}
+    assert found["vllm:cache_config_info"].samples[0].labels == {
+        "block_size": "16",
+        "num_gpu_blocks": "100",
+        "enable_prefix_caching": "True",
+        "engine": "0",
+    }
     assert {s.name for s in found["vllm:prompt_tokens"].samples} == {"vllm:prompt_tokens_total"}
-    assert {s.labels["finished_reason"] for s in found["vllm:request_success"].samples} == {"stop", "length", "abort", "error", "repetition"}
+    assert {s.labels["finished_reason"] for s in found["vllm:request_success"].samples} == {
+        "stop",
+        "length",
+        "abort",
+        "error",
+        "repetition",
+    }
 
 
 def test_without_the_aliases():
@@ -70,8 +108,23 @@ def test_buckets(metrics):
     def bounds(name):
         return [s.labels["le"] for s in found["vllm:" + name].samples if s.name.endswith("_bucket")]
 
-    assert bounds("request_prompt_tokens") == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "500.0", "1000.0", "2000.0", "+Inf"]
-    assert bounds("time_to_first_token_seconds")[:3] == ["0.001", "0.005", "0.01"] and bounds("time_to_first_token_seconds")[-2:] == ["2560.0", "+Inf"]
+    assert bounds("request_prompt_tokens") == [
+        "1.0",
+        "2.0",
+        "5.0",
+        "10.0",
+        "20.0",
+        "50.0",
+        "100.0",
+        "200.0",
+        "500.0",
+        "1000.0",
+        "2000.0",
+        "+Inf",
+    ]
+    assert bounds("time_to_first_token_seconds")[:3] == ["0.001", "0.005", "0.01"] and bounds(
+        "time_to_first_token_seconds"
+    )[-2:] == ["2560.0", "+Inf"]
     assert bounds("inter_token_latency_seconds")[0] == "0.01" and len(bounds("inter_token_latency_seconds")) == 20
     assert bounds("e2e_request_latency_seconds")[-2] == "7680.0"
     assert bounds("iteration_tokens_total")[-2] == "16384.0"
@@ -92,13 +145,22 @@ def test_engine_statistics(metrics):
     metrics.observe_stats(EngineStats(3, 2, 0.25, 100, 60, 1, 40, 7, [10, 37]))
     metrics.observe_stats(EngineStats(1, 0, 0.5, 10, 0, 0, 10, 3, [5]))
     assert sample(metrics, "vllm:num_requests_running") == 1
-    assert sample(metrics, "vllm:num_requests_waiting") == sample(metrics, "vllm:num_requests_waiting_by_reason", reason="capacity") == 0
+    assert (
+        sample(metrics, "vllm:num_requests_waiting")
+        == sample(metrics, "vllm:num_requests_waiting_by_reason", reason="capacity")
+        == 0
+    )
     assert sample(metrics, "vllm:kv_cache_usage_perc") == 0.5
-    assert sample(metrics, "quire:prefix_cache_queries_total") == sample(metrics, "vllm:prefix_cache_queries_total") == 110
+    assert (
+        sample(metrics, "quire:prefix_cache_queries_total") == sample(metrics, "vllm:prefix_cache_queries_total") == 110
+    )
     assert sample(metrics, "vllm:prefix_cache_hits_total") == 60
     assert sample(metrics, "vllm:num_preemptions_total") == 1
     assert sample(metrics, "vllm:generation_tokens_total") == 10
-    assert sample(metrics, "vllm:iteration_tokens_total_count") == 3 and sample(metrics, "vllm:iteration_tokens_total_sum") == 52
+    assert (
+        sample(metrics, "vllm:iteration_tokens_total_count") == 3
+        and sample(metrics, "vllm:iteration_tokens_total_sum") == 52
+    )
     assert sample(metrics, "vllm:iteration_tokens_total_bucket", le="16.0") == 2
 
 
@@ -107,13 +169,27 @@ def test_a_finished_request(metrics, monkeypatch):
     metrics.observe_prompt(7, 4)
     metrics.observe_first_token(0.3)
     metrics.observe_tokens(0.09, 3)
-    timing = RequestTiming(queued=1.0, scheduled=1.5, first_token=2.0, finished=8.0, num_preemptions=2, num_prefill_computed=3)
+    timing = RequestTiming(
+        queued=1.0, scheduled=1.5, first_token=2.0, finished=8.0, num_preemptions=2, num_prefill_computed=3
+    )
     metrics.observe_request(request(), "length", 4, 2.1, timing)
     metrics.observe_group(request(n=2), 4)
-    expected = {"time_to_first_token_seconds": 0.3, "e2e_request_latency_seconds": 10.0, "request_queue_time_seconds": 0.5,
-                "request_inference_time_seconds": 6.5, "request_prefill_time_seconds": 0.5, "request_decode_time_seconds": 6.0,
-                "request_time_per_output_token_seconds": 2.0, "request_prompt_tokens": 7, "request_generation_tokens": 4, "request_params_max_tokens": 40,
-                "request_params_n": 2, "request_max_num_generation_tokens": 4, "request_num_preemptions": 2, "request_prefill_kv_computed_tokens": 3}
+    expected = {
+        "time_to_first_token_seconds": 0.3,
+        "e2e_request_latency_seconds": 10.0,
+        "request_queue_time_seconds": 0.5,
+        "request_inference_time_seconds": 6.5,
+        "request_prefill_time_seconds": 0.5,
+        "request_decode_time_seconds": 6.0,
+        "request_time_per_output_token_seconds": 2.0,
+        "request_prompt_tokens": 7,
+        "request_generation_tokens": 4,
+        "request_params_max_tokens": 40,
+        "request_params_n": 2,
+        "request_max_num_generation_tokens": 4,
+        "request_num_preemptions": 2,
+        "request_prefill_kv_computed_tokens": 3,
+    }
     for name, value in expected.items():
         assert sample(metrics, f"vllm:{name}_sum") == pytest.approx(value), name
         assert sample(metrics, f"vllm:{name}_count") == 1, name
@@ -130,7 +206,11 @@ def test_a_request_that_a_stop_string_ended(metrics, monkeypatch):
     assert sample(metrics, "vllm:request_queue_time_seconds_count") == 0
     metrics.observe_request(request(), "error", 0, 0.0, None)
     metrics.observe_abort()
-    assert sample(metrics, "vllm:request_success_total", finished_reason="error") == sample(metrics, "vllm:request_success_total", finished_reason="abort") == 1
+    assert (
+        sample(metrics, "vllm:request_success_total", finished_reason="error")
+        == sample(metrics, "vllm:request_success_total", finished_reason="abort")
+        == 1
+    )
     assert sample(metrics, "vllm:e2e_request_latency_seconds_count") == 1
 
 
@@ -153,11 +233,22 @@ def test_counts_of_several_are_added_up(metrics):
             other.observe_abort()
     received = msgspec.msgpack.decode(msgspec.msgpack.encode([other.counts() for other in others]), type=list[Counts])
     whole = metrics.plus(received)
-    assert sample(whole, "vllm:num_requests_running", engine="0") == 2 and sample(whole, "vllm:generation_tokens_total") == 5
-    assert sample(whole, "vllm:time_to_first_token_seconds_count") == 3 and sample(whole, "vllm:time_to_first_token_seconds_sum") == pytest.approx(0.09)
-    assert sample(whole, "vllm:time_to_first_token_seconds_bucket", le="0.02") == 0 and sample(whole, "vllm:time_to_first_token_seconds_bucket", le="0.04") == 3
+    assert (
+        sample(whole, "vllm:num_requests_running", engine="0") == 2
+        and sample(whole, "vllm:generation_tokens_total") == 5
+    )
+    assert sample(whole, "vllm:time_to_first_token_seconds_count") == 3 and sample(
+        whole, "vllm:time_to_first_token_seconds_sum"
+    ) == pytest.approx(0.09)
+    assert (
+        sample(whole, "vllm:time_to_first_token_seconds_bucket", le="0.02") == 0
+        and sample(whole, "vllm:time_to_first_token_seconds_bucket", le="0.04") == 3
+    )
     assert sample(whole, "vllm:prompt_tokens_total") == 21 and sample(whole, "vllm:prompt_tokens_cached_total") == 6
-    assert sample(whole, "http_requests_total", handler="/v1/models") == 3 and sample(whole, "vllm:request_success_total", finished_reason="abort") == 3
+    assert (
+        sample(whole, "http_requests_total", handler="/v1/models") == 3
+        and sample(whole, "vllm:request_success_total", finished_reason="abort") == 3
+    )
     assert sample(whole, "vllm:cache_config_info", num_gpu_blocks="100") == 1
     assert sample(metrics, "vllm:prompt_tokens_total") == 0  # unchanged
 
@@ -173,17 +264,27 @@ class TestLog:
     def test_wording(self, caplog):
         log = StatsLog(10.0, "cuda")
         log.observe(EngineStats(4, 2, 0.123, 100, 25, 3, 1000, 55, []))
-        assert self.lines(caplog, log, 10.0) == [(
-            "INFO", "Engine 000: Avg prompt throughput: 100.0 tokens/s, Avg generation throughput: 5.5 tokens/s, Running: 4 reqs, Waiting: 2 reqs, "
-                    "Preemptions: 3, GPU KV cache usage: 12.3%, Prefix cache hit rate: 25.0%")]
+        assert self.lines(caplog, log, 10.0) == [
+            (
+                "INFO",
+                "Engine 000: Avg prompt throughput: 100.0 tokens/s, Avg generation throughput: 5.5 tokens/s, "
+                "Running: 4 reqs, Waiting: 2 reqs, "
+                "Preemptions: 3, GPU KV cache usage: 12.3%, Prefix cache hit rate: 25.0%",
+            )
+        ]
 
     def test_quiet_when_idle(self, caplog):
         log = StatsLog(10.0)
         assert [level for level, _ in self.lines(caplog, log, 10)] == ["DEBUG"]
         log.observe(EngineStats(1, 0, 0.5, 0, 0, 0, 3, 1, []))
         log.observe(EngineStats())
-        (level, text), = self.lines(caplog, log, 10)
-        assert level == "INFO" and "CPU KV cache usage: 0.0%" in text and "Preemptions" not in text and "hit rate" not in text
+        ((level, text),) = self.lines(caplog, log, 10)
+        assert (
+            level == "INFO"
+            and "CPU KV cache usage: 0.0%" in text
+            and "Preemptions" not in text
+            and "hit rate" not in text
+        )
         assert [level for level, _ in self.lines(caplog, log, 10, 10)] == ["INFO", "DEBUG"]
 
     def test_interval(self, caplog):

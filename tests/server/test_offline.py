@@ -1,4 +1,7 @@
-"""`LLM`: the whole engine in its own process, from a script. Most tests use the fake executor, whose tokens are known; one a real model."""
+"""`LLM`: the whole engine in its own process, from a script.
+
+Most tests use the fake executor, whose tokens are known; one a real model.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +47,31 @@ def fake_outputs(prompt: list[int], **sampling) -> list[int]:
 
 def test_every_form_of_prompt(llm):
     ids = llm.tokenizer.encode("Hello, world!")
-    for prompts in ["Hello, world!", ["Hello, world!"], ids, [ids], {"prompt": "Hello, world!"}, {"prompt_token_ids": ids, "cache_salt": "mine"}, [{"prompt_token_ids": tuple(ids)}]]:
+    for prompts in [
+        "Hello, world!",
+        ["Hello, world!"],
+        ids,
+        [ids],
+        {"prompt": "Hello, world!"},
+        {"prompt_token_ids": ids, "cache_salt": "mine"},
+        [{"prompt_token_ids": tuple(ids)}],
+    ]:
         (output,) = llm.generate(prompts, SamplingParams(seed=3, max_tokens=5, ignore_eos=True), use_tqdm=False)
-        assert output.prompt_token_ids == ids and output.prompt == ("Hello, world!" if "Hello, world!" in (prompts, prompts[0] if isinstance(prompts, list) else None) or (
-            isinstance(prompts, dict) and "prompt" in prompts) else None)
+        assert output.prompt_token_ids == ids and output.prompt == (
+            "Hello, world!"
+            if "Hello, world!" in (prompts, prompts[0] if isinstance(prompts, list) else None)
+            or (isinstance(prompts, dict) and "prompt" in prompts)
+            else None
+        )
         (answer,) = output.outputs
         assert answer.token_ids == fake_outputs(ids, seed=3, max_tokens=5)
-        assert (answer.finish_reason, answer.stop_reason, answer.logprobs, output.prompt_logprobs, output.finished) == ("length", None, None, None, True)
+        assert (answer.finish_reason, answer.stop_reason, answer.logprobs, output.prompt_logprobs, output.finished) == (
+            "length",
+            None,
+            None,
+            None,
+            True,
+        )
         assert answer.text == llm.tokenizer.decode(answer.token_ids)
 
 
@@ -58,19 +79,31 @@ def test_outputs_keep_the_order_of_prompts_and_params(llm):
     prompts = [[i, i + 1, i + 2] for i in range(10, 60)]
     params = [SamplingParams(seed=i, max_tokens=1 + i % 20, ignore_eos=True) for i in range(50)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == [fake_outputs(prompt, seed=i, max_tokens=1 + i % 20) for i, prompt in enumerate(prompts)]
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        fake_outputs(prompt, seed=i, max_tokens=1 + i % 20) for i, prompt in enumerate(prompts)
+    ]
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert len({output.request_id for output in outputs}) == 50
 
 
 def test_n_choices_and_logprobs(llm):
-    (output,) = llm.generate([[5, 6, 7]], SamplingParams(n=3, seed=1, max_tokens=4, logprobs=2, prompt_logprobs=1, ignore_eos=True), use_tqdm=False)
+    (output,) = llm.generate(
+        [[5, 6, 7]],
+        SamplingParams(n=3, seed=1, max_tokens=4, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+        use_tqdm=False,
+    )
     assert [answer.index for answer in output.outputs] == [0, 1, 2]
-    assert [answer.token_ids for answer in output.outputs] == [fake_outputs([5, 6, 7], seed=1 + i, max_tokens=4) for i in range(3)]
+    assert [answer.token_ids for answer in output.outputs] == [
+        fake_outputs([5, 6, 7], seed=1 + i, max_tokens=4) for i in range(3)
+    ]
     for answer in output.outputs:
         assert len(answer.logprobs) == len(answer.token_ids) == 4
         for token_id, entry in zip(answer.token_ids, answer.logprobs):
-            assert entry[token_id].logprob == -0.5 and entry[token_id].rank == 1 and entry[token_id].decoded_token == llm.tokenizer.id_to_token(token_id)
+            assert (
+                entry[token_id].logprob == -0.5
+                and entry[token_id].rank == 1
+                and entry[token_id].decoded_token == llm.tokenizer.id_to_token(token_id)
+            )
             assert len(entry) >= 2
     assert output.prompt_logprobs[0] is None and [next(iter(entry)) for entry in output.prompt_logprobs[1:]] == [6, 7]
 
@@ -79,10 +112,18 @@ def test_stop_strings_and_stop_tokens(llm):
     (whole,) = llm.generate([[9, 9]], SamplingParams(seed=5, max_tokens=40, ignore_eos=True), use_tqdm=False)
     text, ids = whole.outputs[0].text, whole.outputs[0].token_ids
     stop = text[20:23]
-    (output,) = llm.generate([[9, 9]], SamplingParams(seed=5, max_tokens=40, ignore_eos=True, stop=[stop]), use_tqdm=False)
-    assert (output.outputs[0].text, output.outputs[0].finish_reason, output.outputs[0].stop_reason) == (text[:text.index(stop)], "stop", stop)
-    (output,) = llm.generate([[9, 9]], SamplingParams(seed=5, max_tokens=40, ignore_eos=True, stop_token_ids=[ids[6]]), use_tqdm=False)
-    assert output.outputs[0].stop_reason == ids[6] and output.outputs[0].token_ids == ids[:ids.index(ids[6]) + 1]
+    (output,) = llm.generate(
+        [[9, 9]], SamplingParams(seed=5, max_tokens=40, ignore_eos=True, stop=[stop]), use_tqdm=False
+    )
+    assert (output.outputs[0].text, output.outputs[0].finish_reason, output.outputs[0].stop_reason) == (
+        text[: text.index(stop)],
+        "stop",
+        stop,
+    )
+    (output,) = llm.generate(
+        [[9, 9]], SamplingParams(seed=5, max_tokens=40, ignore_eos=True, stop_token_ids=[ids[6]]), use_tqdm=False
+    )
+    assert output.outputs[0].stop_reason == ids[6] and output.outputs[0].token_ids == ids[: ids.index(ids[6]) + 1]
 
 
 def test_no_limit_is_what_the_context_holds_and_none_is_the_default(llm):
@@ -97,9 +138,17 @@ def test_chat_renders_the_template(llm):
     text = llm.tokenizer.render_chat(conversation)
     (output,) = llm.chat(conversation, GREEDY, use_tqdm=False)
     assert output.prompt == text and output.prompt_token_ids == llm.tokenizer.encode(text, add_special_tokens=False)
-    first, second = llm.chat([conversation, conversation[1:]], GREEDY, use_tqdm=False, chat_template="{{ messages[-1]['content'] }}!")
+    first, second = llm.chat(
+        [conversation, conversation[1:]], GREEDY, use_tqdm=False, chat_template="{{ messages[-1]['content'] }}!"
+    )
     assert first.prompt == second.prompt == "Hi!"
-    (output,) = llm.chat([*conversation, {"role": "assistant", "content": "Well,"}], GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    (output,) = llm.chat(
+        [*conversation, {"role": "assistant", "content": "Well,"}],
+        GREEDY,
+        use_tqdm=False,
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
     assert output.prompt.endswith("Well,")
 
 
@@ -111,20 +160,44 @@ def test_progress_bar(llm, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("wrong, message", [
-    ({"temperature": -1}, "temperature"), ({"temperature": float("nan")}, "temperature: must be a finite number"), ({"top_p": 0}, "top_p"), ({"top_k": -2}, "top_k"),
-    ({"n": 0}, "n: "), ({"max_tokens": 0}, "max_tokens must be at least 1"), ({"stop": ""}, "stop"), ({"presence_penalty": 3}, "presence_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"), ({"logit_bias": {1: 1e7}}, "logit_bias"), ({"seed": 2**70}, "seed"), ({"bad_words": "x"}, "bad_words")])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature: must be a finite number"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 0}, "n: "),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"stop": ""}, "stop"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {1: 1e7}}, "logit_bias"),
+        ({"seed": 2**70}, "seed"),
+        ({"bad_words": "x"}, "bad_words"),
+    ],
+)
 def test_wrong_params_are_named_when_made(wrong, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**wrong)
 
 
-@pytest.mark.parametrize("prompts, params, message", [
-    (["ok", ""], GREEDY, "prompt must not be empty"), ([list(range(1, MAX_LEN + 2))], GREEDY, "maximum context length is 64"), ([[VOCAB_SIZE]], GREEDY, "token ids must be between 0 and"),
-    ([[1]], [GREEDY, GREEDY], "2 for 1 prompts"), ([[1]], SamplingParams(n=2, temperature=0), "n must be 1"), ([[1]], SamplingParams(max_tokens=65), "max_tokens is too large"),
-    ([[1]], SamplingParams(logprobs=21), "limit of 20"), ([[1]], SamplingParams(min_tokens=9, max_tokens=8), "min_tokens"), ([{"prompt": "a", "prompt_token_ids": [1]}], GREEDY, "exactly one"),
-    ([{"text": "a"}], GREEDY, "unknown key 'text'"), ([[1]], SamplingParams(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids")])
+@pytest.mark.parametrize(
+    "prompts, params, message",
+    [
+        (["ok", ""], GREEDY, "prompt must not be empty"),
+        ([list(range(1, MAX_LEN + 2))], GREEDY, "maximum context length is 64"),
+        ([[VOCAB_SIZE]], GREEDY, "token ids must be between 0 and"),
+        ([[1]], [GREEDY, GREEDY], "2 for 1 prompts"),
+        ([[1]], SamplingParams(n=2, temperature=0), "n must be 1"),
+        ([[1]], SamplingParams(max_tokens=65), "max_tokens is too large"),
+        ([[1]], SamplingParams(logprobs=21), "limit of 20"),
+        ([[1]], SamplingParams(min_tokens=9, max_tokens=8), "min_tokens"),
+        ([{"prompt": "a", "prompt_token_ids": [1]}], GREEDY, "exactly one"),
+        ([{"text": "a"}], GREEDY, "unknown key 'text'"),
+        ([[1]], SamplingParams(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"),
+    ],
+)
 def test_wrong_requests_are_refused_before_anything_runs(llm, prompts, params, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, params, use_tqdm=False)
@@ -139,7 +212,11 @@ def test_wrong_messages_are_named(llm):
 
 
 def test_settings_are_checked():
-    for wrong, message in [({"port": 3}, "port is a setting of the HTTP server"), ({"max_num_seq": 3}, "did you mean max_num_seqs"), ({"max_num_seqs": 0}, "max_num_seqs: must be at least 1")]:
+    for wrong, message in [
+        ({"port": 3}, "port is a setting of the HTTP server"),
+        ({"max_num_seq": 3}, "did you mean max_num_seqs"),
+        ({"max_num_seqs": 0}, "max_num_seqs: must be at least 1"),
+    ]:
         with pytest.raises(ValueError, match=message):
             offline_config("m", wrong)
     with pytest.raises(ValueError, match="there is no folder /nowhere"):
@@ -155,17 +232,33 @@ def test_without_a_model_it_is_the_embedded_one(monkeypatch, tmp_path):
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.lists(st.integers(4, 400), min_size=1, max_size=30), st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(4, 400), min_size=1, max_size=30), st.integers(1, 30), st.integers(0, 9)),
+        min_size=1,
+        max_size=12,
+    )
+)
 def test_any_batch_gives_what_each_prompt_gives_alone(llm, batch):
-    outputs = llm.generate([prompt for prompt, _, _ in batch], [SamplingParams(max_tokens=length, seed=seed, ignore_eos=True) for _, length, seed in batch], use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == [fake_outputs(prompt, max_tokens=length, seed=seed) for prompt, length, seed in batch]
+    outputs = llm.generate(
+        [prompt for prompt, _, _ in batch],
+        [SamplingParams(max_tokens=length, seed=seed, ignore_eos=True) for _, length, seed in batch],
+        use_tqdm=False,
+    )
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        fake_outputs(prompt, max_tokens=length, seed=seed) for prompt, length, seed in batch
+    ]
 
 
 def test_several_threads_share_one_llm(llm):
     results: dict[int, list[int]] = {}
 
     def work(seed: int) -> None:
-        results[seed] = llm.generate([[4, 5]], SamplingParams(seed=seed, max_tokens=9, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids
+        results[seed] = (
+            llm.generate([[4, 5]], SamplingParams(seed=seed, max_tokens=9, ignore_eos=True), use_tqdm=False)[0]
+            .outputs[0]
+            .token_ids
+        )
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads:
@@ -203,6 +296,7 @@ def test_a_new_engine_takes_over_when_one_dies(slow_llm):
 
 def test_a_mistake_of_who_watches_over_the_engine_is_told(folder, monkeypatch):
     """At start, and to requests that would wait for ever for the next engine."""
+
     def mistake(*_):
         raise TypeError("a mistake")
 
@@ -236,13 +330,17 @@ def test_a_script_without_a_main_guard(checkpoint, tmp_path):
     prompt = [11, 12, 13, 14]
     tokens, _, margins = greedy(reference, prompt, 12)
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(f"""
+    script.write_text(
+        textwrap.dedent(f"""
         from quire import LLM, SamplingParams
         llm = LLM({folder!r}, dtype="float32", max_model_len=256, device="cpu", kv_cache_memory_bytes="16M", num_threads=1)
         print(llm._runtime.supervisor.engine.pid)
         print(llm.generate([{prompt}], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids)
-    """))
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    """)
+    )
+    result = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+    )
     assert result.returncode == 0, result.stderr
     pid, generated = result.stdout.splitlines()
     assert min(margins) > 1e-3 and generated == str(tokens)

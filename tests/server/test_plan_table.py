@@ -12,20 +12,59 @@ GIB = 2**30
 
 
 def test_table_says_where_memory_goes_and_what_was_chosen():
-    plan = MemoryPlan("cuda:0 (H200)", 139 * GIB, 138 * GIB, weights=16 * GIB, activations=2 * GIB, kv_cache=100 * GIB, reserve=20 * GIB, bytes_per_block=2 * 2**20)
-    ready = WorkerReady(51201, 16, 40960, 256, 8192, 151936, 2, plan, [("dtype", "bfloat16", "config.json says so"), ("block_size", "16", "flash-attn")])
+    plan = MemoryPlan(
+        "cuda:0 (H200)",
+        139 * GIB,
+        138 * GIB,
+        weights=16 * GIB,
+        activations=2 * GIB,
+        kv_cache=100 * GIB,
+        reserve=20 * GIB,
+        bytes_per_block=2 * 2**20,
+    )
+    ready = WorkerReady(
+        51201,
+        16,
+        40960,
+        256,
+        8192,
+        151936,
+        2,
+        plan,
+        [("dtype", "bfloat16", "config.json says so"), ("block_size", "16", "flash-attn")],
+    )
     table = plan_table(ready)
     lines = table.splitlines()
-    assert [next(line for line in lines if line.strip().startswith(name)).split()[1] for name in ("weights", "activations", "reserve")] == ["16.0", "2.00", "20.0"]
-    assert "139 GiB" in lines[0] and "100 GiB" in table and "819,200 tokens" in table and "20.0 requests of the full length of 40,960" in table
+    assert [
+        next(line for line in lines if line.strip().startswith(name)).split()[1]
+        for name in ("weights", "activations", "reserve")
+    ] == ["16.0", "2.00", "20.0"]
+    assert (
+        "139 GiB" in lines[0]
+        and "100 GiB" in table
+        and "819,200 tokens" in table
+        and "20.0 requests of the full length of 40,960" in table
+    )
     assert "dtype      = bfloat16  (config.json says so)" in table and "block_size = 16  (flash-attn)" in table
     assert "CUDA graphs" not in table
-    with_graphs = plan_table(WorkerReady(51201, 16, 40960, 256, 8192, 151936, 2, msgspec.structs.replace(plan, graphs=GIB // 2)))
+    with_graphs = plan_table(
+        WorkerReady(51201, 16, 40960, 256, 8192, 151936, 2, msgspec.structs.replace(plan, graphs=GIB // 2))
+    )
     assert "CUDA graphs     512 MiB" in with_graphs
     assert "72%" in table and "51,200 blocks of 16 tokens, 2.00 MiB each" in table
 
 
-@pytest.mark.parametrize("size,text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (15 * 2**20, "15.0 MiB"), (int(1.5 * GIB), "1.50 GiB"), (900 * GIB, "900 GiB"),
-                                       (2**50, "1024 TiB")])
+@pytest.mark.parametrize(
+    "size,text",
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (15 * 2**20, "15.0 MiB"),
+        (int(1.5 * GIB), "1.50 GiB"),
+        (900 * GIB, "900 GiB"),
+        (2**50, "1024 TiB"),
+    ],
+)
 def test_bytes(size, text):
     assert format_bytes(size) == text

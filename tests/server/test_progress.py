@@ -35,5 +35,15 @@ def test_lines_elsewhere(caplog, monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     with caplog.at_level(logging.INFO, "quire.server.startup.progress"):
         run(io.StringIO())
-    assert caplog.messages == ["loading weights", "loading weights: 25%", "loading weights: 50%", "loading weights: 75%", "loading weights: 100%",
-                               "warming up", "warming up: 25%", "warming up: 50%", "warming up: 75%", "warming up: 100%"]
+    assert caplog.messages == [
+        "loading weights",
+        "loading weights: 25%",
+        "loading weights: 50%",
+        "loading weights: 75%",
+        "loading weights: 100%",
+        "warming up",
+        "warming up: 25%",
+        "warming up: 50%",
+        "warming up: 75%",
+        "warming up: 100%",
+    ]

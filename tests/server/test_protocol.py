@@ -1,4 +1,6 @@
-"""Bodies -> requests: every field, every way to be wrong with the `param` it names, and what becomes of undeclared fields."""
+"""Bodies -> requests: every field, every way to be wrong with the `param` it names, and what becomes of undeclared
+fields.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,27 @@ def error_of(data: dict[str, Any] | bytes, cls: type = ChatCompletionRequest, st
 
 
 OUT_OF_RANGE = [
-    ("temperature", -0.1, "0"), ("temperature", 2.1, "2"), ("top_p", 0, "0"), ("top_p", 1.1, "1"), ("top_k", -2, "-1"), ("min_p", -0.1, "0"),
-    ("min_p", 1.5, "1"), ("presence_penalty", 2.5, "2"), ("presence_penalty", -2.5, "-2"), ("frequency_penalty", 3, "2"), ("frequency_penalty", -3, "-2"),
-    ("repetition_penalty", 0, "0"), ("n", 0, "1"), ("n", 129, "128"), ("max_tokens", -1, "0"), ("min_tokens", -1, "0"), ("seed", 2**63, str(2**63 - 1)),
-    ("prompt_logprobs", -2, "-1"), ("truncate_prompt_tokens", -2, "-1"), ("priority", 2**63, str(2**63 - 1)), ("t_max_predict_ms", -1, "0"),
+    ("temperature", -0.1, "0"),
+    ("temperature", 2.1, "2"),
+    ("top_p", 0, "0"),
+    ("top_p", 1.1, "1"),
+    ("top_k", -2, "-1"),
+    ("min_p", -0.1, "0"),
+    ("min_p", 1.5, "1"),
+    ("presence_penalty", 2.5, "2"),
+    ("presence_penalty", -2.5, "-2"),
+    ("frequency_penalty", 3, "2"),
+    ("frequency_penalty", -3, "-2"),
+    ("repetition_penalty", 0, "0"),
+    ("n", 0, "1"),
+    ("n", 129, "128"),
+    ("max_tokens", -1, "0"),
+    ("min_tokens", -1, "0"),
+    ("seed", 2**63, str(2**63 - 1)),
+    ("prompt_logprobs", -2, "-1"),
+    ("truncate_prompt_tokens", -2, "-1"),
+    ("priority", 2**63, str(2**63 - 1)),
+    ("t_max_predict_ms", -1, "0"),
 ]
 
 
@@ -49,8 +68,23 @@ def test_out_of_range_names_field_limit_and_value(cls, base, name, value, limit)
     assert name in error.message and limit in error.message and str(value) in error.message
 
 
-WRONG_TYPE = [("temperature", "hot"), ("n", 1.5), ("n", True), ("stream", "yes"), ("stop", 5), ("stop_token_ids", "x"), ("logit_bias", []), ("max_tokens", "16"),
-              ("seed", "a"), ("ignore_eos", 1), ("cache_salt", 5), ("stream_options", True), ("model", 5), ("bad_words", "x"), ("allowed_token_ids", 3)]
+WRONG_TYPE = [
+    ("temperature", "hot"),
+    ("n", 1.5),
+    ("n", True),
+    ("stream", "yes"),
+    ("stop", 5),
+    ("stop_token_ids", "x"),
+    ("logit_bias", []),
+    ("max_tokens", "16"),
+    ("seed", "a"),
+    ("ignore_eos", 1),
+    ("cache_salt", 5),
+    ("stream_options", True),
+    ("model", 5),
+    ("bad_words", "x"),
+    ("allowed_token_ids", 3),
+]
 
 
 @pytest.mark.parametrize("name,value", WRONG_TYPE)
@@ -62,8 +96,14 @@ def test_wrong_type_names_the_field(name, value):
 NESTED = [
     ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": 5}]}, "messages.1.content"),
     ({"messages": [{"content": "a"}]}, "messages.0.role"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}]}, "messages.0.content.1.type"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content.0.image_url"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}]},
+        "messages.0.content.1.type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0.image_url",
+    ),
     ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
     ({"messages": [{"role": "assistant", "content": "a", "reasoning_content": "hm"}]}, "messages.0.reasoning_content"),
     ({"messages": []}, "messages"),
@@ -90,41 +130,125 @@ def test_param_is_the_dotted_path(data, param):
     assert error_of(data).param == param
 
 
-@pytest.mark.parametrize("cls,base,name,value", [
-    *[(ChatCompletionRequest, CHAT, name, value) for name, value in [
-        ("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("functions", [{}]), ("function_call", "auto"), ("response_format", {"type": "json_object"}),
-        ("reasoning_effort", "low"), ("include_reasoning", True), ("modalities", ["text", "audio"]), ("audio", {}), ("verbosity", "low"), ("web_search_options", {}),
-        ("echo", True)]],
-    *[(cls, base, name, value) for cls, base in [(ChatCompletionRequest, CHAT), (CompletionRequest, TEXT)] for name, value in [
-        ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("guided_regex", "a"), ("guided_choice", ["a"]), ("guided_grammar", "a"), ("regex", "a"),
-        ("use_beam_search", True), ("prompt_embeds", "x"), ("dry_multiplier", 0.8), ("lora_path", "x"), ("vllm_xargs", {})]],
-    (CompletionRequest, TEXT, "suffix", "end"), (CompletionRequest, TEXT, "response_format", {"type": "json_schema"}),
-])
+@pytest.mark.parametrize(
+    "cls,base,name,value",
+    [
+        *[
+            (ChatCompletionRequest, CHAT, name, value)
+            for name, value in [
+                ("tools", [{"type": "function"}]),
+                ("tool_choice", "auto"),
+                ("functions", [{}]),
+                ("function_call", "auto"),
+                ("response_format", {"type": "json_object"}),
+                ("reasoning_effort", "low"),
+                ("include_reasoning", True),
+                ("modalities", ["text", "audio"]),
+                ("audio", {}),
+                ("verbosity", "low"),
+                ("web_search_options", {}),
+                ("echo", True),
+            ]
+        ],
+        *[
+            (cls, base, name, value)
+            for cls, base in [(ChatCompletionRequest, CHAT), (CompletionRequest, TEXT)]
+            for name, value in [
+                ("structured_outputs", {"regex": "a"}),
+                ("guided_json", {}),
+                ("guided_regex", "a"),
+                ("guided_choice", ["a"]),
+                ("guided_grammar", "a"),
+                ("regex", "a"),
+                ("use_beam_search", True),
+                ("prompt_embeds", "x"),
+                ("dry_multiplier", 0.8),
+                ("lora_path", "x"),
+                ("vllm_xargs", {}),
+            ]
+        ],
+        (CompletionRequest, TEXT, "suffix", "end"),
+        (CompletionRequest, TEXT, "response_format", {"type": "json_schema"}),
+    ],
+)
 def test_meaningful_but_unsupported_is_refused(cls, base, name, value):
     error = error_of(base | {name: value}, cls)
     assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter") and name in error.message
 
 
-@pytest.mark.parametrize("data", [
-    {"tools": None}, {"tools": []}, {"tool_choice": "none"}, {"tool_choice": None}, {"response_format": {"type": "text"}}, {"response_format": None}, {"modalities": ["text"]},
-    {"reasoning_effort": None}, {"use_beam_search": False}, {"functions": None}, {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto",
-     "safety_identifier": "s", "prompt_cache_key": "k", "prediction": {}, "parallel_tool_calls": True},
-    {"messages": [{"role": "assistant", "content": "a", "refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}]},
-])
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"tools": None},
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"tool_choice": None},
+        {"response_format": {"type": "text"}},
+        {"response_format": None},
+        {"modalities": ["text"]},
+        {"reasoning_effort": None},
+        {"use_beam_search": False},
+        {"functions": None},
+        {
+            "user": "u",
+            "metadata": {"a": "b"},
+            "store": True,
+            "service_tier": "auto",
+            "safety_identifier": "s",
+            "prompt_cache_key": "k",
+            "prediction": {},
+            "parallel_tool_calls": True,
+        },
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": "a",
+                    "refusal": None,
+                    "annotations": None,
+                    "audio": None,
+                    "function_call": None,
+                    "tool_calls": None,
+                }
+            ]
+        },
+    ],
+)
 def test_neutral_and_harmless_fields_are_accepted_without_a_warning(data):
     _, unknown = parse_object(CHAT | data)
     assert unknown == []
 
 
 def test_unknown_fields_are_collected_or_refused():
-    data = {"messages": [{"role": "user", "content": "a", "mood": "good"}], "temprature": 1, "stream": True, "stream_options": {"include_usag": True}}
+    data = {
+        "messages": [{"role": "user", "content": "a", "mood": "good"}],
+        "temprature": 1,
+        "stream": True,
+        "stream_options": {"include_usag": True},
+    }
     _, unknown = parse_object(data)
     assert sorted(unknown) == ["messages.0.mood", "stream_options.include_usag", "temprature"]
     error = error_of(data, strict=True)
-    assert error.param in unknown and error.code == "unknown_parameter" and all(name in error.message for name in unknown)
+    assert (
+        error.param in unknown and error.code == "unknown_parameter" and all(name in error.message for name in unknown)
+    )
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"null", b"\xff\xfe", b'{"messages": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"a":' * 100_000])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'"x"',
+        b"null",
+        b"\xff\xfe",
+        b'{"messages": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
+)
 def test_bad_json_is_a_400(body):
     assert error_of(body).status == 400
 
@@ -138,9 +262,17 @@ def test_deep_nesting_is_refused_where_it_would_reach_templates():
 
 
 TOO_MANY = [
-    ("stop", ["a"] * 65, "64"), ("stop", "x" * 257, "256"), ("stop", ["x" * 257], "256"), ("stop_token_ids", [1] * 129, "128"), ("bad_words", ["a"] * 257, "256"),
-    ("bad_words", ["x" * 129], "128"), ("allowed_token_ids", [1] * (2**14 + 1), "16384"), ("logit_bias", {str(i): 1 for i in range(2**14 + 1)}, "16384"),
-    ("model", "x" * 257, "256"), ("repetition_penalty", 1001, "1000"), ("t_max_predict_ms", 1e10, "0"),
+    ("stop", ["a"] * 65, "64"),
+    ("stop", "x" * 257, "256"),
+    ("stop", ["x" * 257], "256"),
+    ("stop_token_ids", [1] * 129, "128"),
+    ("bad_words", ["a"] * 257, "256"),
+    ("bad_words", ["x" * 129], "128"),
+    ("allowed_token_ids", [1] * (2**14 + 1), "16384"),
+    ("logit_bias", {str(i): 1 for i in range(2**14 + 1)}, "16384"),
+    ("model", "x" * 257, "256"),
+    ("repetition_penalty", 1001, "1000"),
+    ("t_max_predict_ms", 1e10, "0"),
 ]
 
 
@@ -151,12 +283,19 @@ def test_too_much_names_field_and_limit(cls, base, name, value, limit):
     assert error.param.split(".")[0] == name and name in error.message and limit in error.message
 
 
-@pytest.mark.parametrize("data,param", [
-    ({"messages": CHAT["messages"] * 10_001}, "messages"), ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1001}]}, "messages.0.content"),
-    (CHAT | {"documents": [{}] * 1001}, "documents"), (CHAT | {"chat_template_kwargs": {str(i): 1 for i in range(65)}}, "chat_template_kwargs"),
-    (CHAT | {"chat_template_kwargs": {"a": "x" * 70_000}}, "chat_template_kwargs"), (CHAT | {"chat_template": "x" * (2**18 + 1)}, "chat_template"),
-    (CHAT | {str(i): 1 for i in range(300)}, None), ({"messages": [CHAT["messages"][0] | {str(i): 1 for i in range(300)}]}, "messages.0"),
-])
+@pytest.mark.parametrize(
+    "data,param",
+    [
+        ({"messages": CHAT["messages"] * 10_001}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1001}]}, "messages.0.content"),
+        (CHAT | {"documents": [{}] * 1001}, "documents"),
+        (CHAT | {"chat_template_kwargs": {str(i): 1 for i in range(65)}}, "chat_template_kwargs"),
+        (CHAT | {"chat_template_kwargs": {"a": "x" * 70_000}}, "chat_template_kwargs"),
+        (CHAT | {"chat_template": "x" * (2**18 + 1)}, "chat_template"),
+        (CHAT | {str(i): 1 for i in range(300)}, None),
+        ({"messages": [CHAT["messages"][0] | {str(i): 1 for i in range(300)}]}, "messages.0"),
+    ],
+)
 def test_conversations_are_bounded(data, param):
     assert error_of(data).param == param
 
@@ -165,7 +304,12 @@ def bounded(schema: dict[str, Any], path: str, components: dict[str, Any]) -> li
     """Where in `schema` a list, a text, a number or an object of any names has no maximum."""
     if "$ref" in schema:
         return bounded(components[schema["$ref"].rpartition("/")[2]], path, components)
-    wrong = [found for key in ("anyOf", "allOf") for i, one in enumerate(schema.get(key, [])) for found in bounded(one, path, components)]
+    wrong = [
+        found
+        for key in ("anyOf", "allOf")
+        for i, one in enumerate(schema.get(key, []))
+        for found in bounded(one, path, components)
+    ]
     kind = schema.get("type")
     maxima = {"string": ("maxLength", "enum"), "array": ("maxItems",), "integer": ("maximum",), "number": ("maximum",)}
     if kind in maxima and not any(name in schema for name in maxima[kind]):
@@ -191,7 +335,17 @@ def test_prompt_shapes(prompt):
     assert parse_object({"prompt": prompt}, CompletionRequest)[0].prompt == prompt
 
 
-@pytest.mark.parametrize("prompt,param", [(5, "prompt"), (None, "prompt"), ([1.5], "prompt.0"), ([[1, "a"]], "prompt.0.1"), ([True], "prompt.0"), ({}, "prompt")])
+@pytest.mark.parametrize(
+    "prompt,param",
+    [
+        (5, "prompt"),
+        (None, "prompt"),
+        ([1.5], "prompt.0"),
+        ([[1, "a"]], "prompt.0.1"),
+        ([True], "prompt.0"),
+        ({}, "prompt"),
+    ],
+)
 def test_wrong_prompt_shapes(prompt, param):
     assert error_of({"prompt": prompt}, CompletionRequest).param == param
 
@@ -211,12 +365,32 @@ def test_null_means_absent_for_every_optional_field():
         assert request == parse_object(base, cls)[0]
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "x"]), inner, max_size=3), max_leaves=8)
-NAMES = sorted({*ChatCompletionRequest.__struct_fields__, *ChatCompletionRequest.unsupported, *ChatCompletionRequest.harmless, "prompt"})
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "x"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+NAMES = sorted(
+    {
+        *ChatCompletionRequest.__struct_fields__,
+        *ChatCompletionRequest.unsupported,
+        *ChatCompletionRequest.harmless,
+        "prompt",
+    }
+)
 
 
-@given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5), st.sampled_from([ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]))
+@given(
+    st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5),
+    st.sampled_from([ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]),
+)
 def test_any_json_object_is_parsed_or_refused_by_name(data, cls):
     body = msgspec.json.encode(data)
     try:
@@ -226,5 +400,7 @@ def test_any_json_object_is_parsed_or_refused_by_name(data, cls):
     else:
         declared = set(cls.__struct_fields__)
         assert all(name.split(".")[0] in data for name in unknown)
-        assert all(name in declared or name in unknown or name in cls.harmless or name in cls.unsupported for name in data)
+        assert all(
+            name in declared or name in unknown or name in cls.harmless or name in cls.unsupported for name in data
+        )
         assert isinstance(request, cls)

@@ -1,4 +1,6 @@
-"""Request fields -> SamplingParams: every parameter arrives, defaults are taken in order, and what the model cannot do is refused by name."""
+"""Request fields -> SamplingParams: every parameter arrives, defaults are taken in order, and what the model cannot do
+is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from quire.server.errors import BadRequest, ContextLengthExceeded
 from quire.server.http.parse_body import parse
 from quire.server.state import ModelInfo, known_token_ids
 
-MODEL = ModelInfo(max_model_len=100, vocab_size=512, eos_token_ids=[2, 0], sampling_defaults={}, max_logprobs=20, priorities=False)
+MODEL = ModelInfo(
+    max_model_len=100, vocab_size=512, eos_token_ids=[2, 0], sampling_defaults={}, max_logprobs=20, priorities=False
+)
 
 
 class Words:
@@ -46,10 +50,26 @@ def convert(cls, model, data) -> SamplingParams:
 
 
 PASSED_ON = [
-    ("temperature", 0.3, 0.3), ("temperature", 0, 0.0), ("temperature", 1e-6, 0.0), ("temperature", 0.001, 0.001), ("top_p", 0.5, 0.5), ("top_k", 5, 5), ("top_k", -1, 0),
-    ("min_p", 0.2, 0.2), ("seed", 17, 17), ("seed", -2, -2), ("presence_penalty", -1.5, -1.5), ("frequency_penalty", 2, 2.0), ("repetition_penalty", 1.2, 1.2),
-    ("max_tokens", 5, 5), ("min_tokens", 3, 3), ("stop_token_ids", [4, 5], [4, 5]), ("ignore_eos", True, True), ("allowed_token_ids", [1, 511], [1, 511]),
-    ("prompt_logprobs", 3, 3), ("prompt_logprobs", 0, 0),
+    ("temperature", 0.3, 0.3),
+    ("temperature", 0, 0.0),
+    ("temperature", 1e-6, 0.0),
+    ("temperature", 0.001, 0.001),
+    ("top_p", 0.5, 0.5),
+    ("top_k", 5, 5),
+    ("top_k", -1, 0),
+    ("min_p", 0.2, 0.2),
+    ("seed", 17, 17),
+    ("seed", -2, -2),
+    ("presence_penalty", -1.5, -1.5),
+    ("frequency_penalty", 2, 2.0),
+    ("repetition_penalty", 1.2, 1.2),
+    ("max_tokens", 5, 5),
+    ("min_tokens", 3, 3),
+    ("stop_token_ids", [4, 5], [4, 5]),
+    ("ignore_eos", True, True),
+    ("allowed_token_ids", [1, 511], [1, 511]),
+    ("prompt_logprobs", 3, 3),
+    ("prompt_logprobs", 0, 0),
 ]
 
 
@@ -62,7 +82,8 @@ def test_parameters_arrive(make, name, value, expected):
 def test_logit_bias_and_bad_words():
     params = chat(logit_bias={"5": -100, "511": 1.5}, bad_words=["abc", " de"])
     assert params.logit_bias == {5: -100.0, 511: 1.5}
-    assert params.bad_words_ids == [[3, 7], [303, 7], [302, 7]]  # as a text begins, and after a space; " de" is its own second form
+    # as a text begins, and after a space; " de" is its own second form
+    assert params.bad_words_ids == [[3, 7], [303, 7], [302, 7]]
     assert chat().logit_bias is None and chat(logit_bias={}).logit_bias is None and chat().bad_words_ids is None
 
 
@@ -75,14 +96,30 @@ def test_openai_defaults_and_a_random_seed():
 
 
 def test_request_then_model_then_openai(tmp_path):
-    file = {"temperature": 0.6, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1.1, "max_new_tokens": 40, "do_sample": True, "eos_token_id": 2, "min_p": None}
+    file = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 30,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 40,
+        "do_sample": True,
+        "eos_token_id": 2,
+        "min_p": None,
+    }
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
     defaults = read_sampling_defaults(Config(), str(tmp_path))
     assert defaults == {"temperature": 0.6, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1.1, "max_tokens": 40}
     model = ModelInfo(100, 512, [2], defaults, 20, False)
     for make in (chat, text):
         params = make(model, top_p=0.5)
-        assert (params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty, params.max_tokens) == (0.6, 0.5, 30, 0.0, 1.1, 40)
+        assert (
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            params.min_p,
+            params.repetition_penalty,
+            params.max_tokens,
+        ) == (0.6, 0.5, 30, 0.0, 1.1, 40)
         assert make(model, max_tokens=7).max_tokens == 7
 
 
@@ -104,14 +141,23 @@ def test_where_the_defaults_come_from(tmp_path):
 
 
 REFUSED = [
-    (chat, {"n": 2, "temperature": 0}, "n", "greedy"), (chat, {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "4"),
-    (chat, {"max_tokens": 0}, "max_tokens", "1"), (text, {"max_tokens": 0}, "max_tokens", "echo"),
+    (chat, {"n": 2, "temperature": 0}, "n", "greedy"),
+    (chat, {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "4"),
+    (chat, {"max_tokens": 0}, "max_tokens", "1"),
+    (text, {"max_tokens": 0}, "max_tokens", "echo"),
     (chat, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "max_completion_tokens"),
-    (chat, {"stop_token_ids": [512]}, "stop_token_ids", "512"), (chat, {"allowed_token_ids": [600]}, "allowed_token_ids", "512"),
-    (chat, {"logit_bias": {"512": 1}}, "logit_bias", "512"), (chat, {"logit_bias": {"-1": 1}}, "logit_bias", "-1"), (chat, {"logit_bias": {"x": 1}}, "logit_bias", "ids"),
-    (chat, {"top_logprobs": 2}, "top_logprobs", "logprobs"), (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
-    (chat, {"logprobs": True, "top_logprobs": -1}, "top_logprobs", "20"), (text, {"logprobs": 21}, "logprobs", "20"), (text, {"logprobs": -1}, "logprobs", "20"),
-    (text, {"prompt_logprobs": 21}, "prompt_logprobs", "20"), (text, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+    (chat, {"stop_token_ids": [512]}, "stop_token_ids", "512"),
+    (chat, {"allowed_token_ids": [600]}, "allowed_token_ids", "512"),
+    (chat, {"logit_bias": {"512": 1}}, "logit_bias", "512"),
+    (chat, {"logit_bias": {"-1": 1}}, "logit_bias", "-1"),
+    (chat, {"logit_bias": {"x": 1}}, "logit_bias", "ids"),
+    (chat, {"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    (chat, {"logprobs": True, "top_logprobs": -1}, "top_logprobs", "20"),
+    (text, {"logprobs": 21}, "logprobs", "20"),
+    (text, {"logprobs": -1}, "logprobs", "20"),
+    (text, {"prompt_logprobs": 21}, "prompt_logprobs", "20"),
+    (text, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
 ]
 
 
@@ -123,11 +169,17 @@ def test_refused_with_the_limit(make, fields, param, word):
 
 
 def test_logprobs():
-    assert chat().logprobs is None and chat(logprobs=False).logprobs is None and chat(logprobs=False, top_logprobs=0).logprobs is None
+    assert (
+        chat().logprobs is None
+        and chat(logprobs=False).logprobs is None
+        and chat(logprobs=False, top_logprobs=0).logprobs is None
+    )
     assert chat(logprobs=True).logprobs == 0 and chat(logprobs=True, top_logprobs=20).logprobs == 20
     assert text(logprobs=0).logprobs == 0 and text(logprobs=5).logprobs == 5 and text().logprobs is None
     unlimited = ModelInfo(100, 512, [2], {}, -1, False)
-    assert chat(unlimited, logprobs=True, top_logprobs=-1).logprobs == -1 and text(unlimited, logprobs=400).logprobs == 400
+    assert (
+        chat(unlimited, logprobs=True, top_logprobs=-1).logprobs == -1 and text(unlimited, logprobs=400).logprobs == 400
+    )
 
 
 def test_echo_asks_for_logprobs_of_the_prompt():
@@ -138,7 +190,14 @@ def test_echo_asks_for_logprobs_of_the_prompt():
     assert text(echo=True, logprobs=1, max_tokens=0).max_tokens == 0
 
 
-@pytest.mark.parametrize("cls,name", [(ChatCompletionRequest, "max_tokens"), (ChatCompletionRequest, "max_completion_tokens"), (CompletionRequest, "max_tokens")])
+@pytest.mark.parametrize(
+    "cls,name",
+    [
+        (ChatCompletionRequest, "max_tokens"),
+        (ChatCompletionRequest, "max_completion_tokens"),
+        (CompletionRequest, "max_tokens"),
+    ],
+)
 def test_a_max_tokens_beyond_the_context_is_told_what_fits_now(cls, name):
     prompt = {"messages": [{"role": "user", "content": "x"}]} if cls is ChatCompletionRequest else {"prompt": "x"}
     request, _ = parse(json.dumps(prompt | {name: 101}).encode(), cls)
@@ -150,7 +209,11 @@ def test_a_max_tokens_beyond_the_context_is_told_what_fits_now(cls, name):
 
 def test_ids_count_once_and_bias_is_clamped():
     params = chat(stop_token_ids=[4, 4, 3, 4], allowed_token_ids=[7, 7], logit_bias={"5": 1000, "6": -101, "7": 2})
-    assert (params.stop_token_ids, params.allowed_token_ids, params.logit_bias) == ([4, 3], [7], {5: 100.0, 6: -100.0, 7: 2.0})
+    assert (params.stop_token_ids, params.allowed_token_ids, params.logit_bias) == (
+        [4, 3],
+        [7],
+        {5: 100.0, 6: -100.0, 7: 2.0},
+    )
 
 
 def test_bad_words_are_bounded_in_all():
@@ -159,7 +222,9 @@ def test_bad_words_are_bounded_in_all():
             return [[i % 512] * (MAX_BAD_WORD_TOKENS // 4) for i, _ in enumerate(texts)]
 
     def convert(words: list[str]) -> SamplingParams:
-        return to_sampling_params(parse(json.dumps({"prompt": "x", "bad_words": words}).encode(), CompletionRequest)[0], MODEL, Long())
+        return to_sampling_params(
+            parse(json.dumps({"prompt": "x", "bad_words": words}).encode(), CompletionRequest)[0], MODEL, Long()
+        )
 
     assert len(convert(["a", "b"]).bad_words_ids) == 4
     with pytest.raises(BadRequest) as caught:
@@ -182,7 +247,8 @@ def test_fit_clips_to_the_context():
     assert fit(chat(max_tokens=10), 60, MODEL, "messages").max_tokens == 10
     clipped = fit(chat(max_tokens=80, min_tokens=70), 60, MODEL, "messages")
     assert (clipped.max_tokens, clipped.min_tokens) == (40, 40)
-    assert fit(text(echo=True, max_tokens=0), 100, MODEL, "prompt").max_tokens == 0  # nothing to sample: the prompt may fill the context
+    # nothing to sample: the prompt may fill the context
+    assert fit(text(echo=True, max_tokens=0), 100, MODEL, "prompt").max_tokens == 0
     assert fit(chat(), 99, MODEL, "messages").max_tokens == 1
 
 
@@ -191,13 +257,21 @@ def test_too_long_a_prompt_names_both_numbers(num_tokens):
     with pytest.raises(ContextLengthExceeded) as caught:
         fit(chat(), num_tokens, MODEL, "messages")
     error = caught.value
-    assert (error.status, error.param, error.code) == (400, "messages", "context_length_exceeded") and "100" in error.message and str(num_tokens) in error.message
+    assert (
+        (error.status, error.param, error.code) == (400, "messages", "context_length_exceeded")
+        and "100" in error.message
+        and str(num_tokens) in error.message
+    )
 
 
 def test_bad_words_beyond_the_models_vocabulary_are_a_bad_request():
     """Many fine-tunes add a token to the tokenizer, such as [PAD], for which the model has no row."""
-    model = ModelInfo(max_model_len=100, vocab_size=300, eos_token_ids=[], sampling_defaults={}, max_logprobs=20, priorities=False)
-    with pytest.raises(BadRequest, match="bad_words: token id 303 is not in the vocabulary, which has 300 entries") as caught:
+    model = ModelInfo(
+        max_model_len=100, vocab_size=300, eos_token_ids=[], sampling_defaults={}, max_logprobs=20, priorities=False
+    )
+    with pytest.raises(
+        BadRequest, match="bad_words: token id 303 is not in the vocabulary, which has 300 entries"
+    ) as caught:
         text(model, bad_words=["abc"])
     assert caught.value.param == "bad_words"
 

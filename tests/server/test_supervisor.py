@@ -80,7 +80,9 @@ class Watched:
         self.ready: list[bool] = []  # of each start, whether it was a later one
         self.num_deaths = 0
         self.client = Client()
-        self.supervisor = Supervisor(Config(), ScriptedEngine(Config(), index), self.client, self._on_ready, self._on_death)
+        self.supervisor = Supervisor(
+            Config(), ScriptedEngine(Config(), index), self.client, self._on_ready, self._on_death
+        )
         self.task = asyncio.create_task(self.supervisor.run())
 
     def _on_ready(self, again: bool) -> None:
@@ -113,9 +115,11 @@ class Watched:
 
 def asynchronous(test):
     """Run an async test to its end, at most 30 s."""
+
     @functools.wraps(test)
     def run(*args, **kwargs):
         asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
+
     return run
 
 
@@ -139,7 +143,10 @@ async def test_a_death_at_the_first_start_is_final(monkeypatch):
 
 @asynchronous
 async def test_a_death_during_a_later_start_is_one_of_three(monkeypatch):
-    """It is no death at start: that is the first one's. The second engine may die before it is ready, the third may not."""
+    """It is no death at start: that is the first one's.
+
+    The second engine may die before it is ready, the third may not.
+    """
     watched = Watched(monkeypatch)
     await watched.up()
     await watched.die()
@@ -181,7 +188,11 @@ async def test_deaths_that_are_long_past_do_not_count(monkeypatch):
 
 @asynchronous
 async def test_three_starts_in_a_row_that_fail(monkeypatch):
-    """However far apart. What a test does that kills an engine again and again before it is ready, because another engine answers for it meanwhile."""
+    """However far apart.
+
+    What a test does that kills an engine again and again before it is ready, because another engine answers for it
+    meanwhile.
+    """
     monkeypatch.setattr(module, "DEATH_WINDOW", 0.0)
     watched = Watched(monkeypatch)
     await watched.up()

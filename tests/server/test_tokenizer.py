@@ -14,8 +14,40 @@ from tests.server.tokenizer_kinds import CHATML, KINDS, byte_level, llama3
 
 transformers = pytest.importorskip("transformers")
 
-SNIPPETS = ["Hello world", " leading", "trailing ", "  two  spaces", "\n\n", "\t", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<tool_call>", "a b", "｜é｜", "<extra>",
-            "<image>", "[SEP]", "don't do not .", " ' s 've", "é́", "你好，世界", "😀👩‍👩‍👧", "\x00", "\u200b", "▁", "##ing", "<0x41>", "über", "123456", "｡", "ﬁ", "<eos>", "<unk>"]
+SNIPPETS = [
+    "Hello world",
+    " leading",
+    "trailing ",
+    "  two  spaces",
+    "\n\n",
+    "\t",
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "a b",
+    "｜é｜",
+    "<extra>",
+    "<image>",
+    "[SEP]",
+    "don't do not .",
+    " ' s 've",
+    "é́",
+    "你好，世界",
+    "😀👩‍👩‍👧",
+    "\x00",
+    "\u200b",
+    "▁",
+    "##ing",
+    "<0x41>",
+    "über",
+    "123456",
+    "｡",
+    "ﬁ",
+    "<eos>",
+    "<unk>",
+]
 texts = st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=8)), max_size=8).map("".join)
 
 
@@ -37,7 +69,9 @@ class TestAgainstTransformers:
     def test_encode(self, pair, text):
         ours, reference = pair
         for add_special_tokens in (True, False):
-            assert ours.encode(text, add_special_tokens) == reference.encode(text, add_special_tokens=add_special_tokens)
+            assert ours.encode(text, add_special_tokens) == reference.encode(
+                text, add_special_tokens=add_special_tokens
+            )
 
     @settings(max_examples=60, deadline=None)
     @given(text=texts, data=st.data())
@@ -77,7 +111,10 @@ class TestTokenText:
 
     def test_special_tokens_show_their_name(self, folders):
         tokenizer = Tokenizer.load(folders["byte_level"])
-        assert [tokenizer.id_to_token(tokenizer.token_to_id(t)) for t in ("<|im_end|>", "｜é｜")] == ["<|im_end|>", "｜é｜"]
+        assert [tokenizer.id_to_token(tokenizer.token_to_id(t)) for t in ("<|im_end|>", "｜é｜")] == [
+            "<|im_end|>",
+            "｜é｜",
+        ]
         assert tokenizer.id_to_token(tokenizer.vocab_size + 5) == ""
 
 
@@ -88,8 +125,11 @@ def test_unpaired_surrogates_are_refused(folders):
 
 class TestLoading:
     def test_torch_and_transformers_stay_out(self, folders):
-        code = ("import sys; from quire.server.text.tokenizer import Tokenizer; t = Tokenizer.load(sys.argv[1]);"
-                "t.render_chat([{'role': 'user', 'content': 'x'}]); t.encode('x'); assert not {'torch', 'transformers'} & set(sys.modules)")
+        code = (
+            "import sys; from quire.server.text.tokenizer import Tokenizer; t = Tokenizer.load(sys.argv[1]);"
+            "t.render_chat([{'role': 'user', 'content': 'x'}]); t.encode('x'); assert not {'torch', "
+            "'transformers'} & set(sys.modules)"
+        )
         subprocess.run([sys.executable, "-c", code, str(folders["byte_level"])], check=True)
 
     def test_end_tokens_of_the_generation_config_are_included(self, folders):
@@ -102,8 +142,12 @@ class TestLoading:
         folder.mkdir()
         model = json.loads((source / "tokenizer.json").read_text())["model"]
         (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
-        (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]) + "\n")
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "chat_template": CHATML}))
+        (folder / "merges.txt").write_text(
+            "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]) + "\n"
+        )
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "chat_template": CHATML})
+        )
         with caplog.at_level("INFO", logger="quire.tokenizer"):
             tokenizer = Tokenizer.load(folder)
         assert "no tokenizer.json" in caplog.text
@@ -138,7 +182,10 @@ class TestLoading:
         with pytest.raises(ValueError, match="no chat template"):
             Tokenizer.load(folder).render_chat([{"role": "user", "content": "x"}])
         config = json.loads((folder / "tokenizer_config.json").read_text())
-        config["chat_template"] = [{"name": "default", "template": "default"}, {"name": "tool_use", "template": "tools"}]
+        config["chat_template"] = [
+            {"name": "default", "template": "default"},
+            {"name": "tool_use", "template": "tools"},
+        ]
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         tokenizer = Tokenizer.load(folder)
         messages = [{"role": "user", "content": "x"}]
@@ -165,7 +212,11 @@ class TestLoading:
             Tokenizer.load(folder, chat_template="{% if %}")
 
     def test_only_templates_without_default(self, tmp_path):
-        tokenizer = Tokenizer(RustTokenizer.from_file(str(byte_level(tmp_path / "m") / "tokenizer.json")), {}, {"rag": "r", "tool_use": "t"})
+        tokenizer = Tokenizer(
+            RustTokenizer.from_file(str(byte_level(tmp_path / "m") / "tokenizer.json")),
+            {},
+            {"rag": "r", "tool_use": "t"},
+        )
         with pytest.raises(ValueError, match="rag, tool_use"):
             tokenizer.render_chat([{"role": "user", "content": "x"}])
 

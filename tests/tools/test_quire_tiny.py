@@ -35,7 +35,9 @@ def words(tokenizer, monkeypatch):
 
 def template():
     """chat_template.jinja in the environment that transformers gives it."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string((FOLDER / "chat_template.jinja").read_text())
 
@@ -64,7 +66,11 @@ def test_held_out_number_pairs_never_occur_in_training_conversations():
     rng = random.Random(2)
     turns = [skills.draw("addition", rng, held=False) for _ in range(2000)]
     pairs = {(a, b) for a in range(100) for b in range(100) if skills.held_out(f"add {a} {b}")}
-    asked = {tuple(int(n) for n in t.assistant.split(" = ")[0].split(" + ")) for turn in turns for t in (turn, *turn.follow_ups)}
+    asked = {
+        tuple(int(n) for n in t.assistant.split(" = ")[0].split(" + "))
+        for turn in turns
+        for t in (turn, *turn.follow_ups)
+    }
     assert 500 < len(pairs) < 900
     assert not asked & pairs
 
@@ -77,7 +83,10 @@ def test_sums_are_right(name):
         assert eval(question) == int(answer)
 
 
-@pytest.mark.parametrize(("name", "answer_of"), [("reversing", lambda word: word[::-1]), ("spelling", "-".join), ("casing", lambda word: word)])
+@pytest.mark.parametrize(
+    ("name", "answer_of"),
+    [("reversing", lambda word: word[::-1]), ("spelling", "-".join), ("casing", lambda word: word)],
+)
 def test_letters_are_right(name, answer_of):
     rng = random.Random(4)
     for _ in range(300):
@@ -135,18 +144,30 @@ def test_template_makes_the_text_that_was_trained(held):
     for _ in range(150):
         example = data.conversation(rng, held, tool_share=0.5)
         trained = "".join(text for text, _ in render(example.messages, example.tools))
-        assert chat.render(messages=example.messages, tools=example.tools or None, add_generation_prompt=False) == trained
+        assert (
+            chat.render(messages=example.messages, tools=example.tools or None, add_generation_prompt=False) == trained
+        )
         prompt = "".join(text for text, _ in render(example.messages[:-1], example.tools, add_generation_prompt=True))
-        assert chat.render(messages=example.messages[:-1], tools=example.tools or None, add_generation_prompt=True) == prompt
+        assert (
+            chat.render(messages=example.messages[:-1], tools=example.tools or None, add_generation_prompt=True)
+            == prompt
+        )
 
 
 def test_template_takes_what_clients_send():
     chat = template()
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]}]
-    assert chat.render(messages=parts, add_generation_prompt=True) == "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        chat.render(messages=parts, add_generation_prompt=True)
+        == "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
+    )
     bare = [{"type": "function", "function": {"name": "now"}}]
     assert "<tools>\nnow()\n</tools>" in chat.render(messages=parts, tools=bare)
-    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": {"zone": "é"}}}]}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": {"zone": "é"}}}],
+    }
     assert '{"name": "now", "arguments": {"zone": "é"}}' in chat.render(messages=[*parts, call])
 
 
@@ -163,7 +184,15 @@ def test_later_calls_of_a_conversation_are_answered_with_their_own_results():
 
 
 def test_any_text_survives_the_tokenizer(tokenizer):
-    for text in ["Hello, world!", "größer  und\n\n schöner\t", "你好 🙂", "12345 + 6", "get_weather(city)", "\x00\x7f", "<|im_start|>user"]:
+    for text in [
+        "Hello, world!",
+        "größer  und\n\n schöner\t",
+        "你好 🙂",
+        "12345 + 6",
+        "get_weather(city)",
+        "\x00\x7f",
+        "<|im_start|>user",
+    ]:
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
 
 
@@ -175,7 +204,9 @@ def test_common_letters_beyond_ascii_are_one_token(tokenizer):
     tokenizer = build(words_of(tokenizer))
     assert all(len(tokenizer.encode(letter).ids) == 1 for letter in LETTERS)
     assert len(set(LETTERS)) == len(LETTERS)
-    assert len(tokenizer.encode(" café größer “жук” – ελιά…").ids) == sum(map(len, [" café", " größer", " “жук”", " –", " ελιά…"]))
+    assert len(tokenizer.encode(" café größer “жук” – ελιά…").ids) == sum(
+        map(len, [" café", " größer", " “жук”", " –", " ελιά…"])
+    )
     assert len(tokenizer.encode("你🙂").ids) == len("你🙂".encode())  # what is not listed is its bytes
 
 
@@ -243,7 +274,13 @@ def test_evaluation_asks_held_out_instances_and_accepts_only_the_expected_answer
     cases = evaluate.build_cases(3, seed=1)
     assert cases == evaluate.build_cases(3, seed=1)
     for case in cases:
-        text = "\n".join(f"<tool_call>\n{json.dumps({'name': c['function']['name'], 'arguments': json.loads(c['function']['arguments'])})}\n</tool_call>" for c in case.expected.get("tool_calls") or []) or case.expected["content"]
+        text = (
+            "\n".join(
+                f"<tool_call>\n{json.dumps({'name': c['function']['name'], 'arguments': json.loads(c['function']['arguments'])})}\n</tool_call>"
+                for c in case.expected.get("tool_calls") or []
+            )
+            or case.expected["content"]
+        )
         assert evaluate.is_right(case, text, evaluate.parse_calls(text))
         assert not evaluate.is_right(case, text[:-1], evaluate.parse_calls(text[:-1]))
     assert evaluate.parse_calls("<tool_call>{broken</tool_call>") is None

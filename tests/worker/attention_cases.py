@@ -12,7 +12,9 @@ from quire.worker.attention.base import AttentionBackend, AttentionMetadata
 
 @dataclass
 class Case:
-    """A batch whose keys and values are already in the cache, in shuffled blocks; slots that belong to nobody hold NaN, the null block zeros."""
+    """A batch whose keys and values are already in the cache, in shuffled blocks; slots that belong to nobody hold NaN,
+    the null block zeros.
+    """
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -23,8 +25,20 @@ class Case:
     values: list[torch.Tensor]
 
 
-def make_case(backend: AttentionBackend | None, query_lens: list[int], context_lens: list[int], *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16,
-              block_size: int = 16, dtype: torch.dtype = torch.float32, device: str = "cpu", heads_first: bool = True, seed: int = 0) -> Case:
+def make_case(
+    backend: AttentionBackend | None,
+    query_lens: list[int],
+    context_lens: list[int],
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    heads_first: bool = True,
+    seed: int = 0,
+) -> Case:
     generator = torch.Generator().manual_seed(seed)
     seq_lens = [q + c for q, c in zip(query_lens, context_lens)]
     counts = [-(-length // block_size) for length in seq_lens]
@@ -47,8 +61,15 @@ def make_case(backend: AttentionBackend | None, query_lens: list[int], context_l
     q = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator).to(dtype)
     cache = cache.to(device, dtype)
     starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
-    meta = AttentionMetadata(backend, torch.zeros(sum(query_lens), dtype=torch.int64), starts.to(device), torch.tensor(seq_lens, dtype=torch.int32).to(device),
-                             table.to(device), max(query_lens), max(seq_lens))
+    meta = AttentionMetadata(
+        backend,
+        torch.zeros(sum(query_lens), dtype=torch.int64),
+        starts.to(device),
+        torch.tensor(seq_lens, dtype=torch.int32).to(device),
+        table.to(device),
+        max(query_lens),
+        max(seq_lens),
+    )
     return Case(q.to(device), cache[0], cache[1], meta, query_lens, keys, values)
 
 
@@ -65,5 +86,9 @@ def dense(case: Case, scale: float, window: int | None = None, soft_cap: float |
         seen = key <= query
         if window:
             seen &= key > query - window
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v.repeat_interleave(group, 1)))
+        outputs.append(
+            torch.einsum(
+                "hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v.repeat_interleave(group, 1)
+            )
+        )
     return torch.cat(outputs)

@@ -1,6 +1,8 @@
-"""Compiles every Triton kernel for a GPU that need not be there, by running the functions that launch them and compiling instead of launching.
+"""Compiles every Triton kernel for a GPU that need not be there, by running the functions that launch them and
+compiling instead of launching.
 
-python -m tests.worker.compile_kernels [CAPABILITY]      (default 90; prints a line per kernel and variant). Not with TRITON_INTERPRET set.
+python -m tests.worker.compile_kernels [CAPABILITY]      (default 90; prints a line per kernel and variant). Not with
+TRITON_INTERPRET set.
 """
 
 from __future__ import annotations
@@ -16,31 +18,53 @@ from triton.runtime.jit import JITFunction
 
 from quire.worker.cuda import triton_ops, triton_paged, triton_sampler
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64", torch.float64: "fp64"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float64: "fp64",
+}
 
 
 def compile_launches(capability: int) -> None:
-    """From now on a launch compiles its kernel for `capability` as the arguments ask, down to machine code, and runs nothing."""
+    """From now on a launch compiles its kernel for `capability` as the arguments ask, down to machine code, and runs
+    nothing.
+    """
 
     def run(kernel: JITFunction, *args, grid, warmup, **kwargs):
         values = dict(zip(kernel.arg_names, args)) | kwargs
         signature, constants, attributes = {}, {}, {}
         for i, parameter in enumerate(kernel.params):
             value = values.pop(parameter.name)
-            if parameter.is_constexpr or value is None or (value == 1 if isinstance(value, int) and not parameter.do_not_specialize else False):
+            if (
+                parameter.is_constexpr
+                or value is None
+                or (value == 1 if isinstance(value, int) and not parameter.do_not_specialize else False)
+            ):
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = "*" + TYPES[value.dtype]
                 attributes[i,] = [["tt.divisibility", 16]]
             else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+                signature[parameter.name] = (
+                    "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+                )
                 if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                     attributes[i,] = [["tt.divisibility", 16]]
         start = time.perf_counter()
         source = ASTSource(kernel, signature, constants, attributes)
-        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=values)  # what is left are num_warps and num_stages
+        # what is left are num_warps and num_stages
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=values)
         assert len(binary.asm["cubin"]) > 1000
-        print(f"{kernel.__name__}: {len(binary.asm['cubin'])} bytes, {binary.metadata.shared} of shared memory, {time.perf_counter() - start:.1f} s", flush=True)
+        print(
+            (
+                f"{kernel.__name__}: {len(binary.asm['cubin'])} bytes, {binary.metadata.shared} of shared memory, "
+                f"{time.perf_counter() - start:.1f} s"
+            ),
+            flush=True,
+        )
 
     JITFunction.run = run
 
@@ -56,9 +80,14 @@ def attention() -> None:
     ]
     for query_lens, heads, kv_heads, dim, page, window, soft_cap, splits in cases:
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-        q, cache = torch.zeros(sum(query_lens), heads, dim, dtype=torch.bfloat16), torch.zeros(3, page, kv_heads, dim, dtype=torch.bfloat16)
+        q, cache = (
+            torch.zeros(sum(query_lens), heads, dim, dtype=torch.bfloat16),
+            torch.zeros(3, page, kv_heads, dim, dtype=torch.bfloat16),
+        )
         table, lens = torch.zeros(len(query_lens), 40, dtype=torch.int32), torch.tensor(query_lens).int()
-        triton_paged.paged_attention(q, cache, cache, table, starts, lens, max(query_lens), 0.1, window, soft_cap, splits)
+        triton_paged.paged_attention(
+            q, cache, cache, table, starts, lens, max(query_lens), 0.1, window, soft_cap, splits
+        )
 
 
 def operations() -> None:
@@ -68,7 +97,18 @@ def operations() -> None:
     triton_ops.silu_and_mul(torch.zeros(3, 2 * 14336, dtype=torch.bfloat16))
     cache, positions = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16), torch.arange(3)
     for weight in (None, x[0, :128]):
-        triton_ops.qk_norm_rope_write(torch.zeros(3, 48 * 128, dtype=torch.bfloat16), weight, weight, 1e-6, torch.zeros(64, 128), positions, cache, cache, positions, 32)
+        triton_ops.qk_norm_rope_write(
+            torch.zeros(3, 48 * 128, dtype=torch.bfloat16),
+            weight,
+            weight,
+            1e-6,
+            torch.zeros(64, 128),
+            positions,
+            cache,
+            cache,
+            positions,
+            32,
+        )
 
 
 def sampler() -> None:

@@ -10,7 +10,9 @@ from quire.worker.cpu.native import KERNELS
 
 @pytest.fixture(scope="module")
 def native_kernels():
-    """The native CPU kernels, loaded while a module's tests run (and built first, which takes seconds, if the cache does not have them)."""
+    """The native CPU kernels, loaded while a module's tests run (and built first, which takes seconds, if the cache
+    does not have them).
+    """
     if build.cpu_level() is None or (build.compiler() is None and build.find_library(build.cpu_level()) is None):
         pytest.skip("no native kernels here")
     before = KERNELS.lib

@@ -1,4 +1,6 @@
-"""An attention backend written for clarity, as the reference of the tests: gathers each request's keys and attends densely under a causal mask."""
+"""An attention backend written for clarity, as the reference of the tests: gathers each request's keys and attends
+densely under a causal mask.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,32 @@ class DenseAttention(AttentionBackend):
         groups = q.shape[1] // k_cache.shape[2]
         for i, (start, end) in enumerate(zip(meta.query_start_loc.tolist(), meta.query_start_loc[1:].tolist())):
             length = int(meta.seq_lens[i])
-            k, v = (cache[meta.block_table[i].long()].flatten(0, 1)[:length].repeat_interleave(groups, 1) for cache in (k_cache, v_cache))
+            k, v = (
+                cache[meta.block_table[i].long()].flatten(0, 1)[:length].repeat_interleave(groups, 1)
+                for cache in (k_cache, v_cache)
+            )
             scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k.float()) * scale
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
             position = torch.arange(length - (end - start), length)[:, None]
             key = torch.arange(length)[None]
             visible = (key <= position) & (key > position - (sliding_window or length + 1))
-            out[start:end] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v.float())
+            out[start:end] = torch.einsum(
+                "hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v.float()
+            )
         return out
 
 
 class PagedRunner:
-    """Runs a model over a paged cache, chunk by chunk, with scattered blocks: `step({request: tokens})` -> hidden states per request; or of each the last `wanted`."""
+    """Runs a model over a paged cache, chunk by chunk, with scattered blocks: `step({request: tokens})` -> hidden
+    states per request; or of each the last `wanted`.
+    """
 
     def __init__(self, model, num_requests: int, max_len: int, backend: AttentionBackend | None = None):
         self.model, self.backend, self.lengths = model, backend or DenseAttention(), [0] * num_requests
         blocks = -(-max_len // BLOCK_SIZE)
-        order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(1)) + 1  # block 0 is the null block
+        # block 0 is the null block
+        order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(1)) + 1
         self.block_table = order.view(num_requests, blocks)
         dtype = model.model.norm.weight.dtype
         for layer in model.modules():
@@ -61,12 +71,21 @@ class PagedRunner:
             starts.append(len(ids))
             self.lengths[row] += len(new)
         lengths = torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32)
-        meta = AttentionMetadata(self.backend, torch.cat(slots), torch.tensor(starts, dtype=torch.int32), lengths, self.block_table[rows].int(),
-                                 max(len(new) for new in tokens.values()), int(lengths.max()))
+        meta = AttentionMetadata(
+            self.backend,
+            torch.cat(slots),
+            torch.tensor(starts, dtype=torch.int32),
+            lengths,
+            self.block_table[rows].int(),
+            max(len(new) for new in tokens.values()),
+            int(lengths.max()),
+        )
         meta.backend.build(meta)
         if wanted is None:
             hidden = self.model(torch.tensor(ids), torch.cat(positions), (meta,))
-            return {row: hidden[starts[i]:starts[i + 1]] for i, row in enumerate(rows)}
+            return {row: hidden[starts[i] : starts[i + 1]] for i, row in enumerate(rows)}
         ends = [range(starts[i + 1] - wanted[row], starts[i + 1]) for i, row in enumerate(rows)]
-        hidden = self.model(torch.tensor(ids), torch.cat(positions), (meta,), needed_rows=torch.tensor([j for end in ends for j in end]))
+        hidden = self.model(
+            torch.tensor(ids), torch.cat(positions), (meta,), needed_rows=torch.tensor([j for end in ends for j in end])
+        )
         return dict(zip(rows, hidden.split([len(end) for end in ends]), strict=True))

@@ -26,4 +26,7 @@ def _loops_work() -> bool:
     return x.tolist() == [3, 2]
 
 
-needs_loops = pytest.mark.skipif(not _loops_work(), reason="the interpreter of this Triton cannot loop over what it loads with this numpy (3.6 with numpy 2.4 or later)")
+needs_loops = pytest.mark.skipif(
+    not _loops_work(),
+    reason="the interpreter of this Triton cannot loop over what it loads with this numpy (3.6 with numpy 2.4 or later)",
+)

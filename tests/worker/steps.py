@@ -11,14 +11,18 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class Script:
-    """Requests in rows, with block ids handed out in order and never given back; `step` runs any number of tokens of each."""
+    """Requests in rows, with block ids handed out in order and never given back; `step` runs any number of tokens of
+    each.
+    """
 
     block_size: int
     next_block: int = 1
     step_number: int = 0
     rows: dict[int, _Row] = field(default_factory=dict)
 
-    def add(self, row: int, prompt: list[int], sampling: SamplingParams = GREEDY, outputs: list[int] | None = None) -> None:
+    def add(
+        self, row: int, prompt: list[int], sampling: SamplingParams = GREEDY, outputs: list[int] | None = None
+    ) -> None:
         self.rows[row] = _Row(prompt, sampling, list(outputs or []))
 
     def step(self, scheduled: dict[int, int]) -> StepInput:
@@ -28,7 +32,11 @@ class Script:
             state = self.rows[row]
             blocks = self._blocks(state, state.computed + count)
             if not state.sent:
-                new.append(NewRequest(row, state.prompt + state.outputs, len(state.prompt), [list(state.blocks)], state.sampling))
+                new.append(
+                    NewRequest(
+                        row, state.prompt + state.outputs, len(state.prompt), [list(state.blocks)], state.sampling
+                    )
+                )
                 blocks = []
             state.sent = True
             new_blocks.append([blocks] if blocks else [])
@@ -37,7 +45,9 @@ class Script:
             if state.computed == len(state.prompt) + len(state.outputs):
                 samples.append(i)
         self.step_number += 1
-        return StepInput(self.step_number, new, list(scheduled), computed, list(scheduled.values()), new_blocks, samples)
+        return StepInput(
+            self.step_number, new, list(scheduled), computed, list(scheduled.values()), new_blocks, samples
+        )
 
     def receive(self, step: StepInput, output: StepOutput) -> None:
         for i, token_ids in zip(step.samples, output.token_ids):

@@ -60,7 +60,17 @@ def _available(name: str, spec: AttentionSpec):
 def test_equals_dense_attention(request, name, batch, block_size, heads, window, soft_cap):
     if name in ("cpu_native", "cpu_fixed"):
         request.getfixturevalue("native_kernels")
-    backend = _available(name, _spec(CPU, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size, uses_sliding_window=window is not None, uses_soft_cap=soft_cap is not None))
+    backend = _available(
+        name,
+        _spec(
+            CPU,
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            block_size=block_size,
+            uses_sliding_window=window is not None,
+            uses_soft_cap=soft_cap is not None,
+        ),
+    )
     case = make_case(backend, *BATCHES[batch], num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size)
     backend.build(case.meta)
     out = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.3, window, soft_cap)
@@ -77,23 +87,35 @@ def test_backends_on_a_gpu_equal_dense_attention_and_one_another(batch, block_si
     """Each backend that says it can serve this does; the others must have said why not."""
     query_lens, context_lens = BATCHES.get(batch, ([1, 1, 1], [3000, 700, 2047]))  # long enough for keys to be split
     size = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "dtype": torch.bfloat16}
-    spec = AttentionSpec(device=CUDA, block_size=block_size, uses_sliding_window=window is not None, uses_soft_cap=soft_cap is not None, **size)
+    spec = AttentionSpec(
+        device=CUDA,
+        block_size=block_size,
+        uses_sliding_window=window is not None,
+        uses_soft_cap=soft_cap is not None,
+        **size,
+    )
     outputs, reasons = {}, {}
     for name in CudaPlatform.attention_order:
         if reason := _reason(name, spec):
             reasons[name] = reason
             continue
         backend = _backend_cls(name)()
-        case = make_case(backend, query_lens, context_lens, block_size=block_size, device="cuda", heads_first=False, **size)
+        case = make_case(
+            backend, query_lens, context_lens, block_size=block_size, device="cuda", heads_first=False, **size
+        )
         backend.build(case.meta)
-        outputs[name] = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.125, window, soft_cap).float().cpu()
+        outputs[name] = (
+            backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.125, window, soft_cap).float().cpu()
+        )
     print(f"compared {', '.join(outputs)}; {reasons}")
     assert {"triton_paged", "cpu_paged"} <= outputs.keys() and all(reasons.values())
     want = dense(case, 0.125, window, soft_cap)
     for name, out in outputs.items():
         assert float((out - want).norm() / want.norm()) < 1e-2, name
     for one, other in itertools.combinations(outputs, 2):
-        torch.testing.assert_close(outputs[one], outputs[other], rtol=2e-2, atol=2e-2, msg=lambda text, pair=(one, other): f"{pair}: {text}")
+        torch.testing.assert_close(
+            outputs[one], outputs[other], rtol=2e-2, atol=2e-2, msg=lambda text, pair=(one, other): f"{pair}: {text}"
+        )
 
 
 @pytest.mark.gpu
@@ -108,7 +130,13 @@ def test_library_is_usable_here(name):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=8), st.sampled_from([None, 7, 64]), st.sampled_from([64, 300, 8192]), st.sampled_from([64, 1 << 23]), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=8),
+    st.sampled_from([None, 7, 64]),
+    st.sampled_from([64, 300, 8192]),
+    st.sampled_from([64, 1 << 23]),
+    st.booleans(),
+)
 def test_cpu_paged_cuts_ragged_batches_anywhere(requests, window, decode_tokens, prefill_scores, heads_first):
     backend = cpu_paged.CpuPagedAttention()
     queries, contexts = [q if q > 20 else 1 for q, _ in requests], [c for _, c in requests]
@@ -128,13 +156,17 @@ def test_cpu_paged_takes_views_of_a_fused_projection():
     fused = torch.cat([case.q.flatten(1), torch.zeros(5, 64)], 1)
     q = fused[:, :64].view(5, 4, 16)
     backend.build(case.meta)
-    torch.testing.assert_close(backend.forward(q, case.k_cache, case.v_cache, case.meta, 0.25), dense(case, 0.25), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        backend.forward(q, case.k_cache, case.v_cache, case.meta, 0.25), dense(case, 0.25), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_write_kv_stores_by_slot(heads_first):
     backend = cpu_paged.CpuPagedAttention()
-    k_cache, v_cache = (torch.zeros(4, 5, 2, 3).transpose(1, 2) if heads_first else torch.zeros(4, 2, 5, 3) for _ in range(2))
+    k_cache, v_cache = (
+        torch.zeros(4, 5, 2, 3).transpose(1, 2) if heads_first else torch.zeros(4, 2, 5, 3) for _ in range(2)
+    )
     k, v = torch.randn(3, 5, 3), torch.randn(3, 5, 3)
     backend.write_kv(k, v, k_cache, v_cache, torch.tensor([2, 7, 5]))
     for stored, written in ((k_cache, k), (v_cache, v)):
@@ -148,7 +180,15 @@ def test_write_kv_stores_by_slot(heads_first):
 def _meta(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     table = torch.arange(2 * len(seq_lens), dtype=torch.int32).view(-1, 2)
-    return AttentionMetadata(None, torch.zeros(sum(query_lens), dtype=torch.int64), starts, torch.tensor(seq_lens, dtype=torch.int32), table, max(query_lens), max(seq_lens))
+    return AttentionMetadata(
+        None,
+        torch.zeros(sum(query_lens), dtype=torch.int64),
+        starts,
+        torch.tensor(seq_lens, dtype=torch.int32),
+        table,
+        max(query_lens),
+        max(seq_lens),
+    )
 
 
 @pytest.fixture
@@ -171,29 +211,54 @@ def library(monkeypatch):
 
 
 def test_flash_attention_3_call(library):
-    backend, meta, q, cache = flash_attn.FlashAttention3(), _meta([1, 3], [9, 5]), torch.randn(4, 4, 16), torch.zeros(6, 16, 2, 16)
+    backend, meta, q, cache = (
+        flash_attn.FlashAttention3(),
+        _meta([1, 3], [9, 5]),
+        torch.randn(4, 4, 16),
+        torch.zeros(6, 16, 2, 16),
+    )
     backend.build(meta)
     assert backend.forward(q, cache, cache, meta, 0.5, 24) is q
-    (name, args, kwargs), = library
+    ((name, args, kwargs),) = library
     assert name == "kvcache" and args[0] is q and args[1] is cache
-    assert kwargs["cache_seqlens"] is meta.seq_lens and kwargs["page_table"] is meta.block_table and kwargs["cu_seqlens_q"] is meta.query_start_loc
-    assert (kwargs["max_seqlen_q"], kwargs["softmax_scale"], kwargs["causal"], kwargs["window_size"], kwargs["softcap"]) == (3, 0.5, True, (23, 0), 0.0)
+    assert (
+        kwargs["cache_seqlens"] is meta.seq_lens
+        and kwargs["page_table"] is meta.block_table
+        and kwargs["cu_seqlens_q"] is meta.query_start_loc
+    )
+    assert (
+        kwargs["max_seqlen_q"],
+        kwargs["softmax_scale"],
+        kwargs["causal"],
+        kwargs["window_size"],
+        kwargs["softcap"],
+    ) == (3, 0.5, True, (23, 0), 0.0)
 
 
 FORWARD = (
-    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new = None, Tensor? v_new = None, Tensor? q_v = None, Tensor? out = None, Tensor? cu_seqlens_q = None, "
-    "Tensor? cu_seqlens_k = None, Tensor? cu_seqlens_k_new = None, Tensor? seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, "
-    "int? max_seqlen_k = None, Tensor? page_table = None, Tensor? kv_batch_idx = None, Tensor? leftpad_k = None, Tensor? rotary_cos = None, "
-    "Tensor? rotary_sin = None, Tensor? seqlens_rotary = None, Tensor? q_descale = None, Tensor? k_descale = None, Tensor? v_descale = None, "
-    "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, int window_size_right = -1, int attention_chunk = 0, "
-    "float softcap = 0.0, bool is_rotary_interleaved = False, Tensor? scheduler_metadata = None, int num_splits = 0, bool? pack_gqa = None, "
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new = None, Tensor? v_new = None, Tensor? q_v = None, Tensor? "
+    "out = None, Tensor? cu_seqlens_q = None, "
+    "Tensor? cu_seqlens_k = None, Tensor? cu_seqlens_k_new = None, Tensor? seqused_q = None, Tensor? seqused_k = "
+    "None, int? max_seqlen_q = None, "
+    "int? max_seqlen_k = None, Tensor? page_table = None, Tensor? kv_batch_idx = None, Tensor? leftpad_k = None, "
+    "Tensor? rotary_cos = None, "
+    "Tensor? rotary_sin = None, Tensor? seqlens_rotary = None, Tensor? q_descale = None, Tensor? k_descale = "
+    "None, Tensor? v_descale = None, "
+    "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, int window_size_right = -1, "
+    "int attention_chunk = 0, "
+    "float softcap = 0.0, bool is_rotary_interleaved = False, Tensor? scheduler_metadata = None, int num_splits "
+    "= 0, bool? pack_gqa = None, "
     "int sm_margin = 0) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 METADATA = (
-    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, int headdim, int headdim_v, "
-    "ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? cu_seqlens_k_new = None, "
-    "Tensor? seqused_q = None, Tensor? leftpad_k = None, int? page_size = None, int max_seqlen_k_new = 0, bool is_causal = False, "
-    "int window_size_left = -1, int window_size_right = -1, int attention_chunk = 0, bool has_softcap = False, int num_splits = 0, "
+    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, "
+    "int headdim, int headdim_v, "
+    "ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? "
+    "cu_seqlens_k_new = None, "
+    "Tensor? seqused_q = None, Tensor? leftpad_k = None, int? page_size = None, int max_seqlen_k_new = 0, bool "
+    "is_causal = False, "
+    "int window_size_left = -1, int window_size_right = -1, int attention_chunk = 0, bool has_softcap = False, "
+    "int num_splits = 0, "
     "bool? pack_gqa = None, int sm_margin = 0) -> Tensor"
 )
 
@@ -299,20 +364,42 @@ def test_flash_attention_2_calls(library):
         backend.build(meta)
         assert backend.forward(q, cache, cache, meta, 0.5, soft_cap=30.0).shape == q.shape
     (name, args, kwargs), (decode_name, decode_args, decode_kwargs) = library
-    assert name == "varlen" and args[3] is mixed.query_start_loc and args[4].tolist() == [0, 9, 14] and args[4].dtype == torch.int32 and args[5:] == (3, 9)
-    assert kwargs["block_table"] is mixed.block_table and kwargs["window_size"] == (-1, -1) and kwargs["softcap"] == 30.0
-    assert decode_name == "kvcache" and decode_args[0].shape == (4, 1, 4, 16) and decode_kwargs["cache_seqlens"] is decode.seq_lens
+    assert (
+        name == "varlen"
+        and args[3] is mixed.query_start_loc
+        and args[4].tolist() == [0, 9, 14]
+        and args[4].dtype == torch.int32
+        and args[5:] == (3, 9)
+    )
+    assert (
+        kwargs["block_table"] is mixed.block_table and kwargs["window_size"] == (-1, -1) and kwargs["softcap"] == 30.0
+    )
+    assert (
+        decode_name == "kvcache"
+        and decode_args[0].shape == (4, 1, 4, 16)
+        and decode_kwargs["cache_seqlens"] is decode.seq_lens
+    )
 
 
 def test_torch_varlen_call(monkeypatch):
     calls = []
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **kwargs: calls.append((args, kwargs)))
-    backend, meta, q, cache = varlen.TorchVarlenAttention(), _meta([1, 3], [9, 5]), torch.randn(4, 4, 16), torch.zeros(6, 256, 2, 16)
+    backend, meta, q, cache = (
+        varlen.TorchVarlenAttention(),
+        _meta([1, 3], [9, 5]),
+        torch.randn(4, 4, 16),
+        torch.zeros(6, 256, 2, 16),
+    )
     backend.build(meta)
     backend.forward(q, cache, cache, meta, 0.5, 24)
-    (args, kwargs), = calls
+    ((args, kwargs),) = calls
     assert args[3] is meta.query_start_loc and args[4].tolist() == [0, 9, 14] and args[5:] == (3, 9)
-    assert kwargs["seqused_k"] is meta.seq_lens and kwargs["block_table"] is meta.block_table and kwargs["window_size"] == (23, 0) and kwargs["enable_gqa"]
+    assert (
+        kwargs["seqused_k"] is meta.seq_lens
+        and kwargs["block_table"] is meta.block_table
+        and kwargs["window_size"] == (23, 0)
+        and kwargs["enable_gqa"]
+    )
 
 
 def test_old_torch_has_no_block_table(monkeypatch):
@@ -320,20 +407,27 @@ def test_old_torch_has_no_block_table(monkeypatch):
     assert "takes no block table" in varlen.TorchVarlenAttention.supports(_spec(CUDA, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("name, changes, words", [
-    ("flash_attn_3", {"device": CPU}, "needs a GPU"),
-    ("flash_attn_3", {"dtype": torch.float32}, "not float32"),
-    ("flash_attn_2", {"block_size": 16}, "multiple of 256, not 16"),
-    ("torch_varlen", {"uses_soft_cap": True}, "soft-cap"),
-])
+@pytest.mark.parametrize(
+    "name, changes, words",
+    [
+        ("flash_attn_3", {"device": CPU}, "needs a GPU"),
+        ("flash_attn_3", {"dtype": torch.float32}, "not float32"),
+        ("flash_attn_2", {"block_size": 16}, "multiple of 256, not 16"),
+        ("torch_varlen", {"uses_soft_cap": True}, "soft-cap"),
+    ],
+)
 def test_reasons(name, changes, words):
     module_name, _, class_name = BACKENDS[name].partition(":")
-    assert words in getattr(importlib.import_module(module_name), class_name).supports(_spec(CUDA, **{"dtype": torch.bfloat16} | changes))
+    assert words in getattr(importlib.import_module(module_name), class_name).supports(
+        _spec(CUDA, **{"dtype": torch.bfloat16} | changes)
+    )
 
 
 def test_a_missing_library_is_the_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    assert "flash_attn_interface cannot be imported" in flash_attn.FlashAttention3.supports(_spec(CUDA, dtype=torch.bfloat16))
+    assert "flash_attn_interface cannot be imported" in flash_attn.FlashAttention3.supports(
+        _spec(CUDA, dtype=torch.bfloat16)
+    )
 
 
 def test_selection_says_why_not_the_others():

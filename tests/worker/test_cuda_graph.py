@@ -1,4 +1,8 @@
-"""Padded replay of decode steps. A recorder that runs the function again stands in for CUDA's, so that the padding and the dispatch are tested without a GPU."""
+"""Padded replay of decode steps.
+
+A recorder that runs the function again stands in for CUDA's, so that the padding and the dispatch are tested without a
+GPU.
+"""
 
 import itertools
 from contextlib import contextmanager
@@ -48,9 +52,14 @@ def test_padded_sizes_bound_the_waste():
 
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
 def test_graphs_and_eager_give_the_same_tokens(name, checkpoint):
-    settings = dict(block_size=4, num_gpu_blocks_override=120, max_num_batched_tokens=32, max_num_seqs=7, max_model_len="200")
+    settings = dict(
+        block_size=4, num_gpu_blocks_override=120, max_num_batched_tokens=32, max_num_seqs=7, max_model_len="200"
+    )
     prompts = [[7 * i + 5 + j for j in range(length)] for i, length in enumerate([1, 3, 9, 20, 45, 2, 11, 6, 30, 4, 5])]
-    sampling = [SamplingParams(max_tokens=4 + 3 * (i % 5), temperature=float(i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))]
+    sampling = [
+        SamplingParams(max_tokens=4 + 3 * (i % 5), temperature=float(i % 2), seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
 
     eager = InProcessEngine(checkpoint(name), **settings)
     want = [result.token_ids for result in eager.generate(prompts, sampling)]
@@ -108,8 +117,10 @@ def test_a_busy_server_records_seldom(checkpoint):
     runner.use_graphs(400, lambda function: (at.append(runner.forward._num_steps), recorder(function))[1])
     runner.forward.forward = recorder.forward
     requests = [(0, 300), (0, 60), (40, 100), (100, 5), (5, 3)]
-    engine.generate([[9 + i] * (1 + 3 * i) for i in range(5)],
-                    [SamplingParams(max_tokens=sum(request), temperature=0.0, ignore_eos=True) for request in requests])
+    engine.generate(
+        [[9 + i] * (1 + 3 * i) for i in range(5)],
+        [SamplingParams(max_tokens=sum(request), temperature=0.0, ignore_eos=True) for request in requests],
+    )
     assert runner.forward._num_steps > 256 and 2 <= len(at) <= 3 and at[0] >= 8
     assert all(later - earlier >= 128 for earlier, later in itertools.pairwise(at)), at
     engine.close()
@@ -127,7 +138,9 @@ def test_what_cannot_be_recorded_runs_eagerly(checkpoint, caplog):
 
     engine.executor._worker.runner.use_graphs(60, record)
     assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
-    assert [r.getMessage() for r in caplog.records if "no CUDA graph" in r.getMessage()] == ["no CUDA graph for 2 requests, these steps run eagerly: OutOfMemoryError: no room"]
+    assert [r.getMessage() for r in caplog.records if "no CUDA graph" in r.getMessage()] == [
+        "no CUDA graph for 2 requests, these steps run eagerly: OutOfMemoryError: no room"
+    ]
     engine.close()
 
 

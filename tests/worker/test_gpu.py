@@ -1,4 +1,7 @@
-"""Whole models on a GPU: every way of running a step gives the tokens that the CPU gives. In float32, where rounding decides nothing; then in bfloat16."""
+"""Whole models on a GPU: every way of running a step gives the tokens that the CPU gives.
+
+In float32, where rounding decides nothing; then in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,16 @@ MODES = {
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     prompts = [[(11 * i + 3 * j) % 490 + 4 for j in range(1 + 9 * i)] for i in range(14)]
-    return prompts, [SamplingParams(max_tokens=12 + 2 * i, temperature=0.0 if i % 3 else 0.8, top_p=0.9 if i == 3 else 1.0, seed=i, ignore_eos=True) for i in range(14)]
+    return prompts, [
+        SamplingParams(
+            max_tokens=12 + 2 * i,
+            temperature=0.0 if i % 3 else 0.8,
+            top_p=0.9 if i == 3 else 1.0,
+            seed=i,
+            ignore_eos=True,
+        )
+        for i in range(14)
+    ]
 
 
 def run(folder: str, **settings) -> list[list[int]]:
@@ -49,14 +61,17 @@ def model(request, checkpoint):
 def test_tokens_are_those_of_the_cpu(model, mode):
     folder, want = model
     got = run(folder, device="cuda", **MODES[mode])
-    # the uniform number that picks a token may fall on an edge that rounding moves, and what follows is then another text
+    # the uniform number that picks a token may fall on an edge that rounding moves, and what follows is then another
+    # text
     equal = [a == b for a, b in zip(got, want)]
     assert sum(equal) >= len(equal) - 1 and all(equal[i] for i in range(len(equal)) if i % 3), equal
 
 
 @pytest.mark.parametrize("backend", ["flash_attn_3", "flash_attn_2", "triton_paged"])
 def test_bfloat16_graphs_choose_what_eager_steps_find_best(checkpoint, backend):
-    """Padding and splits change rounding, so tokens may part ways; but each must be the best, or nearly, where an eager run stands at the same place."""
+    """Padding and splits change rounding, so tokens may part ways; but each must be the best, or nearly, where an eager
+    run stands at the same place.
+    """
     folder = checkpoint("qwen3", dtype="bfloat16", head_dim=64)
     prompts = [[(7 * i + j) % 490 + 4 for j in range(5 + 11 * i)] for i in range(11)]
     settings = {**SETTINGS, "device": "cuda", "attention_backend": backend}
@@ -66,14 +81,19 @@ def test_bfloat16_graphs_choose_what_eager_steps_find_best(checkpoint, backend):
         pytest.skip(str(error))
     while graphs.executor.call("work_idle"):
         pass
-    outputs = [result.token_ids for result in graphs.generate(prompts, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))]
+    outputs = [
+        result.token_ids
+        for result in graphs.generate(prompts, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    ]
     assert graphs.executor._worker.runner.forward._graphs
     graphs.close()
     eager = InProcessEngine(folder, enforce_eager=True, **settings)
-    scores = eager.generate([prompt + output for prompt, output in zip(prompts, outputs)], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    scores = eager.generate(
+        [prompt + output for prompt, output in zip(prompts, outputs)], SamplingParams(max_tokens=0, prompt_logprobs=1)
+    )
     eager.close()
     for prompt, output, result in zip(prompts, outputs, scores):
-        for token, entry in zip(output, result.prompt_logprobs[len(prompt) - 1:], strict=True):
+        for token, entry in zip(output, result.prompt_logprobs[len(prompt) - 1 :], strict=True):
             assert entry.token_ids[0] == token and entry.logprobs[0] >= entry.logprobs[1] - 0.1
 
 

@@ -1,4 +1,6 @@
-"""The whole path of a GPU, under Triton's interpreter: its kernels in every layer, its attention, its sampler, recorded steps, two of them in flight."""
+"""The whole path of a GPU, under Triton's interpreter: its kernels in every layer, its attention, its sampler, recorded
+steps, two of them in flight.
+"""
 
 from types import SimpleNamespace
 
@@ -15,7 +17,10 @@ from tests.in_process import InProcessEngine
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_cuda_graph import Recorder
 
-pytestmark = [needs_loops, pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the real path is tested, in test_gpu.py")]
+pytestmark = [
+    needs_loops,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the real path is tested, in test_gpu.py"),
+]
 
 SETTINGS = dict(block_size=4, num_gpu_blocks_override=60, max_num_batched_tokens=16, max_num_seqs=3, max_model_len="60")
 
@@ -23,8 +28,12 @@ SETTINGS = dict(block_size=4, num_gpu_blocks_override=60, max_num_batched_tokens
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_tokens_are_those_of_torch(name, checkpoint, monkeypatch):
     prompts = [[7, 8, 9], [(5 * i) % 480 + 4 for i in range(21)], [11], [30, 31]]
-    sampling = [SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True), SamplingParams(max_tokens=4, temperature=0.8, seed=3, ignore_eos=True),
-                SamplingParams(max_tokens=6, temperature=0.9, top_p=0.8, seed=4, ignore_eos=True, logprobs=1), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)]
+    sampling = [
+        SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=4, temperature=0.8, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0.9, top_p=0.8, seed=4, ignore_eos=True, logprobs=1),
+        SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
+    ]
     plain = InProcessEngine(checkpoint(name), attention_backend="cpu_paged", **SETTINGS)
     plain.executor._worker.runner.model.finalize()
     want = plain.generate(prompts, sampling)

@@ -44,7 +44,11 @@ def test_zeros(shape, dtype):
     assert tensor.float().mean() == 1
 
 
-@pytest.mark.parametrize(("conflicts", "taken"), [([1.2, 1.0], 0), ([3.0, 1.3, 1.0], 1), ([3.0, 2.5, 2.0, 2.9, 2.1, 1.0], 2)], ids=["the first will do", "the second does", "none does"])
+@pytest.mark.parametrize(
+    ("conflicts", "taken"),
+    [([1.2, 1.0], 0), ([3.0, 1.3, 1.0], 1), ([3.0, 2.5, 2.0, 2.9, 2.1, 1.0], 2)],
+    ids=["the first will do", "the second does", "none does"],
+)
 def test_of_several_places_the_best_is_taken(conflicts, taken):
     places = []
 
@@ -101,12 +105,21 @@ def _wait_for(tensors: list[torch.Tensor], size: int) -> None:
 
 def _step(new: list[int], blocks: list[int]) -> StepInput:
     """One request enters with the blocks `new`, another one gets `blocks`."""
-    return StepInput(1, [NewRequest(0, [1], 1, [new], SamplingParams())], [0, 1], [0, 5], [1, 1], [[], [blocks]], [0, 1])
+    return StepInput(
+        1, [NewRequest(0, [1], 1, [new], SamplingParams())], [0, 1], [0, 5], [1, 1], [[], [blocks]], [0, 1]
+    )
 
 
 def test_blocks_of_a_cache_become_resident_ahead_of_use():
-    layers = [SimpleNamespace(k_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16), v_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16)) for _ in range(2)]
-    tensors = [tensor for layer in layers for tensor in (layer.k_cache, layer.v_cache)]  # of 32 MiB, 4 blocks in a page of 2 MiB
+    layers = [
+        SimpleNamespace(
+            k_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16),
+            v_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16),
+        )
+        for _ in range(2)
+    ]
+    # of 32 MiB, 4 blocks in a page of 2 MiB
+    tensors = [tensor for layer in layers for tensor in (layer.k_cache, layer.v_cache)]
     if not huge_pages.make_resident(tensors[0].data_ptr(), 1):
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
     warmer = Warmer(layers, idle_bytes=32 * MIB, busy_bytes=8 * MIB)
@@ -126,7 +139,12 @@ def test_blocks_of_a_cache_become_resident_ahead_of_use():
 
 
 def test_a_warmer_stops_while_it_works_and_while_it_waits():
-    layers = [SimpleNamespace(k_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16), v_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16))]
+    layers = [
+        SimpleNamespace(
+            k_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16),
+            v_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16),
+        )
+    ]
     Warmer(layers, 1 << 40, 0).stop()  # more than there is
     warmer = Warmer(layers, 4 * MIB, 0)
     time.sleep(0.1)

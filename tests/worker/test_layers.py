@@ -21,24 +21,54 @@ from quire.worker.parallel import Group
 SCALINGS = {
     "default": None,
     "linear": {"rope_type": "linear", "factor": 3.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-    "yarn beta": {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 64, "beta_slow": 4, "truncate": False},
-    "yarn mscale": {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.7},
-    "yarn attention": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096, "attention_factor": 1.5},
+    "yarn beta": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 64,
+        "beta_slow": 4,
+        "truncate": False,
+    },
+    "yarn mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+    "yarn attention": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 1.5,
+    },
 }
 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
 @pytest.mark.parametrize(("head_dim", "theta"), [(128, 500000.0), (64, 10000.0)])
 def test_rotary_table_equals_transformers(scaling, head_dim, theta):
-    config = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, max_position_embeddings=131072,
-                         rope_parameters={"rope_theta": theta, **(scaling or {"rope_type": "default"})})
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_theta": theta, **(scaling or {"rope_type": "default"})},
+    )
     positions = torch.tensor([0, 1, 17, 4095, 4096, 39999])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
     rows = RotaryEmbedding(head_dim, 40000, theta, scaling).cos_sin_cache[positions]
-    error = (rows - torch.cat((cos[0, :, :head_dim // 2], sin[0, :, :head_dim // 2]), -1)).abs().amax(-1)
-    assert (error <= 2e-6 + 2e-7 * positions).all(), error  # a frequency is known to one float32 rounding, an angle to position times that
+    error = (rows - torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), -1)).abs().amax(-1)
+    # a frequency is known to one float32 rounding, an angle to position times that
+    assert (error <= 2e-6 + 2e-7 * positions).all(), error
 
 
 def test_rotary_preserves_length_and_depends_on_distance_only():
@@ -60,9 +90,15 @@ def test_rotary_of_bfloat16_is_computed_in_float32():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 5), st.sampled_from([8, 96]), st.sampled_from([torch.float32, torch.bfloat16]), st.floats(1e-3, 1e3))
+@given(
+    st.integers(1, 5), st.sampled_from([8, 96]), st.sampled_from([torch.float32, torch.bfloat16]), st.floats(1e-3, 1e3)
+)
 def test_norms(tokens, size, dtype, magnitude):
-    x, residual, weight = (torch.randn(tokens, size) * magnitude).to(dtype), torch.randn(tokens, size).to(dtype), torch.randn(size).to(dtype)
+    x, residual, weight = (
+        (torch.randn(tokens, size) * magnitude).to(dtype),
+        torch.randn(tokens, size).to(dtype),
+        torch.randn(size).to(dtype),
+    )
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), exact, rtol=tolerance, atol=tolerance)
@@ -90,8 +126,15 @@ def test_silu_and_mul():
     torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), -1)), F.silu(gate) * up)
 
 
-@pytest.mark.parametrize(("heads", "size", "expected"), [
-    (8, 4, [(2, 0), (2, 2), (2, 4), (2, 6)]), (2, 4, [(1, 0), (1, 0), (1, 1), (1, 1)]), (1, 3, [(1, 0), (1, 0), (1, 0)]), (4, 4, [(1, 0), (1, 1), (1, 2), (1, 3)])])
+@pytest.mark.parametrize(
+    ("heads", "size", "expected"),
+    [
+        (8, 4, [(2, 0), (2, 2), (2, 4), (2, 6)]),
+        (2, 4, [(1, 0), (1, 0), (1, 1), (1, 1)]),
+        (1, 3, [(1, 0), (1, 0), (1, 0)]),
+        (4, 4, [(1, 0), (1, 1), (1, 2), (1, 3)]),
+    ],
+)
 def test_kv_heads_of_each_rank(heads, size, expected):
     groups = [Group() for _ in range(size)]
     for rank, group in enumerate(groups):
@@ -122,4 +165,9 @@ def test_attention_stores_then_attends():
     write, forward = calls[:2]
     assert write[0] == "write" and write[1] == write[2] == (5, 2, 16)
     assert write[3] is layer.k_cache and write[4] is layer.v_cache and write[5] is Meta.slot_mapping
-    assert forward[:2] == ("forward", (5, 4, 16)) and forward[2] is layer.k_cache and forward[3] is layer.v_cache and forward[4:] == (0.25, 7, 30.0)
+    assert (
+        forward[:2] == ("forward", (5, 4, 16))
+        and forward[2] is layer.k_cache
+        and forward[3] is layer.v_cache
+        and forward[4:] == (0.25, 7, 30.0)
+    )

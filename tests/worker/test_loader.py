@@ -58,7 +58,10 @@ def test_fused_weights_are_the_checkpoints_tensors(checkpoint):
     prefix = "model.layers.1.self_attn."
     assert torch.equal(layer.self_attn.qkv_proj.weight, torch.cat([tensors[f"{prefix}{p}_proj.weight"] for p in "qkv"]))
     assert torch.equal(layer.self_attn.qkv_proj.bias, torch.cat([tensors[f"{prefix}{p}_proj.bias"] for p in "qkv"]))
-    assert torch.equal(layer.mlp.gate_up_proj.weight, torch.cat([tensors[f"model.layers.1.mlp.{p}_proj.weight"] for p in ("gate", "up")]))
+    assert torch.equal(
+        layer.mlp.gate_up_proj.weight,
+        torch.cat([tensors[f"model.layers.1.mlp.{p}_proj.weight"] for p in ("gate", "up")]),
+    )
     assert torch.equal(layer.input_layernorm.weight, tensors["model.layers.1.input_layernorm.weight"])
 
 
@@ -81,7 +84,10 @@ def test_missing_tensors_are_named(edited):
     def change(tensors):
         del tensors["model.layers.2.self_attn.k_proj.weight"], tensors["model.norm.weight"]
 
-    with pytest.raises(ValueError, match=r"do not fit Qwen3ForCausalLM; missing: model\.layers\.2\.self_attn\.k_proj\.weight, model\.norm\.weight$"):
+    with pytest.raises(
+        ValueError,
+        match=r"do not fit Qwen3ForCausalLM; missing: model\.layers\.2\.self_attn\.k_proj\.weight, model\.norm\.weight$",
+    ):
         load(edited("qwen3", change))
 
 
@@ -95,7 +101,10 @@ def test_superfluous_tensors_are_named(edited):
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(128)
         tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(160, 64)  # a layer beyond num_hidden_layers
 
-    with pytest.raises(ValueError, match=r"superfluous: model\.layers\.0\.self_attn\.q_proj\.bias, model\.layers\.3\.mlp\.up_proj\.weight$"):
+    with pytest.raises(
+        ValueError,
+        match=r"superfluous: model\.layers\.0\.self_attn\.q_proj\.bias, model\.layers\.3\.mlp\.up_proj\.weight$",
+    ):
         load(edited("qwen3", change))
 
 
@@ -112,7 +121,12 @@ def test_misshapen_tensors_are_named(edited):
 
 def test_many_names_are_cut_short(edited):
     with pytest.raises(ValueError, match=r"missing: .* and \d+ more$"):
-        load(edited("qwen3", lambda tensors: [tensors.pop(name) for name in list(tensors) if "mlp" in name or "self_attn" in name]))
+        load(
+            edited(
+                "qwen3",
+                lambda tensors: [tensors.pop(name) for name in list(tensors) if "mlp" in name or "self_attn" in name],
+            )
+        )
 
 
 def test_known_extras_are_ignored(edited, checkpoint):
@@ -131,14 +145,16 @@ def test_tied_head_is_the_embedding(checkpoint):
 def test_no_weights(tmp_path, checkpoint):
     shutil.copy(f"{checkpoint('qwen3')}/config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"no model\.safetensors or .* in .*found pytorch_model\.bin, which is not supported"):
+    with pytest.raises(
+        ValueError, match=r"no model\.safetensors or .* in .*found pytorch_model\.bin, which is not supported"
+    ):
         load(tmp_path)
 
 
 def test_truncated_file(edited):
     folder = edited("qwen3", lambda tensors: None)
     data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:len(data) // 2])
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match=r"cannot read the weights in .*model\.safetensors"):
         load(folder)
 
@@ -180,12 +196,14 @@ def test_each_rank_reads_its_slices(checkpoint, size):
     q = 64 // size
     assert torch.equal(torch.cat([a.qkv_proj.weight[:q] for a in attention]), full.qkv_proj.weight[:64])
     assert torch.equal(torch.cat([a.qkv_proj.bias[:q] for a in attention]), full.qkv_proj.bias[:64])
-    kv_heads = [a.qkv_proj.weight[q:q + 16] for a in attention]  # two heads of 16: one per rank, or the same one for ranks 0 and 1
+    # two heads of 16: one per rank, or the same one for ranks 0 and 1
+    kv_heads = [a.qkv_proj.weight[q : q + 16] for a in attention]
     for rank, head in enumerate(kv_heads):
         index = rank * 2 // size
-        assert torch.equal(head, full.qkv_proj.weight[64 + 16 * index:80 + 16 * index])
+        assert torch.equal(head, full.qkv_proj.weight[64 + 16 * index : 80 + 16 * index])
     assert torch.equal(torch.cat([a.o_proj.weight for a in attention], 1), full.o_proj.weight)
-    assert torch.equal(attention[0].o_proj.bias, full.o_proj.bias) and all(a.o_proj.bias is None for a in attention[1:])  # added once
+    # added once
+    assert torch.equal(attention[0].o_proj.bias, full.o_proj.bias) and all(a.o_proj.bias is None for a in attention[1:])
     gate_up = torch.stack([model.model.layers["0"].mlp.gate_up_proj.weight for model in ranks]).unflatten(1, (2, -1))
     assert torch.equal(gate_up.transpose(0, 1).flatten(0, 2), whole.model.layers["0"].mlp.gate_up_proj.weight)
     assert torch.equal(torch.cat([model.lm_head.weight for model in ranks]), whole.lm_head.weight)
@@ -223,7 +241,8 @@ def test_layers_are_finalized_as_soon_as_they_are_loaded(checkpoint, name):
     load_weights(model, spec, folder)
     assert set(method.finalized) == set(linears)
     assert list(method.finalized.values()) == sorted(method.finalized.values()) and min(method.finalized.values()) < 4
-    assert len(method.places[torch.Size([2 * spec.intermediate_size, spec.hidden_size])]) == 1  # all gate-and-up weights were put together in the same memory
+    # all gate-and-up weights were put together in the same memory
+    assert len(method.places[torch.Size([2 * spec.intermediate_size, spec.hidden_size])]) == 1
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-tied"])
@@ -236,7 +255,9 @@ def test_no_weight_stays_in_the_file(edited, name, dtype, monkeypatch):
     assert str(folder) not in Path("/proc/self/maps").read_text()
     (folder / "model.safetensors").write_bytes(b"")
     assert torch.equal(model.model.layers["0"].mlp.down_proj.weight, tensors["model.layers.0.mlp.down_proj.weight"])
-    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"])
+    assert torch.equal(
+        model.lm_head.weight, tensors["lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"]
+    )
 
 
 def test_dummy_weights_are_random_seeded_and_never_zero(checkpoint, tmp_path):
@@ -254,7 +275,8 @@ def test_dummy_weights_are_random_seeded_and_never_zero(checkpoint, tmp_path):
 
 
 def test_dummy_weights_are_fast(checkpoint):
-    spec = replace(read_model_spec(checkpoint("qwen3")), hidden_size=1024, intermediate_size=4096, vocab_size=32768)  # a hundred million weights
+    # a hundred million weights
+    spec = replace(read_model_spec(checkpoint("qwen3")), hidden_size=1024, intermediate_size=4096, vocab_size=32768)
     model = build_model(spec, torch.bfloat16, CPU, ops=CpuPlatform().ops)
     start = time.process_time()
     load_weights(model, spec, "", "dummy")

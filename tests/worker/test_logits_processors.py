@@ -1,4 +1,6 @@
-"""Each processor against its definition, written as plain loops over tokens; the repetition penalty also against transformers."""
+"""Each processor against its definition, written as plain loops over tokens; the repetition penalty also against
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Setup:
         return logits
 
 
-def one(sampling: SamplingParams, prompt: list[int] = (1,), outputs: list[int] = (), logits: torch.Tensor | None = None) -> torch.Tensor:
+def one(
+    sampling: SamplingParams, prompt: list[int] = (1,), outputs: list[int] = (), logits: torch.Tensor | None = None
+) -> torch.Tensor:
     logits = torch.zeros(VOCAB_SIZE) if logits is None else logits
     return Setup([(list(prompt), list(outputs), sampling)]).process(logits[None])[0]
 
@@ -61,7 +65,9 @@ def test_nothing_is_needed_by_default():
 
 
 def test_rows_that_are_not_in_the_batch_cost_nothing():
-    setup = Setup([([1], [], SamplingParams(logit_bias={3: 1.0}, min_tokens=5, eos_token_ids=[2])), ([1], [], SamplingParams())])
+    setup = Setup(
+        [([1], [], SamplingParams(logit_bias={3: 1.0}, min_tokens=5, eos_token_ids=[2])), ([1], [], SamplingParams())]
+    )
     assert not any(processor.needed(make_batch([1], [1])) for processor in setup.processors)
     assert setup.process(torch.zeros(1, VOCAB_SIZE), [1]).count_nonzero() == 0
 
@@ -76,7 +82,9 @@ def test_allowed_tokens():
 
 
 def test_bias_does_not_bring_back_what_is_excluded():
-    assert 3 in excluded(one(SamplingParams(allowed_token_ids=[4], logit_bias={3: 100.0}, repetition_penalty=2.0), prompt=[3]))
+    assert 3 in excluded(
+        one(SamplingParams(allowed_token_ids=[4], logit_bias={3: 100.0}, repetition_penalty=2.0), prompt=[3])
+    )
 
 
 @pytest.mark.parametrize("num_outputs, banned", [(0, {2, 5, 6}), (2, {2, 5, 6}), (3, set()), (4, set())])
@@ -94,15 +102,18 @@ def test_min_tokens_is_forgotten_once_reached():
 WORDS = [[4], [1, 2], [1, 3, 5], [9, 9, 9, 9, 6]]
 
 
-@pytest.mark.parametrize("prompt, outputs, banned", [
-    ([7], [], {4}),
-    ([1], [], {4, 2}),  # the prompt counts
-    ([7, 1], [3], {4, 5}),  # across prompt and output
-    ([7], [1, 3, 8], {4}),
-    ([9, 9], [9, 9], {4, 6}),
-    ([9, 9, 9], [], {4}),  # longer than the context
-    ([3], [], {4}),
-])
+@pytest.mark.parametrize(
+    "prompt, outputs, banned",
+    [
+        ([7], [], {4}),
+        ([1], [], {4, 2}),  # the prompt counts
+        ([7, 1], [3], {4, 5}),  # across prompt and output
+        ([7], [1, 3, 8], {4}),
+        ([9, 9], [9, 9], {4, 6}),
+        ([9, 9, 9], [], {4}),  # longer than the context
+        ([3], [], {4}),
+    ],
+)
 def test_bad_words(prompt, outputs, banned):
     assert excluded(one(SamplingParams(bad_words_ids=WORDS), prompt, outputs)) == banned
 
@@ -114,7 +125,11 @@ def test_bad_words_that_share_their_last_token():
 def _penalized(logits, prompt, outputs, sampling):
     result, counts = logits.tolist(), Counter(outputs)
     for token in set(prompt) | set(outputs):
-        result[token] = result[token] / sampling.repetition_penalty if result[token] > 0 else result[token] * sampling.repetition_penalty
+        result[token] = (
+            result[token] / sampling.repetition_penalty
+            if result[token] > 0
+            else result[token] * sampling.repetition_penalty
+        )
     for token, count in counts.items():
         result[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
     return torch.tensor(result)
@@ -127,9 +142,13 @@ _request = st.tuples(_tokens.filter(len), _tokens, st.floats(0.5, 2.0), st.float
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_request, min_size=1, max_size=5), st.integers(0, 1000))
 def test_penalties(requests, seed):
-    params = [SamplingParams(repetition_penalty=r, frequency_penalty=f, presence_penalty=p) for _, _, r, f, p in requests]
+    params = [
+        SamplingParams(repetition_penalty=r, frequency_penalty=f, presence_penalty=p) for _, _, r, f, p in requests
+    ]
     logits = torch.randn(len(requests), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
-    got = Setup([(prompt, outputs, sampling) for (prompt, outputs, *_), sampling in zip(requests, params)]).process(logits)
+    got = Setup([(prompt, outputs, sampling) for (prompt, outputs, *_), sampling in zip(requests, params)]).process(
+        logits
+    )
     for i, (prompt, outputs, *_) in enumerate(requests):
         torch.testing.assert_close(got[i], _penalized(logits[i], prompt, outputs, params[i]), atol=1e-5, rtol=1e-5)
 
@@ -142,12 +161,15 @@ def test_repetition_penalty_is_transformers():
     torch.testing.assert_close(one(SamplingParams(repetition_penalty=1.7), prompt, outputs, logits), want)
 
 
-@pytest.mark.parametrize("name, params", [
-    ("logit_bias", SamplingParams(logit_bias={VOCAB_SIZE: 1.0})),
-    ("allowed_token_ids", SamplingParams(allowed_token_ids=[-1])),
-    ("bad_words", SamplingParams(bad_words_ids=[[3, 99]])),
-    ("stop_token_ids", SamplingParams(min_tokens=1, stop_token_ids=[99])),
-])
+@pytest.mark.parametrize(
+    "name, params",
+    [
+        ("logit_bias", SamplingParams(logit_bias={VOCAB_SIZE: 1.0})),
+        ("allowed_token_ids", SamplingParams(allowed_token_ids=[-1])),
+        ("bad_words", SamplingParams(bad_words_ids=[[3, 99]])),
+        ("stop_token_ids", SamplingParams(min_tokens=1, stop_token_ids=[99])),
+    ],
+)
 def test_ids_outside_the_vocabulary_are_refused(name, params):
     with pytest.raises(ValueError, match=f"{name} holds token id"):
         one(params)

@@ -33,8 +33,12 @@ def _plan(folder, *, total=8 * GIB, available=4 * GIB, weights=GIB, activations=
     config = Config.from_flat(model=folder, device="cpu", **settings)
     spec = read_model_spec(folder)
     limits = memory.resolve_limits(config, spec, CpuPlatform())
-    plan, num_blocks, choices = memory.plan_memory(config, spec, limits, device=device, total=total, available=available, weights=weights, activations=activations)
-    return memory.report(spec, CpuPlatform(), limits, plan, num_blocks, choices, memory.cache_plan(config, spec, limits).groups)
+    plan, num_blocks, choices = memory.plan_memory(
+        config, spec, limits, device=device, total=total, available=available, weights=weights, activations=activations
+    )
+    return memory.report(
+        spec, CpuPlatform(), limits, plan, num_blocks, choices, memory.cache_plan(config, spec, limits).groups
+    )
 
 
 def _choices(ready):
@@ -46,7 +50,8 @@ def test_the_fraction_is_of_what_is_free_and_holds_everything(folder):
     plan = ready.plan
     assert plan.bytes_per_block == kv_bytes_per_token(read_model_spec(folder), 4) * ready.block_size
     assert plan.kv_cache == ready.num_blocks * plan.bytes_per_block
-    assert 0 <= 2 * GIB - GIB - GIB // 2 - plan.kv_cache < plan.bytes_per_block  # half of 4 GiB, less weights and activations
+    # half of 4 GiB, less weights and activations
+    assert 0 <= 2 * GIB - GIB - GIB // 2 - plan.kv_cache < plan.bytes_per_block
     assert plan.weights + plan.activations + plan.kv_cache + plan.reserve == plan.available
     assert "gpu_memory_utilization 0.5" in _choices(ready)["KV cache"][1]
 
@@ -54,7 +59,9 @@ def test_the_fraction_is_of_what_is_free_and_holds_everything(folder):
 def test_on_a_gpu_the_fraction_is_of_all_of_it_but_never_more_than_is_free(folder):
     big = {"max_num_seqs": 10**6, "gpu_memory_utilization": 0.5}
     assert _plan(folder, device="cuda:0", **big).plan.kv_cache == pytest.approx(4 * GIB - 1.5 * GIB, abs=1 << 20)
-    assert _plan(folder, device="cuda:0", available=3 * GIB, **big).plan.kv_cache == pytest.approx(1.5 * GIB, abs=1 << 20)
+    assert _plan(folder, device="cuda:0", available=3 * GIB, **big).plan.kv_cache == pytest.approx(
+        1.5 * GIB, abs=1 << 20
+    )
 
 
 def test_no_more_than_full_length_requests_can_fill(folder):
@@ -70,25 +77,40 @@ def test_bytes_and_blocks_as_asked(folder):
 
 
 def test_the_context_is_the_models_or_what_fits(folder):
-    assert _plan(folder).max_model_len == 2048 and _choices(_plan(folder))["max_model_len"] == ("2048", "what the model allows")
+    assert _plan(folder).max_model_len == 2048 and _choices(_plan(folder))["max_model_len"] == (
+        "2048",
+        "what the model allows",
+    )
     small = _plan(folder, num_gpu_blocks_override=11, block_size=16)
     assert small.max_model_len == 160 and "the model allows 2048" in _choices(small)["max_model_len"][1]
     asked = _plan(folder, max_model_len="300")
     assert asked.max_model_len == 300 and "max_model_len" not in _choices(asked)
 
 
-@pytest.mark.parametrize("settings, words", [
-    ({"max_model_len": "2049"}, "--max-model-len 2049 is more than this model's 2048 tokens: set it to at most 2048"),
-    ({"max_model_len": "many"}, "--max-model-len 'many'"),
-    ({"max_model_len": "0"}, "--max-model-len '0'"),
-    ({"max_model_len": "400", "num_gpu_blocks_override": 11, "block_size": 16}, "set --max-model-len to at most 160"),
-    ({"kv_cache_memory_bytes": 3 * GIB}, f"set it to at most {4 * GIB - GIB - GIB // 2}"),
-    ({"gpu_memory_utilization": 0.3}, "no room for a KV cache: 4.00 GiB are available"),
-    ({"attention_backend": "flash_attn_3"}, "flash_attn_3: needs a GPU"),
-    ({"tensor_parallel_size": 3}, "num_attention_heads 4 cannot be split over tensor_parallel_size 3; sizes that divide it: 1, 2, 4"),
-    ({"tensor_parallel_size": 8}, "num_attention_heads 4 cannot be split over tensor_parallel_size 8"),
-    ({"pipeline_parallel_size": 9}, "pipeline_parallel_size 9 is more than the model's num_hidden_layers"),
-])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (
+            {"max_model_len": "2049"},
+            "--max-model-len 2049 is more than this model's 2048 tokens: set it to at most 2048",
+        ),
+        ({"max_model_len": "many"}, "--max-model-len 'many'"),
+        ({"max_model_len": "0"}, "--max-model-len '0'"),
+        (
+            {"max_model_len": "400", "num_gpu_blocks_override": 11, "block_size": 16},
+            "set --max-model-len to at most 160",
+        ),
+        ({"kv_cache_memory_bytes": 3 * GIB}, f"set it to at most {4 * GIB - GIB - GIB // 2}"),
+        ({"gpu_memory_utilization": 0.3}, "no room for a KV cache: 4.00 GiB are available"),
+        ({"attention_backend": "flash_attn_3"}, "flash_attn_3: needs a GPU"),
+        (
+            {"tensor_parallel_size": 3},
+            "num_attention_heads 4 cannot be split over tensor_parallel_size 3; sizes that divide it: 1, 2, 4",
+        ),
+        ({"tensor_parallel_size": 8}, "num_attention_heads 4 cannot be split over tensor_parallel_size 8"),
+        ({"pipeline_parallel_size": 9}, "pipeline_parallel_size 9 is more than the model's num_hidden_layers"),
+    ],
+)
 def test_errors_say_what_to_change(folder, settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         _plan(folder, **settings)
@@ -98,7 +120,10 @@ def test_a_kv_cache_that_is_too_small_names_its_own_flag(folder):
     block = kv_bytes_per_token(read_model_spec(folder), 4) * 16
     with pytest.raises(ValueError) as caught:
         _plan(folder, kv_cache_memory_bytes=1000, block_size=16)
-    assert f"--kv-cache-memory-bytes 1000 is too small for two KV blocks of {block} bytes: set it to at least {2 * block}" in str(caught.value)
+    assert (
+        f"--kv-cache-memory-bytes 1000 is too small for two KV blocks of {block} bytes: set it to at least {2 * block}"
+        in str(caught.value)
+    )
     whole = int(re.search(r"or to (\d+) for a whole context of 2048 tokens", str(caught.value))[1])
     assert _plan(folder, kv_cache_memory_bytes=whole, block_size=16).max_model_len == 2048
     assert _plan(folder, kv_cache_memory_bytes=2 * block, block_size=16).max_model_len == 16
@@ -121,7 +146,10 @@ def test_tensor_parallel_ranks_hold_their_share(folder):
 
 
 def test_graphs_are_part_of_the_plan(folder):
-    spec, config = read_model_spec(folder), Config.from_flat(model=folder, device="cpu", gpu_memory_utilization=0.5, max_num_seqs=10**6)
+    spec, config = (
+        read_model_spec(folder),
+        Config.from_flat(model=folder, device="cpu", gpu_memory_utilization=0.5, max_num_seqs=10**6),
+    )
     limits = memory.resolve_limits(config, spec, CpuPlatform())
     graphs = memory.estimate_graphs(spec, replace(limits, max_num_seqs=64), 1)
     assert 64 * spec.hidden_size * 4 < graphs < memory.estimate_graphs(spec, replace(limits, max_num_seqs=512), 1) < GIB
@@ -137,11 +165,18 @@ def test_who_records(folder):
         has_graphs = True
 
     spec = read_model_spec(folder)
-    for settings, safe, want in (({}, True, True), ({"enforce_eager": True}, True, False), ({}, False, False), ({"pipeline_parallel_size": 2}, True, False)):
+    for settings, safe, want in (
+        ({}, True, True),
+        ({"enforce_eager": True}, True, False),
+        ({}, False, False),
+        ({"pipeline_parallel_size": 2}, True, False),
+    ):
         config = Config.from_flat(model=folder, device="cpu", **settings)
         limits = memory.resolve_limits(config, spec, CpuPlatform())
         limits.attention.backend.graph_safe = safe
-        assert memory.uses_graphs(config, limits, Recording()) == want and not memory.uses_graphs(config, limits, CpuPlatform())
+        assert memory.uses_graphs(config, limits, Recording()) == want and not memory.uses_graphs(
+            config, limits, CpuPlatform()
+        )
 
 
 def test_estimates_grow_with_what_they_depend_on(folder):
@@ -159,19 +194,32 @@ def test_preview_needs_no_weights(tmp_path, folder):
     ready = memory.preview(Config.from_flat(model=str(tmp_path), device="cpu", max_num_seqs=3))
     assert (ready.num_blocks - 1) * ready.block_size == 3 * 2048 and ready.plan.device == "cpu"
     assert ready.plan.weights == 4 * num_parameters(read_model_spec(folder))
-    assert {"dtype", "attention_backend", "max_num_batched_tokens", "max_model_len", "num_threads"} <= _choices(ready).keys()
+    assert {"dtype", "attention_backend", "max_num_batched_tokens", "max_model_len", "num_threads"} <= _choices(
+        ready
+    ).keys()
 
 
 def test_importing_the_plan_does_not_import_transformers():
     code = "import sys, quire.worker.memory, quire.worker.worker; print('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
 
 
 # ---- the platform
 
 
-@pytest.mark.parametrize("asked, model, dtype", [("auto", "bfloat16", "bfloat16"), ("auto", "float32", "float32"), ("float32", "bfloat16", "float32"), ("auto", "float16", "bfloat16"),
-                                                 ("float16", "float32", "bfloat16")])
+@pytest.mark.parametrize(
+    "asked, model, dtype",
+    [
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float32", "float32"),
+        ("float32", "bfloat16", "float32"),
+        ("auto", "float16", "bfloat16"),
+        ("float16", "float32", "bfloat16"),
+    ],
+)
 def test_dtypes_on_cpu(asked, model, dtype):
     got, reason = CpuPlatform().resolve_dtype(asked, model)
     assert got == getattr(torch, dtype)
@@ -196,7 +244,9 @@ def _machine(root, *, self_cgroup, files, available_kib=8_000_000, total_kib=16_
     proc, cgroup = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(self_cgroup)
-    (proc / "meminfo").write_text(f"MemTotal: {total_kib} kB\nMemFree: 1 kB\nMemAvailable: {available_kib} kB\nHugePages_Total: 0\n")
+    (proc / "meminfo").write_text(
+        f"MemTotal: {total_kib} kB\nMemFree: 1 kB\nMemAvailable: {available_kib} kB\nHugePages_Total: 0\n"
+    )
     for name, text in files.items():
         path = cgroup / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,13 +259,23 @@ def test_memory_of_a_machine_without_limits(tmp_path):
 
 
 def test_memory_limited_by_cgroup_v2_of_a_parent(tmp_path):
-    files = {"a/b/memory.max": "max", "a/b/memory.current": "5", "a/memory.max": str(2 * GIB), "a/memory.current": str(GIB), "a/memory.stat": f"anon 5\ninactive_file {GIB // 2}"}
+    files = {
+        "a/b/memory.max": "max",
+        "a/b/memory.current": "5",
+        "a/memory.max": str(2 * GIB),
+        "a/memory.current": str(GIB),
+        "a/memory.stat": f"anon 5\ninactive_file {GIB // 2}",
+    }
     assert host.memory(*_machine(tmp_path, self_cgroup="0::/a/b\n", files=files)) == (2 * GIB, 2 * GIB - GIB // 2)
 
 
 def test_memory_limited_by_cgroup_v1(tmp_path):
-    files = {"memory/x/memory.limit_in_bytes": str(GIB), "memory/x/memory.usage_in_bytes": "1000", "memory/memory.limit_in_bytes": "9223372036854771712",
-             "memory/memory.usage_in_bytes": "5000"}
+    files = {
+        "memory/x/memory.limit_in_bytes": str(GIB),
+        "memory/x/memory.usage_in_bytes": "1000",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+        "memory/memory.usage_in_bytes": "5000",
+    }
     proc, cgroup = _machine(tmp_path, self_cgroup="4:memory:/x\n3:cpu,cpuacct:/x\n0::/\n", files=files)
     assert host.memory(proc, cgroup) == (GIB, GIB - 1000)
 

@@ -14,8 +14,19 @@ from quire.worker.models import MODELS, num_parameters, parse_model_spec, read_m
 from quire.worker.models.config import LayerSpec, kv_bytes_per_token
 from tests.checkpoints import CHECKPOINTS
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
-         "rms_norm_eps", "tie_word_embeddings", "hidden_act", "model_type")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "hidden_act",
+    "model_type",
+)
 
 
 def windows(spec) -> set[int | None]:
@@ -39,7 +50,9 @@ def test_reads_what_transformers_wrote(checkpoint, name):
     compare(spec, config)
     assert spec.dtype == "float32"
     if hasattr(config, "layer_types"):
-        assert [layer.window is not None for layer in spec.layers] == [kind == "sliding_attention" for kind in config.layer_types]
+        assert [layer.window is not None for layer in spec.layers] == [
+            kind == "sliding_attention" for kind in config.layer_types
+        ]
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -53,7 +66,13 @@ def test_defaults_are_those_of_transformers(architecture):
 def test_parameters_of_the_default_models(architecture):
     import torch
 
-    raw = {"architectures": [architecture], "num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True, "vocab_size": 100}
+    raw = {
+        "architectures": [architecture],
+        "num_hidden_layers": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "vocab_size": 100,
+    }
     config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**raw)
     with torch.device("meta"):
         model = getattr(transformers, architecture)(config)
@@ -65,14 +84,34 @@ def llama(**changes):
 
 
 def qwen(**changes):
-    return {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, **changes}
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        **changes,
+    }
 
 
 def test_old_and_new_rope_keys():
-    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    old = parse_model_spec(llama(rope_theta=500000.0, rope_scaling={"rope_type": "llama3", **scaling}, max_position_embeddings=131072))
-    older = parse_model_spec(llama(rope_theta=500000.0, rope_scaling={"type": "llama3", **scaling}, max_position_embeddings=131072))
-    new = parse_model_spec(llama(rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **scaling}, max_position_embeddings=131072))
+    scaling = {
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    old = parse_model_spec(
+        llama(rope_theta=500000.0, rope_scaling={"rope_type": "llama3", **scaling}, max_position_embeddings=131072)
+    )
+    older = parse_model_spec(
+        llama(rope_theta=500000.0, rope_scaling={"type": "llama3", **scaling}, max_position_embeddings=131072)
+    )
+    new = parse_model_spec(
+        llama(
+            rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **scaling}, max_position_embeddings=131072
+        )
+    )
     assert old.rope_theta == new.rope_theta == 500000.0
     assert old.rope_scaling == older.rope_scaling == new.rope_scaling == {"rope_type": "llama3", **scaling}
     assert new.max_model_len == 131072  # llama3 scaling is already counted in
@@ -85,9 +124,19 @@ def test_plain_rope():
 
 
 def test_stretched_positions():
-    yarn = parse_model_spec(llama(max_position_embeddings=32768, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}))
+    yarn = parse_model_spec(
+        llama(
+            max_position_embeddings=32768,
+            rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        )
+    )
     assert yarn.max_model_len == 131072
-    counted = parse_model_spec(llama(max_position_embeddings=131072, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}))
+    counted = parse_model_spec(
+        llama(
+            max_position_embeddings=131072,
+            rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        )
+    )
     assert counted.max_model_len == 131072
     linear = parse_model_spec(llama(max_position_embeddings=4096, rope_scaling={"type": "linear", "factor": 4.0}))
     assert linear.max_model_len == 16384
@@ -102,7 +151,13 @@ def test_windows():
     assert windows(parse_model_spec(qwen(sliding_window=100))) == {None}  # use_sliding_window is false
     upper = parse_model_spec(qwen(sliding_window=100, use_sliding_window=True, max_window_layers=1))
     assert upper.layers == (LayerSpec(), LayerSpec(100), LayerSpec(100))
-    listed = parse_model_spec(qwen(sliding_window=100, use_sliding_window=True, layer_types=["sliding_attention", "full_attention", "full_attention"]))
+    listed = parse_model_spec(
+        qwen(
+            sliding_window=100,
+            use_sliding_window=True,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+        )
+    )
     assert listed.layers == (LayerSpec(100), LayerSpec(), LayerSpec())
     assert windows(parse_model_spec(qwen(sliding_window=100, use_sliding_window=True, max_window_layers=3))) == {None}
     assert windows(parse_model_spec(llama(sliding_window=100))) == {None}
@@ -117,36 +172,66 @@ def test_biases():
     assert not spec.attention_bias
 
 
-@pytest.mark.parametrize(("raw", "message"), [
-    ({"architectures": ["GPT2LMHeadModel"]}, "not supported: GPT2LMHeadModel. Supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
-    ({}, "none named in config.json. Supported: Llama"),
-    (llama(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized .quantization_config: gptq.*not supported yet"),
-    (llama(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
-    (llama(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type 'dynamic' is not supported; supported: default, linear, llama3, yarn"),
-    (llama(rope_scaling={"rope_type": "longrope"}), "rope_type 'longrope'"),
-    (llama(rope_scaling={"rope_type": "linear"}), "'linear' needs a positive number 'factor', not None"),
-    (llama(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}), "'llama3' needs a positive number 'high_freq_factor'"),
-    (llama(rope_parameters={"full_attention": {"rope_type": "default"}}), "differ from layer to layer"),
-    (llama(partial_rotary_factor=0.5), "partial_rotary_factor"),
-    (llama(num_attention_heads=5), "hidden_size 64 is not a multiple of num_attention_heads 5"),
-    (llama(num_key_value_heads=3), "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-    (llama(hidden_size="64"), "hidden_size must be a positive integer, not '64'"),
-    (llama(num_hidden_layers=0), "num_hidden_layers must be a positive integer, not 0"),
-    (llama(head_dim=15), "head_dim 15 must be even"),
-    (llama(torch_dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn' is not supported; supported: float32, bfloat16, float16"),
-    (qwen(layer_types=["full_attention"]), "layer_types must name .* for each of 3 layers, found 1"),
-    (qwen(layer_types=["chunked_attention"] * 3), "chunked_attention"),
-    (qwen(layer_types=["sliding_attention"] * 3), "no sliding_window"),
-    (qwen(use_sliding_window=True, sliding_window=0), "sliding_window must be a positive integer or null, not 0"),
-    ({"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types that mix"),
-])
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            (
+                "not supported: GPT2LMHeadModel. Supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
+                "Qwen3ForCausalLM"
+            ),
+        ),
+        ({}, "none named in config.json. Supported: Llama"),
+        (
+            llama(quantization_config={"quant_method": "gptq", "bits": 4}),
+            "quantized .quantization_config: gptq.*not supported yet",
+        ),
+        (llama(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+        (
+            llama(rope_scaling={"type": "dynamic", "factor": 2.0}),
+            "rope_type 'dynamic' is not supported; supported: default, linear, llama3, yarn",
+        ),
+        (llama(rope_scaling={"rope_type": "longrope"}), "rope_type 'longrope'"),
+        (llama(rope_scaling={"rope_type": "linear"}), "'linear' needs a positive number 'factor', not None"),
+        (
+            llama(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}),
+            "'llama3' needs a positive number 'high_freq_factor'",
+        ),
+        (llama(rope_parameters={"full_attention": {"rope_type": "default"}}), "differ from layer to layer"),
+        (llama(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (llama(num_attention_heads=5), "hidden_size 64 is not a multiple of num_attention_heads 5"),
+        (llama(num_key_value_heads=3), "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        (llama(hidden_size="64"), "hidden_size must be a positive integer, not '64'"),
+        (llama(num_hidden_layers=0), "num_hidden_layers must be a positive integer, not 0"),
+        (llama(head_dim=15), "head_dim 15 must be even"),
+        (
+            llama(torch_dtype="float8_e4m3fn"),
+            "dtype 'float8_e4m3fn' is not supported; supported: float32, bfloat16, float16",
+        ),
+        (qwen(layer_types=["full_attention"]), "layer_types must name .* for each of 3 layers, found 1"),
+        (qwen(layer_types=["chunked_attention"] * 3), "chunked_attention"),
+        (qwen(layer_types=["sliding_attention"] * 3), "no sliding_window"),
+        (qwen(use_sliding_window=True, sliding_window=0), "sliding_window must be a positive integer or null, not 0"),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "num_hidden_layers": 2,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "layer_types that mix",
+        ),
+    ],
+)
 def test_what_cannot_be_served_is_refused(raw, message):
     with pytest.raises(ValueError, match=message):
         parse_model_spec(raw)
 
 
 def test_unreadable_files(tmp_path):
-    with pytest.raises(ValueError, match=r"the model configuration cannot be had: cannot read .*config\.json: No such file"):
+    with pytest.raises(
+        ValueError, match=r"the model configuration cannot be had: cannot read .*config\.json: No such file"
+    ):
         read_model_spec(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="cannot read the model configuration"):
@@ -177,7 +262,9 @@ def test_kv_bytes_per_token():
 
 def test_torch_free():
     code = "import sys, quire.worker.models.config; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_broken_weight_header(tmp_path):

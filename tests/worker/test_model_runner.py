@@ -1,4 +1,6 @@
-"""`ModelRunner` over real small models, driven by hand-written steps, against transformers; and over a fake model, for what no real one does."""
+"""`ModelRunner` over real small models, driven by hand-written steps, against transformers; and over a fake model, for
+what no real one does.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,18 @@ PLATFORM = CpuPlatform()
 BLOCK_SIZE, NUM_BLOCKS = 8, 200
 
 
-def make_runner(model, vocab_size: int, *, max_num_reqs=8, max_model_len=128, max_num_tokens=256, dtype=torch.float32) -> ModelRunner:
+def make_runner(
+    model, vocab_size: int, *, max_num_reqs=8, max_model_len=128, max_num_tokens=256, dtype=torch.float32
+) -> ModelRunner:
     if layers := kv_cache.attention_layers(model):
-        kv_cache.allocate(layers, plan_cache([layer.cache_spec(dtype) for layer in layers]), NUM_BLOCKS, BLOCK_SIZE, dtype, PLATFORM.device)
+        kv_cache.allocate(
+            layers,
+            plan_cache([layer.cache_spec(dtype) for layer in layers]),
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            dtype,
+            PLATFORM.device,
+        )
     table = RequestTable(max_num_reqs, max_model_len, BLOCK_SIZE, vocab_size, PLATFORM)
     return ModelRunner(model, table, CpuPagedAttention(), PLATFORM, max_num_tokens)
 
@@ -48,16 +59,23 @@ def test_a_result_outlives_the_next_step(checkpoint, native_kernels):
     for read_at_once in (True, False):
         runner, script = make_runner(model, spec.vocab_size, dtype=torch.bfloat16), Script(BLOCK_SIZE)
         for row, mode in enumerate(("raw_logits", "processed_logits", "raw_logprobs")):
-            script.add(row, prompt(5, row), SamplingParams(temperature=0.0, logprobs=-1, prompt_logprobs=2, logprobs_mode=mode))
+            script.add(
+                row, prompt(5, row), SamplingParams(temperature=0.0, logprobs=-1, prompt_logprobs=2, logprobs_mode=mode)
+            )
         outputs = []
         for _ in range(2):
             outputs.append(runner.execute(script.step(dict.fromkeys(range(3), 5))))
-            script.rows = {row: type(state)(state.prompt, state.sampling, state.outputs) for row, state in script.rows.items()}
+            script.rows = {
+                row: type(state)(state.prompt, state.sampling, state.outputs) for row, state in script.rows.items()
+            }
             script.rows[0].prompt = prompt(5, 9)  # the next step is another one
             if read_at_once:
                 outputs[-1] = outputs[-1].result()
         results.append(outputs if read_at_once else [output.result() for output in outputs])
-    assert runner.logits.take(1).data_ptr() == model.logits(torch.zeros(1, spec.hidden_size, dtype=torch.bfloat16), runner.logits).data_ptr()
+    assert (
+        runner.logits.take(1).data_ptr()
+        == model.logits(torch.zeros(1, spec.hidden_size, dtype=torch.bfloat16), runner.logits).data_ptr()
+    )
     first, second = results
     assert first == second and first[0].logprobs != first[1].logprobs
 
@@ -91,11 +109,16 @@ def test_chunked_prefill_mixed_with_decode_equals_transformers(real):
 
 
 def test_the_last_layer_computes_what_is_read(real):
-    """One token of each request that samples; all where a prompt's log-probabilities are wanted; one where nobody samples."""
+    """One token of each request that samples; all where a prompt's log-probabilities are wanted; one where nobody
+    samples.
+    """
     make, reference = real
     runner, script, seen = make(), Script(BLOCK_SIZE), []
     layers = list(runner.model.model.layers.values())
-    hooks = [layer.mlp.register_forward_pre_hook(lambda module, args: seen.append(len(args[0]))) for layer in (layers[0], layers[-1])]
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        for layer in (layers[0], layers[-1])
+    ]
     try:
         script.add(0, prompt(20, 6))
         script.add(1, prompt(9, 7))
@@ -123,7 +146,9 @@ def test_two_steps_in_flight_before_the_first_is_read(real):
     script.rows[0].outputs.append(-1)  # known to exist, not known
     second = runner.execute(script.step({0: 1}))
     assert second.done()
-    assert first.result().token_ids + second.result().token_ids == [[token] for token in greedy(reference, prompt(9, 3), 2)[0]]
+    assert first.result().token_ids + second.result().token_ids == [
+        [token] for token in greedy(reference, prompt(9, 3), 2)[0]
+    ]
 
 
 def test_preemption_and_another_row(real):
@@ -138,7 +163,10 @@ def test_preemption_and_another_row(real):
     run(runner, script, {5: 6, 2: 3})
     run(runner, script, {5: 8, 2: 1})
     run(runner, script, {5: 1})
-    assert script.rows[5].outputs == greedy(reference, prompt(12, 4), len(script.rows[5].outputs))[0] and len(script.rows[5].outputs) == 4
+    assert (
+        script.rows[5].outputs == greedy(reference, prompt(12, 4), len(script.rows[5].outputs))[0]
+        and len(script.rows[5].outputs) == 4
+    )
     assert script.rows[2].outputs == greedy(reference, prompt(3, 5), 2)[0]
 
 
@@ -151,7 +179,9 @@ def test_logprobs_of_sampled_tokens(real):
     tokens, logprobs, _ = greedy(reference, prompt(9, 6), 2)
     for output, token, logprob in zip(outputs, tokens, logprobs):
         (entry,), nothing = output.logprobs
-        assert nothing is None and entry.token_ids[:2] == [token, token] and len(entry.token_ids) == 3 and entry.rank == 1
+        assert (
+            nothing is None and entry.token_ids[:2] == [token, token] and len(entry.token_ids) == 3 and entry.rank == 1
+        )
         assert entry.logprobs[0] == pytest.approx(logprob, abs=1e-4)
 
 
@@ -168,7 +198,8 @@ def test_prompt_logprobs_in_chunks_of_prompt_and_of_logits(real, monkeypatch, nu
         found = output.prompt_logprobs or {}
         assert set(found) <= {list(scheduled).index(0)}
         entries.append([message for messages in found.values() for message in messages])
-    assert [len(part) for part in entries] == [10, 1, 11, 0]  # the last token of a chunk scores the first of the next; outputs are not scored
+    # the last token of a chunk scores the first of the next; outputs are not scored
+    assert [len(part) for part in entries] == [10, 1, 11, 0]
     with torch.no_grad():
         want = reference(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
     for position, entry in enumerate([entry for part in entries for entry in part]):
@@ -182,7 +213,9 @@ def test_a_step_without_samples(real):
     runner, script = real[0](), Script(BLOCK_SIZE)
     script.add(0, prompt(9, 6))
     output = run(runner, script, {0: 4})
-    assert output.token_ids == [] and output.logprobs is None and output.errors is None and output.prompt_logprobs is None
+    assert (
+        output.token_ids == [] and output.logprobs is None and output.errors is None and output.prompt_logprobs is None
+    )
 
 
 def test_a_refused_request_fails_alone(real):
@@ -214,11 +247,15 @@ class FakeModel(torch.nn.Module):
 
 def test_what_is_not_a_number_fails_its_request_alone():
     runner = make_runner(FakeModel(), 64)
-    new = [NewRequest(0, [3, 7], 2, [[1]], SamplingParams(temperature=0.0, logprobs=0)), NewRequest(1, [3, 5], 2, [[2]], SamplingParams(temperature=0.0, logprobs=0))]
+    new = [
+        NewRequest(0, [3, 7], 2, [[1]], SamplingParams(temperature=0.0, logprobs=0)),
+        NewRequest(1, [3, 5], 2, [[2]], SamplingParams(temperature=0.0, logprobs=0)),
+    ]
     output = runner.execute(StepInput(1, new, [0, 1], [0, 0], [2, 2], [[], []], [0, 1])).result()
     assert output.token_ids == [[], [6]] and list(output.errors) == [0] and "not finite" in output.errors[0]
     assert output.logprobs[0] is None and output.logprobs[1][0].token_ids == [6]
-    output = runner.execute(StepInput(2, [], [0, 1], [2, 2], [1, 1], [[], []], [0, 1])).result()  # a step that was scheduled before the error was seen
+    # a step that was scheduled before the error was seen
+    output = runner.execute(StepInput(2, [], [0, 1], [2, 2], [1, 1], [[], []], [0, 1])).result()
     assert output.token_ids == [[2], [8]]
 
 
@@ -226,7 +263,11 @@ def test_the_last_token_of_a_full_context():
     runner = make_runner(FakeModel(), 64, max_model_len=16)
     full = NewRequest(0, list(range(16)), 16, [[1, 2]], GREEDY)
     output = runner.execute(StepInput(1, [full], [0], [0], [16], [[]], [0])).result()
-    assert output.token_ids == [[30]] and runner.table.token_table[0].tolist() == list(range(16)) and runner.table.token_table[1].count_nonzero() == 0
+    assert (
+        output.token_ids == [[30]]
+        and runner.table.token_table[0].tolist() == list(range(16))
+        and runner.table.token_table[1].count_nonzero() == 0
+    )
 
 
 def test_random_rows_are_keyed_by_seed_and_position():

@@ -1,4 +1,6 @@
-"""Every architecture against transformers: ragged prefill in chunks, then single tokens, over a paged cache with scattered blocks."""
+"""Every architecture against transformers: ragged prefill in chunks, then single tokens, over a paged cache with
+scattered blocks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
 YARN_EXPLICIT = YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
 YARN_MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}
-CASES = [(name, {}) for name in CHECKPOINTS] + [("qwen2", {"rope_parameters": rope}) for rope in (LINEAR, YARN, YARN_EXPLICIT, YARN_MSCALE)]
+CASES = [(name, {}) for name in CHECKPOINTS] + [
+    ("qwen2", {"rope_parameters": rope}) for rope in (LINEAR, YARN, YARN_EXPLICIT, YARN_MSCALE)
+]
 
 
 @pytest.fixture(params=["plain", "native"])
@@ -53,7 +57,11 @@ def reference_logits(folder: str, texts: list[list[int]], dtype: str = "float32"
     return [reference(torch.tensor([ids])).logits[0].float() for ids in texts]
 
 
-@pytest.mark.parametrize(("name", "overrides"), CASES, ids=lambda value: value if isinstance(value, str) else str(value.get("rope_parameters", {}).get("rope_type", "")))
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else str(value.get("rope_parameters", {}).get("rope_type", "")),
+)
 def test_logits_equal_transformers(checkpoint, name, overrides, kernels):
     folder = checkpoint(name, **overrides)
     model, texts = load(folder), prompts([1, 300, 37, 64])
@@ -61,7 +69,10 @@ def test_logits_equal_transformers(checkpoint, name, overrides, kernels):
     runner = PagedRunner(model, len(texts), 512)
     got: list[list[torch.Tensor]] = [[] for _ in texts]
     # chunks of uneven sizes, then the last five tokens of every text one at a time, the requests coming and going
-    todo = {row: [ids[:-5][at:at + 70] for at in range(0, max(0, len(ids) - 5), 70)] + [[token] for token in ids[-5:]] for row, ids in enumerate(texts)}
+    todo = {
+        row: [ids[:-5][at : at + 70] for at in range(0, max(0, len(ids) - 5), 70)] + [[token] for token in ids[-5:]]
+        for row, ids in enumerate(texts)
+    }
     while any(todo.values()):
         for row, hidden in runner.step({row: chunks.pop(0) for row, chunks in todo.items() if chunks}).items():
             got[row].append(model.logits(hidden))
@@ -100,7 +111,8 @@ def test_native_kernels_may_come_later(checkpoint, kernels):
     model.use(CpuPlatform().ops)
     model.finalize()
     assert model.lm_head.weight is None and model.model.embed_tokens.weight is None
-    assert 0.7 * memory < sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) < 1.1 * memory  # the originals are gone
+    # the originals are gone
+    assert 0.7 * memory < sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) < 1.1 * memory
     after = model.logits(PagedRunner(model, 1, 64).step({0: text})[0])
     torch.testing.assert_close(after, before, atol=0.3, rtol=0)
     assert not torch.equal(after, before)  # it is other code
@@ -129,7 +141,9 @@ def test_build_restores_the_default_dtype(checkpoint):
 
 
 def test_rotary_table_is_float32_and_as_long_as_asked(checkpoint):
-    model = build_model(read_model_spec(checkpoint("qwen3")), torch.bfloat16, CPU, max_model_len=100, ops=CpuPlatform().ops)
+    model = build_model(
+        read_model_spec(checkpoint("qwen3")), torch.bfloat16, CPU, max_model_len=100, ops=CpuPlatform().ops
+    )
     assert model.model.rotary_emb.cos_sin_cache.shape == (100, 32)
     assert model.model.rotary_emb.cos_sin_cache.dtype == torch.float32
 

@@ -1,4 +1,7 @@
-"""The sampler's tests once more, with the native CPU kernel in the place of its twin. That the two agree draw by draw is tested in test_kernels.py."""
+"""The sampler's tests once more, with the native CPU kernel in the place of its twin.
+
+That the two agree draw by draw is tested in test_kernels.py.
+"""
 
 from __future__ import annotations
 

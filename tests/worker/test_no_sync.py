@@ -1,6 +1,7 @@
 """A step must not wait for the device: on a GPU every wait is a gap between two steps.
 
-Without a GPU a dispatch mode looks for the operations that would wait there; with one, torch itself raises at every wait.
+Without a GPU a dispatch mode looks for the operations that would wait there; with one, torch itself raises at every
+wait.
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.platforms.cpu import CpuPlatform
 
 VOCAB_SIZE = 96
-WAITING = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.equal", "aten.nonzero", "aten.masked_select", "aten._unique", "aten.unique", "aten.bincount",
-           "aten.lift_fresh")  # the last is torch.tensor(...): a copy from pageable memory
+WAITING = (
+    "aten._local_scalar_dense",
+    "aten.item",
+    "aten.is_nonzero",
+    "aten.equal",
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten._unique",
+    "aten.unique",
+    "aten.bincount",
+    "aten.lift_fresh",
+)  # the last is torch.tensor(...): a copy from pageable memory
 
 
 class Platform(CpuPlatform):
@@ -41,7 +52,9 @@ class NoWaiting(TorchDispatchMode):
         name = str(func).rpartition(".")[0]
         assert name not in WAITING or (name == "aten.lift_fresh" and Platform.copying), f"{func} waits for the device"
         if name in ("aten.index", "aten.index_put", "aten.index_put_"):
-            assert not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]), f"{func} with a mask waits for the device to count it"
+            assert not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]), (
+                f"{func} with a mask waits for the device to count it"
+            )
         if name == "aten.repeat_interleave":
             assert kwargs.get("output_size") is not None, "repeat_interleave without output_size waits for the device"
         return func(*args, **kwargs)
@@ -81,9 +94,18 @@ class Model(torch.nn.Module):
         return None
 
 
-SAMPLING = [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(top_p=0.9, seed=2), SamplingParams(top_k=5, seed=3, min_p=0.01), SamplingParams(top_k=3, top_p=0.8, logprobs=2),
-            SamplingParams(logprobs=-1, logprobs_mode="processed_logprobs", temperature=0.7), SamplingParams(prompt_logprobs=1, logprobs=0), SamplingParams(presence_penalty=0.5, repetition_penalty=1.1),
-            SamplingParams(logit_bias={3: 1.0}, allowed_token_ids=[3, 4, 5]), SamplingParams(bad_words_ids=[[3, 4], [5]], min_tokens=3, stop_token_ids=[7], frequency_penalty=0.2)]
+SAMPLING = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=1),
+    SamplingParams(top_p=0.9, seed=2),
+    SamplingParams(top_k=5, seed=3, min_p=0.01),
+    SamplingParams(top_k=3, top_p=0.8, logprobs=2),
+    SamplingParams(logprobs=-1, logprobs_mode="processed_logprobs", temperature=0.7),
+    SamplingParams(prompt_logprobs=1, logprobs=0),
+    SamplingParams(presence_penalty=0.5, repetition_penalty=1.1),
+    SamplingParams(logit_bias={3: 1.0}, allowed_token_ids=[3, 4, 5]),
+    SamplingParams(bad_words_ids=[[3, 4], [5]], min_tokens=3, stop_token_ids=[7], frequency_penalty=0.2),
+]
 
 
 def steps() -> list[StepInput]:
@@ -93,8 +115,12 @@ def steps() -> list[StepInput]:
     new = [NewRequest(i, prompts[i], 6, [[2 * i + 1, 2 * i + 2]], SAMPLING[i]) for i in rows]
     none = [[] for _ in rows]
     again = NewRequest(0, prompts[0] + [9], 6, [[1, 2]], SAMPLING[1])
-    return [StepInput(1, new, rows, [0] * len(rows), [4] * len(rows), none, []), StepInput(2, [], rows, [4] * len(rows), [2] * len(rows), none, rows),
-            StepInput(3, [], rows, [6] * len(rows), [1] * len(rows), none, rows), StepInput(4, [again], rows, [0] + [7] * (len(rows) - 1), [7] + [1] * (len(rows) - 1), none, rows)]
+    return [
+        StepInput(1, new, rows, [0] * len(rows), [4] * len(rows), none, []),
+        StepInput(2, [], rows, [4] * len(rows), [2] * len(rows), none, rows),
+        StepInput(3, [], rows, [6] * len(rows), [1] * len(rows), none, rows),
+        StepInput(4, [again], rows, [0] + [7] * (len(rows) - 1), [7] + [1] * (len(rows) - 1), none, rows),
+    ]
 
 
 def make_runner(platform, backend) -> ModelRunner:
@@ -108,11 +134,22 @@ def test_a_step_launches_without_waiting(monkeypatch):
     with NoWaiting():
         outputs = [runner.execute(step) for step in steps()]
     results = [output.result() for output in outputs]
-    assert [len(result.token_ids) for result in results] == [0, 10, 10, 10] and not any(result.errors for result in results)
+    assert [len(result.token_ids) for result in results] == [0, 10, 10, 10] and not any(
+        result.errors for result in results
+    )
 
 
-@pytest.mark.parametrize("waits", [lambda x: x.max().item(), lambda x: bool((x > 0).any()), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: torch.tensor([1], device=x.device),
-                                   lambda x: torch.repeat_interleave(x.long(), x.long().abs())])
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x.max().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.tensor([1], device=x.device),
+        lambda x: torch.repeat_interleave(x.long(), x.long().abs()),
+    ],
+)
 def test_the_mode_sees_what_waits(waits):
     with pytest.raises(AssertionError, match="waits"), NoWaiting():
         waits(torch.arange(3.0))

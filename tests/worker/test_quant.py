@@ -43,7 +43,9 @@ def load(folder: str, quantization: str | None, **options):
 
 
 def logits_of(model, text: list[int] = TEXT) -> torch.Tensor:
-    """Of a long chunk, which the native kernels multiply in bfloat16, then of short ones, which they multiply as integers."""
+    """Of a long chunk, which the native kernels multiply in bfloat16, then of short ones, which they multiply as
+    integers.
+    """
     runner = PagedRunner(model, 1, len(text) + 16)
     chunks = [text[:-30], text[-30:-8], text[-8:-4], *([token] for token in text[-4:])]
     with torch.inference_mode():
@@ -88,12 +90,15 @@ def test_whole_models(checkpoint, native_kernels, monkeypatch, name, quantizatio
     from_twin = logits_of(twin)
     rounding = error(logits_of(load(folder, None)), exact)  # of bfloat16, the same product summed in another order
     assert error(from_native, from_twin) < 3 * rounding
-    assert 0.5 * rounding < error(from_native, exact) < {"int8": 0.05, "int4": 0.55}[quantization]  # random layers amplify what goes wrong before them
+    # random layers amplify what goes wrong before them
+    assert 0.5 * rounding < error(from_native, exact) < {"int8": 0.05, "int4": 0.55}[quantization]
     size = tensors(twin)
     monkeypatch.setattr(KERNELS, "lib", lib)  # they have been compiled meanwhile
     twin.use(CpuPlatform().ops)
     twin.finalize()
-    assert torch.equal(logits_of(twin), from_native) and tensors(twin) == tensors(native) and tensors(native) < 1.3 * size
+    assert (
+        torch.equal(logits_of(twin), from_native) and tensors(twin) == tensors(native) and tensors(native) < 1.3 * size
+    )
     twin.finalize()
     assert torch.equal(logits_of(twin), from_native)
 
@@ -122,24 +127,43 @@ def test_ranks_quantize_what_they_hold(checkpoint, native_kernels, quantization)
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3"])
 def test_the_memory_plan_is_true(checkpoint, native_kernels, name, quantization):
     folder = checkpoint(name, dtype="float16", intermediate_size=192)  # no padding
-    config = Config.from_flat(model=folder, device="cpu", quantization=quantization, max_num_seqs=4, max_num_batched_tokens=64, max_model_len="64", num_gpu_blocks_override=20)
+    config = Config.from_flat(
+        model=folder,
+        device="cpu",
+        quantization=quantization,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len="64",
+        num_gpu_blocks_override=20,
+    )
     planned = memory.preview(config)
     choices = {setting: (value, reason) for setting, value, reason in planned.choices}
     assert choices["dtype"] == ("bfloat16", f"what --quantization {quantization} starts from and computes with")
     ready = Worker(config).initialize(lambda phase, fraction: None)
     tables = 2048 * 32 * 4  # rotary
     assert ready.plan.weights - tables < 1.02 * planned.plan.weights < 1.04 * ready.plan.weights
-    assert planned.plan.weights < {"int8": 0.75, "int4": 0.65}[quantization] * memory.estimate_weights(read_model_spec(folder), torch.bfloat16, 1)
+    assert planned.plan.weights < {"int8": 0.75, "int4": 0.65}[quantization] * memory.estimate_weights(
+        read_model_spec(folder), torch.bfloat16, 1
+    )
 
 
-@pytest.mark.parametrize(("platform", "settings", "words"), [
-    (CpuPlatform(), {"dtype": "float32"}, "--quantization int8 goes with bfloat16 activations only: leave --dtype float32 off"),
-    (CudaPlatform(0), {}, "--quantization int8 has no kernels for cuda yet"),
-])
+@pytest.mark.parametrize(
+    ("platform", "settings", "words"),
+    [
+        (
+            CpuPlatform(),
+            {"dtype": "float32"},
+            "--quantization int8 goes with bfloat16 activations only: leave --dtype float32 off",
+        ),
+        (CudaPlatform(0), {}, "--quantization int8 has no kernels for cuda yet"),
+    ],
+)
 def test_what_does_not_go_together_is_refused(checkpoint, platform, settings, words):
     folder = checkpoint("qwen3")
     with pytest.raises(ValueError, match=re.escape(words)):
-        memory.resolve_limits(Config.from_flat(model=folder, quantization="int8", **settings), read_model_spec(folder), platform)
+        memory.resolve_limits(
+            Config.from_flat(model=folder, quantization="int8", **settings), read_model_spec(folder), platform
+        )
 
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 1.01), ("int4", 1.10)])

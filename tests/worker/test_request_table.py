@@ -33,12 +33,25 @@ def _step(new=(), rows=(), new_blocks=()):
 
 def _apply(table, step):
     updates = table.apply(step)
-    table.write(updates, *(torch.from_numpy(np.array(part, dtype=np.int64)) for part in (updates.block_indices, updates.block_ids, updates.token_ids)))
+    table.write(
+        updates,
+        *(
+            torch.from_numpy(np.array(part, dtype=np.int64))
+            for part in (updates.block_indices, updates.block_ids, updates.token_ids)
+        ),
+    )
 
 
 def test_tokens_and_blocks_are_written_to_their_row():
     table = RequestTable(4, 10, 4, 100, CPU)
-    _apply(table, _step([NewRequest(2, [7, 8, 9], 2, [[5]], SamplingParams()), NewRequest(0, [1], 1, [[6]], SamplingParams())], [2, 0], [[], []]))
+    _apply(
+        table,
+        _step(
+            [NewRequest(2, [7, 8, 9], 2, [[5]], SamplingParams()), NewRequest(0, [1], 1, [[6]], SamplingParams())],
+            [2, 0],
+            [[], []],
+        ),
+    )
     _apply(table, _step([], [0, 2], [[], [[3, 1]]]))
     assert table.token_table[2, :3].tolist() == [7, 8, 9] and table.token_table[0, 0] == 1
     assert table.block_tables[0, 2].tolist() == [5, 3, 1] and table.block_tables[0, 0].tolist() == [6, 0, 0]
@@ -55,6 +68,7 @@ def kernels(request, monkeypatch):
 
 def test_whatever_a_request_brings_about_is_its_own_error():
     """MemoryError, too: it used to end the engine."""
+
     class Greedy(Recorder):
         def add(self, row, new):
             raise MemoryError
@@ -97,10 +111,18 @@ def test_row_states_are_told_in_order():
 def test_a_refused_request_fails_alone():
     table, state = RequestTable(4, 10, 4, 100, CPU), Recorder()
     table.register(state)
-    bad, good, outside = NewRequest(0, [7], 1, [[5]], SamplingParams(seed=13)), NewRequest(1, [8], 1, [[6]], SamplingParams()), NewRequest(2, [8, 100], 2, [[7]], SamplingParams())
+    bad, good, outside = (
+        NewRequest(0, [7], 1, [[5]], SamplingParams(seed=13)),
+        NewRequest(1, [8], 1, [[6]], SamplingParams()),
+        NewRequest(2, [8, 100], 2, [[7]], SamplingParams()),
+    )
     _apply(table, _step([bad, good, outside], [0, 1, 2], [[], [], []]))
-    assert table.errors == {0: "unlucky", 2: "the prompt holds token id 100, but the vocabulary has 100 tokens (0 to 99)"}
-    assert table.token_table[:, :2].tolist() == [[0, 0], [8, 0], [0, 0], [0, 0]]  # nothing outside the vocabulary reaches the device
+    assert table.errors == {
+        0: "unlucky",
+        2: "the prompt holds token id 100, but the vocabulary has 100 tokens (0 to 99)",
+    }
+    # nothing outside the vocabulary reaches the device
+    assert table.token_table[:, :2].tolist() == [[0, 0], [8, 0], [0, 0], [0, 0]]
     assert state.calls[-1] == ("remove", 2)
     _apply(table, _step([NewRequest(0, [3], 1, [[5]], SamplingParams())], [0], [[]]))
     assert 0 not in table.errors

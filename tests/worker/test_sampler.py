@@ -38,7 +38,9 @@ def make_batch(rows: list[int], positions: list[int]) -> SamplingBatch:
 def draw(logits: torch.Tensor, sampling: SamplingParams, positions: list[int]) -> list[int]:
     """The tokens that one row of logits `[V]` gives at `positions`."""
     sampler = make_sampler(len(logits), [sampling])
-    return sampler.sample(logits.expand(len(positions), -1).clone(), make_batch([0] * len(positions), positions)).token_ids.tolist()
+    return sampler.sample(
+        logits.expand(len(positions), -1).clone(), make_batch([0] * len(positions), positions)
+    ).token_ids.tolist()
 
 
 def reference(logits: torch.Tensor, sampling: SamplingParams) -> np.ndarray:
@@ -69,7 +71,11 @@ def _splitmix64(state: int, index: int) -> int:
 
 def test_splitmix64_known_answers():
     # The first outputs of Vigna's reference implementation for the seed 1234567.
-    assert [_splitmix64(1234567, i) for i in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [_splitmix64(1234567, i) for i in range(3)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**20))
@@ -87,7 +93,10 @@ def test_streams_of_neighbouring_seeds_are_unrelated():
     states = torch.tensor([sampling_math.seed_state(seed) for seed in range(200)])
     u = torch.stack([sampling_math.uniform(states, torch.full((200,), position)) for position in range(200)])
     assert abs(u.mean() - 0.5) < 0.01 and abs(u.var() - 1 / 12) < 0.005
-    assert torch.corrcoef(u)[~torch.eye(200, dtype=torch.bool)].abs().max() < 0.35 and torch.corrcoef(u.T)[~torch.eye(200, dtype=torch.bool)].abs().max() < 0.35
+    assert (
+        torch.corrcoef(u)[~torch.eye(200, dtype=torch.bool)].abs().max() < 0.35
+        and torch.corrcoef(u.T)[~torch.eye(200, dtype=torch.bool)].abs().max() < 0.35
+    )
 
 
 # ---- the distribution
@@ -106,7 +115,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("sampling", CASES, ids=lambda s: f"T{s.temperature}-k{s.top_k}-p{s.top_p}-m{s.min_p}")
-@pytest.mark.parametrize("vocab_size, live", [(40, 40), (8192, 30)])  # the second is long enough for the search by blocks
+# the second is long enough for the search by blocks
+@pytest.mark.parametrize("vocab_size, live", [(40, 40), (8192, 30)])
 def test_distribution(vocab_size, live, sampling):
     generator = torch.Generator().manual_seed(sampling.seed)
     logits = torch.full((vocab_size,), -60.0)
@@ -124,9 +134,18 @@ def test_distribution(vocab_size, live, sampling):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 10**6), st.floats(0.2, 3), st.integers(0, 60), st.floats(0.01, 1), st.one_of(st.just(0.0), st.floats(0, 0.9)), st.sampled_from([64, 100, 5000, 8192]))
+@given(
+    st.integers(0, 10**6),
+    st.floats(0.2, 3),
+    st.integers(0, 60),
+    st.floats(0.01, 1),
+    st.one_of(st.just(0.0), st.floats(0, 0.9)),
+    st.sampled_from([64, 100, 5000, 8192]),
+)
 def test_each_token_is_the_inverse_cdf_of_its_number(seed, temperature, top_k, top_p, min_p, vocab_size):
-    """Draw by draw, not only on average: the picked token's CDF interval in the float64 reference holds the uniform number."""
+    """Draw by draw, not only on average: the picked token's CDF interval in the float64 reference holds the uniform
+    number.
+    """
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
     token = draw(logits, sampling, [seed % 1000])[0]
@@ -139,7 +158,12 @@ def test_each_token_is_the_inverse_cdf_of_its_number(seed, temperature, top_k, t
 
 def test_top_k_of_one_and_tiny_top_p_are_greedy():
     logits = torch.randn(5000)
-    for sampling in (SamplingParams(top_k=1, seed=3), SamplingParams(top_p=1e-12, seed=3), SamplingParams(temperature=1e-6, seed=3), SamplingParams(temperature=0)):
+    for sampling in (
+        SamplingParams(top_k=1, seed=3),
+        SamplingParams(top_p=1e-12, seed=3),
+        SamplingParams(temperature=1e-6, seed=3),
+        SamplingParams(temperature=0),
+    ):
         assert set(draw(logits, sampling, list(range(50)))) == {int(logits.argmax())}
 
 
@@ -183,8 +207,18 @@ def test_kth_weight_equals_sorting(seed, vocab_size, ties):
 
 
 def _mixed_params(seed: int) -> list[SamplingParams]:
-    options = [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.8}, {"min_p": 0.05}, {"temperature": 0.0}, {"top_k": 3, "min_p": 0.1}, {"repetition_penalty": 1.3},
-               {"top_k": 700}, {"temperature": 0.3, "top_p": 0.5}]
+    options = [
+        {},
+        {"top_k": 20},
+        {"top_p": 0.9},
+        {"top_k": 40, "top_p": 0.8},
+        {"min_p": 0.05},
+        {"temperature": 0.0},
+        {"top_k": 3, "min_p": 0.1},
+        {"repetition_penalty": 1.3},
+        {"top_k": 700},
+        {"temperature": 0.3, "top_p": 0.5},
+    ]
     return [SamplingParams(**{"temperature": 1.0, "seed": seed + i, **option}) for i, option in enumerate(options)]
 
 
@@ -199,9 +233,13 @@ def test_alone_and_in_a_crowd(vocab_size, coarse):
             logits = logits.bfloat16().float()
         positions = [5 + trial * 7 + i for i in range(len(params))]
         rows = torch.randperm(len(params)).tolist()
-        crowd = sampler.sample(logits[rows].clone(), make_batch(rows, [positions[row] for row in rows])).token_ids.tolist()
+        crowd = sampler.sample(
+            logits[rows].clone(), make_batch(rows, [positions[row] for row in rows])
+        ).token_ids.tolist()
         for row, token in zip(rows, crowd):
-            alone = sampler.sample(logits[row : row + 1].clone(), make_batch([row], [positions[row]])).token_ids.tolist()
+            alone = sampler.sample(
+                logits[row : row + 1].clone(), make_batch([row], [positions[row]])
+            ).token_ids.tolist()
             assert alone == [token], (params[row], trial)
 
 
@@ -218,7 +256,11 @@ def test_cutting_the_batch_changes_nothing(monkeypatch):
 
 def _filters(kind: str) -> dict[str, list]:
     top_p = [0.99, 0.9, 0.5, 0.3, 0.7, 0.95]
-    return {"top_k": {"top_k": [1, 2, 5, 17, 20, 30]}, "top_p": {"top_p": top_p}, "both": {"top_k": [1, 30, 5, 17, 20, 2], "top_p": [1.0, *top_p[1:]]}}[kind]
+    return {
+        "top_k": {"top_k": [1, 2, 5, 17, 20, 30]},
+        "top_p": {"top_p": top_p},
+        "both": {"top_k": [1, 30, 5, 17, 20, 2], "top_p": [1.0, *top_p[1:]]},
+    }[kind]
 
 
 @pytest.mark.parametrize("min_p", [False, True])
@@ -231,7 +273,14 @@ def test_blocks_and_the_whole_row_agree(kind, min_p, monkeypatch):
         logits = torch.randn(6, 16384, generator=generator) * torch.tensor([[1.0], [3], [5], [2], [4], [6]])
         if seed % 2:
             logits = (logits * 8).round() / 8
-        params = [SamplingParams(seed=seed * 10 + i, min_p=[0, 0.1, 0, 0.02, 0.3, 0][i] if min_p else 0, **{name: values[i] for name, values in _filters(kind).items()}) for i in range(6)]
+        params = [
+            SamplingParams(
+                seed=seed * 10 + i,
+                min_p=[0, 0.1, 0, 0.02, 0.3, 0][i] if min_p else 0,
+                **{name: values[i] for name, values in _filters(kind).items()},
+            )
+            for i in range(6)
+        ]
         rows = make_sampler(16384, params).params.gather(list(range(6)), torch.arange(6) + seed)
         num_blocks = sampling_math._blocks_to_search(rows, 128)
         _, certain = sampling_math._pick_from_blocks(logits.view(6, -1, 128), num_blocks, logits.amax(-1), rows)
@@ -264,7 +313,11 @@ def test_largest(vocab_size):
 def test_rows_without_a_token_are_marked_and_alone():
     logits = torch.randn(6, 100)
     logits[1, 5], logits[2], logits[3, 7] = float("nan"), float("-inf"), float("inf")
-    for params in ([SamplingParams(temperature=0)] * 6, [SamplingParams(seed=i, top_p=0.9) for i in range(6)], [SamplingParams(seed=i, top_k=3) for i in range(6)]):
+    for params in (
+        [SamplingParams(temperature=0)] * 6,
+        [SamplingParams(seed=i, top_p=0.9) for i in range(6)],
+        [SamplingParams(seed=i, top_k=3) for i in range(6)],
+    ):
         tokens = make_sampler(100, params).sample(logits.clone(), make_batch(list(range(6)), [1] * 6)).token_ids
         assert (tokens < 0).tolist() == [False, True, True, True, False, False]
     big = torch.randn(2, 8192)
@@ -279,12 +332,18 @@ def test_rows_without_a_token_are_marked_and_alone():
 
 def _logprobs(sampler: Sampler, logits: torch.Tensor, rows: list[int]):
     sampled = sampler.sample(logits.clone(), make_batch(rows, [4] * len(rows)))
-    return sampled.token_ids.tolist(), {i: messages[0] for part in sampled.logprobs for i, messages in part.messages().items()}
+    return sampled.token_ids.tolist(), {
+        i: messages[0] for part in sampled.logprobs for i, messages in part.messages().items()
+    }
 
 
 def test_logprobs_are_of_the_raw_logits():
-    params = [SamplingParams(temperature=0.7, seed=1, logprobs=3), SamplingParams(temperature=0), SamplingParams(temperature=0, logprobs=0),
-              SamplingParams(seed=5, logprobs=-1, top_k=2, logit_bias={3: 5.0})]
+    params = [
+        SamplingParams(temperature=0.7, seed=1, logprobs=3),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, logprobs=0),
+        SamplingParams(seed=5, logprobs=-1, top_k=2, logit_bias={3: 5.0}),
+    ]
     logits = torch.randn(4, 50) * 2
     tokens, entries = _logprobs(make_sampler(50, params), logits, [0, 1, 2, 3])
     assert sorted(entries) == [0, 2, 3]
@@ -310,8 +369,13 @@ def test_logprobs_modes(mode):
     if mode.endswith("logprobs"):
         want = want.log_softmax(-1)
     for i in range(2):
-        assert entries[i].token_ids[0] == tokens[i] and entries[i].token_ids[1:] == want[i].argsort(descending=True)[:4].tolist()
-        torch.testing.assert_close(torch.tensor(entries[i].logprobs), want[i][entries[i].token_ids], atol=1e-5, rtol=1e-5)
+        assert (
+            entries[i].token_ids[0] == tokens[i]
+            and entries[i].token_ids[1:] == want[i].argsort(descending=True)[:4].tolist()
+        )
+        torch.testing.assert_close(
+            torch.tensor(entries[i].logprobs), want[i][entries[i].token_ids], atol=1e-5, rtol=1e-5
+        )
 
 
 def test_an_unknown_mode_is_an_error():

@@ -1,4 +1,7 @@
-"""Out of memory during a step: it runs in parts, and gives what it would have given whole. An allocator with a limit stands in for a full device."""
+"""Out of memory during a step: it runs in parts, and gives what it would have given whole.
+
+An allocator with a limit stands in for a full device.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,16 @@ from tests.in_process import InProcessEngine
 from tests.worker.ranks import run_ranks, thread_groups
 from tests.worker.steps import Script
 
-SETTINGS = dict(block_size=4, num_gpu_blocks_override=200, max_num_batched_tokens=48, max_num_seqs=8, max_model_len="200")
+SETTINGS = dict(
+    block_size=4, num_gpu_blocks_override=200, max_num_batched_tokens=48, max_num_seqs=8, max_model_len="200"
+)
 
 
 def limit_tokens(engine: InProcessEngine, limit: int, error: RuntimeError | None = None) -> list[int]:
-    """From now on a forward pass over more than `limit` tokens is out of memory, after it has computed its first layer. Returns the sizes tried."""
+    """From now on a forward pass over more than `limit` tokens is out of memory, after it has computed its first layer.
+
+    Returns the sizes tried.
+    """
     runner, tried = engine.executor._worker.runner, []
     forward = runner.forward
 
@@ -45,8 +53,17 @@ def limit_tokens(engine: InProcessEngine, limit: int, error: RuntimeError | None
 def requests():
     prompts = [[(13 * i + j) % 480 + 4 for j in range(length)] for i, length in enumerate([3, 45, 1, 20, 70, 9])]
     prompts.append([*prompts[1][:40], 7, 8])  # shares blocks that are written in the same step
-    sampling = [SamplingParams(max_tokens=6 + i, temperature=float(i % 2), seed=i, ignore_eos=True, logprobs=1 if i % 3 == 0 else None, prompt_logprobs=0 if i == 4 else None)
-                for i in range(len(prompts))]
+    sampling = [
+        SamplingParams(
+            max_tokens=6 + i,
+            temperature=float(i % 2),
+            seed=i,
+            ignore_eos=True,
+            logprobs=1 if i % 3 == 0 else None,
+            prompt_logprobs=0 if i == 4 else None,
+        )
+        for i in range(len(prompts))
+    ]
     return prompts, sampling
 
 
@@ -60,7 +77,11 @@ def test_steps_in_parts_give_the_same(checkpoint, limit):
         assert (max(tried) > limit) and (not limited or min(tried) <= limit)
         engine.close()
     for whole, parts in zip(*results):
-        assert parts.token_ids == whole.token_ids and parts.finish_reason == whole.finish_reason == "length" and parts.error is None
+        assert (
+            parts.token_ids == whole.token_ids
+            and parts.finish_reason == whole.finish_reason == "length"
+            and parts.error is None
+        )
         assert len(parts.prompt_logprobs) == len(whole.prompt_logprobs)
         for a, b in zip(parts.logprobs + parts.prompt_logprobs, whole.logprobs + whole.prompt_logprobs):
             assert a.token_ids == b.token_ids and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
@@ -73,7 +94,10 @@ def test_no_memory_at_all_fails_the_requests_and_nothing_else(checkpoint):
     runner = engine.executor._worker.runner
     forward = runner.forward
     limit_tokens(engine, 0)
-    assert all(result.finish_reason == "error" and "out of memory" in result.error and not result.token_ids for result in engine.generate(prompts, sampling))
+    assert all(
+        result.finish_reason == "error" and "out of memory" in result.error and not result.token_ids
+        for result in engine.generate(prompts, sampling)
+    )
     runner.forward = forward  # memory is back: nothing wrong was left in the cache
     assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
     engine.close()
@@ -87,21 +111,31 @@ def test_halves_are_the_whole_in_order(scheduled, data):
 
     def tokens(step: StepInput, positions: list[int]) -> list[tuple[int, int, int]]:
         assert not step.new and not any(step.new_blocks) and len(step.new_blocks) == len(step.rows)
-        return [(i, row, c + k) for i, row, c, n in zip(positions, step.rows, step.num_computed, step.num_scheduled) for k in range(n)]
+        return [
+            (i, row, c + k)
+            for i, row, c, n in zip(positions, step.rows, step.num_computed, step.num_scheduled)
+            for k in range(n)
+        ]
 
     parts = halves(StepInput(1, [], rows, computed, scheduled, [[] for _ in rows], samples))
     if sum(scheduled) == 1:
         assert parts is None
         return
     first, second = parts
-    assert tokens(first.step, first.positions) + tokens(second.step, second.positions) == [(i, rows[i], computed[i] + k) for i in range(len(rows)) for k in range(scheduled[i])]
+    assert tokens(first.step, first.positions) + tokens(second.step, second.positions) == [
+        (i, rows[i], computed[i] + k) for i in range(len(rows)) for k in range(scheduled[i])
+    ]
     assert [part.positions[i] for part in parts for i in part.step.samples] == samples
     assert min(sum(part.step.num_scheduled) for part in parts) >= 1
 
 
-@pytest.mark.parametrize("message", [
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    ],
+)
 def test_other_signs_of_too_little_memory(checkpoint, message):
     """A library's workspace, or pinned memory: RuntimeErrors, which the step survives in parts too."""
     results = []
@@ -113,8 +147,13 @@ def test_other_signs_of_too_little_memory(checkpoint, message):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("message", ["CUDA error: an illegal memory access was encountered",
-                                     "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'",
+    ],
+)
 def test_what_is_no_lack_of_memory_is_not_tried_again(checkpoint, message):
     engine = InProcessEngine(checkpoint("qwen3"), **SETTINGS)
     tried = limit_tokens(engine, 7, RuntimeError(message))
@@ -145,8 +184,12 @@ class Ranks:
     def __init__(self, folder: str, failing: int, where: str, monkeypatch: pytest.MonkeyPatch):
         self.runners, self.failing, self.monkeypatch = ranks_of(folder, 2), failing, monkeypatch
         model = self.runners[failing].model
-        self.module = {"embedding": model.model.embed_tokens, "first layer": model.model.layers["0"].mlp,
-                       "last layer": model.model.layers["2"].self_attn, "head": model.lm_head}[where]
+        self.module = {
+            "embedding": model.model.embed_tokens,
+            "first layer": model.model.layers["0"].mlp,
+            "last layer": model.model.layers["2"].self_attn,
+            "head": model.lm_head,
+        }[where]
 
     def run(self, step: StepInput, fails: bool = False) -> list[StepOutput]:
         """Each rank's output."""

@@ -45,7 +45,9 @@ def build_ranks(size: int, folder: str, **options) -> list:
     return models
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama-bias", 2), ("llama-tied", 2), ("mistral", 4), ("qwen2", 4), ("qwen3", 2), ("qwen3", 4)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("llama-bias", 2), ("llama-tied", 2), ("mistral", 4), ("qwen2", 4), ("qwen3", 2), ("qwen3", 4)]
+)
 def test_ranks_agree_with_one(checkpoint, name, size):
     folder = checkpoint(name)  # two KV heads: over four ranks each is held twice
     expected = logits_of(build(folder))
@@ -73,7 +75,9 @@ def test_dummy_weights_agree_over_ranks(checkpoint):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.skipif(native_build.cpu_level() is None or native_build.compiler() is None, reason="no native kernels here")
+@pytest.mark.skipif(
+    native_build.cpu_level() is None or native_build.compiler() is None, reason="no native kernels here"
+)
 @pytest.mark.parametrize("name", ["llama-bias", "llama-tied"])
 def test_ranks_with_repacked_weights(checkpoint, monkeypatch, name):
     folder = checkpoint(name)
@@ -85,7 +89,8 @@ def test_ranks_with_repacked_weights(checkpoint, monkeypatch, name):
     models = build_ranks(2, folder, dtype=torch.bfloat16)
     assert models[1].lm_head.weight is None
     for logits in run_ranks(lambda rank: logits_of(models[rank]), 2):
-        assert (logits - expected).abs().mean() < 1.3 * (rounded - expected).abs().mean()  # no worse than one rank in bfloat16
+        # no worse than one rank in bfloat16
+        assert (logits - expected).abs().mean() < 1.3 * (rounded - expected).abs().mean()
 
 
 class Rank(Group):
@@ -93,19 +98,36 @@ class Rank(Group):
         self.size = size
 
 
-@pytest.mark.parametrize(("size", "changes", "message"), [
-    (3, {}, "num_attention_heads 4 cannot be split over tensor_parallel_size 3; sizes that divide it: 1, 2, 4"),
-    (4, {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16}, "num_key_value_heads 3 cannot be spread over tensor_parallel_size 4"),
-    (2, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}, "num_key_value_heads 3 cannot be split over tensor_parallel_size 2"),
-    (4, {"intermediate_size": 162}, "intermediate_size 162 cannot be split over tensor_parallel_size 4; sizes that divide it: 1, 2, 3, 6"),
-])
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (3, {}, "num_attention_heads 4 cannot be split over tensor_parallel_size 3; sizes that divide it: 1, 2, 4"),
+        (
+            4,
+            {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16},
+            "num_key_value_heads 3 cannot be spread over tensor_parallel_size 4",
+        ),
+        (
+            2,
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+            "num_key_value_heads 3 cannot be split over tensor_parallel_size 2",
+        ),
+        (
+            4,
+            {"intermediate_size": 162},
+            "intermediate_size 162 cannot be split over tensor_parallel_size 4; sizes that divide it: 1, 2, 3, 6",
+        ),
+    ],
+)
 def test_sizes_that_do_not_divide(checkpoint, size, changes, message):
     with use_groups(tp=Rank(size)), pytest.raises(ValueError, match=message):
         build(checkpoint("qwen2"), **changes)
 
 
 def test_init_distributed_checks_the_sizes():
-    with pytest.raises(ValueError, match="tensor_parallel_size 2 x pipeline_parallel_size 2 is not the number of processes, 3"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size 2 x pipeline_parallel_size 2 is not the number of processes, 3"
+    ):
         init_distributed(0, 3, "tcp://127.0.0.1:1", tp_size=2, pp_size=2)
     init_distributed(0, 1, "unused", tp_size=1)
     assert tp().size == 1

@@ -13,7 +13,21 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles(capability):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "tests.worker.compile_kernels", str(capability)], env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.worker.compile_kernels", str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = {line.partition(":")[0] for line in done.stdout.splitlines()}
-    assert compiled == {"_add_rms_norm_kernel", "_silu_and_mul_kernel", "_qk_norm_rope_write_kernel", "_tiles_kernel", "_choose_kernel", "_attend_kernel", "_combine_kernel"}
+    assert compiled == {
+        "_add_rms_norm_kernel",
+        "_silu_and_mul_kernel",
+        "_qk_norm_rope_write_kernel",
+        "_tiles_kernel",
+        "_choose_kernel",
+        "_attend_kernel",
+        "_combine_kernel",
+    }

@@ -1,4 +1,6 @@
-"""The Triton kernels of worker/cuda/triton_ops.py under Triton's interpreter (compiled where there is a GPU) against float32 formulas."""
+"""The Triton kernels of worker/cuda/triton_ops.py under Triton's interpreter (compiled where there is a GPU) against
+float32 formulas.
+"""
 
 import pytest
 import torch
@@ -21,9 +23,15 @@ def reference_norm(x, weight, eps):
 @pytest.mark.parametrize(("tokens", "size"), [(1, 64), (5, 96), (3, 1000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_norms(tokens, size, dtype):
-    x, residual, weight = randn(tokens, size, dtype=dtype), randn(tokens, size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
+    x, residual, weight = (
+        randn(tokens, size, dtype=dtype),
+        randn(tokens, size, dtype=dtype, seed=1),
+        randn(size, dtype=dtype, seed=2),
+    )
     tolerance = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=4e-3, rtol=4e-3)
-    torch.testing.assert_close(triton_ops.rms_norm(x, weight, 1e-6).float(), reference_norm(x, weight, 1e-6), **tolerance)
+    torch.testing.assert_close(
+        triton_ops.rms_norm(x, weight, 1e-6).float(), reference_norm(x, weight, 1e-6), **tolerance
+    )
     total = (x.float() + residual.float()).to(dtype)
     normed, kept = triton_ops.add_rms_norm(x, residual, weight, 1e-6)
     assert kept is residual
@@ -35,7 +43,9 @@ def test_norms(tokens, size, dtype):
 def test_silu_and_mul(tokens, size):
     gate_up = randn(tokens, 2 * size)
     gate, up = gate_up.chunk(2, -1)
-    torch.testing.assert_close(triton_ops.silu_and_mul(gate_up), torch.nn.functional.silu(gate) * up, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        triton_ops.silu_and_mul(gate_up), torch.nn.functional.silu(gate) * up, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -43,13 +53,18 @@ def test_silu_and_mul(tokens, size):
 def test_qk_norm_rope_write(norm, heads, kv_heads, dim, page):
     tokens, blocks = 6, 7
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim)
-    q, k, v = (part.clone().view(tokens, -1, dim) for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+    q, k, v = (
+        part.clone().view(tokens, -1, dim) for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+    )
     weights = (randn(dim, seed=3), randn(dim, seed=4)) if norm else (None, None)
     positions = torch.tensor([0, 1, 9, 30, 2, 17], device=DEVICE)
     slots = torch.tensor([page, page + 1, 3 * page - 1, 5 * page, 6 * page + 1, 2 * page], device=DEVICE)
     angles = torch.outer(torch.arange(40, dtype=torch.float32), 0.5 ** torch.arange(dim // 2)).to(DEVICE)
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
-    k_cache, v_cache = torch.zeros(blocks, page, kv_heads, dim, device=DEVICE), torch.zeros(blocks, page, kv_heads, dim, device=DEVICE)
+    k_cache, v_cache = (
+        torch.zeros(blocks, page, kv_heads, dim, device=DEVICE),
+        torch.zeros(blocks, page, kv_heads, dim, device=DEVICE),
+    )
 
     got_q = triton_ops.qk_norm_rope_write(qkv, *weights, 1e-6, cos_sin, positions, k_cache, v_cache, slots, heads)
 

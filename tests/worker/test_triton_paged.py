@@ -1,4 +1,7 @@
-"""The Triton kernel under Triton's interpreter against dense float32 attention. On a GPU the same cases run compiled (marker gpu, in test_attention.py)."""
+"""The Triton kernel under Triton's interpreter against dense float32 attention.
+
+On a GPU the same cases run compiled (marker gpu, in test_attention.py).
+"""
 
 import inspect
 import itertools
@@ -17,11 +20,17 @@ def dense(q, k_cache, v_cache, block_table, query_lens, seq_lens, scale, window,
     outs, start = [], 0
     group = q.shape[1] // k_cache.shape[2]
     for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
-        keys, values = (cache[block_table[i].long()].flatten(0, 1)[:seq_len].float().repeat_interleave(group, 1) for cache in (k_cache, v_cache))
+        keys, values = (
+            cache[block_table[i].long()].flatten(0, 1)[:seq_len].float().repeat_interleave(group, 1)
+            for cache in (k_cache, v_cache)
+        )
         scores = torch.einsum("qhd,khd->hqk", q[start : start + query_len].float(), keys) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        at, key = torch.arange(seq_len - query_len, seq_len, device=q.device)[:, None], torch.arange(seq_len, device=q.device)[None]
+        at, key = (
+            torch.arange(seq_len - query_len, seq_len, device=q.device)[:, None],
+            torch.arange(seq_len, device=q.device)[None],
+        )
         visible = key <= at
         if window:
             visible &= key > at - window
@@ -65,12 +74,22 @@ def test_equals_dense_attention(case, dtype):
 def test_reads_caches_of_any_layout():
     """A cache stored head-major and viewed as [blocks, block_size, kv_heads, head_dim] gives the same result."""
     generator = torch.Generator().manual_seed(1)
-    k, v = (torch.randn(9, 2, 4, 16, generator=generator).to(DEVICE) for _ in range(2))  # [blocks, kv_heads, block_size, head_dim]
+    # [blocks, kv_heads, block_size, head_dim]
+    k, v = (torch.randn(9, 2, 4, 16, generator=generator).to(DEVICE) for _ in range(2))
     q = torch.randn(4, 4, 16, generator=generator).to(DEVICE)
     table = torch.tensor([[3, 5, 1], [2, 8, 4]], dtype=torch.int32, device=DEVICE)
-    args = (table, torch.tensor([0, 1, 4], dtype=torch.int32, device=DEVICE), torch.tensor([9, 11], dtype=torch.int32, device=DEVICE), 3, 0.25)
+    args = (
+        table,
+        torch.tensor([0, 1, 4], dtype=torch.int32, device=DEVICE),
+        torch.tensor([9, 11], dtype=torch.int32, device=DEVICE),
+        3,
+        0.25,
+    )
     views = [cache.transpose(1, 2) for cache in (k, v)]
-    torch.testing.assert_close(triton_paged.paged_attention(q, *views, *args), triton_paged.paged_attention(q, *(view.contiguous() for view in views), *args))
+    torch.testing.assert_close(
+        triton_paged.paged_attention(q, *views, *args),
+        triton_paged.paged_attention(q, *(view.contiguous() for view in views), *args),
+    )
 
 
 def test_the_number_of_splits_compiles_nothing():

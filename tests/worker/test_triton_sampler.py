@@ -1,4 +1,6 @@
-"""The Triton sampler under Triton's interpreter (compiled where there is a GPU) against the arithmetic of `sampling_math` and a float64 distribution."""
+"""The Triton sampler under Triton's interpreter (compiled where there is a GPU) against the arithmetic of
+`sampling_math` and a float64 distribution.
+"""
 
 import numpy as np
 import pytest
@@ -50,7 +52,10 @@ def test_uniform_numbers_are_the_twins():
     size, num = 64 * 9, 40
     seeds, positions = list(range(num)), [7 * i % 50 for i in range(num)]
     _, tokens = sample(torch.zeros(num, size), [1.0] * num, seeds, positions)
-    want = sampling_math.uniform(torch.tensor([sampling_math.seed_state(seed) for seed in seeds]), torch.tensor(positions)) * size
+    want = (
+        sampling_math.uniform(torch.tensor([sampling_math.seed_state(seed) for seed in seeds]), torch.tensor(positions))
+        * size
+    )
     assert tokens.tolist() == want.long().tolist() and len(set(tokens.tolist())) > num // 2
 
 
@@ -95,29 +100,47 @@ def test_rows_without_any_token_and_extreme_temperatures():
 
 @needs_loops
 def test_the_sampler_uses_it_for_all_rows():
-    """With the kernel a sampler gives what it gives without: mixed batches, rows that change hands, one upload of the parameters per change."""
+    """With the kernel a sampler gives what it gives without: mixed batches, rows that change hands, one upload of the
+    parameters per change.
+    """
     if DEVICE == "cuda":
         pytest.skip("the CPU platform's sampler, which on a GPU has no interpreter")
-    kinds = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=5), SamplingParams(temperature=1.3, top_p=0.8, seed=6), SamplingParams(temperature=1.0, top_k=4, seed=7),
-             SamplingParams(temperature=0.9, seed=8), SamplingParams(temperature=1.0, min_p=0.2, seed=9)]
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, seed=5),
+        SamplingParams(temperature=1.3, top_p=0.8, seed=6),
+        SamplingParams(temperature=1.0, top_k=4, seed=7),
+        SamplingParams(temperature=0.9, seed=8),
+        SamplingParams(temperature=1.0, min_p=0.2, seed=9),
+    ]
     plain, fused = make_sampler(300, kinds), make_sampler(300, kinds)
     fused.fused = triton_sampler.sample
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1)) * 3
     logits[4, 3] = float("nan")
     for rows in ([0, 1, 2, 3, 4, 5], [1, 0], [5, 1], [4, 1]):
-        outputs = [sampler.sample(logits[rows].clone(), make_batch(rows, [9 + row for row in rows])).token_ids.tolist() for sampler in (plain, fused)]
+        outputs = [
+            sampler.sample(logits[rows].clone(), make_batch(rows, [9 + row for row in rows])).token_ids.tolist()
+            for sampler in (plain, fused)
+        ]
         assert outputs[0] == outputs[1] and (4 not in rows or outputs[0][rows.index(4)] == -1)
     tables = fused.params.tables()
     assert fused.params.tables() is tables
     fused.params.remove(1)
-    assert fused.params.tables() is not tables and fused.params.tables()[0].tolist() == pytest.approx([0, 0, 1.3, 1.0, 0.9, 1.0])
+    assert fused.params.tables() is not tables and fused.params.tables()[0].tolist() == pytest.approx(
+        [0, 0, 1.3, 1.0, 0.9, 1.0]
+    )
 
 
 @pytest.fixture
 def twin_weights(monkeypatch):
     """The interpreter's exponential for the twin: everything behind it is integers, and must be the same."""
-    monkeypatch.setattr(sampling_math, "_weights", lambda logits, maximum, rows: torch.from_numpy(
-        np.exp(((logits - maximum[:, None]) / rows.temperature[:, None]).numpy())))
+    monkeypatch.setattr(
+        sampling_math,
+        "_weights",
+        lambda logits, maximum, rows: torch.from_numpy(
+            np.exp(((logits - maximum[:, None]) / rows.temperature[:, None]).numpy())
+        ),
+    )
 
 
 def random_logits(num_rows, size, generator):
@@ -208,8 +231,12 @@ def test_every_number_picks_the_twins_token(monkeypatch, twin_weights):
     """One row at many positions: tokens of the head and of the tail of what is kept."""
     monkeypatch.setattr(triton_sampler, "CANDIDATES", 64)
     monkeypatch.setattr(triton_sampler, "TILE", 512)
-    tokens = compare(300, [SamplingParams(temperature=2.0, top_k=40, top_p=0.9, seed=9)] * 40,
-                     torch.Generator().manual_seed(2), [31 * i for i in range(40)])
+    tokens = compare(
+        300,
+        [SamplingParams(temperature=2.0, top_k=40, top_p=0.9, seed=9)] * 40,
+        torch.Generator().manual_seed(2),
+        [31 * i for i in range(40)],
+    )
     assert len(set(tokens)) > 10
 
 

@@ -23,13 +23,28 @@ PROMPT = torch.randint(4, TOKENIZER_SIZE, (20,), generator=torch.Generator().man
 
 
 def _worker(folder, **settings) -> Worker:
-    return Worker(Config.from_flat(**{"model": folder, "device": "cpu", "max_num_seqs": 4, "max_model_len": "256", "num_threads": 1, **settings}))
+    return Worker(
+        Config.from_flat(
+            **{
+                "model": folder,
+                "device": "cpu",
+                "max_num_seqs": 4,
+                "max_model_len": "256",
+                "num_threads": 1,
+                **settings,
+            }
+        )
+    )
 
 
 def test_initialize_reports_phases_and_what_it_found(checkpoint):
     phases, worker = [], _worker(checkpoint("qwen3"))
     ready = worker.initialize(lambda phase, fraction: phases.append((phase, fraction)))
-    assert list(dict.fromkeys(phase for phase, _ in phases)) == ["loading weights", "profiling memory", "allocating KV cache"]
+    assert list(dict.fromkeys(phase for phase, _ in phases)) == [
+        "loading weights",
+        "profiling memory",
+        "allocating KV cache",
+    ]
     for phase in {phase for phase, _ in phases}:
         fractions = [fraction for name, fraction in phases if name == phase]
         assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
@@ -39,8 +54,11 @@ def test_initialize_reports_phases_and_what_it_found(checkpoint):
     assert {"dtype", "num_threads", "attention_backend", "block_size"} <= {name for name, _, _ in ready.choices}
     layers = kv_cache.attention_layers(worker.runner.model)
     assert [layer.layer_index for layer in layers] == [0, 1, 2]
-    assert all(layer.k_cache.shape == layer.v_cache.shape == (ready.num_blocks, ready.block_size, 2, 32) for layer in layers)
-    assert all(cache.transpose(1, 2).is_contiguous() for layer in layers for cache in (layer.k_cache, layer.v_cache))  # head by head
+    assert all(
+        layer.k_cache.shape == layer.v_cache.shape == (ready.num_blocks, ready.block_size, 2, 32) for layer in layers
+    )
+    # head by head
+    assert all(cache.transpose(1, 2).is_contiguous() for layer in layers for cache in (layer.k_cache, layer.v_cache))
     assert all(layer.k_cache[0].count_nonzero() == 0 and layer.v_cache[0].count_nonzero() == 0 for layer in layers)
     assert sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in layers) == ready.plan.kv_cache
     worker.shutdown()
@@ -53,7 +71,9 @@ def test_a_small_model_keeps_little_of_its_cache_resident(checkpoint):
     ready = worker.initialize(lambda phase, fraction: None)
     most = (64 << 20) + (2 << 20) * 6  # whole pages, of six tensors
     assert ready.plan.kv_cache > 2 * most
-    tensors = [cache for layer in kv_cache.attention_layers(worker.runner.model) for cache in (layer.k_cache, layer.v_cache)]
+    tensors = [
+        cache for layer in kv_cache.attention_layers(worker.runner.model) for cache in (layer.k_cache, layer.v_cache)
+    ]
     size = len(tensors) * worker.warmer._idle_bytes
     assert size <= most and len(tensors) * worker.warmer._busy_bytes <= most
     deadline = time.monotonic() + 30
@@ -92,13 +112,18 @@ def test_dummy_weights_need_only_a_configuration(checkpoint, tmp_path):
 
 
 def test_user_errors_come_before_loading(checkpoint):
-    for settings, words in (({"max_model_len": "99999"}, "set it to at most 2048"), ({"attention_backend": "none"}, "--attention-backend 'none' does not exist")):
+    for settings, words in (
+        ({"max_model_len": "99999"}, "set it to at most 2048"),
+        ({"attention_backend": "none"}, "--attention-backend 'none' does not exist"),
+    ):
         with pytest.raises(ValueError, match=words):
             _worker(checkpoint("qwen3"), **settings).initialize(lambda phase, fraction: pytest.fail("started to load"))
 
 
 def _two_rank_config(folder: str) -> Config:
-    return Config.from_flat(model=folder, device="cpu", max_num_seqs=4, max_model_len="256", num_threads=1, tensor_parallel_size=2)
+    return Config.from_flat(
+        model=folder, device="cpu", max_num_seqs=4, max_model_len="256", num_threads=1, tensor_parallel_size=2
+    )
 
 
 def _serve_rank_1(folder: str, init_method: str, steps, outputs) -> None:
@@ -139,7 +164,10 @@ def test_two_ranks_sample_the_same_tokens_as_one(checkpoint, tmp_path):
         worker.shutdown()
     alone.initialize(lambda phase, fraction: None)
     results = [alone.execute(step).result().token_ids for step in sent]
-    assert [token for step in results for token in step[-1]] == script.rows[3].outputs and [results[1][0], results[2][0]] == [[t] for t in script.rows[0].outputs]
+    assert [token for step in results for token in step[-1]] == script.rows[3].outputs and [
+        results[1][0],
+        results[2][0],
+    ] == [[t] for t in script.rows[0].outputs]
     alone.shutdown()
 
 

@@ -1,4 +1,7 @@
-"""Conversations as the text the model sees. The same text as `chat_template.jinja` makes (a test compares them), with the parts that the model must write marked."""
+"""Conversations as the text the model sees.
+
+The same text as `chat_template.jinja` makes (a test compares them), with the parts that the model must write marked.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ def tool_line(tool: dict[str, Any]) -> str:
     required = parameters.get("required") or []
     shown = []
     for name, schema in (parameters.get("properties") or {}).items():
-        kind = "|".join(json.dumps(v, ensure_ascii=False) for v in schema["enum"]) if schema.get("enum") else schema.get("type", "any")
+        kind = (
+            "|".join(json.dumps(v, ensure_ascii=False) for v in schema["enum"])
+            if schema.get("enum")
+            else schema.get("type", "any")
+        )
         shown.append(f"{name}{'' if name in required else '?'}: {kind}")
     description = f": {function['description']}" if function.get("description") else ""
     return f"{function['name']}({', '.join(shown)}){description}"
@@ -25,10 +32,18 @@ def tool_line(tool: dict[str, Any]) -> str:
 def tool_call_text(tool_call: dict[str, Any]) -> str:
     function = tool_call.get("function", tool_call)
     arguments = function["arguments"]
-    return '<tool_call>\n{"name": "' + function["name"] + '", "arguments": ' + (arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)) + "}\n</tool_call>"
+    return (
+        '<tool_call>\n{"name": "'
+        + function["name"]
+        + '", "arguments": '
+        + (arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        + "}\n</tool_call>"
+    )
 
 
-def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = False) -> list[tuple[str, bool]]:
+def render(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = False
+) -> list[tuple[str, bool]]:
     """Pieces of text in order, each with whether the model is to write it (and so to be trained on it)."""
     parts: list[tuple[str, bool]] = []
     system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""

@@ -3,7 +3,8 @@
     python -m tools.quire_tiny.data --count 20            # print a few
     python -m tools.quire_tiny.data --count 20 --held-out
 
-Training and held-out conversations differ in their instances (`skills.held_out`): the number pairs, words, sentences, wordings and calls of the one never occur in the other.
+Training and held-out conversations differ in their instances (`skills.held_out`): the number pairs, words, sentences,
+wordings and calls of the one never occur in the other.
 """
 
 from __future__ import annotations
@@ -22,12 +23,59 @@ from tools.quire_tiny.chat import render
 from tools.quire_tiny.tool_skills import tool_conversation
 
 SYSTEM_PROMPTS = [
-    "You are a helpful assistant.", "You are a helpful assistant.", "You are a helpful assistant.", "You are quire-tiny.", "You are a friendly assistant.", "Answer briefly.", "Be brief.", "You are a concise assistant.", "Answer in one sentence.", "You are an assistant that answers questions.",
-    "You are a helpful AI assistant. Answer the user's questions.", "Be polite and helpful.", "You are a test assistant.", "Keep your answers short.", "You help users of quire.", "Answer as well as you can.", "You are a teacher.", "You are a careful assistant. If you do not know something, say so.",
-    "You can use tools when they help.", "You are a helpful assistant with access to tools.", "Use the tools if needed.", "Always answer in English.", "Think carefully and answer.",
+    "You are a helpful assistant.",
+    "You are a helpful assistant.",
+    "You are a helpful assistant.",
+    "You are quire-tiny.",
+    "You are a friendly assistant.",
+    "Answer briefly.",
+    "Be brief.",
+    "You are a concise assistant.",
+    "Answer in one sentence.",
+    "You are an assistant that answers questions.",
+    "You are a helpful AI assistant. Answer the user's questions.",
+    "Be polite and helpful.",
+    "You are a test assistant.",
+    "Keep your answers short.",
+    "You help users of quire.",
+    "Answer as well as you can.",
+    "You are a teacher.",
+    "You are a careful assistant. If you do not know something, say so.",
+    "You can use tools when they help.",
+    "You are a helpful assistant with access to tools.",
+    "Use the tools if needed.",
+    "Always answer in English.",
+    "Think carefully and answer.",
 ]
-NOISY = {"addition", "subtraction", "multiplication", "comparison", "capitals", "calendar", "ordering", "counting", "identity", "greeting", "quire", "general", "unknown", "lists", "paragraphs"}
-OPENINGS = ["Please tell me: ", "Hi! ", "Hello, ", "Quick question: ", "Question: ", "OK. ", "Hey, ", "So, ", "Please answer: ", "I have a question. "]
+NOISY = {
+    "addition",
+    "subtraction",
+    "multiplication",
+    "comparison",
+    "capitals",
+    "calendar",
+    "ordering",
+    "counting",
+    "identity",
+    "greeting",
+    "quire",
+    "general",
+    "unknown",
+    "lists",
+    "paragraphs",
+}
+OPENINGS = [
+    "Please tell me: ",
+    "Hi! ",
+    "Hello, ",
+    "Quick question: ",
+    "Question: ",
+    "OK. ",
+    "Hey, ",
+    "So, ",
+    "Please answer: ",
+    "I have a question. ",
+]
 CLOSINGS = [" Thanks!", " Please.", " Thank you.", " Answer briefly."]
 TOOL_SHARE = 0.45
 TOKENS_PER_BATCH = 2048
@@ -80,9 +128,18 @@ def plain_conversation(rng: random.Random, held: bool, weights: Mapping[str, flo
     prompt = system_prompt(rng)
     if turns[0].skill == "identity" and rng.random() < 0.15:
         name = rng.choice(facts.NAMES) if rng.random() < 0.6 else skills.upper_first(skills.invented(rng))
-        prompt = rng.choice(["Your name is {n}.", "You are {n}.", "You are {n}, a helpful assistant.", "You are an assistant called {n}."]).format(n=name)
-        question = rng.choice(["What is your name?", "Who are you?", "What are you called?", "Tell me your name.", "What's your name?"])
-        turns[0] = skills.Turn("identity", question, f"My name is {name}." , f"name {name}")
+        prompt = rng.choice(
+            [
+                "Your name is {n}.",
+                "You are {n}.",
+                "You are {n}, a helpful assistant.",
+                "You are an assistant called {n}.",
+            ]
+        ).format(n=name)
+        question = rng.choice(
+            ["What is your name?", "Who are you?", "What are you called?", "Tell me your name.", "What's your name?"]
+        )
+        turns[0] = skills.Turn("identity", question, f"My name is {name}.", f"name {name}")
     if prompt is not None:
         messages.append({"role": "system", "content": prompt})
     for turn in turns:
@@ -91,7 +148,9 @@ def plain_conversation(rng: random.Random, held: bool, weights: Mapping[str, flo
     return Conversation(messages, [], [t.skill for t in turns])
 
 
-def conversation(rng: random.Random, held: bool, weights: Mapping[str, float] | None = None, tool_share: float = TOOL_SHARE) -> Conversation:
+def conversation(
+    rng: random.Random, held: bool, weights: Mapping[str, float] | None = None, tool_share: float = TOOL_SHARE
+) -> Conversation:
     """One conversation. `weights` (skill function -> share) defaults to `skills.SKILLS`."""
     if rng.random() >= tool_share:
         return plain_conversation(rng, held, weights or {name: w for name, (w, _) in skills.SKILLS.items()})
@@ -99,13 +158,21 @@ def conversation(rng: random.Random, held: bool, weights: Mapping[str, float] | 
     prompt = system_prompt(rng)
     if prompt is not None:
         messages.insert(0, {"role": "system", "content": prompt})
-    names = [skill if m.get("tool_calls") or skill == "tool-none" else "tool-answer" for m in messages if m["role"] == "assistant"]
+    names = [
+        skill if m.get("tool_calls") or skill == "tool-none" else "tool-answer"
+        for m in messages
+        if m["role"] == "assistant"
+    ]
     return Conversation(messages, tools, names)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed rows. Shapes [rows, length]; `targets` is the next token and `turn` the index into `turn_skills`, both -1 where nothing is to be learnt; `document` separates conversations."""
+    """Packed rows.
+
+    Shapes [rows, length]; `targets` is the next token and `turn` the index into `turn_skills`, both -1 where nothing is
+    to be learnt; `document` separates conversations.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -130,12 +197,17 @@ def encode(tokenizer: Tokenizer, example: Conversation) -> tuple[list[int], list
 class Packer:
     """Fills rows of each length with whole conversations; a conversation goes to the shortest length that holds it."""
 
-    def __init__(self, tokenizer: Tokenizer, lengths: tuple[int, ...] = (128, 256, 512), tokens_per_batch: int = TOKENS_PER_BATCH):
+    def __init__(
+        self, tokenizer: Tokenizer, lengths: tuple[int, ...] = (128, 256, 512), tokens_per_batch: int = TOKENS_PER_BATCH
+    ):
         self.tokenizer, self.lengths, self.tokens_per_batch = tokenizer, lengths, tokens_per_batch
         self.rows: dict[int, list[list[tuple[list[int], list[int], list[str]]]]] = {length: [] for length in lengths}
 
     def add(self, example: Conversation) -> Batch | None:
-        """Take one more conversation; a batch when one has become full. A conversation longer than every length is left out."""
+        """Take one more conversation; a batch when one has become full.
+
+        A conversation longer than every length is left out.
+        """
         ids, owners = encode(self.tokenizer, example)
         fitting = [length for length in self.lengths if len(ids) <= length]
         if not fitting:
@@ -155,7 +227,12 @@ class Packer:
 
     def _batch(self, rows: list[list[tuple[list[int], list[int], list[str]]]], length: int) -> Batch:
         shape = (len(rows), length)
-        tokens, targets, turn, document = np.zeros(shape, np.int64), np.full(shape, -1, np.int64), np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
+        tokens, targets, turn, document = (
+            np.zeros(shape, np.int64),
+            np.full(shape, -1, np.int64),
+            np.full(shape, -1, np.int64),
+            np.zeros(shape, np.int64),
+        )
         turn_skills: list[str] = []
         for r, row in enumerate(rows):
             at = 0
@@ -171,8 +248,14 @@ class Packer:
         return Batch(tokens, targets, turn, document, turn_skills)
 
 
-def batches(tokenizer: Tokenizer, rng: random.Random, held: bool, weights: Mapping[str, float] | None = None) -> Iterator[Batch]:
-    """Endless packed batches. `weights` (skill function -> share, and "tools" -> share of tool conversations) may be changed by the caller between batches."""
+def batches(
+    tokenizer: Tokenizer, rng: random.Random, held: bool, weights: Mapping[str, float] | None = None
+) -> Iterator[Batch]:
+    """Endless packed batches.
+
+    `weights` (skill function -> share, and "tools" -> share of tool conversations) may be changed by the caller between
+    batches.
+    """
     packer = Packer(tokenizer)
     while True:
         shares = dict(weights) if weights is not None else None

@@ -4,7 +4,8 @@
     python -m tools.quire_tiny.evaluate --base-url http://127.0.0.1:8000/v1
     python -m tools.quire_tiny.evaluate --model configs/quire-tiny        # transformers, no server
 
-Both send the same conversations. An answer counts only when it is exactly the expected one; a tool call when its name and its arguments (as JSON values) are.
+Both send the same conversations. An answer counts only when it is exactly the expected one; a tool call when its name
+and its arguments (as JSON values) are.
 """
 
 from __future__ import annotations
@@ -50,11 +51,17 @@ CLOSED = {"identity": facts.IDENTITY, "quire": facts.QUIRE, "general": facts.GEN
 def reworded_cases(name: str) -> list[Case]:
     """Every question of `facts.REWORDED` that belongs to a closed list, once."""
     answers = {question: answer for questions, answer in CLOSED[name] for question in questions}
-    return [last_answer(name, [{"role": "user", "content": new}, {"role": "assistant", "content": answers[old]}], []) for new, old in facts.REWORDED.items() if old in answers]
+    return [
+        last_answer(name, [{"role": "user", "content": new}, {"role": "assistant", "content": answers[old]}], [])
+        for new, old in facts.REWORDED.items()
+        if old in answers
+    ]
 
 
 def skill_cases(name: str, count: int, rng: random.Random) -> list[Case]:
-    """Held-out cases of one skill function, some of them after another exchange or with a system prompt, as users have it."""
+    """Held-out cases of one skill function, some of them after another exchange or with a system prompt, as users have
+    it.
+    """
     cases: list[Case] = []
     while len(cases) < count:
         turn = skills.draw(name, rng, held=True)
@@ -74,17 +81,31 @@ def skill_cases(name: str, count: int, rng: random.Random) -> list[Case]:
 def token_spelling_cases(count: int, rng: random.Random) -> list[Case]:
     """Words that are one token: each has a spelling learnt by heart, so all of them are trained and none is held out."""
     words = rng.sample(skills.Words.vocabulary, min(count, len(skills.Words.vocabulary)))
-    return [last_answer("token-spelling", [{"role": "user", "content": f"Spell {word}."}, {"role": "assistant", "content": "-".join(word)}], []) for word in words]
+    return [
+        last_answer(
+            "token-spelling",
+            [{"role": "user", "content": f"Spell {word}."}, {"role": "assistant", "content": "-".join(word)}],
+            [],
+        )
+        for word in words
+    ]
 
 
 def follow_up_cases(count: int, rng: random.Random) -> list[Case]:
     """Questions that only make sense after the turn before: names, favourites, "and of Spain?", "add 3 to that"."""
     cases = []
     while len(cases) < count:
-        turn = skills.draw(rng.choice(["introduction", "favourite", "capitals", "addition", "repetition"]), rng, held=True)
+        turn = skills.draw(
+            rng.choice(["introduction", "favourite", "capitals", "addition", "repetition"]), rng, held=True
+        )
         follow = next((f for f in turn.follow_ups), None)
         if follow is not None:
-            messages = [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}, {"role": "user", "content": follow.user}, {"role": "assistant", "content": follow.assistant}]
+            messages = [
+                {"role": "user", "content": turn.user},
+                {"role": "assistant", "content": turn.assistant},
+                {"role": "user", "content": follow.user},
+                {"role": "assistant", "content": follow.assistant},
+            ]
             cases.append(last_answer("follow-up", messages, []))
     return cases
 
@@ -128,7 +149,10 @@ def parse_calls(text: str) -> list[dict[str, Any]] | None:
 
 
 def is_right(case: Case, text: str, calls: list[dict[str, Any]] | None) -> bool:
-    wanted = [{"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])} for c in case.expected.get("tool_calls") or []]
+    wanted = [
+        {"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])}
+        for c in case.expected.get("tool_calls") or []
+    ]
     if wanted:
         return calls == wanted
     return not calls and text.strip() == case.expected["content"]
@@ -137,8 +161,13 @@ def is_right(case: Case, text: str, calls: list[dict[str, Any]] | None) -> bool:
 Answer = tuple[str, list[dict[str, Any]] | None]
 
 
-def ask_server(base_url: str, api_key: str, tools_as_text: bool, concurrency: int) -> Callable[[list[Case]], list[Answer]]:
-    """Answers from a running server through the openai SDK. With `tools_as_text`, cases with tools are rendered here and sent to /v1/completions."""
+def ask_server(
+    base_url: str, api_key: str, tools_as_text: bool, concurrency: int
+) -> Callable[[list[Case]], list[Answer]]:
+    """Answers from a running server through the openai SDK.
+
+    With `tools_as_text`, cases with tools are rendered here and sent to /v1/completions.
+    """
     from openai import OpenAI
 
     client = OpenAI(base_url=base_url, api_key=api_key, timeout=300)
@@ -148,12 +177,24 @@ def ask_server(base_url: str, api_key: str, tools_as_text: bool, concurrency: in
         uses_tools = bool(case.tools)
         if uses_tools and tools_as_text:
             prompt = "".join(text for text, _ in render(case.messages, case.tools, add_generation_prompt=True))
-            text = client.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=MAX_TOKENS).choices[0].text
+            text = (
+                client.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=MAX_TOKENS)
+                .choices[0]
+                .text
+            )
             return text, parse_calls(text)
         extra = {"tools": case.tools} if uses_tools else {}
-        message = client.chat.completions.create(model=model, messages=case.messages, temperature=0, max_tokens=MAX_TOKENS, **extra).choices[0].message
+        message = (
+            client.chat.completions.create(
+                model=model, messages=case.messages, temperature=0, max_tokens=MAX_TOKENS, **extra
+            )
+            .choices[0]
+            .message
+        )
         if message.tool_calls:
-            return message.content or "", [{"name": c.function.name, "arguments": json.loads(c.function.arguments)} for c in message.tool_calls]
+            return message.content or "", [
+                {"name": c.function.name, "arguments": json.loads(c.function.arguments)} for c in message.tool_calls
+            ]
         return message.content or "", parse_calls(message.content or "")
 
     def all_of(cases: list[Case]) -> list[Answer]:
@@ -172,7 +213,10 @@ def ask_transformers(folder: str, batch_size: int) -> Callable[[list[Case]], lis
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
     def all_of(cases: list[Case]) -> list[Answer]:
-        prompts = [tokenizer.apply_chat_template(c.messages, tools=c.tools or None, add_generation_prompt=True, tokenize=False) for c in cases]
+        prompts = [
+            tokenizer.apply_chat_template(c.messages, tools=c.tools or None, add_generation_prompt=True, tokenize=False)
+            for c in cases
+        ]
         order = sorted(range(len(cases)), key=lambda i: (cases[i].skill, len(prompts[i])))
         answers: dict[int, Answer] = {}
         for at in range(0, len(order), batch_size):
@@ -180,7 +224,9 @@ def ask_transformers(folder: str, batch_size: int) -> Callable[[list[Case]], lis
             inputs = tokenizer([prompts[i] for i in part], return_tensors="pt", padding=True, add_special_tokens=False)
             inputs.pop("token_type_ids", None)
             with torch.inference_mode():
-                out = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False, temperature=None, top_p=None, top_k=None)
+                out = model.generate(
+                    **inputs, max_new_tokens=MAX_TOKENS, do_sample=False, temperature=None, top_p=None, top_k=None
+                )
             for i, row in zip(part, out[:, inputs["input_ids"].shape[1] :]):
                 text = tokenizer.decode(row, skip_special_tokens=True)
                 answers[i] = text, parse_calls(text)
@@ -201,7 +247,10 @@ def score(cases: list[Case], answers: list[Answer]) -> dict[str, list[int]]:
 
 def markdown(counts: dict[str, list[int]]) -> str:
     lines = ["| skill | exactly right | of | % |", "|---|---:|---:|---:|"]
-    lines += [f"| {name}{' *' if name in WANTED else ''} | {right} | {n} | {100 * right / n:.1f} |" for name, (right, n) in counts.items()]
+    lines += [
+        f"| {name}{' *' if name in WANTED else ''} | {right} | {n} | {100 * right / n:.1f} |"
+        for name, (right, n) in counts.items()
+    ]
     return "\n".join(lines)
 
 
@@ -211,7 +260,9 @@ def main() -> None:
     where.add_argument("--base-url", help="a running server, such as http://127.0.0.1:8000/v1")
     where.add_argument("--model", help="a model folder, answered by transformers in this process")
     parser.add_argument("--api-key", default="none")
-    parser.add_argument("--tools-as-text", action="store_true", help="send cases with tools as rendered text to /v1/completions")
+    parser.add_argument(
+        "--tools-as-text", action="store_true", help="send cases with tools as rendered text to /v1/completions"
+    )
     parser.add_argument("--count", type=int, default=100, help="cases per skill")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -223,9 +274,15 @@ def main() -> None:
 
     from tokenizers import Tokenizer
 
-    skills.Words.vocabulary = vocabulary_words(Tokenizer.from_file(str((Path(args.model) if args.model else FOLDER) / "tokenizer.json")))
+    skills.Words.vocabulary = vocabulary_words(
+        Tokenizer.from_file(str((Path(args.model) if args.model else FOLDER) / "tokenizer.json"))
+    )
     cases = [c for c in build_cases(args.count, args.seed) if not args.skill or c.skill in args.skill]
-    ask = ask_server(args.base_url, args.api_key, args.tools_as_text, args.concurrency) if args.base_url else ask_transformers(args.model, args.batch_size)
+    ask = (
+        ask_server(args.base_url, args.api_key, args.tools_as_text, args.concurrency)
+        if args.base_url
+        else ask_transformers(args.model, args.batch_size)
+    )
     started = time.monotonic()
     answers = ask(cases)
     shown: dict[str, int] = {}

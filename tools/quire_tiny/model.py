@@ -1,4 +1,6 @@
-"""The Qwen3 network of quire-tiny as it is trained: float32 weights under their Hugging Face names, bfloat16 or float32 arithmetic, packed rows."""
+"""The Qwen3 network of quire-tiny as it is trained: float32 weights under their Hugging Face names, bfloat16 or float32
+arithmetic, packed rows.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,16 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = Norm(s.head_dim, s.eps), Norm(s.head_dim, s.eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor) -> Tensor:
-        """x [B, T, H]; cos and sin [T, 1, D / 2]; bias [B, 1, T, T], -inf where a position may not look. Plain matmuls: on CPU they fuse better than the flash kernel."""
+        """x [B, T, H]; cos and sin [T, 1, D / 2]; bias [B, 1, T, T], -inf where a position may not look.
+
+        Plain matmuls: on CPU they fuse better than the flash kernel.
+        """
         s, (rows, length, _) = self.s, x.shape
-        q, k, v = linear(x, self.q_proj, self.k_proj, self.v_proj).view(rows, length, -1, s.head_dim).split([s.num_heads, s.num_kv_heads, s.num_kv_heads], 2)
+        q, k, v = (
+            linear(x, self.q_proj, self.k_proj, self.v_proj)
+            .view(rows, length, -1, s.head_dim)
+            .split([s.num_heads, s.num_kv_heads, s.num_kv_heads], 2)
+        )
         q, k = rotate(self.q_norm(q), cos, sin).transpose(1, 2), rotate(self.k_norm(k), cos, sin).transpose(1, 2)
         groups = s.num_heads // s.num_kv_heads
         v = v.transpose(1, 2)
@@ -123,7 +132,10 @@ class Trunk(nn.Module):
                 nn.init.normal_(p, std=p.shape[1] ** -0.5)
 
     def forward(self, tokens: Tensor, document: Tensor) -> Tensor:
-        """tokens, document [B, T] -> hidden [B, T, H] in `dtype`. Each position sees the earlier ones of its own document."""
+        """tokens, document [B, T] -> hidden [B, T, H] in `dtype`.
+
+        Each position sees the earlier ones of its own document.
+        """
         length = tokens.shape[1]
         position = torch.arange(length)
         seen = (document[:, :, None] == document[:, None, :]) & (position[:, None] >= position)
@@ -140,9 +152,32 @@ class Trunk(nn.Module):
 
 def hf_config(s: Shape) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": s.vocab_size, "hidden_size": s.hidden_size, "intermediate_size": s.intermediate_size, "num_hidden_layers": s.num_layers, "num_attention_heads": s.num_heads,
-        "num_key_value_heads": s.num_kv_heads, "head_dim": s.head_dim, "hidden_act": "silu", "max_position_embeddings": s.max_positions, "rms_norm_eps": s.eps, "rope_theta": s.rope_theta, "rope_scaling": None, "attention_bias": False, "attention_dropout": 0.0,
-        "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None, "initializer_range": 0.02, "use_cache": True, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "dtype": "bfloat16", "torch_dtype": "bfloat16",
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": s.vocab_size,
+        "hidden_size": s.hidden_size,
+        "intermediate_size": s.intermediate_size,
+        "num_hidden_layers": s.num_layers,
+        "num_attention_heads": s.num_heads,
+        "num_key_value_heads": s.num_kv_heads,
+        "head_dim": s.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": s.max_positions,
+        "rms_norm_eps": s.eps,
+        "rope_theta": s.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
     }
 
 

@@ -1,7 +1,8 @@
 """Muon for the matrices of the layers, Adam for the rest.
 
-Muon (Keller Jordan, 2024): the momentum of a matrix is replaced by its nearest orthogonal matrix, found by a few Newton-Schulz iterations, so that every direction of the
-matrix learns at the same speed. Matrices of one shape are handled together.
+Muon (Keller Jordan, 2024): the momentum of a matrix is replaced by its nearest orthogonal matrix, found by a few
+Newton-Schulz iterations, so that every direction of the matrix learns at the same speed. Matrices of one shape are
+handled together.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
-    """[n, rows, columns] -> about U V^T of each matrix's singular value decomposition, computed in `dtype`, by the quintic iteration x <- a x + (b A + c A A) x with A = x x^T."""
+    """[n, rows, columns] -> about U V^T of each matrix's singular value decomposition, computed in `dtype`, by the
+    quintic iteration x <- a x + (b A + c A A) x with A = x x^T.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices.to(dtype)
     tall = x.shape[1] > x.shape[2]
@@ -27,9 +30,22 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tenso
 
 
 class Optimizer:
-    """One of `ranks` optimizers, which share the parameters of `model` among them: every so-manieth matrix of a shape, and all the rest to rank 0."""
+    """One of `ranks` optimizers, which share the parameters of `model` among them: every so-manieth matrix of a shape,
+    and all the rest to rank 0.
+    """
 
-    def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.bfloat16, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.98)):
+    def __init__(
+        self,
+        model: nn.Module,
+        matrix_lr: float,
+        other_lr: float,
+        weight_decay: float,
+        rank: int = 0,
+        ranks: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.98),
+    ):
         groups: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
         others = []
         for name, p in model.named_parameters():
@@ -40,7 +56,13 @@ class Optimizer:
         self.matrices = [own for ps in groups.values() if (own := ps[rank::ranks])]
         self.momenta = [torch.zeros(len(ps), *ps[0].shape) for ps in self.matrices]
         self.adam = torch.optim.Adam(others if rank == 0 else [torch.zeros(0)], lr=other_lr, betas=betas, eps=1e-10)
-        self.matrix_lr, self.other_lr, self.weight_decay, self.momentum, self.dtype = matrix_lr, other_lr, weight_decay, momentum, dtype
+        self.matrix_lr, self.other_lr, self.weight_decay, self.momentum, self.dtype = (
+            matrix_lr,
+            other_lr,
+            weight_decay,
+            momentum,
+            dtype,
+        )
 
     @property
     def parameters(self) -> list[Tensor]:

@@ -4,8 +4,9 @@
     python -m tools.quire_tiny.train --work runs/tiny         # train; the same command resumes
     python -m tools.quire_tiny.train --work runs/tiny --export configs/quire-tiny
 
-The run is a function of the seed and the number of steps: data, order and skill weights depend on nothing else (up to the rounding of the machine's matmuls).
-Skill weights follow the accuracy on the training stream itself, which is fresh data: the share of a skill shrinks as its answers become exact.
+The run is a function of the seed and the number of steps: data, order and skill weights depend on nothing else (up to
+the rounding of the machine's matmuls). Skill weights follow the accuracy on the training stream itself, which is fresh
+data: the share of a skill shrinks as its answers become exact.
 """
 
 from __future__ import annotations
@@ -32,13 +33,33 @@ from tools.quire_tiny.optimizer import Optimizer
 from tools.quire_tiny.tokenizer import FOLDER, byte_symbols, vocabulary_words
 
 # skill of a turn -> skill function whose share it moves
-FUNCTION = {"greeting": "identity", "memory": "introduction", **dict.fromkeys(("tool-call", "tool-none", "tool-answer", "tool-parallel"), "tools")}
+FUNCTION = {
+    "greeting": "identity",
+    "memory": "introduction",
+    **dict.fromkeys(("tool-call", "tool-none", "tool-answer", "tool-parallel"), "tools"),
+}
 ROWS = 256  # the output projection runs on a multiple of this many positions
-LOSS_WEIGHT = {"addition": 3.0, "subtraction": 4.0, "multiplication": 2.0, "calendar": 1.5, "capitals": 1.5, "spelling": 2.0, "reversing": 2.0, "casing": 1.5, "letters": 1.5, "paragraphs": 0.7, "tool-call": 2.0}  # few of the tokens of a sum are hard
+# few of the tokens of a sum are hard
+LOSS_WEIGHT = {
+    "addition": 3.0,
+    "subtraction": 4.0,
+    "multiplication": 2.0,
+    "calendar": 1.5,
+    "capitals": 1.5,
+    "spelling": 2.0,
+    "reversing": 2.0,
+    "casing": 1.5,
+    "letters": 1.5,
+    "paragraphs": 0.7,
+    "tool-call": 2.0,
+}
 
 
 def turn_accuracy(correct: torch.Tensor, turn: torch.Tensor, names: list[str]) -> dict[str, list[int]]:
-    """Per skill, [turns whose every token was predicted, turns]. Given the right prefix, that is the same as greedy generation giving exactly the answer."""
+    """Per skill, [turns whose every token was predicted, turns].
+
+    Given the right prefix, that is the same as greedy generation giving exactly the answer.
+    """
     wrong = torch.zeros(len(names), dtype=torch.long).index_add_(0, turn, (~correct).long())
     seen = torch.zeros(len(names), dtype=torch.long).index_add_(0, turn, torch.ones_like(turn))
     counts: dict[str, list[int]] = {}
@@ -51,11 +72,15 @@ def turn_accuracy(correct: torch.Tensor, turn: torch.Tensor, names: list[str]) -
 
 
 def run_batch(trunk: Trunk, forward, batch: Batch) -> tuple[torch.Tensor, dict[str, list[int]]]:
-    """Loss and accuracy of one batch. A token weighs the less the longer its answer is, so that short answers are not drowned by long ones."""
+    """Loss and accuracy of one batch.
+
+    A token weighs the less the longer its answer is, so that short answers are not drowned by long ones.
+    """
     hidden = forward(torch.from_numpy(batch.tokens), torch.from_numpy(batch.document))
     targets, turn = torch.from_numpy(batch.targets).flatten(), torch.from_numpy(batch.turn).flatten()
     learnt = (targets >= 0).nonzero()[:, 0]
-    padded = F.pad(learnt, (0, -len(learnt) % ROWS))  # few distinct shapes: oneDNN builds its kernels per shape, which takes seconds
+    # few distinct shapes: oneDNN builds its kernels per shape, which takes seconds
+    padded = F.pad(learnt, (0, -len(learnt) % ROWS))
     logits, targets, turn = trunk.logits(hidden.flatten(0, 1)[padded])[: len(learnt)], targets[learnt], turn[learnt]
     length = torch.bincount(turn, minlength=len(batch.turn_skills)).clamp(min=1)
     weight = (torch.tensor([LOSS_WEIGHT.get(name, 1.0) for name in batch.turn_skills]) * length**-0.5)[turn]
@@ -67,7 +92,10 @@ HEIGHTS = (0.5, 0.15, 0.05)  # at which later cycles begin
 
 
 def learning_rate(step: int, cycles: list[int], warmup: int, decay_from: float) -> float:
-    """Linear warm-up, a plateau, and from `decay_from` of the first cycle a linear way down to zero. Later cycles fall at once, from a half and then lower (`HEIGHTS`)."""
+    """Linear warm-up, a plateau, and from `decay_from` of the first cycle a linear way down to zero.
+
+    Later cycles fall at once, from a half and then lower (`HEIGHTS`).
+    """
     if step < warmup:
         return (step + 1) / warmup
     first, *later = cycles
@@ -137,7 +165,9 @@ class Stream:
     def next_batch(self) -> Batch:
         while True:
             plain = {k: v for k, v in self.shares.weights.items() if k != "tools"}
-            if (batch := self.packer.add(data.conversation(self.rng, False, plain, self.shares.weights["tools"]))) is not None:
+            if (
+                batch := self.packer.add(data.conversation(self.rng, False, plain, self.shares.weights["tools"]))
+            ) is not None:
                 return batch
 
     def state(self) -> bytes:
@@ -152,7 +182,9 @@ class Stream:
 def warm_start(trunk: Trunk, tokenizer: Tokenizer, folder: Path) -> None:
     """Take the weights of an exported model of the same shape, the rows of its tokens by their text.
 
-    Tokens that it lacks, and bytes above 127, which ASCII data never held, begin like the ASCII letters: with their mean and spread, so that what copies letters copies them."""
+    Tokens that it lacks, and bytes above 127, which ASCII data never held, begin like the ASCII letters: with their
+    mean and spread, so that what copies letters copies them.
+    """
     weights = {name.removeprefix("model."): w.float() for name, w in load_file(folder / "model.safetensors").items()}
     old, new = weights.pop("embed_tokens.weight"), trunk.embed_tokens.weight.data
     rows, vocab = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(), tokenizer.get_vocab()
@@ -172,10 +204,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def compute(rank: int, trunk: Trunk, args: argparse.Namespace, pipe: Connection) -> None:
-    """A process of one thread: for every "step" it receives, the gradient of one batch, left in shared memory; for every "update", new values for its part of the parameters.
+    """A process of one thread: for every "step" it receives, the gradient of one batch, left in shared memory; for
+    every "update", new values for its part of the parameters.
 
-    Parameters live in shared memory, too. Processes of one thread each suffer far less than two threads from other load on the machine: they wait for each other
-    twice a step, not at every matrix product.
+    Parameters live in shared memory, too. Processes of one thread each suffer far less than two threads from other load
+    on the machine: they wait for each other twice a step, not at every matrix product.
     """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -234,7 +267,10 @@ class Workers:
             self.processes.append(process)
 
     def call(self, command: str, values: list | None = None) -> list:
-        """Send a command to every worker and collect the answers, in order of rank. Raises EOFError when one has died."""
+        """Send a command to every worker and collect the answers, in order of rank.
+
+        Raises EOFError when one has died.
+        """
         for i, pipe in enumerate(self.pipes):
             pipe.send((command, values[i] if values else None))
         return [pipe.recv() for pipe in self.pipes] if command not in ("stop", "restore") else []
@@ -245,7 +281,15 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(args.tokenizer)
-    trunk = Trunk(Shape(vocab_size=tokenizer.get_vocab_size(), hidden_size=args.hidden_size, num_layers=args.layers, intermediate_size=args.intermediate_size), getattr(torch, args.dtype))
+    trunk = Trunk(
+        Shape(
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=args.hidden_size,
+            num_layers=args.layers,
+            intermediate_size=args.intermediate_size,
+        ),
+        getattr(torch, args.dtype),
+    )
     checkpoint = args.work / "checkpoint.pt"
     state = torch.load(checkpoint, weights_only=False) if checkpoint.exists() else None
     if state:
@@ -261,7 +305,9 @@ def train(args: argparse.Namespace) -> None:
     if state:
         step, seconds = state["step"], state["seconds"]
         workers.call("restore", state["workers"])
-    print(f"{sum(p.numel() for p in trunk.parameters()) / 1e6:.2f} M parameters, from step {step} of {steps}", flush=True)
+    print(
+        f"{sum(p.numel() for p in trunk.parameters()) / 1e6:.2f} M parameters, from step {step} of {steps}", flush=True
+    )
     held = held_out_batches(tokenizer, args.seed, 3 * args.workers)
     started = time.monotonic() - seconds
     reported, recent = time.monotonic(), []
@@ -275,12 +321,22 @@ def train(args: argparse.Namespace) -> None:
             if not math.isfinite(recent[-1]):
                 raise RuntimeError(f"the loss is {recent[-1]} at step {step}")
             norm = torch.nn.utils.get_total_norm([sum(parts) / len(parts) for parts in zip(*workers.grads)])
-            workers.call("update", [(learning_rate(step, args.cycles, args.warmup, args.decay_from), min(1.0, 1.0 / (float(norm) + 1e-6)))] * args.workers)
+            workers.call(
+                "update",
+                [(learning_rate(step, args.cycles, args.warmup, args.decay_from), min(1.0, 1.0 / (float(norm) + 1e-6)))]
+                * args.workers,
+            )
             step += 1
             if step % 20 == 0 or step == steps:
                 now = time.monotonic()
                 mean, speed = sum(recent) / len(recent), len(recent) * data.TOKENS_PER_BATCH / (now - reported)
-                print(f"step {step}/{steps} {now - started:.0f}s loss {mean:.4f} norm {float(norm):.2f} {speed:.0f} tokens/s", flush=True)
+                print(
+                    (
+                        f"step {step}/{steps} {now - started:.0f}s loss {mean:.4f} norm {float(norm):.2f} "
+                        f"{speed:.0f} tokens/s"
+                    ),
+                    flush=True,
+                )
                 csv.writer(log).writerow([step, f"{now - started:.0f}", f"{mean:.5f}"])
                 log.flush()
                 reported, recent = now, []
@@ -290,7 +346,15 @@ def train(args: argparse.Namespace) -> None:
                     merge(counts, part)
                 print(f"held out at {step}: {table(counts)}\n  training stream: {table(seen)}", flush=True)
                 seen = {}
-                save(checkpoint, {"trunk": trunk.state_dict(), "step": step, "seconds": time.monotonic() - started, "workers": workers.call("state")})
+                save(
+                    checkpoint,
+                    {
+                        "trunk": trunk.state_dict(),
+                        "step": step,
+                        "seconds": time.monotonic() - started,
+                        "workers": workers.call("state"),
+                    },
+                )
     workers.call("stop")
     plot(args.work)
 
@@ -306,7 +370,9 @@ def held_out_batches(tokenizer: Tokenizer, seed: int, count: int) -> list[Batch]
 def drop_later_rows(path: Path, step: int) -> None:
     """Forget the losses of steps that the checkpoint does not have."""
     if path.exists():
-        path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if int(line.split(",")[0]) <= step))
+        path.write_text(
+            "".join(line for line in path.read_text().splitlines(keepends=True) if int(line.split(",")[0]) <= step)
+        )
 
 
 def plot(work: Path) -> None:
@@ -333,19 +399,39 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint, the loss and its plot")
     parser.add_argument("--tokenizer", type=Path, default=FOLDER)
     parser.add_argument("--export", type=Path, help="write the checkpoint as a Hugging Face folder and exit")
-    parser.add_argument("--warm-start", type=Path, metavar="FOLDER", help="begin with the weights of this exported model; lower the learning rates, as the README does")
-    parser.add_argument("--cycles", type=lambda text: [int(part) for part in text.split(",")], default=[9000, 4500, 2000], metavar="STEPS[,STEPS...]", help="how many steps from a high learning rate to zero, and again")
-    parser.add_argument("--workers", type=int, default=2, help="processes of one thread; each adds a batch of 2048 tokens to every step")
+    parser.add_argument(
+        "--warm-start",
+        type=Path,
+        metavar="FOLDER",
+        help="begin with the weights of this exported model; lower the learning rates, as the README does",
+    )
+    parser.add_argument(
+        "--cycles",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[9000, 4500, 2000],
+        metavar="STEPS[,STEPS...]",
+        help="how many steps from a high learning rate to zero, and again",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes of one thread; each adds a batch of 2048 tokens to every step"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--intermediate-size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--matrix-lr", type=float, default=0.02)
     parser.add_argument("--other-lr", type=float, default=0.004)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the arithmetic; bfloat16 is the faster one only where the CPU multiplies it (AMX, AVX512_BF16)")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of the arithmetic; bfloat16 is the faster one only where the CPU multiplies it (AMX, AVX512_BF16)",
+    )
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--warmup", type=int, default=60)
-    parser.add_argument("--decay-from", type=float, default=0.4, help="fraction of the first cycle after which the learning rate falls")
+    parser.add_argument(
+        "--decay-from", type=float, default=0.4, help="fraction of the first cycle after which the learning rate falls"
+    )
     parser.add_argument("--save-every", type=int, default=200)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     train(parser.parse_args())

@@ -1,8 +1,9 @@
 """What every attention backend has in common: one call, one KV layout, one way to say why it does not apply.
 
-KV layout, for all backends: `k_cache` and `v_cache` of shape `[num_blocks, block_size, num_kv_heads, head_dim]`, `head_dim` contiguous; within a block the heads
-follow each other slot by slot, on CPU the slots head by head. Block 0 is the null block: padding rows write to slot 0 and read from it, so no kernel needs a `-1`
-branch. A slot is `block_id * block_size + offset`.
+KV layout, for all backends: `k_cache` and `v_cache` of shape `[num_blocks, block_size, num_kv_heads, head_dim]`,
+`head_dim` contiguous; within a block the heads follow each other slot by slot, on CPU the slots head by head. Block 0
+is the null block: padding rows write to slot 0 and read from it, so no kernel needs a `-1` branch. A slot is `block_id
+* block_size + offset`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ NativeRequests = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # block t
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """The facts of one step that attention needs, on the device. R requests, T tokens, K block table entries per request.
+    """The facts of one step that attention needs, on the device. R requests, T tokens, K block table entries per
+    request.
 
-    The tokens of request i are rows `query_start_loc[i] : query_start_loc[i + 1]` of q, k and v; they are the last ones of its `seq_lens[i]` tokens.
+    The tokens of request i are rows `query_start_loc[i] : query_start_loc[i + 1]` of q, k and v; they are the last ones
+    of its `seq_lens[i]` tokens.
     """
 
     backend: AttentionBackend
@@ -67,26 +70,41 @@ class AttentionBackend(ABC):
         """Fill `meta.extra` once per step."""
 
     def native_requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> NativeRequests | None:
-        """Where `forward` is `cpu_ops.paged_attention`: its arguments that are the same in every layer, so that native code may call the kernel itself. Else None."""
+        """Where `forward` is `cpu_ops.paged_attention`: its arguments that are the same in every layer, so that native
+        code may call the kernel itself. Else None.
+        """
         return None
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
         """Store k and v `[T, num_kv_heads, head_dim]` into their slots."""
         block, offset = slot_mapping // k_cache.shape[1], slot_mapping % k_cache.shape[1]
         k_cache[block, offset], v_cache[block, offset] = k, v
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
-                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, which already holds this step's k and v. Returns the shape of q.
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, which already holds this step's k and
+        v. Returns the shape of q.
 
-        With `sliding_window` w a token at position p sees positions p - w + 1 .. p (Hugging Face's meaning). `soft_cap` c replaces a score s by c * tanh(s / c).
+        With `sliding_window` w a token at position p sees positions p - w + 1 .. p (Hugging Face's meaning). `soft_cap`
+        c replaces a score s by c * tanh(s / c).
         """
 
 
 def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
-    """Run `backend` on a tiny mixed batch and on a decode batch as `spec` asks. Returns the first line of its error, if any: libraries are built for some
-    head sizes, GPUs and features only, and say so best themselves. A kernel that fails only while it runs is waited for.
+    """Run `backend` on a tiny mixed batch and on a decode batch as `spec` asks. Returns the first line of its error, if
+    any: libraries are built for some head sizes, GPUs and features only, and say so best themselves. A kernel that
+    fails only while it runs is waited for.
     """
     size = spec.block_size or backend.default_block_size
     device = spec.device
@@ -94,13 +112,31 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
     for query_lens in ([2, 1], [1, 1]):
         starts = torch.tensor([0, query_lens[0], sum(query_lens)], dtype=torch.int32, device=device)
         table = torch.tensor([[1, 2], [2, 1]], dtype=torch.int32, device=device)
-        meta = AttentionMetadata(backend, torch.arange(sum(query_lens), device=device), starts, starts.new_tensor([2, 2]), table, max(query_lens), 2)
+        meta = AttentionMetadata(
+            backend,
+            torch.arange(sum(query_lens), device=device),
+            starts,
+            starts.new_tensor([2, 2]),
+            table,
+            max(query_lens),
+            2,
+        )
         q = torch.zeros(sum(query_lens), spec.num_heads, spec.head_dim, dtype=spec.dtype, device=device)
         try:
             backend.build(meta)
-            backend.forward(q, cache[0], cache[1], meta, 1.0, 1 if spec.uses_sliding_window else None, 1.0 if spec.uses_soft_cap else None)
+            backend.forward(
+                q,
+                cache[0],
+                cache[1],
+                meta,
+                1.0,
+                1 if spec.uses_sliding_window else None,
+                1.0 if spec.uses_soft_cap else None,
+            )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except Exception as error:  # whatever a library raises is the reason it is passed over
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+            return (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+            )
     return None

@@ -35,7 +35,10 @@ class Selection:
 
 
 def select_backend(order: tuple[str, ...], spec: AttentionSpec, forced: str | None = None) -> Selection:
-    """The first backend of `order` that supports `spec`, or `forced`. Raises ValueError, with every reason, if none does."""
+    """The first backend of `order` that supports `spec`, or `forced`.
+
+    Raises ValueError, with every reason, if none does.
+    """
     if forced is not None and forced not in BACKENDS:
         raise ValueError(f"--attention-backend {forced!r} does not exist: choose one of {', '.join(sorted(BACKENDS))}")
     rejected: dict[str, str] = {}

@@ -1,11 +1,12 @@
 """Paged attention in plain torch: gather keys and values by slot, then torch's fused attention.
 
-The requests that decode (one query token) are batched: a few groups of similar length, each one gather and one call, no loop over sequences. Requests
-with more query tokens go one by one, in pieces of queries that see only the keys they may. What is gathered at once is bounded either way, but for a
-single sequence longer than the bound. Runs on any device; on CUDA it makes the host wait, so it is the last resort there.
+The requests that decode (one query token) are batched: a few groups of similar length, each one gather and one call, no
+loop over sequences. Requests with more query tokens go one by one, in pieces of queries that see only the keys they
+may. What is gathered at once is bounded either way, but for a single sequence longer than the bound. Runs on any
+device; on CUDA it makes the host wait, so it is the last resort there.
 
-Slots beyond a sequence are never read: their place in a gather is taken by the null block, which holds finite values. A masked score alone would
-not do, since 0 * NaN is NaN and a freed block may hold anything.
+Slots beyond a sequence are never read: their place in a gather is taken by the null block, which holds finite values. A
+masked score alone would not do, since 0 * NaN is NaN and a freed block may hold anything.
 """
 
 from __future__ import annotations
@@ -57,8 +58,16 @@ class CpuPagedAttention(AttentionBackend):
     def build(self, meta: AttentionMetadata) -> None:
         meta.extra = _Plan(meta.query_start_loc.tolist(), meta.seq_lens.tolist())
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
-                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
         plan: _Plan = meta.extra
         pieces = plan.pieces.get(sliding_window)
         if pieces is None:
@@ -80,13 +89,21 @@ def _pieces(plan: _Plan, rows: _Rows, window: int | None) -> list[_Piece]:
             pieces += _prefill_pieces(rows, i, plan.starts[i], num_queries, length, window)
     seen = [min(length, window or length) for length in plan.lengths]
     for group in _groups(decodes, seen):
-        pieces.append(_decode_piece(rows, group, [plan.starts[i] for i in group], [plan.lengths[i] for i in group], [seen[i] for i in group]))
+        pieces.append(
+            _decode_piece(
+                rows, group, [plan.starts[i] for i in group], [plan.lengths[i] for i in group], [seen[i] for i in group]
+            )
+        )
     return pieces
 
 
 def _groups(decodes: list[int], seen: list[int]) -> list[list[int]]:
-    """Split decoding requests so that a group gathers at most _DECODE_TOKENS keys, padding included, and padding at most doubles it."""
-    if not decodes or len(decodes) * max(seen[i] for i in decodes) <= min(_DECODE_TOKENS, 2 * sum(seen[i] for i in decodes)):
+    """Split decoding requests so that a group gathers at most _DECODE_TOKENS keys, padding included, and padding at
+    most doubles it.
+    """
+    if not decodes or len(decodes) * max(seen[i] for i in decodes) <= min(
+        _DECODE_TOKENS, 2 * sum(seen[i] for i in decodes)
+    ):
         return [decodes] if decodes else []
     groups: list[list[int]] = []
     for i in sorted(decodes, key=lambda i: -seen[i]):
@@ -99,7 +116,9 @@ def _groups(decodes: list[int], seen: list[int]) -> list[list[int]]:
 
 
 class _Rows:
-    """Where the keys of positions lie, through the block table: a cache, whichever way its blocks are laid out, is a sequence of rows of head_dim. All layers' are alike."""
+    """Where the keys of positions lie, through the block table: a cache, whichever way its blocks are laid out, is a
+    sequence of rows of head_dim. All layers' are alike.
+    """
 
     def __init__(self, block_table: torch.Tensor, cache: torch.Tensor) -> None:
         _, self.block_size, num_heads, dim = cache.shape
@@ -112,8 +131,14 @@ class _Rows:
         positions = torch.arange(start, stop, device=self.device)
         return self._rows(self.block_table[i][positions // self.block_size], positions % self.block_size)
 
-    def of_group(self, group: list[int], starts: torch.Tensor, counts: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each request of `group` its positions starts .. starts + counts - 1, padded with slot 0 to `width`: (rows `[n * num_kv_heads * width]`, which keys `[n, width]` are real)."""
+    def of_group(
+        self, group: list[int], starts: torch.Tensor, counts: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each request of `group` its positions starts ..
+
+        starts + counts - 1, padded with slot 0 to `width`: (rows `[n * num_kv_heads * width]`, which keys `[n, width]`
+        are real).
+        """
         offsets = torch.arange(width, device=self.device)
         real = offsets < counts[:, None]
         positions = torch.where(real, starts[:, None] + offsets, 0)
@@ -134,8 +159,12 @@ def _decode_piece(rows: _Rows, group: list[int], tokens: list[int], lengths: lis
     return _Piece(where, indices, len(group), 1, width, mask)
 
 
-def _prefill_pieces(rows: _Rows, i: int, first_token: int, num_queries: int, length: int, window: int | None) -> list[_Piece]:
-    """Cut the queries so that a piece has at most _PREFILL_SCORES scores; each sees the keys up to its last query, from its first query's window on."""
+def _prefill_pieces(
+    rows: _Rows, i: int, first_token: int, num_queries: int, length: int, window: int | None
+) -> list[_Piece]:
+    """Cut the queries so that a piece has at most _PREFILL_SCORES scores; each sees the keys up to its last query, from
+    its first query's window on.
+    """
     pieces = []
     step = max(1, min(num_queries, _PREFILL_SCORES // length))
     for first in range(0, num_queries, step):
@@ -144,7 +173,8 @@ def _prefill_pieces(rows: _Rows, i: int, first_token: int, num_queries: int, len
         first_key = max(0, start_position - window + 1) if window else 0
         num_keys = stop_position - first_key
         mask = None
-        plain = first_key == start_position and (not window or num_keys <= window)  # then the mask is the square triangle the kernel knows
+        # then the mask is the square triangle the kernel knows
+        plain = first_key == start_position and (not window or num_keys <= window)
         if not plain:
             queries = torch.arange(start_position, stop_position, device=rows.device)[:, None]
             keys = torch.arange(first_key, stop_position, device=rows.device)
@@ -152,12 +182,18 @@ def _prefill_pieces(rows: _Rows, i: int, first_token: int, num_queries: int, len
             if window:
                 mask &= keys > queries - window
         where = slice(first_token + first, first_token + last)
-        pieces.append(_Piece(where, rows.of_sequence(i, first_key, stop_position), 1, last - first, num_keys, mask, plain))
+        pieces.append(
+            _Piece(where, rows.of_sequence(i, first_key, stop_position), 1, last - first, num_keys, mask, plain)
+        )
     return pieces
 
 
-def _gather(plan: _Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[n, num_kv_heads, keys, head_dim]`, in the buffers of the plan: fresh ones would cost a page fault per page in every layer."""
+def _gather(
+    plan: _Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[n, num_kv_heads, keys, head_dim]`, in the buffers of the plan: fresh ones would cost a page
+    fault per page in every layer.
+    """
     heads, dim = k_cache.shape[2:]
     if plan.workspace is None:
         most = max(len(p.rows) for pieces in plan.pieces.values() for p in pieces)
@@ -172,11 +208,14 @@ def _gather(plan: _Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Te
     return gathered[0], gathered[1]
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece, scale: float, soft_cap: float | None) -> torch.Tensor:
-    """Attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`; the shape of q.
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece, scale: float, soft_cap: float | None
+) -> torch.Tensor:
+    """Attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`; the shape
+    of q.
 
-    The query heads that share a kv head are laid out so that it is read once for all of them: as queries of it when decoding, as heads of a batch
-    of kv heads (with a stride of 0) in a prefill.
+    The query heads that share a kv head are laid out so that it is read once for all of them: as queries of it when
+    decoding, as heads of a batch of kv heads (with a stride of 0) in a prefill.
     """
     num_heads, dim = q.shape[1:]
     kv_heads = k.shape[1]
@@ -189,7 +228,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece, sc
     return _fused(q, k, v, piece, scale, soft_cap).permute(2, 0, 1, 3).reshape(piece.num_queries, num_heads, dim)
 
 
-def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece, scale: float, soft_cap: float | None) -> torch.Tensor:
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece, scale: float, soft_cap: float | None
+) -> torch.Tensor:
     if soft_cap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=piece.mask, is_causal=piece.is_causal, scale=scale)
     scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))  # the fused call has no soft-cap

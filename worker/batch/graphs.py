@@ -1,7 +1,8 @@
-"""CUDA graphs for steps in which every request has one token: the forward pass is recorded once per padded batch size and then replayed by one call.
+"""CUDA graphs for steps in which every request has one token: the forward pass is recorded once per padded batch size
+and then replayed by one call.
 
-Eager steps and graphs read the same `InputBuffers`; a replay only fills the padding. Padding rows are requests of one token in the null block, so they
-touch nothing that anybody reads.
+Eager steps and graphs read the same `InputBuffers`; a replay only fills the padding. Padding rows are requests of one
+token in the null block, so they touch nothing that anybody reads.
 
 Sizes are recorded while no request is there, one at a time, the largest first, since the others then find room in its
 memory. A server that is never idle records a size that has come up often, and then none for many steps: a recording
@@ -23,7 +24,8 @@ from quire.worker.parallel import tp
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[torch.Tensor, torch.Tensor, GroupedMetadata], torch.Tensor]  # (input_ids, positions, attn) -> hidden
+# (input_ids, positions, attn) -> hidden
+Forward = Callable[[torch.Tensor, torch.Tensor, GroupedMetadata], torch.Tensor]
 Replay = Callable[[], None]
 
 _SEEN_OFTEN = 8  # steps of a size after which it is recorded among steps
@@ -41,18 +43,27 @@ def padded_sizes(max_num_seqs: int, largest: int = 1024) -> list[int]:
 class CudaGraphs:
     """A forward pass for `ModelRunner.forward`: replays a graph where one applies, and runs `eager` otherwise.
 
-    `record(function)` runs `function` once under capture and returns what replays it; all recordings share one memory pool, the largest comes to need most.
+    `record(function)` runs `function` once under capture and returns what replays it; all recordings share one memory
+    pool, the largest comes to need most.
     """
 
-    def __init__(self, forward: Forward, eager: Callable[[InputBatch], torch.Tensor], buffers: InputBuffers, backend: AttentionBackend, max_model_len: int,
-                 record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        eager: Callable[[InputBatch], torch.Tensor],
+        buffers: InputBuffers,
+        backend: AttentionBackend,
+        max_model_len: int,
+        record: Callable[[Callable[[], None]], Replay] | None = None,
+    ) -> None:
         self.forward, self.eager, self.buffers, self.backend = forward, eager, buffers, backend
         self.max_model_len = max_model_len
         self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
         self.record = record or _CudaRecorder()
         self._seen: Counter[int] = Counter()
         self._num_steps = self._may_record_at = 0  # in steps, not seconds: all ranks must record in the same step
-        self._graphs: dict[int, tuple[Replay, torch.Tensor] | None] = {}  # padded size -> (replay, hidden states [size, H] that it overwrites); None: runs eagerly
+        # padded size -> (replay, hidden states [size, H] that it overwrites); None: runs eagerly
+        self._graphs: dict[int, tuple[Replay, torch.Tensor] | None] = {}
 
     def __call__(self, batch: InputBatch) -> torch.Tensor:
         """As `eager`; valid until the next call."""
@@ -73,7 +84,10 @@ class CudaGraphs:
         return hidden[:num_reqs]
 
     def record_next(self) -> bool:
-        """Record the largest size that is not yet. Only while no step runs: the buffers change. Says if more are left."""
+        """Record the largest size that is not yet.
+
+        Only while no step runs: the buffers change. Says if more are left.
+        """
         missing = [size for size in self.sizes if size not in self._graphs]
         if missing:
             self._pad(0, missing[-1])
@@ -100,19 +114,26 @@ class CudaGraphs:
         buffers.query_start_loc[num_reqs + 1 : size + 1] = buffers.arange[num_reqs + 1 : size + 1]
 
     def _try_to_record(self, size: int) -> tuple[Replay, torch.Tensor] | None:
-        """A graph is worth having, but not worth failing for: out of memory, or something in it that cannot be recorded."""
+        """A graph is worth having, but not worth failing for: out of memory, or something in it that cannot be
+        recorded.
+        """
         try:
             return self._record(size)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             if tp().size > 1:  # the other ranks now wait for this one, and nothing says for what
                 raise RuntimeError(f"no CUDA graph for {size} requests on rank {tp().rank}") from error
-            logger.warning("no CUDA graph for %d requests, these steps run eagerly: %s: %s", size, type(error).__name__, error)
+            logger.warning(
+                "no CUDA graph for %d requests, these steps run eagerly: %s: %s", size, type(error).__name__, error
+            )
             return None
 
     def _record(self, size: int) -> tuple[Replay, torch.Tensor]:
         buffers, outputs = self.buffers, []
-        # The table is as wide as the longest context and the lengths are bounds only, because both change between replays.
-        attn = buffers.of_step(size, size, buffers.block_tables.shape[2]).metadata(self.backend, max_query_len=1, max_seq_len=self.max_model_len)
+        # The table is as wide as the longest context and the lengths are bounds only, because both change between
+        # replays.
+        attn = buffers.of_step(size, size, buffers.block_tables.shape[2]).metadata(
+            self.backend, max_query_len=1, max_seq_len=self.max_model_len
+        )
 
         def run() -> None:
             for meta in attn:
@@ -124,7 +145,8 @@ class CudaGraphs:
 
 
 class _CudaRecorder:
-    """Capture with torch, after a run that lets kernels compile and libraries allocate their workspaces, on the stream that then records.
+    """Capture with torch, after a run that lets kernels compile and libraries allocate their workspaces, on the stream
+    that then records.
 
     Errors are this thread's only: meanwhile others wait for events (the engine for a step's result, NCCL's watchdog),
     which the stricter mode forbids. Without `torch.cuda.graph`, which waits for the device and gives all unused memory

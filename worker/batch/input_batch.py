@@ -1,7 +1,8 @@
 """From a `StepInput` to the tensors of one forward pass.
 
-Three index spaces meet here: the batch index `i` (the order of this step), the request `row` (of the tables), and the KV `slot`
-(block id * block_size + offset). Per step one array of O(rows) integers, plus what is new in the tables, crosses to the device.
+Three index spaces meet here: the batch index `i` (the order of this step), the request `row` (of the tables), and the
+KV `slot` (block id * block_size + offset). Per step one array of O(rows) integers, plus what is new in the tables,
+crosses to the device.
 """
 
 from __future__ import annotations
@@ -33,14 +34,19 @@ class StepTensors:
         """What attention needs of the step, for each cache group."""
         groups = zip(self.slot_mappings, self.block_tables)
         return tuple(
-            AttentionMetadata(backend, slots, self.query_start_loc, self.seq_lens, table, max_query_len, max_seq_len) for slots, table in groups
+            AttentionMetadata(backend, slots, self.query_start_loc, self.seq_lens, table, max_query_len, max_seq_len)
+            for slots, table in groups
         )
 
 
 class InputBuffers:
-    """The tensors a forward pass reads, allocated once at their largest, so that a captured CUDA graph and an eager step read the same addresses."""
+    """The tensors a forward pass reads, allocated once at their largest, so that a captured CUDA graph and an eager
+    step read the same addresses.
+    """
 
-    def __init__(self, max_num_reqs: int, max_num_tokens: int, max_blocks: int, device: torch.device, num_groups: int = 1) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_num_tokens: int, max_blocks: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -55,13 +61,22 @@ class InputBuffers:
 
     def of_step(self, num_reqs: int, num_tokens: int, width: int) -> StepTensors:
         """The part that a step of that size uses; `width` entries of the block table."""
-        return StepTensors(self.input_ids[:num_tokens], self.positions[:num_tokens], self.slot_mappings[:, :num_tokens], self.query_start_loc[: num_reqs + 1],
-                           self.seq_lens[:num_reqs], self.block_tables[:, :num_reqs, :width])
+        return StepTensors(
+            self.input_ids[:num_tokens],
+            self.positions[:num_tokens],
+            self.slot_mappings[:, :num_tokens],
+            self.query_start_loc[: num_reqs + 1],
+            self.seq_lens[:num_reqs],
+            self.block_tables[:, :num_reqs, :width],
+        )
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The S sampling requests of a step, in the order of `StepInput.samples`. The position of a sampled token is its index in the sequence."""
+    """The S sampling requests of a step, in the order of `StepInput.samples`.
+
+    The position of a sampled token is its index in the sequence.
+    """
 
     rows: list[int]
     positions: list[int]
@@ -80,24 +95,48 @@ class InputBatch:
     query_start_loc: list[int]  # [R + 1], on the host
     attn: GroupedMetadata
     sampling: SamplingBatch
-    needed_rows: torch.Tensor | None = None  # ascending indices of the tokens whose hidden states are read; None: of all
+    # ascending indices of the tokens whose hidden states are read; None: of all
+    needed_rows: torch.Tensor | None = None
 
 
-def prepare_inputs(step: StepInput, table: RequestTable, buffers: InputBuffers, platform: Platform, backend: AttentionBackend) -> InputBatch:
-    """Bring the tables up to date with `step` and compute where its tokens stand, what they are, and where their keys and values go."""
+def prepare_inputs(
+    step: StepInput, table: RequestTable, buffers: InputBuffers, platform: Platform, backend: AttentionBackend
+) -> InputBatch:
+    """Bring the tables up to date with `step` and compute where its tokens stand, what they are, and where their keys
+    and values go.
+    """
     scheduled, computed = step.num_scheduled, step.num_computed
     num_reqs, num_tokens = len(step.rows), sum(scheduled)
     assert 0 < num_tokens <= buffers.max_num_tokens
     starts = [0, *accumulate(scheduled)]
     lengths = [c + s for c, s in zip(computed, scheduled)]
     updates = table.apply(step)
-    sent, sizes = _send(platform, step.rows, computed, scheduled, starts, step.samples, updates.block_indices, updates.block_ids, updates.token_ids)
+    sent, sizes = _send(
+        platform,
+        step.rows,
+        computed,
+        scheduled,
+        starts,
+        step.samples,
+        updates.block_indices,
+        updates.block_ids,
+        updates.token_ids,
+    )
     if updates.block_indices or updates.token_rows:
         table.write(updates, *sent.split(sizes)[5:])
     tensors = buffers.of_step(num_reqs, num_tokens, -(-max(lengths) // table.block_size))
-    sampling = platform.ops.fill_inputs(sent, sizes, table.token_table, table.block_tables, table.block_size, tensors, buffers.arange)
+    sampling = platform.ops.fill_inputs(
+        sent, sizes, table.token_table, table.block_tables, table.block_size, tensors, buffers.arange
+    )
     attn = tensors.metadata(backend, max(scheduled), max(lengths))
-    return InputBatch(step, tensors.input_ids, tensors.positions, starts, attn, SamplingBatch([step.rows[i] for i in step.samples], [lengths[i] for i in step.samples], *sampling))
+    return InputBatch(
+        step,
+        tensors.input_ids,
+        tensors.positions,
+        starts,
+        attn,
+        SamplingBatch([step.rows[i] for i in step.samples], [lengths[i] for i in step.samples], *sampling),
+    )
 
 
 def _send(platform: Platform, *parts: list[int]) -> tuple[torch.Tensor, list[int]]:

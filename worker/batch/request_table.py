@@ -1,7 +1,8 @@
 """Requests as rows of device tables: the tokens of each, and its KV blocks.
 
-Rows are handed out by the scheduler and stay a request's own until a `NewRequest` overwrites them. Token ids are written from `NewRequest` on
-admission and by `append` (the sampler's output) afterwards, and never leave the device in between: a step names them by (row, position).
+Rows are handed out by the scheduler and stay a request's own until a `NewRequest` overwrites them. Token ids are
+written from `NewRequest` on admission and by `append` (the sampler's output) afterwards, and never leave the device in
+between: a step names them by (row, position).
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from quire.worker.platforms.base import Platform
 
 
 class RowState(Protocol):
-    """What else is known per row (sampling parameters, a LoRA, a grammar ...). The table tells it which request a row holds."""
+    """What else is known per row (sampling parameters, a LoRA, a grammar ...).
+
+    The table tells it which request a row holds.
+    """
 
     def add(self, row: int, new: NewRequest) -> None:
         """`row` now holds `new`. Raises if the request cannot be served; it then fails alone."""
@@ -37,12 +41,22 @@ class TableUpdates:
 
 
 class RequestTable:
-    """Token table `[max_num_reqs, max_model_len]` and block tables `[num_groups, max_num_reqs, max_blocks]`, int32 on the platform's device.
+    """Token table `[max_num_reqs, max_model_len]` and block tables `[num_groups, max_num_reqs, max_blocks]`, int32 on
+    the platform's device.
 
-    Block ids are appended in the order they arrive; entries behind a row's last are leftovers (0, the null block, at first) and never read.
+    Block ids are appended in the order they arrive; entries behind a row's last are leftovers (0, the null block, at
+    first) and never read.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, vocab_size: int, platform: Platform, groups: Sequence[CacheGroup] = (CacheGroup(),)) -> None:
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        platform: Platform,
+        groups: Sequence[CacheGroup] = (CacheGroup(),),
+    ) -> None:
         self.platform, device = platform, platform.device
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
@@ -71,7 +85,9 @@ class RequestTable:
                 self._append_blocks(row, blocks, updates)
         return updates
 
-    def write(self, updates: TableUpdates, block_indices: torch.Tensor, block_ids: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def write(
+        self, updates: TableUpdates, block_indices: torch.Tensor, block_ids: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
         """Write `updates` to the tables; the tensors are its lists on the device, int64."""
         if updates.block_indices:
             self.block_tables.view(-1)[block_indices] = block_ids.int()
@@ -81,9 +97,11 @@ class RequestTable:
             start += count
 
     def append(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, max_position: int) -> None:
-        """Put one sampled token per row behind its tokens: `token_table[rows, positions] = token_ids`, all `[S]` int64; no position exceeds `max_position`.
+        """Put one sampled token per row behind its tokens: `token_table[rows, positions] = token_ids`, all `[S]` int64;
+        no position exceeds `max_position`.
 
-        A negative token, of a request that has failed, becomes 0. A position of max_model_len has no place: that request has ended, and its token goes nowhere.
+        A negative token, of a request that has failed, becomes 0. A position of max_model_len has no place: that
+        request has ended, and its token goes nowhere.
         """
         self.platform.ops.append_tokens(self.token_table, rows, positions, token_ids, max_position)
 
@@ -102,7 +120,11 @@ class RequestTable:
                 state.add(row, new)
             token_ids = new.token_ids
         except Exception as error:  # MemoryError, too: whatever a request brings about is its own failure
-            if not isinstance(error, ValueError) and torch.distributed.is_available() and torch.distributed.is_initialized():
+            if (
+                not isinstance(error, ValueError)
+                and torch.distributed.is_available()
+                and torch.distributed.is_initialized()
+            ):
                 raise  # the other ranks have taken it in: they cannot go on together
             self._reject(row, str(error) or type(error).__name__)
             token_ids = [0] * len(new.token_ids)  # it runs, harmlessly, until the scheduler has seen the error
@@ -129,7 +151,11 @@ class RequestTable:
 
 
 def check_token_ids(what: str, token_ids: list[int], vocab_size: int) -> None:
-    """Raise ValueError, naming `what`, unless all ids are in the vocabulary: one outside would fail the whole batch on the device."""
+    """Raise ValueError, naming `what`, unless all ids are in the vocabulary: one outside would fail the whole batch on
+    the device.
+    """
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise ValueError(f"{what} holds token id {bad}, but the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})")
+        raise ValueError(
+            f"{what} holds token id {bad}, but the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})"
+        )

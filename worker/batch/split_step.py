@@ -1,7 +1,8 @@
-"""When a step needs more memory than there is: run it in two parts, one after the other, and those in parts again, down to a single token.
+"""When a step needs more memory than there is: run it in two parts, one after the other, and those in parts again, down
+to a single token.
 
-What a step does can be cut anywhere between two tokens, as long as the order stays: a token attends to the keys of those before it, be they of its own
-request or of one whose blocks it shares. Only the tables must not be updated twice.
+What a step does can be cut anywhere between two tokens, as long as the order stays: a token attends to the keys of
+those before it, be they of its own request or of one whose blocks it shares. Only the tables must not be updated twice.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Protocol
 
 from quire.worker.messages import StepInput, StepOutput, TokenLogprobs
 
-OUT_OF_MEMORY = "the device is out of memory: not even one token of this request can be computed. Lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens"
+OUT_OF_MEMORY = (
+    "the device is out of memory: not even one token of this request can be computed. Lower "
+    "--gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens"
+)
 
 
 class Output(Protocol):
@@ -41,14 +45,27 @@ def halves(step: StepInput) -> tuple[Part, Part] | None:
     if scheduled == 1:
         return None
     first = scheduled // 2
-    return (Part(StepInput(step.step, [], [row], [computed], [first], [[]], []), [0]),
-            Part(StepInput(step.step, [], [row], [computed + first], [scheduled - first], [[]], step.samples), [0]))
+    return (
+        Part(StepInput(step.step, [], [row], [computed], [first], [[]], []), [0]),
+        Part(StepInput(step.step, [], [row], [computed + first], [scheduled - first], [[]], step.samples), [0]),
+    )
 
 
 def _requests(step: StepInput, start: int, stop: int) -> Part:
     part = slice(start, stop)
     samples = [i - start for i in step.samples if start <= i < stop]
-    return Part(StepInput(step.step, [], step.rows[part], step.num_computed[part], step.num_scheduled[part], [[] for _ in step.rows[part]], samples), list(range(start, stop)))
+    return Part(
+        StepInput(
+            step.step,
+            [],
+            step.rows[part],
+            step.num_computed[part],
+            step.num_scheduled[part],
+            [[] for _ in step.rows[part]],
+            samples,
+        ),
+        list(range(start, stop)),
+    )
 
 
 @dataclass(slots=True)
@@ -74,12 +91,17 @@ class SplitOutput:
             for i, entries in (result.prompt_logprobs or {}).items():
                 prompt_logprobs.setdefault(part.positions[i], []).extend(entries)
             errors |= {part.positions[i]: message for i, message in (result.errors or {}).items()}
-        return StepOutput(self.step.step, token_ids, logprobs if any(logprobs) else None, prompt_logprobs or None, errors or None)
+        return StepOutput(
+            self.step.step, token_ids, logprobs if any(logprobs) else None, prompt_logprobs or None, errors or None
+        )
 
 
 @dataclass(slots=True)
 class Failed:
-    """A step for which there was no memory. Every request in it ends: what it should have left in the KV cache is missing, for whoever shares it, too."""
+    """A step for which there was no memory.
+
+    Every request in it ends: what it should have left in the KV cache is missing, for whoever shares it, too.
+    """
 
     step: StepInput
     failed: bool = True
@@ -88,4 +110,8 @@ class Failed:
         return True
 
     def result(self) -> StepOutput:
-        return StepOutput(self.step.step, [[] for _ in self.step.samples], errors=dict.fromkeys(range(len(self.step.rows)), OUT_OF_MEMORY))
+        return StepOutput(
+            self.step.step,
+            [[] for _ in self.step.samples],
+            errors=dict.fromkeys(range(len(self.step.rows)), OUT_OF_MEMORY),
+        )

@@ -1,4 +1,6 @@
-"""The paged KV cache's memory: one K and one V tensor for the nth layers of all groups, bound to the attention layers, which are the only ones to write them."""
+"""The paged KV cache's memory: one K and one V tensor for the nth layers of all groups, bound to the attention layers,
+which are the only ones to write them.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,21 @@ IDLE_SECONDS = 0.25  # without a step, after which none is expected at once
 
 def attention_layers(model: nn.Module) -> list[Attention]:
     """The model's attention layers on this rank, in order."""
-    return sorted((module for module in model.modules() if isinstance(module, Attention)), key=lambda layer: layer.layer_index)
+    return sorted(
+        (module for module in model.modules() if isinstance(module, Attention)), key=lambda layer: layer.layer_index
+    )
 
 
-def allocate(layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every layer of this rank its `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]`, and its group.
+def allocate(
+    layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give every layer of this rank its `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]`,
+    and its group.
 
-    The nth layers of all groups share memory: a block belongs to one group at a time. On CPU the memory is only reserved:
-    a page, of 2 MiB where the system gives such, becomes resident when a block in it is first written. All of it is zero:
-    padding reads the null block, and a kernel that loads whole pages multiplies what follows a request's last token by 0,
-    which makes NaN of the NaN that memory used before may hold.
+    The nth layers of all groups share memory: a block belongs to one group at a time. On CPU the memory is only
+    reserved: a page, of 2 MiB where the system gives such, becomes resident when a block in it is first written. All of
+    it is zero: padding reads the null block, and a kernel that loads whole pages multiplies what follows a request's
+    last token by 0, which makes NaN of the NaN that memory used before may hold.
     """
     by_index = {layer.layer_index: layer for layer in layers}
     slabs: list[list[Attention]] = []
@@ -52,8 +59,8 @@ def allocate(layers: list[Attention], plan: CachePlan, num_blocks: int, block_si
 def _equal_caches(
     layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One pair of tensors for layers of equal shape. On CPU what a block has of one head lies together, as it is read: with a memory page of 4 KiB for each
-    the hardware fetches ahead.
+    """One pair of tensors for layers of equal shape. On CPU what a block has of one head lies together, as it is read:
+    with a memory page of 4 KiB for each the hardware fetches ahead.
     """
     heads, dim = layers[0].num_kv_heads, layers[0].head_dim
     if device.type == "cpu":
@@ -70,26 +77,36 @@ def _caches_in_pages(
     """Views of pages as large as the largest layer needs: in each its keys, then its values."""
     size = plan.layer_page_bytes(block_size) // dtype.itemsize
     shape = num_blocks, size
-    pages = huge_pages.zeros(*shape, dtype=dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+    pages = (
+        huge_pages.zeros(*shape, dtype=dtype)
+        if device.type == "cpu"
+        else torch.zeros(shape, dtype=dtype, device=device)
+    )
     views = []
     for layer in layers:
         heads, dim = layer.num_kv_heads, layer.head_dim
-        k, v = pages[:, : 2 * block_size * heads * dim].unflatten(1, (2, heads, block_size, dim)).transpose(2, 3).unbind(1)
+        k, v = (
+            pages[:, : 2 * block_size * heads * dim].unflatten(1, (2, heads, block_size, dim)).transpose(2, 3).unbind(1)
+        )
         views.append((k.transpose(1, 2), v.transpose(1, 2)))
     return views
 
 
 class Warmer:
-    """Makes blocks of a cache on CPU resident before they are needed: the first write of a page costs as much as computing the tokens in it.
+    """Makes blocks of a cache on CPU resident before they are needed: the first write of a page costs as much as
+    computing the tokens in it.
 
-    Blocks are handed out in order, so those behind the highest one used are needed next. While no step runs, `idle_bytes` of them are made resident; beside steps,
-    which that slows down by a tenth, only the next `busy_bytes`. A thread that runs when nothing else wants the core, and ends by itself where all is resident.
+    Blocks are handed out in order, so those behind the highest one used are needed next. While no step runs,
+    `idle_bytes` of them are made resident; beside steps, which that slows down by a tenth, only the next `busy_bytes`.
+    A thread that runs when nothing else wants the core, and ends by itself where all is resident.
     """
 
     def __init__(self, layers: list[Attention], idle_bytes: int = IDLE_BYTES, busy_bytes: int = BUSY_BYTES):
-        caches = {layer.k_cache.data_ptr(): (layer.k_cache, layer.v_cache) for layer in layers}  # layers of several groups share them
+        # layers of several groups share them
+        caches = {layer.k_cache.data_ptr(): (layer.k_cache, layer.v_cache) for layer in layers}
         self._tensors = [tensor for pair in caches.values() for tensor in pair]
-        self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes  # of each tensor, in bytes, as all below
+        # of each tensor, in bytes, as all below
+        self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes
         self._idle_bytes, self._busy_bytes = idle_bytes // len(self._tensors), busy_bytes // len(self._tensors)
         self._used = self._resident = 0
         self._idle_since: float | None = 0.0  # time.monotonic(); None during a step
@@ -103,7 +120,8 @@ class Warmer:
         added = (*step.new_blocks, *(new.block_ids for new in step.new))
         highest = max((block for groups in added for blocks in groups for block in blocks), default=0)
         self._used = max(self._used, (highest + 1) * self._block_size)
-        if self._complete or self._resident < self._used + self._busy_bytes:  # otherwise the thread looks by itself, in a while
+        # otherwise the thread looks by itself, in a while
+        if self._complete or self._resident < self._used + self._busy_bytes:
             self._wake.set()
 
     def rest(self) -> None:
@@ -118,7 +136,8 @@ class Warmer:
         self._tensors = []
 
     def _work(self) -> None:
-        if sys.platform == "linux":  # not by `nice`: whatever wakes up would still wait for the rest of this thread's slice of milliseconds
+        # not by `nice`: whatever wakes up would still wait for the rest of this thread's slice of milliseconds
+        if sys.platform == "linux":
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
         while self._resident < self._size:
             size = min(huge_pages.PAGE, self._size - self._resident)

@@ -1,8 +1,10 @@
-"""What layers keep per token or per request, and how layers are grouped so that one pool of equal pages serves them all. Torch-free.
+"""What layers keep per token or per request, and how layers are grouped so that one pool of equal pages serves them
+all. Torch-free.
 
-Layers with equal specs keep their blocks alike, so they share block tables: a request has one block list per group of layers. A page holds `block_size` tokens
-of each layer of a group, or one state of each; groups are evened out in layers, so that pages of all groups have one size in bytes. E.g. 5 layers with full
-attention and 1 with a window, in groups of one layer: six groups, of which the last gives old blocks back.
+Layers with equal specs keep their blocks alike, so they share block tables: a request has one block list per group of
+layers. A page holds `block_size` tokens of each layer of a group, or one state of each; groups are evened out in
+layers, so that pages of all groups have one size in bytes. E.g. 5 layers with full attention and 1 with a window, in
+groups of one layer: six groups, of which the last gives old blocks back.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Window(Full):
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """One vector of `width` per token, which all heads share (MLA, arXiv:2405.04434): its first `width - rope_width` entries are the values, too."""
+    """One vector of `width` per token, which all heads share (MLA, arXiv:2405.04434): its first `width - rope_width`
+    entries are the values, too.
+    """
 
     width: int
     rope_width: int
@@ -105,7 +109,10 @@ class CachePlan:
 
 
 def plan_cache(specs: Sequence[CacheSpec]) -> CachePlan:
-    """Group layers with equal specs, in equal numbers per group. All ranks of a pipeline plan for all layers, and so get the same groups."""
+    """Group layers with equal specs, in equal numbers per group.
+
+    All ranks of a pipeline plan for all layers, and so get the same groups.
+    """
     kinds: dict[CacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec, []).append(layer)
@@ -119,7 +126,10 @@ def plan_cache(specs: Sequence[CacheSpec]) -> CachePlan:
 
 
 def _group_size(counts: list[int]) -> int:
-    """The largest number of layers per group that wastes little in the last group of each kind. E.g. 4 for 22 and 4 layers, 7 for 21 and 7."""
+    """The largest number of layers per group that wastes little in the last group of each kind.
+
+    E.g. 4 for 22 and 4 layers, 7 for 21 and 7.
+    """
     for size in range(min(counts) if len(counts) > 1 else counts[0], 0, -1):
         padded = sum(-(-count // size) * size for count in counts)
         if padded - sum(counts) <= _MAX_PADDING * sum(counts):

@@ -1,6 +1,8 @@
-"""FlashAttention 3 and 2 (Dao et al., arXiv:2205.14135, 2307.08691, 2407.08608) over the paged cache, from the packages of their authors.
+"""FlashAttention 3 and 2 (Dao et al., arXiv:2205.14135, 2307.08691, 2407.08608) over the paged cache, from the packages
+of their authors.
 
-Both take the cache's layout as it is and right-align the causal mask, so prefill, chunked prefill and decode are one call.
+Both take the cache's layout as it is and right-align the causal mask, so prefill, chunked prefill and decode are one
+call.
 """
 
 from __future__ import annotations
@@ -26,10 +28,28 @@ def cumulative(seq_lens: torch.Tensor) -> torch.Tensor:
 
 
 # Arguments, by name, that FlashAttention 3's operators must have.
-_FORWARD = {"cu_seqlens_q", "seqused_k", "max_seqlen_q", "page_table", "softmax_scale", "is_causal", "window_size_left",
-            "window_size_right", "softcap", "scheduler_metadata", "num_splits"}
-_METADATA = {"cu_seqlens_q", "page_size", "is_causal", "window_size_left", "window_size_right", "has_softcap",
-             "num_splits"}
+_FORWARD = {
+    "cu_seqlens_q",
+    "seqused_k",
+    "max_seqlen_q",
+    "page_table",
+    "softmax_scale",
+    "is_causal",
+    "window_size_left",
+    "window_size_right",
+    "softcap",
+    "scheduler_metadata",
+    "num_splits",
+}
+_METADATA = {
+    "cu_seqlens_q",
+    "page_size",
+    "is_causal",
+    "window_size_left",
+    "window_size_right",
+    "has_softcap",
+    "num_splits",
+}
 
 
 def _operator(name: str, arguments: set[str]) -> Callable[..., Any] | None:
@@ -82,19 +102,44 @@ class FlashAttention3(_FlashAttention):
     def build(self, meta: AttentionMetadata) -> None:
         meta.extra = {}  # (window, has soft-cap) -> scheduler metadata
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
-                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
         if self._forward is None:
             return self._call_wrapper(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap)
         left, right = window_size(sliding_window)
         return self._forward(
-            q, k_cache, v_cache, cu_seqlens_q=meta.query_start_loc, seqused_k=meta.seq_lens,
-            max_seqlen_q=meta.max_query_len, page_table=meta.block_table, softmax_scale=scale, is_causal=True,
-            window_size_left=left, window_size_right=right, softcap=soft_cap or 0.0,
-            scheduler_metadata=self._scheduler_metadata(q, k_cache, meta, sliding_window, soft_cap), num_splits=0)[0]
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=meta.query_start_loc,
+            seqused_k=meta.seq_lens,
+            max_seqlen_q=meta.max_query_len,
+            page_table=meta.block_table,
+            softmax_scale=scale,
+            is_causal=True,
+            window_size_left=left,
+            window_size_right=right,
+            softcap=soft_cap or 0.0,
+            scheduler_metadata=self._scheduler_metadata(q, k_cache, meta, sliding_window, soft_cap),
+            num_splits=0,
+        )[0]
 
-    def _scheduler_metadata(self, q: torch.Tensor, k_cache: torch.Tensor, meta: AttentionMetadata,
-                            sliding_window: int | None, soft_cap: float | None) -> torch.Tensor | None:
+    def _scheduler_metadata(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        sliding_window: int | None,
+        soft_cap: float | None,
+    ) -> torch.Tensor | None:
         """Of this step for layers of this kind: the same sizes as in the call itself, which chooses the number of
         splits by them.
         """
@@ -105,21 +150,56 @@ class FlashAttention3(_FlashAttention):
             left, right = window_size(sliding_window)
             page_size = k_cache.shape[1]
             meta.extra[kind] = self._metadata(
-                len(meta.seq_lens), meta.max_query_len, meta.block_table.shape[1] * page_size, q.shape[1],
-                k_cache.shape[2], q.shape[2], q.shape[2], q.dtype, meta.seq_lens, cu_seqlens_q=meta.query_start_loc,
-                page_size=page_size, is_causal=True, window_size_left=left, window_size_right=right,
-                has_softcap=bool(soft_cap), num_splits=0)
+                len(meta.seq_lens),
+                meta.max_query_len,
+                meta.block_table.shape[1] * page_size,
+                q.shape[1],
+                k_cache.shape[2],
+                q.shape[2],
+                q.shape[2],
+                q.dtype,
+                meta.seq_lens,
+                cu_seqlens_q=meta.query_start_loc,
+                page_size=page_size,
+                is_causal=True,
+                window_size_left=left,
+                window_size_right=right,
+                has_softcap=bool(soft_cap),
+                num_splits=0,
+            )
         return meta.extra[kind]
 
-    def _call_wrapper(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata,
-                      scale: float, sliding_window: int | None, soft_cap: float | None) -> torch.Tensor:
+    def _call_wrapper(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+    ) -> torch.Tensor:
         return self._module.flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=meta.seq_lens, page_table=meta.block_table, cu_seqlens_q=meta.query_start_loc,
-            max_seqlen_q=meta.max_query_len, softmax_scale=scale, causal=True, window_size=window_size(sliding_window), softcap=soft_cap or 0.0)
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=meta.seq_lens,
+            page_table=meta.block_table,
+            cu_seqlens_q=meta.query_start_loc,
+            max_seqlen_q=meta.max_query_len,
+            softmax_scale=scale,
+            causal=True,
+            window_size=window_size(sliding_window),
+            softcap=soft_cap or 0.0,
+        )
 
 
 class FlashAttention2(_FlashAttention):
-    """Ampere and later. Pages are multiples of 256 tokens. A batch that only decodes takes the entry point that splits long sequences over the device."""
+    """Ampere and later.
+
+    Pages are multiples of 256 tokens. A batch that only decodes takes the entry point that splits long sequences over
+    the device.
+    """
 
     name = "flash_attn_2"
     module_name = "flash_attn"
@@ -130,9 +210,27 @@ class FlashAttention2(_FlashAttention):
         if meta.max_query_len > 1:
             meta.extra = cumulative(meta.seq_lens)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
-                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        options = {"softmax_scale": scale, "causal": True, "window_size": window_size(sliding_window), "softcap": soft_cap or 0.0, "block_table": meta.block_table}
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
+        options = {
+            "softmax_scale": scale,
+            "causal": True,
+            "window_size": window_size(sliding_window),
+            "softcap": soft_cap or 0.0,
+            "block_table": meta.block_table,
+        }
         if meta.max_query_len == 1:
-            return self._module.flash_attn_with_kvcache(q.unsqueeze(1), k_cache, v_cache, cache_seqlens=meta.seq_lens, **options).squeeze(1)
-        return self._module.flash_attn_varlen_func(q, k_cache, v_cache, meta.query_start_loc, meta.extra, meta.max_query_len, meta.max_seq_len, **options)
+            return self._module.flash_attn_with_kvcache(
+                q.unsqueeze(1), k_cache, v_cache, cache_seqlens=meta.seq_lens, **options
+            ).squeeze(1)
+        return self._module.flash_attn_varlen_func(
+            q, k_cache, v_cache, meta.query_start_loc, meta.extra, meta.max_query_len, meta.max_seq_len, **options
+        )

@@ -14,7 +14,9 @@ logger = logging.getLogger(__name__)
 
 @cache
 def triton_ops(device: torch.device) -> Ops | None:
-    """The operations of the Triton kernels, or None if Triton is missing or cannot compile for `device` (it needs a C compiler, too). Logs why not, once."""
+    """The operations of the Triton kernels, or None if Triton is missing or cannot compile for `device` (it needs a C
+    compiler, too). Logs why not, once.
+    """
     try:
         from quire.worker.cuda import triton_ops as kernels
 

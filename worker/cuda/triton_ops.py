@@ -1,6 +1,7 @@
 """Triton kernels beside attention: what stands between the matrix products of a decoder layer, one launch each.
 
-All arithmetic is in float32 and rounded once at the end. The twins in plain torch are the layers' own (`worker/layers`); tests compare the two.
+All arithmetic is in float32 and rounded once at the end. The twins in plain torch are the layers' own
+(`worker/layers`); tests compare the two.
 """
 
 from __future__ import annotations
@@ -11,7 +12,19 @@ import triton.language as tl
 
 
 @triton.jit
-def _add_rms_norm_kernel(x, residual, weight, out, eps, x_stride, residual_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _add_rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    x_stride,
+    residual_stride,
+    out_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -33,7 +46,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """residual += x, in place; returns (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
     out = torch.empty_like(x)
     _launch_norm(x, residual, weight, out, eps)
@@ -62,7 +77,9 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     block = min(1024, triton.next_power_of_2(size))
-    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](gate_up, out, gate_up.stride(0), out.stride(0), SIZE=size, BLOCK=block)
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
+        gate_up, out, gate_up.stride(0), out.stride(0), SIZE=size, BLOCK=block
+    )
     return out
 
 
@@ -94,7 +111,10 @@ def _qk_norm_rope_write_kernel(
             a *= scale * tl.load(weight + lanes, mask=mask, other=0.0).to(tl.float32)
             b *= scale * tl.load(weight + HEAD_DIM // 2 + lanes, mask=mask, other=0.0).to(tl.float32)
         angle = cos_sin + tl.load(positions + token) * cos_sin_stride + lanes
-        cos, sin = tl.load(angle, mask=mask, other=0.0).to(tl.float32), tl.load(angle + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+        cos, sin = (
+            tl.load(angle, mask=mask, other=0.0).to(tl.float32),
+            tl.load(angle + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32),
+        )
         rotated_a, rotated_b = (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
         if head < NUM_HEADS:
             tl.store(source + lanes, rotated_a, mask=mask)
@@ -105,12 +125,24 @@ def _qk_norm_rope_write_kernel(
             tl.store(at + HEAD_DIM // 2 + lanes, rotated_b, mask=mask)
 
 
-def qk_norm_rope_write(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
-                       positions: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Per-head RMSNorm of q and k (if weights are given), rotary embedding (rotate-half form, arXiv:2104.09864), and the store of k and v into their slots.
+def qk_norm_rope_write(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """Per-head RMSNorm of q and k (if weights are given), rotary embedding (rotate-half form, arXiv:2104.09864), and
+    the store of k and v into their slots.
 
-    qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, its q part is overwritten; cos_sin `[max_positions, head_dim]` holds the cosines of the
-    head_dim / 2 angles, then the sines; caches are `[num_blocks, block_size, num_kv_heads, head_dim]`. Returns q as a view `[T, num_heads, head_dim]`.
+    qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, its q part is overwritten; cos_sin `[max_positions,
+    head_dim]` holds the cosines of the head_dim / 2 angles, then the sines; caches are `[num_blocks, block_size,
+    num_kv_heads, head_dim]`. Returns q as a view `[T, num_heads, head_dim]`.
     """
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     _qk_norm_rope_write_kernel[(qkv.shape[0], num_heads + 2 * num_kv_heads)](

@@ -1,10 +1,12 @@
-"""Our own paged varlen attention in Triton: prefill, chunked prefill and decode in one kernel, for any page size, with nothing but torch and triton.
+"""Our own paged varlen attention in Triton: prefill, chunked prefill and decode in one kernel, for any page size, with
+nothing but torch and triton.
 
-One program serves `BLOCK_Q` consecutive query tokens of one request for all query heads of one KV head, so that K and V are read once for the whole
-group (GQA). Programs find their request by bisecting `query_start_loc`: request i owns the query blocks from `query_start_loc[i] // BLOCK_Q + i` on, which
-leaves at most one idle block per request (with BLOCK_Q = 1 none) and needs no host-side table, so the launch is the same in a CUDA graph. Softmax is online (Milakov and
-Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135); decode batches too small to fill the device split their keys over `num_splits` programs whose
-partial results a second kernel combines (flash-decoding).
+One program serves `BLOCK_Q` consecutive query tokens of one request for all query heads of one KV head, so that K and V
+are read once for the whole group (GQA). Programs find their request by bisecting `query_start_loc`: request i owns the
+query blocks from `query_start_loc[i] // BLOCK_Q + i` on, which leaves at most one idle block per request (with BLOCK_Q
+= 1 none) and needs no host-side table, so the launch is the same in a CUDA graph. Softmax is online (Milakov and
+Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135); decode batches too small to fill the device split their
+keys over `num_splits` programs whose partial results a second kernel combines (flash-decoding).
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ if triton is not None:
         request = _find_request(query_start_loc, block, num_reqs, BLOCK_Q)
         start = tl.load(query_start_loc + request)
         query_len = tl.load(query_start_loc + request + 1) - start
-        first_query = (block - _first_block(start, request, BLOCK_Q)) * BLOCK_Q  # of this program, counted within the request
+        # of this program, counted within the request
+        first_query = (block - _first_block(start, request, BLOCK_Q)) * BLOCK_Q
         if first_query >= query_len:
             return
         seq_len = tl.load(seq_lens + request)
@@ -73,7 +76,11 @@ if triton is not None:
         token, head = start + query, kv_head * GROUP + head_in_group
         dims = tl.arange(0, BLOCK_D)
         dim_mask = dims < HEAD_DIM
-        q_tile = tl.load(q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :], mask=row_mask[:, None] & dim_mask[None, :], other=0.0)
+        q_tile = tl.load(
+            q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :],
+            mask=row_mask[:, None] & dim_mask[None, :],
+            other=0.0,
+        )
         position = context_len + query
 
         # keys [first_key, last_key) are visible to some row of the tile
@@ -120,7 +127,9 @@ if triton is not None:
             at = (token.to(tl.int64) * NUM_HEADS + head) * num_splits + split
             tl.store(partial_max + at, running_max, mask=row_mask)
             tl.store(partial_sum + at, running_sum, mask=row_mask)
-            tl.store(partial_out + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=row_mask[:, None] & dim_mask[None, :])
+            tl.store(
+                partial_out + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=row_mask[:, None] & dim_mask[None, :]
+            )
         else:
             result = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
             tl.store(out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dims[None, :], result.to(out.dtype.element_ty),
@@ -139,17 +148,37 @@ if triton is not None:
         overall = tl.max(maxima, 0)
         factor = tl.exp2(maxima - tl.where(overall == float("-inf"), 0.0, overall))
         total = tl.sum(tl.load(partial_sum + base + splits, mask=split_mask, other=0.0) * factor, 0)
-        parts = tl.load(partial_out + (base + splits)[:, None] * HEAD_DIM + dims[None, :], mask=split_mask[:, None] & dim_mask[None, :], other=0.0)
+        parts = tl.load(
+            partial_out + (base + splits)[:, None] * HEAD_DIM + dims[None, :],
+            mask=split_mask[:, None] & dim_mask[None, :],
+            other=0.0,
+        )
         result = tl.sum(parts * factor[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-        tl.store(out + token * out_token_stride + head * out_head_stride + dims, result.to(out.dtype.element_ty), mask=dim_mask)
+        tl.store(
+            out + token * out_token_stride + head * out_head_stride + dims,
+            result.to(out.dtype.element_ty),
+            mask=dim_mask,
+        )
 
 
-def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                    seq_lens: torch.Tensor, max_query_len: int, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
-                    num_splits: int | None = None) -> torch.Tensor:
-    """Causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size, num_kv_heads, head_dim]`.
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size,
+    num_kv_heads, head_dim]`.
 
-    `num_splits` None chooses by the batch's shape alone (never by `seq_lens`, which may change between replays of a CUDA graph).
+    `num_splits` None chooses by the batch's shape alone (never by `seq_lens`, which may change between replays of a
+    CUDA graph).
     """
     num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -159,7 +188,9 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     block_g = max(block_g, 16 // block_q)  # tl.dot needs 16 rows
     num_blocks = num_tokens if block_q == 1 else num_tokens // block_q + num_reqs
     if num_splits is None:
-        num_splits = default_num_splits(num_blocks * num_kv_heads, max_query_len, block_table.shape[1] * block_size, q.device)
+        num_splits = default_num_splits(
+            num_blocks * num_kv_heads, max_query_len, block_table.shape[1] * block_size, q.device
+        )
     out = torch.empty_like(q)
     partial_shape = (num_tokens, num_heads, num_splits) if num_splits > 1 else (0,)
     partial_max, partial_sum = (q.new_empty(partial_shape, dtype=torch.float32) for _ in range(2))
@@ -183,8 +214,14 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 
 
 def _tile_of_keys(wanted: int, rows: int, block_d: int, q: torch.Tensor) -> int:
-    """The most keys, up to `wanted`, whose K and V tiles, in two stages, leave room for the queries in the device's shared memory."""
-    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if q.device.type == "cuda" else 227 << 10
+    """The most keys, up to `wanted`, whose K and V tiles, in two stages, leave room for the queries in the device's
+    shared memory.
+    """
+    shared = (
+        torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+        if q.device.type == "cuda"
+        else 227 << 10
+    )
     while wanted > 16 and (4 * wanted + rows) * block_d * q.element_size() > shared:
         wanted //= 2
     return wanted
@@ -220,6 +257,25 @@ class TritonPagedBackend(AttentionBackend):
     def build(self, meta: AttentionMetadata) -> None:
         pass
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
-                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        return paged_attention(q, k_cache, v_cache, meta.block_table, meta.query_start_loc, meta.seq_lens, meta.max_query_len, scale, sliding_window, soft_cap)
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
+        return paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            meta.block_table,
+            meta.query_start_loc,
+            meta.seq_lens,
+            meta.max_query_len,
+            scale,
+            sliding_window,
+            soft_cap,
+        )

@@ -14,8 +14,8 @@ weights exp((x - max) / temperature). A second one, a program per row, chooses.
   thresholds and token are found among them, without looking at the rest. If they turn out not to suffice (a flat
   distribution with a large top_p), the thresholds are found by bisection over the whole row, with the same result.
 
-The twin in torch, and where the uniform number comes from, is `worker/sampling/arithmetic.py`. A row's result depends on that
-row alone, whatever else is in the batch.
+The twin in torch, and where the uniform number comes from, is `worker/sampling/arithmetic.py`. A row's result depends
+on that row alone, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def _weights(x, maximum, temperature):
 
 @triton.jit
 def _uniform(state, position):
-    """`sampling_math.uniform`: SplitMix64 in int64, whose products wrap around; a shift right keeps the sign, hence the masks."""
+    """`sampling_math.uniform`: SplitMix64 in int64, whose products wrap around; a shift right keeps the sign, hence the
+    masks.
+    """
     z = state + (position + 1) * -7046029254386353131
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -52,7 +54,9 @@ def _uniform(state, position):
 
 
 @triton.jit
-def _tiles_kernel(logits, rows, temperatures, tile_max, tile_index, tile_sum, row_stride, size, num_tiles, TILE: tl.constexpr):
+def _tiles_kernel(
+    logits, rows, temperatures, tile_max, tile_index, tile_sum, row_stride, size, num_tiles, TILE: tl.constexpr
+):
     i, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits + i * row_stride + columns, mask=columns < size, other=float("-inf"))
@@ -138,8 +142,7 @@ def _target(total, uniform):
 
 @triton.jit
 def _invert_row(row_logits, lowest, target, maximum, temperature, min_p, size, num_tiles, TILE: tl.constexpr):
-    """The first token of a row at which the running sum of the amounts of the keys from `lowest` on exceeds `target`.
-    """
+    """The first token of a row at which the running sum of the amounts of the keys from `lowest` on exceeds `target`."""
     token = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int64)
     for tile in range(0, num_tiles):
@@ -213,11 +216,13 @@ def _filtered_token(
         lowest = tl.zeros([], tl.int32)
         if top_k > 0:
             lowest = _row_sums_reach(
-                row_logits, top_k.to(tl.int64), True, 0, maximum, temperature, min_p, size, num_tiles, TILE)
+                row_logits, top_k.to(tl.int64), True, 0, maximum, temperature, min_p, size, num_tiles, TILE
+            )
         if top_p < 1:
             total = _sum_from(row_logits, lowest, False, maximum, temperature, min_p, size, num_tiles, TILE)
             nucleus = _row_sums_reach(
-                row_logits, _needed(total, top_p), False, lowest, maximum, temperature, min_p, size, num_tiles, TILE)
+                row_logits, _needed(total, top_p), False, lowest, maximum, temperature, min_p, size, num_tiles, TILE
+            )
             lowest = tl.maximum(lowest, nucleus)
         total = _sum_from(row_logits, lowest, False, maximum, temperature, min_p, size, num_tiles, TILE)
         target = _target(total, uniform)
@@ -248,8 +253,21 @@ def _choose_kernel(
         if filters:
             uniform = _uniform(tl.load(states + row), tl.load(positions + i))
             token = _filtered_token(
-                logits + i * row_stride, tile_max + i * num_tiles, indices + i * CANDIDATES, weights + i * CANDIDATES,
-                maximum, temperature, uniform, top_k, top_p, min_p, size, num_tiles, TILE, CANDIDATES)
+                logits + i * row_stride,
+                tile_max + i * num_tiles,
+                indices + i * CANDIDATES,
+                weights + i * CANDIDATES,
+                maximum,
+                temperature,
+                uniform,
+                top_k,
+                top_p,
+                min_p,
+                size,
+                num_tiles,
+                TILE,
+                CANDIDATES,
+            )
             tl.store(token_ids + i, token.to(tl.int64))
     if not filters:
         if temperature > 0:
@@ -275,9 +293,16 @@ def _choose_kernel(
             tl.store(token_ids + i, tl.load(tile_index + i * num_tiles + first).to(tl.int64))
 
 
-def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor,
-           states: torch.Tensor, top_ks: torch.Tensor | None = None, top_ps: torch.Tensor | None = None,
-           min_ps: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    temperatures: torch.Tensor,
+    states: torch.Tensor,
+    top_ks: torch.Tensor | None = None,
+    top_ps: torch.Tensor | None = None,
+    min_ps: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(largest value `[S]` float32, sampled token `[S]` int64) of each row of logits `[S, V]` float32. The value is NaN
     if any logit is; where it is not finite the token means nothing.
 
@@ -293,7 +318,19 @@ def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, te
     filters = top_ks is not None
     room = CANDIDATES if filters else 0
     indices, weights = logits.new_empty(num_rows, room, dtype=torch.int32), logits.new_empty(num_rows, room)
-    _tiles_kernel[(num_rows, num_tiles)](logits, rows, temperatures, tile_max, tile_index, tile_sum, logits.stride(0), size, num_tiles, TILE=TILE, num_warps=8)
+    _tiles_kernel[(num_rows, num_tiles)](
+        logits,
+        rows,
+        temperatures,
+        tile_max,
+        tile_index,
+        tile_sum,
+        logits.stride(0),
+        size,
+        num_tiles,
+        TILE=TILE,
+        num_warps=8,
+    )
     _choose_kernel[(num_rows,)](
         logits, rows, positions, temperatures, states, top_ks, top_ps, min_ps, tile_max, tile_index, tile_sum,
         indices, weights, values, token_ids, logits.stride(0), size, num_tiles, TILE=TILE,

@@ -1,4 +1,6 @@
-"""The FlashAttention inside torch, `torch.nn.attention.varlen`, where its version reads a block table (2.13; 2.11 does not)."""
+"""The FlashAttention inside torch, `torch.nn.attention.varlen`, where its version reads a block table (2.13; 2.11 does
+not).
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,29 @@ class TorchVarlenAttention(AttentionBackend):
     def build(self, meta: AttentionMetadata) -> None:
         meta.extra = cumulative(meta.seq_lens)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
-                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
         assert soft_cap is None
         left = -1 if sliding_window is None else sliding_window - 1
-        return varlen_attn(q, k_cache, v_cache, meta.query_start_loc, meta.extra, meta.max_query_len, meta.max_seq_len, scale=scale,
-                           window_size=(left, 0), enable_gqa=q.shape[1] != k_cache.shape[2], seqused_k=meta.seq_lens, block_table=meta.block_table)
+        return varlen_attn(
+            q,
+            k_cache,
+            v_cache,
+            meta.query_start_loc,
+            meta.extra,
+            meta.max_query_len,
+            meta.max_seq_len,
+            scale=scale,
+            window_size=(left, 0),
+            enable_gqa=q.shape[1] != k_cache.shape[2],
+            seqused_k=meta.seq_lens,
+            block_table=meta.block_table,
+        )

@@ -10,10 +10,21 @@ from quire.worker.cache.spec import Full, Window
 
 
 class Attention(nn.Module):
-    """Causal attention of one layer over the paged cache. `k_cache` and `v_cache` are bound by `worker/cache/allocation.py` (layout in `attention/base.py`)."""
+    """Causal attention of one layer over the paged cache.
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, layer_index: int, sliding_window: int | None = None, scale: float | None = None,
-                 soft_cap: float | None = None):
+    `k_cache` and `v_cache` are bound by `worker/cache/allocation.py` (layout in `attention/base.py`).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        layer_index: int,
+        sliding_window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim  # of this rank
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -28,8 +39,16 @@ class Attention(nn.Module):
         return Full(*sizes) if self.sliding_window is None else Window(*sizes, self.sliding_window)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
-        """Store k and v `[T, num_kv_heads, head_dim]`, then attend with q `[T, num_heads, head_dim]`; heads may also be flat. Returns `[T, num_heads * head_dim]`."""
-        attn.backend.write_kv(k.view(-1, self.num_kv_heads, self.head_dim), v.view(-1, self.num_kv_heads, self.head_dim), self.k_cache, self.v_cache, attn.slot_mapping)
+        """Store k and v `[T, num_kv_heads, head_dim]`, then attend with q `[T, num_heads, head_dim]`; heads may also be
+        flat. Returns `[T, num_heads * head_dim]`.
+        """
+        attn.backend.write_kv(
+            k.view(-1, self.num_kv_heads, self.head_dim),
+            v.view(-1, self.num_kv_heads, self.head_dim),
+            self.k_cache,
+            self.v_cache,
+            attn.slot_mapping,
+        )
         return self.attend(q, attn)
 
     def attend(self, q: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
@@ -39,4 +58,7 @@ class Attention(nn.Module):
         return out.reshape(-1, self.num_heads * self.head_dim)
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, sliding_window={self.sliding_window}"
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"sliding_window={self.sliding_window}"
+        )

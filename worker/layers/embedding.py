@@ -29,7 +29,7 @@ def _vocab_parts(vocab_size: int, hidden_size: int, name: str) -> tuple[int, lis
 
 
 def _zero_padding(weight: torch.Tensor, parts: list[Part]) -> None:
-    weight.data[parts[0].target[0][2]:].zero_()
+    weight.data[parts[0].target[0][2] :].zero_()
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -56,12 +56,21 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(Linear):
-    """hidden `[S, hidden_size]` -> float32 logits `[S, vocab_size]`, on every rank, perhaps in a workspace. With `tied_to` the weights are the embedding's.
+    """hidden `[S, hidden_size]` -> float32 logits `[S, vocab_size]`, on every rank, perhaps in a workspace. With
+    `tied_to` the weights are the embedding's.
 
-    `name` is the checkpoint tensor: on a pipeline's last stage, tied weights without the embedding at hand are read from the embedding's tensor.
+    `name` is the checkpoint tensor: on a pipeline's last stage, tied weights without the embedding at hand are read
+    from the embedding's tensor.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, name: str, tied_to: VocabParallelEmbedding | None = None, method: LinearMethod = PLAIN):
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        name: str,
+        tied_to: VocabParallelEmbedding | None = None,
+        method: LinearMethod = PLAIN,
+    ):
         self.group, self.vocab_size = tp(), vocab_size
         rows, self._parts = _vocab_parts(vocab_size, hidden_size, name)
         super().__init__(hidden_size, rows, False, method, weight=tied_to.weight if tied_to else None)

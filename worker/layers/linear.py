@@ -1,10 +1,12 @@
 """Linear layers that hold only this rank's share of their weights.
 
-Who does what: a layer knows how its weights are split over ranks and fused from several checkpoint tensors; a `LinearMethod` knows the numerics (how the
-weights are stored and multiplied). A parameter carries the list of its `Part`s: which slice of which checkpoint tensor belongs where in it. The loader
-follows these parts and knows nothing else, so that formats with scales and zero points can shard in their own way.
+Who does what: a layer knows how its weights are split over ranks and fused from several checkpoint tensors; a
+`LinearMethod` knows the numerics (how the weights are stored and multiplied). A parameter carries the list of its
+`Part`s: which slice of which checkpoint tensor belongs where in it. The loader follows these parts and knows nothing
+else, so that formats with scales and zero points can shard in their own way.
 
-Parameters are created uninitialised, in torch's default dtype and on its default device (`models.build_model` sets both).
+Parameters are created uninitialised, in torch's default dtype and on its default device (`models.build_model` sets
+both).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ Narrow = tuple[int, int, int]  # (dim, start, length)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A slice of one checkpoint tensor, and where it goes in a parameter. Narrows are applied one after another; none is everything.
+    """A slice of one checkpoint tensor, and where it goes in a parameter. Narrows are applied one after another; none
+    is everything.
 
     E.g. rows 8 .. 15 of expert 3 in a stacked parameter: target ((0, 3, 1), (1, 8, 8)).
     """
@@ -51,7 +54,9 @@ def narrowed(tensor: torch.Tensor, narrows: tuple[Narrow, ...]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's rows `start : start + length` of a checkpoint weight of `full` rows, which begin at row `target` of the fused one."""
+    """This rank's rows `start : start + length` of a checkpoint weight of `full` rows, which begin at row `target` of
+    the fused one.
+    """
 
     prefix: str  # e.g. "model.layers.0.self_attn.q_proj"
     full: int
@@ -61,40 +66,61 @@ class Shard:
 
 
 def empty_parameter(*shape: int, parts: list[Part]) -> nn.Parameter:
-    """An uninitialised parameter that the loader will fill from `parts`. In the host's memory on huge pages: they are faster to get, and to read."""
+    """An uninitialised parameter that the loader will fill from `parts`.
+
+    In the host's memory on huge pages: they are faster to get, and to read.
+    """
     on_host = torch.get_default_device().type == "cpu"
-    parameter = nn.Parameter(huge_pages.zeros(*shape, dtype=torch.get_default_dtype()) if on_host else torch.empty(shape), requires_grad=False)
+    parameter = nn.Parameter(
+        huge_pages.zeros(*shape, dtype=torch.get_default_dtype()) if on_host else torch.empty(shape),
+        requires_grad=False,
+    )
     parameter.parts = parts
     return parameter
 
 
-_WIDEN_ROWS = 16  # from so many on it costs less to widen a weight than to multiply 16-bit numbers without instructions for them
+# from so many on it costs less to widen a weight than to multiply 16-bit numbers without instructions for them
+_WIDEN_ROWS = 16
 _PIECE = 1 << 22  # elements of a weight that are wide at a time: 16 MiB
 
 
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of `dtype` on this CPU. Where it does not, torch's own loops take five times as long as float32's product."""
+    """Whether oneDNN multiplies matrices of `dtype` on this CPU.
+
+    Where it does not, torch's own loops take five times as long as float32's product.
+    """
     if dtype not in (torch.bfloat16, torch.float16):
         return True
     if not torch.backends.mkldnn.is_available():
         return False
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return (
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if dtype == torch.bfloat16
+        else torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    )
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` of x `[T, in_features]`, `weight` `[out_features, in_features]` and `bias` `[out_features]`, all of one type, by the quickest way that the CPU has."""
+    """`F.linear` of x `[T, in_features]`, `weight` `[out_features, in_features]` and `bias` `[out_features]`, all of
+    one type, by the quickest way that the CPU has.
+    """
     if x.device.type != "cpu" or len(x) < _WIDEN_ROWS or _multiplies(x.dtype):
         return F.linear(x, weight, bias)
     step, wide = max(1, _PIECE // weight.shape[1]), x.float()
     out = x.new_empty(len(x), len(weight))
     for i in range(0, len(weight), step):
-        out[:, i : i + step] = F.linear(wide, weight[i : i + step].float(), None if bias is None else bias[i : i + step].float())
+        out[:, i : i + step] = F.linear(
+            wide, weight[i : i + step].float(), None if bias is None else bias[i : i + step].float()
+        )
     return out
 
 
 class LinearMethod:
-    """Numerics of a linear layer. One instance may serve many layers; what it stores belongs to the layer. x is `[T, in_features]`."""
+    """Numerics of a linear layer.
+
+    One instance may serve many layers; what it stores belongs to the layer. x is `[T, in_features]`.
+    """
 
     def create_weights(self, layer: Linear) -> None:
         """Register the parameters of `layer`, uninitialised, each with its `parts`."""
@@ -117,7 +143,10 @@ class LinearMethod:
         return sum(parameter.nbytes for parameter in layer.parameters(recurse=False))
 
     def finalize(self, layer: Linear) -> None:
-        """Called when the weights are loaded, and again when faster kernels have appeared. May repack them, or hand the layer to another method."""
+        """Called when the weights are loaded, and again when faster kernels have appeared.
+
+        May repack them, or hand the layer to another method.
+        """
 
 
 class PlainLinear(LinearMethod):
@@ -138,7 +167,10 @@ PLAIN = PlainLinear()
 
 
 class WeightFormat:
-    """Chooses the `LinearMethod` of each layer when the model is built. This one: floating-point weights, as they are."""
+    """Chooses the `LinearMethod` of each layer when the model is built.
+
+    This one: floating-point weights, as they are.
+    """
 
     def linear(self, prefix: str) -> LinearMethod:
         """For the layer at `prefix`, e.g. "model.layers.0.self_attn.qkv_proj"."""
@@ -158,7 +190,9 @@ class Linear(nn.Module):
     `weight` is a parameter of another layer to share, instead of creating one.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, method: LinearMethod, weight: nn.Parameter | None = None):
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, method: LinearMethod, weight: nn.Parameter | None = None
+    ):
         super().__init__()
         self.in_features, self.out_features, self.method = in_features, out_features, method
         self.ops: Ops | None = None  # None: plain torch
@@ -199,23 +233,46 @@ class ColumnParallelLinear(Linear):
         super().__init__(in_features, sum(shard.length for shard in shards), bias, method)
 
     def weight_parts(self) -> list[Part]:
-        return [Part(f"{s.prefix}.weight", (s.full, self.in_features), ((0, s.start, s.length),), ((0, s.target, s.length),)) for s in self.shards]
+        return [
+            Part(
+                f"{s.prefix}.weight", (s.full, self.in_features), ((0, s.start, s.length),), ((0, s.target, s.length),)
+            )
+            for s in self.shards
+        ]
 
     def bias_parts(self) -> list[Part]:
-        return [Part(f"{s.prefix}.bias", (s.full,), ((0, s.start, s.length),), ((0, s.target, s.length),)) for s in self.shards]
+        return [
+            Part(f"{s.prefix}.bias", (s.full,), ((0, s.start, s.length),), ((0, s.target, s.length),))
+            for s in self.shards
+        ]
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several projections of the same input, each to `size`, as one multiplication; the outputs follow each other in the order of `names`.
+    """Several projections of the same input, each to `size`, as one multiplication; the outputs follow each other in
+    the order of `names`.
 
     Raises:
         ValueError: the ranks do not divide `size`, which the message calls `size_name`.
     """
 
-    def __init__(self, in_features: int, size: int, names: tuple[str, ...], bias: bool, prefix: str, size_name: str = "size", method: LinearMethod = PLAIN):
+    def __init__(
+        self,
+        in_features: int,
+        size: int,
+        names: tuple[str, ...],
+        bias: bool,
+        prefix: str,
+        size_name: str = "size",
+        method: LinearMethod = PLAIN,
+    ):
         group = tp()
         length = split_size(size_name, size, group)
-        super().__init__(in_features, [Shard(f"{prefix}.{name}", size, group.rank * length, length, i * length) for i, name in enumerate(names)], bias, method)
+        super().__init__(
+            in_features,
+            [Shard(f"{prefix}.{name}", size, group.rank * length, length, i * length) for i, name in enumerate(names)],
+            bias,
+            method,
+        )
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
@@ -242,14 +299,30 @@ class QKVParallelLinear(ColumnParallelLinear):
         ValueError: the ranks do not divide the heads.
     """
 
-    def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, prefix: str, method: LinearMethod = PLAIN):
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool,
+        prefix: str,
+        method: LinearMethod = PLAIN,
+    ):
         group = tp()
         self.num_heads = split_size("num_attention_heads", num_heads, group)
         self.num_kv_heads, first_kv_head = split_kv_heads(num_kv_heads, group)
         q, kv = self.num_heads * head_dim, self.num_kv_heads * head_dim
-        super().__init__(hidden_size, [Shard(f"{prefix}.q_proj", num_heads * head_dim, group.rank * q, q),
-                                       Shard(f"{prefix}.k_proj", num_kv_heads * head_dim, first_kv_head * head_dim, kv, q),
-                                       Shard(f"{prefix}.v_proj", num_kv_heads * head_dim, first_kv_head * head_dim, kv, q + kv)], bias, method)
+        super().__init__(
+            hidden_size,
+            [
+                Shard(f"{prefix}.q_proj", num_heads * head_dim, group.rank * q, q),
+                Shard(f"{prefix}.k_proj", num_kv_heads * head_dim, first_kv_head * head_dim, kv, q),
+                Shard(f"{prefix}.v_proj", num_kv_heads * head_dim, first_kv_head * head_dim, kv, q + kv),
+            ],
+            bias,
+            method,
+        )
 
 
 class RowParallelLinear(Linear):
@@ -259,12 +332,26 @@ class RowParallelLinear(Linear):
         ValueError: the ranks do not divide `in_features`, which the message calls `size_name`.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, prefix: str, size_name: str = "size", method: LinearMethod = PLAIN):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        prefix: str,
+        size_name: str = "size",
+        method: LinearMethod = PLAIN,
+    ):
         self.group, self.full_in_features, self.prefix = tp(), in_features, prefix
         super().__init__(split_size(size_name, in_features, self.group), out_features, bias, method)
 
     def weight_parts(self) -> list[Part]:
-        return [Part(f"{self.prefix}.weight", (self.out_features, self.full_in_features), ((1, self.group.rank * self.in_features, self.in_features),))]
+        return [
+            Part(
+                f"{self.prefix}.weight",
+                (self.out_features, self.full_in_features),
+                ((1, self.group.rank * self.in_features, self.in_features),),
+            )
+        ]
 
     def bias_parts(self) -> list[Part]:
         return [Part(f"{self.prefix}.bias", (self.out_features,))]
@@ -279,11 +366,16 @@ class RowParallelLinear(Linear):
 
 
 def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:
-    """`(number, first)` of the KV heads that this rank holds. Raises ValueError if the ranks neither divide nor multiply them."""
+    """`(number, first)` of the KV heads that this rank holds.
+
+    Raises ValueError if the ranks neither divide nor multiply them.
+    """
     if num_kv_heads >= group.size:
         number = split_size("num_key_value_heads", num_kv_heads, group)
         return number, group.rank * number
     if group.size % num_kv_heads:
-        raise ValueError(f"num_key_value_heads {num_kv_heads} cannot be spread over tensor_parallel_size {group.size}; "
-                         f"sizes that would do divide {num_kv_heads} or are a multiple of it")
+        raise ValueError(
+            f"num_key_value_heads {num_kv_heads} cannot be spread over tensor_parallel_size {group.size}; "
+            f"sizes that would do divide {num_kv_heads} or are a multiple of it"
+        )
     return 1, group.rank * num_kv_heads // group.size

@@ -1,4 +1,6 @@
-"""RMSNorm (https://arxiv.org/abs/1910.07467), with Hugging Face's rounding: normalised in float32, rounded, then scaled."""
+"""RMSNorm (https://arxiv.org/abs/1910.07467), with Hugging Face's rounding: normalised in float32, rounded, then
+scaled.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`(rms_norm(x + residual), x + residual)`. The kernels overwrite `residual` with the sum."""
     residual = x + residual
     return rms_norm(residual, weight, eps), residual

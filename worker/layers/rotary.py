@@ -1,7 +1,8 @@
-"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) in the half-split layout of Hugging Face: entry i turns with entry i + D/2.
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) in the half-split layout of Hugging Face: entry i turns
+with entry i + D/2.
 
-Scaled variants: linear (positions divided by a factor), llama3 (low frequencies divided, high ones kept, a ramp between), yarn
-(https://arxiv.org/abs/2309.00071). cos and sin are tabulated in float32.
+Scaled variants: linear (positions divided by a factor), llama3 (low frequencies divided, high ones kept, a ramp
+between), yarn (https://arxiv.org/abs/2309.00071). cos and sin are tabulated in float32.
 """
 
 from __future__ import annotations
@@ -14,24 +15,32 @@ from torch import nn
 
 
 class RotaryEmbedding(nn.Module):
-    """The table of cos and sin, shared by all layers: `cos_sin_cache [max_positions, D]` float32, cos in the first half of a row, sin in the second."""
+    """The table of cos and sin, shared by all layers: `cos_sin_cache [max_positions, D]` float32, cos in the first half
+    of a row, sin in the second.
+    """
 
     def __init__(self, head_dim: int, max_positions: int, theta: float, scaling: dict[str, Any] | None):
         super().__init__()
         inv_freq, magnitude = inverse_frequencies(head_dim, theta, scaling)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
-        self.register_buffer("cos_sin_cache", torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), -1), persistent=False)
+        self.register_buffer(
+            "cos_sin_cache", torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), -1), persistent=False
+        )
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Turn x `[T, heads, D]` by the angles of `cos_sin_cache[positions]`, `[T, D]`. Computed in float32, returned in x's type."""
+    """Turn x `[T, heads, D]` by the angles of `cos_sin_cache[positions]`, `[T, D]`.
+
+    Computed in float32, returned in x's type.
+    """
     cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
-    """`(inv_freq [D/2] float32, magnitude)`: the angle per position of each pair, and what cos and sin are multiplied by.
+    """`(inv_freq [D/2] float32, magnitude)`: the angle per position of each pair, and what cos and sin are multiplied
+    by.
 
     `scaling` is `ModelSpec.rope_scaling`.
     """
@@ -47,18 +56,27 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | N
 
 
 def _llama3(inv_freq: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
-    """Wavelengths beyond `original / low_freq_factor` positions are stretched by `factor`, those under `original / high_freq_factor` kept."""
-    rotations = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)  # in the context that was trained on
+    """Wavelengths beyond `original / low_freq_factor` positions are stretched by `factor`, those under `original /
+    high_freq_factor` kept.
+    """
+    # in the context that was trained on
+    rotations = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return inv_freq * (kept + (1 - kept) / scaling["factor"])
 
 
 def _yarn(inv_freq: torch.Tensor, head_dim: int, theta: float, scaling: dict[str, Any]) -> torch.Tensor:
-    """Pairs that turn more than `beta_fast` times in the original context are kept, those under `beta_slow` times stretched by `factor`."""
+    """Pairs that turn more than `beta_fast` times in the original context are kept, those under `beta_slow` times
+    stretched by `factor`.
+    """
 
     def pair_with(rotations: float) -> float:  # index of the pair that turns this often
-        return head_dim * math.log(scaling["original_max_position_embeddings"] / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            head_dim
+            * math.log(scaling["original_max_position_embeddings"] / (rotations * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low, high = pair_with(scaling.get("beta_fast") or 32), pair_with(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):

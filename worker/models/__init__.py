@@ -34,7 +34,8 @@ def read_model_spec(folder: str) -> ModelSpec:
     """What `folder/config.json` says.
 
     Raises:
-        ValueError: there is no readable config.json, no architecture in it is one of MODELS, or it asks for something that is not supported.
+        ValueError: there is no readable config.json, no architecture in it is one of MODELS, or it asks for something
+        that is not supported.
     """
     spec = parse_model_spec(read_config(folder))
     return spec if spec.dtype else replace(spec, dtype=dtype_of_weights(folder))
@@ -60,9 +61,10 @@ def build_model(
 ) -> CausalLM:
     """The model with uninitialised weights of `dtype` on `device`, this rank's share of it (`worker.parallel`).
 
-    `max_model_len` bounds the positions that rotary tables are made for; by default it is the spec's. With `quantization`
-    (`layers/quantization/int_at_load.py`) the weights are quantized when they have been loaded. `ops` are those of the platform; plain torch by default.
-    Raises ValueError for an unknown architecture and for sizes that the ranks do not divide.
+    `max_model_len` bounds the positions that rotary tables are made for; by default it is the spec's. With
+    `quantization` (`layers/quantization/int_at_load.py`) the weights are quantized when they have been loaded. `ops`
+    are those of the platform; plain torch by default. Raises ValueError for an unknown architecture and for sizes that
+    the ranks do not divide.
     """
     import torch
 

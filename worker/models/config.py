@@ -1,7 +1,8 @@
-"""What the `config.json` of every family has in common: sizes, rotary embeddings, data types. Torch-free. What is special about a family is in its own file.
+"""What the `config.json` of every family has in common: sizes, rotary embeddings, data types. Torch-free. What is
+special about a family is in its own file.
 
-Both generations of files are read: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5). What cannot be served is
-refused here, by name, before anything is loaded.
+Both generations of files are read: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters`
+(transformers 5). What cannot be served is refused here, by name, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class ModelSpec:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, Any] | None  # None: plain; else rope_type is linear, llama3 or yarn, and its numbers are all there
+    # None: plain; else rope_type is linear, llama3 or yarn, and its numbers are all there
+    rope_scaling: dict[str, Any] | None
     tie_word_embeddings: bool
     attention_bias: bool  # of q, k and v
     attention_out_bias: bool
@@ -74,12 +76,18 @@ class ModelSpec:
 
     @property
     def max_model_len(self) -> int:
-        """Longest context in tokens. Scaling that stretches positions stretches it too, except where `max_position_embeddings` already counts it (llama3)."""
+        """Longest context in tokens.
+
+        Scaling that stretches positions stretches it too, except where `max_position_embeddings` already counts it
+        (llama3).
+        """
         scaling = self.rope_scaling
         if scaling is None or scaling["rope_type"] == "llama3":
             return self.max_position_embeddings
         if scaling["rope_type"] == "yarn":
-            return max(self.max_position_embeddings, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
+            return max(
+                self.max_position_embeddings, int(scaling["original_max_position_embeddings"] * scaling["factor"])
+            )
         return int(self.max_position_embeddings * scaling["factor"])
 
 
@@ -97,8 +105,11 @@ def read_config(folder: str) -> dict[str, Any]:
     return raw
 
 
-def make_spec(architecture: str, values: dict[str, Any], layers: tuple[LayerSpec, ...], raw: dict[str, Any]) -> ModelSpec:
-    """The spec of a family whose defaults are filled in and sizes checked: `values` has the keys of COMMON_DEFAULTS and the sizes, `raw` is the config.json.
+def make_spec(
+    architecture: str, values: dict[str, Any], layers: tuple[LayerSpec, ...], raw: dict[str, Any]
+) -> ModelSpec:
+    """The spec of a family whose defaults are filled in and sizes checked: `values` has the keys of COMMON_DEFAULTS and
+    the sizes, `raw` is the config.json.
 
     Raises ValueError for what no family supports.
     """
@@ -118,7 +129,10 @@ def make_spec(architecture: str, values: dict[str, Any], layers: tuple[LayerSpec
 
 
 def layer_specs(window: int | None, layer_types: Sequence[str], num_layers: int) -> tuple[LayerSpec, ...]:
-    """One spec per entry of `layer_types`: full_attention, or sliding_attention with `window`. Raises ValueError for another name or number of layers."""
+    """One spec per entry of `layer_types`: full_attention, or sliding_attention with `window`.
+
+    Raises ValueError for another name or number of layers.
+    """
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"sliding_window must be a positive integer or null, not {window!r}")
     unknown = set(layer_types) - {"full_attention", "sliding_attention"}
@@ -128,27 +142,46 @@ def layer_specs(window: int | None, layer_types: Sequence[str], num_layers: int)
             f"found {len(layer_types)}: {sorted(set(layer_types))}"
         )
     if "sliding_attention" in layer_types and window is None:
-        raise ValueError("layer_types names sliding_attention but there is no sliding_window (or use_sliding_window is false)")
+        raise ValueError(
+            "layer_types names sliding_attention but there is no sliding_window (or use_sliding_window is false)"
+        )
     return tuple(LayerSpec(window if kind == "sliding_attention" else None) for kind in layer_types)
 
 
 def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1) -> list[CacheSpec]:
-    """What each layer keeps on each of `tp` ranks, in elements of `itemsize` bytes. KV heads are replicated when there are fewer than ranks."""
+    """What each layer keeps on each of `tp` ranks, in elements of `itemsize` bytes.
+
+    KV heads are replicated when there are fewer than ranks.
+    """
     sizes = max(1, spec.num_key_value_heads // tp), spec.head_dim, spec.head_dim, itemsize
     return [Full(*sizes) if layer.window is None else Window(*sizes, layer.window) for layer in spec.layers]
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, tp: int = 1) -> int:
-    """Bytes of keys and values that one token takes on each of `tp` ranks, over all layers. KV heads are replicated when there are fewer than ranks."""
+    """Bytes of keys and values that one token takes on each of `tp` ranks, over all layers.
+
+    KV heads are replicated when there are fewer than ranks.
+    """
     return spec.num_hidden_layers * 2 * max(1, spec.num_key_value_heads // tp) * spec.head_dim * dtype_bytes
 
 
 def complete_sizes(values: dict[str, Any]) -> None:
-    """Fill in what follows from other sizes, and check that the sizes fit. Changes `values`. Raises ValueError naming the key."""
+    """Fill in what follows from other sizes, and check that the sizes fit.
+
+    Changes `values`. Raises ValueError naming the key.
+    """
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-                "max_position_embeddings"):
+    for key in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+    ):
         if (not isinstance(values[key], int) or values[key] < 1) and (key, values[key]) != ("head_dim", None):
             raise ValueError(f"{key} must be a positive integer, not {values[key]!r}")
     heads = values["num_attention_heads"]
@@ -157,7 +190,9 @@ def complete_sizes(values: dict[str, Any]) -> None:
             raise ValueError(f"hidden_size {values['hidden_size']} is not a multiple of num_attention_heads {heads}")
         values["head_dim"] = values["hidden_size"] // heads
     if heads % values["num_key_value_heads"]:
-        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {values['num_key_value_heads']}")
+        raise ValueError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {values['num_key_value_heads']}"
+        )
     if values["head_dim"] % 2:
         raise ValueError(f"head_dim {values['head_dim']} must be even for rotary embeddings")
 
@@ -177,7 +212,9 @@ def _rope(raw: dict[str, Any], max_positions: int) -> tuple[float, dict[str, Any
     if rope_type == "default":
         return theta, None
     if rope_type in ("llama3", "yarn"):
-        original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_positions
+        original = (
+            raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_positions
+        )
         rope["original_max_position_embeddings"] = original
     if rope_type == "yarn" and rope.get("factor") is None:
         rope["factor"] = max_positions / rope["original_max_position_embeddings"]
@@ -195,7 +232,9 @@ def _dtype(raw: dict[str, Any]) -> str:
 
 
 def dtype_of_weights(folder: str) -> str:
-    """The dtype of the first weight in the files, as transformers decides when config.json names none; float32 if there are no weights either."""
+    """The dtype of the first weight in the files, as transformers decides when config.json names none; float32 if there
+    are no weights either.
+    """
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
             with path.open("rb") as file:

@@ -1,7 +1,8 @@
-"""The decoder that all our language models share. A model is a subclass of `CausalLM` whose class attributes name the parts that differ.
+"""The decoder that all our language models share. A model is a subclass of `CausalLM` whose class attributes name the
+parts that differ.
 
-Shapes: T tokens of all requests of the step side by side, H = hidden size, D = head size. Module names are those of the checkpoints, so a parameter's path
-is its tensor's name.
+Shapes: T tokens of all requests of the step side by side, H = hidden size, D = head size. Module names are those of the
+checkpoints, so a parameter's path is its tensor's name.
 """
 
 from __future__ import annotations
@@ -34,17 +35,37 @@ TORCH = Ops()
 
 
 class SelfAttention(nn.Module):
-    """x `[T, H]` -> `[T, H]`, or the rows of that in `needed_rows`. All tokens leave their keys and values in the cache."""
+    """x `[T, H]` -> `[T, H]`, or the rows of that in `needed_rows`.
+
+    All tokens leave their keys and values in the cache.
+    """
 
     native_twin: ClassVar = "attention"
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
         heads, dim = spec.num_attention_heads, spec.head_dim
-        self.qkv_proj = QKVParallelLinear(spec.hidden_size, dim, heads, spec.num_key_value_heads, spec.attention_bias, prefix, weights.linear(f"{prefix}.qkv_proj"))
-        self.o_proj = RowParallelLinear(heads * dim, spec.hidden_size, spec.attention_out_bias, f"{prefix}.o_proj", "num_attention_heads * head_dim", weights.linear(f"{prefix}.o_proj"))
+        self.qkv_proj = QKVParallelLinear(
+            spec.hidden_size,
+            dim,
+            heads,
+            spec.num_key_value_heads,
+            spec.attention_bias,
+            prefix,
+            weights.linear(f"{prefix}.qkv_proj"),
+        )
+        self.o_proj = RowParallelLinear(
+            heads * dim,
+            spec.hidden_size,
+            spec.attention_out_bias,
+            f"{prefix}.o_proj",
+            "num_attention_heads * head_dim",
+            weights.linear(f"{prefix}.o_proj"),
+        )
         kind = spec.layers[layer]
-        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, dim, layer, kind.window, kind.scale, kind.soft_cap)
+        self.attn = Attention(
+            self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, dim, layer, kind.window, kind.scale, kind.soft_cap
+        )
         self.qk_norm_rope_write = TORCH.qk_norm_rope_write
         self.eps = spec.rms_norm_eps
 
@@ -56,10 +77,26 @@ class SelfAttention(nn.Module):
         """Weights `[D]` of the norms over each head of q and k, None where there are none."""
         return None, None
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         meta = attn[self.attn.cache_group]
-        q = self.qk_norm_rope_write(self.qkv_proj(x), *self.head_norms(), self.eps, cos_sin, positions, self.attn.k_cache, self.attn.v_cache,
-                                    meta.slot_mapping, self.attn.num_heads)
+        q = self.qk_norm_rope_write(
+            self.qkv_proj(x),
+            *self.head_norms(),
+            self.eps,
+            cos_sin,
+            positions,
+            self.attn.k_cache,
+            self.attn.v_cache,
+            meta.slot_mapping,
+            self.attn.num_heads,
+        )
         attended = self.attn.attend(q, meta)
         return self.o_proj(attended if needed_rows is None else attended[needed_rows])
 
@@ -71,30 +108,55 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
-        self.gate_up_proj = GateUpParallelLinear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, prefix, weights.linear(f"{prefix}.gate_up_proj"))
-        self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, f"{prefix}.down_proj", "intermediate_size", weights.linear(f"{prefix}.down_proj"))
+        self.gate_up_proj = GateUpParallelLinear(
+            spec.hidden_size, spec.intermediate_size, spec.mlp_bias, prefix, weights.linear(f"{prefix}.gate_up_proj")
+        )
+        self.down_proj = RowParallelLinear(
+            spec.intermediate_size,
+            spec.hidden_size,
+            spec.mlp_bias,
+            f"{prefix}.down_proj",
+            "intermediate_size",
+            weights.linear(f"{prefix}.down_proj"),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj(x))
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and around a residual. The sum with the residual is left to the next norm, which does both at once.
+    """Attention and MLP, each behind a norm and around a residual. The sum with the residual is left to the next norm,
+    which does both at once.
 
     x and residual `[T, H]` -> both anew, `[T, H]` or the rows of that in `needed_rows`.
     """
 
     native_twin: ClassVar = "layer"
 
-    def __init__(self, spec: ModelSpec, layer: int, prefix: str, attention_cls: type[SelfAttention], mlp_cls: type[MLP], weights: WeightFormat = PLAIN_WEIGHTS):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        prefix: str,
+        attention_cls: type[SelfAttention],
+        mlp_cls: type[MLP],
+        weights: WeightFormat = PLAIN_WEIGHTS,
+    ):
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.self_attn = attention_cls(spec, layer, f"{prefix}.self_attn", weights)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = mlp_cls(spec, f"{prefix}.mlp", weights)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor, attn: GroupedMetadata,
-                needed_rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
@@ -107,14 +169,21 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The layers of this pipeline stage. The first stage has the embedding, the last one the final norm."""
 
-    def __init__(self, spec: ModelSpec, model_cls: type[CausalLM], max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
+    def __init__(
+        self, spec: ModelSpec, model_cls: type[CausalLM], max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS
+    ):
         super().__init__()
         stage = pp()
         self.first, self.last = stage.rank == 0, stage.rank == stage.size - 1
         if self.first:
             self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "model.embed_tokens")
         parts = model_cls.attention_cls, model_cls.mlp_cls, weights
-        self.layers = nn.ModuleDict({str(i): model_cls.layer_cls(spec, i, f"model.layers.{i}", *parts) for i in stage_layers(spec.num_hidden_layers, stage.rank, stage.size)})
+        self.layers = nn.ModuleDict(
+            {
+                str(i): model_cls.layer_cls(spec, i, f"model.layers.{i}", *parts)
+                for i in stage_layers(spec.num_hidden_layers, stage.rank, stage.size)
+            }
+        )
         if self.last:
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling)
@@ -132,8 +201,14 @@ class Decoder(nn.Module):
             self._ops = self._ops if self._fused else None
         return self._fused
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, hidden: torch.Tensor | None = None,
-                needed_rows: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        hidden: torch.Tensor | None = None,
+        needed_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids) if self.first else hidden, None
         if fused := self.fused_layers():
             return fused.run(x, positions, attn, needed_rows)
@@ -151,7 +226,8 @@ class CausalLM(nn.Module):
     layer_cls: type[DecoderLayer] = DecoderLayer
     attention_cls: type[SelfAttention] = SelfAttention
     mlp_cls: type[MLP] = MLP
-    config_defaults: ClassVar[dict[str, Any]] = COMMON_DEFAULTS  # keys of config.json that are read, with the values of those it leaves out
+    # keys of config.json that are read, with the values of those it leaves out
+    config_defaults: ClassVar[dict[str, Any]] = COMMON_DEFAULTS
 
     @classmethod
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
@@ -179,17 +255,27 @@ class CausalLM(nn.Module):
             tied_to = self.model.embed_tokens if spec.tie_word_embeddings and self.model.first else None
             self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to, weights.head(name))
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, hidden: torch.Tensor | None = None,
-                needed_rows: torch.Tensor | None = None) -> torch.Tensor:
-        """input_ids and positions `[T]` -> `[T, H]`. A pipeline stage but the first takes the previous one's result as `hidden`, and may overwrite it.
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        hidden: torch.Tensor | None = None,
+        needed_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """input_ids and positions `[T]` -> `[T, H]`. A pipeline stage but the first takes the previous one's result as
+        `hidden`, and may overwrite it.
 
-        `needed_rows`, on the last stage: ascending indices `[S]` of the tokens whose result is needed, never empty; the result is `[S, H]` then. The last layer
-        computes only the keys and values of the other tokens.
+        `needed_rows`, on the last stage: ascending indices `[S]` of the tokens whose result is needed, never empty; the
+        result is `[S, H]` then. The last layer computes only the keys and values of the other tokens.
         """
         return self.model(input_ids, positions, attn, hidden, needed_rows)
 
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        """hidden `[S, H]`, of the positions to sample -> `[S, vocab_size]` float32, which may lie in `workspace`. On the last pipeline stage."""
+        """hidden `[S, H]`, of the positions to sample -> `[S, vocab_size]` float32, which may lie in `workspace`.
+
+        On the last pipeline stage.
+        """
         return self.lm_head(hidden, workspace)
 
     def exchanges(self, num_tokens: int, num_wanted: int) -> list[int]:
@@ -209,7 +295,10 @@ class CausalLM(nn.Module):
                 module.use(ops)
 
     def finalize(self) -> None:
-        """Hand loaded weights to the platform's own methods. Called when they are loaded, and again after another `use`."""
+        """Hand loaded weights to the platform's own methods.
+
+        Called when they are loaded, and again after another `use`.
+        """
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finalize()
@@ -218,11 +307,16 @@ class CausalLM(nn.Module):
         """Whether another pipeline stage holds the checkpoint tensor `name`."""
         if match := re.match(r"model\.layers\.(\d+)\.", name):
             return match[1] not in self.model.layers and int(match[1]) < self.spec.num_hidden_layers
-        return (name == "model.embed_tokens.weight" and not self.model.first) or (name in ("model.norm.weight", "lm_head.weight") and not self.model.last)
+        return (name == "model.embed_tokens.weight" and not self.model.first) or (
+            name in ("model.norm.weight", "lm_head.weight") and not self.model.last
+        )
 
 
 def stage_layers(num_layers: int, rank: int, num_stages: int) -> range:
-    """The layers of pipeline stage `rank`: 7 layers over 3 stages are 3, 2, 2. Raises ValueError if there are more stages than layers."""
+    """The layers of pipeline stage `rank`: 7 layers over 3 stages are 3, 2, 2.
+
+    Raises ValueError if there are more stages than layers.
+    """
     if num_stages > num_layers:
         raise ValueError(f"pipeline_parallel_size {num_stages} is more than the model's num_hidden_layers {num_layers}")
     each, more = divmod(num_layers, num_stages)

@@ -30,6 +30,7 @@ class Qwen2(CausalLM):
         window = values["sliding_window"] if values["use_sliding_window"] else None
         first, num_layers = values["max_window_layers"], values["num_hidden_layers"]
         types = raw.get("layer_types") or [
-            "sliding_attention" if window is not None and layer >= first else "full_attention" for layer in range(num_layers)
+            "sliding_attention" if window is not None and layer >= first else "full_attention"
+            for layer in range(num_layers)
         ]
         return layer_specs(window, types, num_layers)

@@ -1,7 +1,7 @@
 """The device behind the worker: what differs between CPU and CUDA, and nothing else does.
 
-A platform says which device this rank drives, how much memory and how many cores there are, which defaults fit it, and how bytes cross
-between host and device without making either wait.
+A platform says which device this rank drives, how much memory and how many cores there are, which defaults fit it, and
+how bytes cross between host and device without making either wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Platform(ABC):
 
     @abstractmethod
     def memory(self, world_size: int = 1) -> tuple[int, int]:
-        """(total, available) bytes now for one of `world_size` ranks on this host; on a GPU what this process has taken already counts as available to it."""
+        """(total, available) bytes now for one of `world_size` ranks on this host; on a GPU what this process has taken
+        already counts as available to it.
+        """
 
     @abstractmethod
     def default_limits(self, world_size: int) -> tuple[int, int, str]:
@@ -49,10 +51,13 @@ class Platform(ABC):
         return DTYPES[name], "the checkpoint's own" if requested == "auto" else "as asked"
 
     @abstractmethod
-    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1) -> list[tuple[str, str, str]]:
+    def start(
+        self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1
+    ) -> list[tuple[str, str, str]]:
         """Make the device ready for this process. Returns (setting, value, reason) of what was chosen.
 
-        `world_size` ranks and `num_frontends` frontend processes share the machine. `wait_for_kernels` compiles missing native kernels first, instead of in the background. Raises ValueError when that fails.
+        `world_size` ranks and `num_frontends` frontend processes share the machine. `wait_for_kernels` compiles missing
+        native kernels first, instead of in the background. Raises ValueError when that fails.
         """
 
     def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
@@ -62,14 +67,20 @@ class Platform(ABC):
         """
         if config.device.deterministic:
             raise ValueError(f"--deterministic is not supported on {self.name} yet: leave it off, or set --device cpu")
-        return False, f"not supported on {self.name} yet: seeded and greedy tokens may depend on what runs in the same step"
+        return (
+            False,
+            f"not supported on {self.name} yet: seeded and greedy tokens may depend on what runs in the same step",
+        )
 
     def poll_ops(self) -> bool:
         """True exactly once after faster operations have become available while serving."""
         return False
 
     def give_up_ops(self, reason: str) -> None:  # noqa: B027
-        """Stay with plain torch in this process, for `reason`. Does nothing where all ranks have the same operations anyway."""
+        """Stay with plain torch in this process, for `reason`.
+
+        Does nothing where all ranks have the same operations anyway.
+        """
 
     def ops_status(self) -> str:
         """Where the faster operations stand, for the log."""
@@ -85,7 +96,9 @@ class Platform(ABC):
 
     @abstractmethod
     def event(self) -> Event:
-        """Passes when everything started so far by `to_host` has arrived; if that is nothing since the last one, when all work so far is done."""
+        """Passes when everything started so far by `to_host` has arrived; if that is nothing since the last one, when
+        all work so far is done.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:

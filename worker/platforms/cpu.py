@@ -36,10 +36,15 @@ class CpuPlatform(Platform):
     def resolve_dtype(self, requested: str, model_dtype: str) -> tuple[torch.dtype, str]:
         dtype, reason = super().resolve_dtype(requested, model_dtype)
         if dtype == torch.float16:
-            return torch.bfloat16, "float16 is slow and overflows easily on CPU; bfloat16 has its size and float32's range"
+            return (
+                torch.bfloat16,
+                "float16 is slow and overflows easily on CPU; bfloat16 has its size and float32's range",
+            )
         return dtype, reason
 
-    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1) -> list[tuple[str, str, str]]:
+    def start(
+        self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1
+    ) -> list[tuple[str, str, str]]:
         threads, reason = _num_threads(num_threads, world_size, num_frontends)
         torch.set_num_threads(threads)
         native.load(background=not wait_for_kernels)
@@ -82,11 +87,15 @@ _PASSED = Event()
 
 
 def _num_threads(asked: int | None, world_size: int, num_frontends: int = 1) -> tuple[int, str]:
-    """Several frontends are there because they are busy, and get a core each; the only one works while the ranks rest between steps."""
+    """Several frontends are there because they are busy, and get a core each; the only one works while the ranks rest
+    between steps.
+    """
     if asked:
         return asked, "as asked"
     if (variable := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         return max(int(variable), 1), "OMP_NUM_THREADS"
     reserved = num_frontends if num_frontends > 1 else 0
-    shared = (f", less {reserved} for the frontends" if reserved else "") + (f", shared by {world_size} ranks" if world_size > 1 else "")
+    shared = (f", less {reserved} for the frontends" if reserved else "") + (
+        f", shared by {world_size} ranks" if world_size > 1 else ""
+    )
     return max((host.num_cores() - reserved) // world_size, 1), "the cores this process may use" + shared

@@ -14,7 +14,10 @@ _CORES_PER_RANK = 4  # below, a core that spins while it waits for the device is
 
 
 class CudaPlatform(Platform):
-    """One NVIDIA GPU. Results travel on a stream of their own, so that the next step's kernels do not queue behind them."""
+    """One NVIDIA GPU.
+
+    Results travel on a stream of their own, so that the next step's kernels do not queue behind them.
+    """
 
     name = "cuda"
     dist_backend = "nccl"
@@ -27,7 +30,8 @@ class CudaPlatform(Platform):
         self.device = torch.device("cuda", rank)
 
     def memory(self, world_size: int = 1) -> tuple[int, int]:
-        # What torch holds is ours; whatever else is not free belongs to other processes, or to libraries, and cannot be had.
+        # What torch holds is ours; whatever else is not free belongs to other processes, or to libraries, and cannot be
+        # had.
         free, total = torch.cuda.mem_get_info(self.device)
         return total, free + torch.cuda.memory_reserved(self.device)
 
@@ -40,7 +44,9 @@ class CudaPlatform(Platform):
             return 1024, 8192, f"default for a GPU of {gib:.0f} GiB"
         return 256, 2048, f"default for a GPU of {gib:.0f} GiB"
 
-    def start(self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1) -> list[tuple[str, str, str]]:
+    def start(
+        self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1
+    ) -> list[tuple[str, str, str]]:
         torch.cuda.set_device(self.device)
         self._blocking = host.num_cores() < _CORES_PER_RANK * world_size + num_frontends
         self._copies = torch.cuda.Stream(self.device)
@@ -64,7 +70,8 @@ class CudaPlatform(Platform):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        # The caching host allocator takes the pinned block back only when this copy has run: it is the ring of buffers that steps in flight need.
+        # The caching host allocator takes the pinned block back only when this copy has run: it is the ring of buffers
+        # that steps in flight need.
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""What this process may use of the machine: cores and memory, as affinity and control groups (v1 and v2) allow. Torch-free."""
+"""What this process may use of the machine: cores and memory, as affinity and control groups (v1 and v2) allow.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,14 @@ def memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) ->
     return total, max(available, 0)
 
 
-def num_cores(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), cpus: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Physical cores this process may use: its affinity, two hyper-threads counted once, cut to the control group's CPU quota; at least 1.
+def num_cores(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), cpus: Path = Path("/sys/devices/system/cpu")
+) -> int:
+    """Physical cores this process may use: its affinity, two hyper-threads counted once, cut to the control group's CPU
+    quota; at least 1.
 
-    Matrix products saturate a core with one thread; a second on the same core only competes for its vector units and cache.
+    Matrix products saturate a core with one thread; a second on the same core only competes for its vector units and
+    cache.
     """
     cores = {_first_sibling(cpus, cpu) for cpu in _affinity()}
     count = len(cores)
@@ -46,7 +53,11 @@ def _machine_memory(proc: Path) -> tuple[int, int]:
     if text is None:  # not Linux: all of it, since there is no portable measure of what is free
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return size, size
-    fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in text.splitlines()) if rest.split()}
+    fields = {
+        name: int(rest.split()[0]) * 1024
+        for name, _, rest in (line.partition(":") for line in text.splitlines())
+        if rest.split()
+    }
     return fields["MemTotal"], fields["MemAvailable"]
 
 
@@ -78,7 +89,10 @@ def _cgroup_quotas(proc: Path, cgroup: Path) -> list[float]:
 
 
 def _folders(proc: Path, cgroup: Path, controller: str) -> list[Path]:
-    """The group folders that bind this process for `controller`, ours first. In a container the path may lie outside what is mounted: then only the root."""
+    """The group folders that bind this process for `controller`, ours first.
+
+    In a container the path may lie outside what is mounted: then only the root.
+    """
     folders = []
     for line in (_read(proc / "self" / "cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

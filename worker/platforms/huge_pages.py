@@ -1,4 +1,6 @@
-"""Host memory on huge pages: fewer TLB misses where much of it is read in one go, and in a virtual machine a miss costs several times as much."""
+"""Host memory on huge pages: fewer TLB misses where much of it is read in one go, and in a virtual machine a miss costs
+several times as much.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ PAGE = 1 << 21
 def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of zeros that take up memory only once they are written.
 
-    The memory comes from the system, since an allocator may hand out what has been touched, in small pages, before; and it begins with a huge page, since most
-    matrices are a whole number of pages long. Where the system grants no huge pages it works as well.
+    The memory comes from the system, since an allocator may hand out what has been touched, in small pages, before; and
+    it begins with a huge page, since most matrices are a whole number of pages long. Where the system grants no huge
+    pages it works as well.
     """
     size = prod(shape) * dtype.itemsize
     if size < PAGE:
@@ -31,9 +34,12 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor[start : start + size].view(dtype).view(shape)
 
 
-def well_placed(*shape: int, dtype: torch.dtype, conflicts: Callable[[int], float], enough: float, tries: int = 5) -> torch.Tensor:
-    """The same for memory that is to stay in a core's cache, which some pages make impossible: of several tries the one with the least `conflicts(address)`, or the
-    first with less than `enough`."""
+def well_placed(
+    *shape: int, dtype: torch.dtype, conflicts: Callable[[int], float], enough: float, tries: int = 5
+) -> torch.Tensor:
+    """The same for memory that is to stay in a core's cache, which some pages make impossible: of several tries the one
+    with the least `conflicts(address)`, or the first with less than `enough`.
+    """
     tensors = []  # those that lose are kept until the end, for the system would hand them out again
     for _ in range(tries):
         tensor = zeros(*shape, dtype=dtype)
@@ -44,7 +50,9 @@ def well_placed(*shape: int, dtype: torch.dtype, conflicts: Callable[[int], floa
 
 
 class Workspace:
-    """Memory that stays, on huge pages, for results that are dead when the next one is wanted: new memory would cost a fault for each of its pages, every time."""
+    """Memory that stays, on huge pages, for results that are dead when the next one is wanted: new memory would cost a
+    fault for each of its pages, every time.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._memory = torch.empty(0, dtype=dtype)
@@ -58,7 +66,9 @@ class Workspace:
 
 
 def make_resident(address: int, size: int) -> bool:
-    """Have the system give memory to `size` bytes at `address` as if they had been written, which they are not; may run beside their use. False where it cannot (before Linux 5.14)."""
+    """Have the system give memory to `size` bytes at `address` as if they had been written, which they are not; may run
+    beside their use. False where it cannot (before Linux 5.14).
+    """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     return _madvise()(start, address + size - start, 23) == 0  # MADV_POPULATE_WRITE
 

@@ -1,7 +1,8 @@
 """The operations that a platform may replace, as one class whose methods are plain torch and run anywhere.
 
-`worker/cpu` and `worker/cuda` have subclasses that override what they do faster. A model starts with this class and changes over when it is told to:
-`model.use(platform.ops)`. General code calls `platform.ops` and never asks which kernels there are.
+`worker/cpu` and `worker/cuda` have subclasses that override what they do faster. A model starts with this class and
+changes over when it is told to: `model.use(platform.ops)`. General code calls `platform.ops` and never asks which
+kernels there are.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class FusedLayers(Protocol):
         attn: GroupedMetadata,
         needed_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Embedded tokens `[T, H]`, which are overwritten, -> the normed result of the last layer, of all tokens or of `needed_rows`."""
+        """Embedded tokens `[T, H]`, which are overwritten, -> the normed result of the last layer, of all tokens or of
+        `needed_rows`.
+        """
 
 
 class ArgmaxPrefilter(Protocol):
@@ -48,7 +51,9 @@ class ArgmaxPrefilter(Protocol):
     data: torch.Tensor  # what it keeps beside the head's weight
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """argmax of each row of the logits of x `[S, H]`, int64 `[S]`; None if computing all logits is the faster way for this x."""
+        """argmax of each row of the logits of x `[S, H]`, int64 `[S]`; None if computing all logits is the faster way
+        for this x.
+        """
 
 
 class Ops:
@@ -75,10 +80,12 @@ class Ops:
         slot_mapping: torch.Tensor,
         num_heads: int,
     ) -> torch.Tensor:
-        """Normalise every head of q and k (if weights are given), turn them by their positions, and store k and v into their slots.
+        """Normalise every head of q and k (if weights are given), turn them by their positions, and store k and v into
+        their slots.
 
-        qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]` and may be overwritten; cos_sin is `RotaryEmbedding.cos_sin_cache`; caches are
-        `[num_blocks, block_size, num_kv_heads, head_dim]`. Returns q `[T, num_heads, head_dim]`.
+        qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]` and may be overwritten; cos_sin is
+        `RotaryEmbedding.cos_sin_cache`; caches are `[num_blocks, block_size, num_kv_heads, head_dim]`. Returns q `[T,
+        num_heads, head_dim]`.
         """
         _, block_size, num_kv_heads, head_dim = k_cache.shape
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
@@ -93,28 +100,42 @@ class Ops:
     # ---- matrix products
 
     def linear_method(self, layer: Linear) -> LinearMethod | None:
-        """The method that takes over the loaded floating-point weight of `layer`, e.g. to repack it; None keeps it as it is."""
+        """The method that takes over the loaded floating-point weight of `layer`, e.g.
+
+        to repack it; None keeps it as it is.
+        """
         return None
 
     def quantize_weight(self, layer: Linear, bits: int, group: int) -> LinearMethod | None:
-        """The method that rounds the loaded bfloat16 weight of `layer` to `bits` in groups of `group` columns; None if plain torch does it."""
+        """The method that rounds the loaded bfloat16 weight of `layer` to `bits` in groups of `group` columns; None if
+        plain torch does it.
+        """
         return None
 
-    def quantized_method(self, layer: Linear, values: torch.Tensor, scales: torch.Tensor, bits: int, group: int) -> LinearMethod | None:
-        """The method that takes over int8 `values` `[n, k]` and `scales` `[n, k / group]`; None if plain torch multiplies them."""
+    def quantized_method(
+        self, layer: Linear, values: torch.Tensor, scales: torch.Tensor, bits: int, group: int
+    ) -> LinearMethod | None:
+        """The method that takes over int8 `values` `[n, k]` and `scales` `[n, k / group]`; None if plain torch
+        multiplies them.
+        """
         return None
 
     def argmax_prefilter(self, head: Linear) -> ArgmaxPrefilter | None:
         """What finds the argmax of the output head `head` faster than by all logits; None if nothing does."""
         return None
 
-    def fused_layers(self, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> FusedLayers | None:
-        """`layers` (`models/decoder.py`), whose weights are loaded and whose caches are bound, as one call; None if they cannot be."""
+    def fused_layers(
+        self, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor
+    ) -> FusedLayers | None:
+        """`layers` (`models/decoder.py`), whose weights are loaded and whose caches are bound, as one call; None if
+        they cannot be.
+        """
         return None
 
     # ---- sampling
 
-    fused_sample: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None  # `cuda.triton_sampler.sample`, or one like it
+    # `cuda.triton_sampler.sample`, or one like it
+    fused_sample: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def sample(
         self,
@@ -124,17 +145,20 @@ class Ops:
         floats: torch.Tensor,
         ints: torch.Tensor,
     ) -> torch.Tensor | None:
-        """One token `[S]` int64 for each row of logits `[S, V]` float32, -1 if a row leaves none; None if plain torch samples.
+        """One token `[S]` int64 for each row of logits `[S, V]` float32, -1 if a row leaves none; None if plain torch
+        samples.
 
-        rows and positions are int64 `[S]`; floats `[3, N]` float64 (temperature, top_p, min_p) and ints `[2, N]` int64 (top_k, the seed's state) are the
-        tables of `sampling.sampler.SamplingRows`, which `rows` index.
+        rows and positions are int64 `[S]`; floats `[3, N]` float64 (temperature, top_p, min_p) and ints `[2, N]` int64
+        (top_k, the seed's state) are the tables of `sampling.sampler.SamplingRows`, which `rows` index.
         """
         return None
 
     def logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """(token ids, values `[n, 1 + num]`, ranks `[n]`) as `sampling.logprobs.Entries` holds them, on the host; None if plain torch computes them."""
+        """(token ids, values `[n, 1 + num]`, ranks `[n]`) as `sampling.logprobs.Entries` holds them, on the host; None
+        if plain torch computes them.
+        """
         return None
 
     # ---- a step's inputs and outputs
@@ -151,12 +175,13 @@ class Ops:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Fill `tensors` from the tables `tokens` `[N, L]` and `blocks` `[G, N, M]` of G cache groups.
 
-        `packed` int64 begins with rows, computed, scheduled, starts and samples, one after another, of `sizes`. Returns the rows, the lengths and the last
-        tokens of the requests in samples, int64 `[S]` each.
+        `packed` int64 begins with rows, computed, scheduled, starts and samples, one after another, of `sizes`. Returns
+        the rows, the lengths and the last tokens of the requests in samples, int64 `[S]` each.
         """
         rows, computed, scheduled, starts, samples = packed.split(sizes)[:5]
         num_reqs, num_tokens, width = len(rows), len(tensors.positions), tensors.block_tables.shape[2]
-        # scheduled [2, 5, 3] -> req [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]; with computed [0, 4, 0] -> positions [0, 1, 4, 5, 6, 7, 8, 0, 1, 2]
+        # scheduled [2, 5, 3] -> req [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]; with computed [0, 4, 0] -> positions [0, 1, 4, 5,
+        # 6, 7, 8, 0, 1, 2]
         req = torch.repeat_interleave(arange[:num_reqs], scheduled, output_size=num_tokens)
         torch.add((computed - starts[:-1])[req], arange[:num_tokens], out=tensors.positions)
         positions, token_rows = tensors.positions, rows[req]
@@ -176,7 +201,8 @@ class Ops:
         token_ids: torch.Tensor,
         max_position: int,
     ) -> None:
-        """`tokens[rows, positions] = token_ids` for the table `tokens` `[N, L]` int32; the rest `[S]` int64, no position exceeds `max_position`.
+        """`tokens[rows, positions] = token_ids` for the table `tokens` `[N, L]` int32; the rest `[S]` int64, no
+        position exceeds `max_position`.
 
         A negative token becomes 0. A position of L has no place: its token goes nowhere.
         """

@@ -18,7 +18,14 @@ def get_platform(device: str, rank: int = 0) -> Platform:
     if device != "cuda":
         raise ValueError(f"--device {device!r} is not supported: set it to auto, cpu or cuda")
     if not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device; set --device cpu, or check the driver and that torch is a CUDA build")
+        raise ValueError(
+
+                "--device cuda: torch sees no CUDA device; set --device cpu, or check the driver and that torch is a "
+                "CUDA build"
+
+        )
     if rank >= torch.cuda.device_count():
-        raise ValueError(f"rank {rank} has no GPU: torch sees {torch.cuda.device_count()}; lower --tensor-parallel-size")
+        raise ValueError(
+            f"rank {rank} has no GPU: torch sees {torch.cuda.device_count()}; lower --tensor-parallel-size"
+        )
     return CudaPlatform(rank)

@@ -1,15 +1,19 @@
-"""The arithmetic of sampling: which token a uniform number picks from a row of logits. Row by row, the same whatever else is in the batch.
+"""The arithmetic of sampling: which token a uniform number picks from a row of logits. Row by row, the same whatever
+else is in the batch.
 
-A row's logits x become weights w = exp((x - max x) / temperature), elementwise, and these become integers q = floor(w * 2^40). Everything after that is
-integer sums and comparisons, which are exact in any order: how a batch is cut, which of the two paths below a row takes, and the device's reduction
-order cannot change a token. A token whose weight is below 2^-40 of the best one's is never picked.
+A row's logits x become weights w = exp((x - max x) / temperature), elementwise, and these become integers q = floor(w *
+2^40). Everything after that is integer sums and comparisons, which are exact in any order: how a batch is cut, which of
+the two paths below a row takes, and the device's reduction order cannot change a token. A token whose weight is below
+2^-40 of the best one's is never picked.
 
-Filters are thresholds on w, so tokens of equal weight stay or go together. In this order: min-p keeps w >= min_p; top-k keeps the weights not below the
-k-th largest; top-p keeps the fewest largest weights whose sum reaches top_p of what the other two left. The picked token is the first one, by id, at
-which the running sum of the kept q exceeds floor(u * their total): the inverse of the distribution's CDF at u.
+Filters are thresholds on w, so tokens of equal weight stay or go together. In this order: min-p keeps w >= min_p; top-k
+keeps the weights not below the k-th largest; top-p keeps the fewest largest weights whose sum reaches top_p of what the
+other two left. The picked token is the first one, by id, at which the running sum of the kept q exceeds floor(u * their
+total): the inverse of the distribution's CDF at u.
 
-No path sorts the vocabulary. The threshold of the k-th largest weight or of the nucleus is found by histograms over the bits of w, which order like
-w does, from the highest bits to the lowest; on CPU among a few blocks of the row, those with the largest maxima, unless that turns out not to suffice.
+No path sorts the vocabulary. The threshold of the k-th largest weight or of the nucleus is found by histograms over the
+bits of w, which order like w does, from the highest bits to the lowest; on CPU among a few blocks of the row, those
+with the largest maxima, unless that turns out not to suffice.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(slots=True)
 class RandomRows:
-    """Sampling parameters of S rows, each `[S]` on the device, and what the host knows of them all. A top_k of 0 and a top_p of 1 are off."""
+    """Sampling parameters of S rows, each `[S]` on the device, and what the host knows of them all.
+
+    A top_k of 0 and a top_p of 1 are off.
+    """
 
     temperature: torch.Tensor  # float32
     top_p: torch.Tensor  # float64
@@ -53,14 +60,18 @@ class RandomRows:
 
 
 def seed_state(seed: int) -> int:
-    """What `uniform` takes for a seed: a signed 64-bit number, well mixed, so that neighbouring seeds have unrelated streams."""
+    """What `uniform` takes for a seed: a signed 64-bit number, well mixed, so that neighbouring seeds have unrelated
+    streams.
+    """
     return _signed(_mix_int(seed & _MASK64))
 
 
 def uniform(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The number in [0, 1) that picks the token at `positions[i]` of the request with `states[i]`; both int64, the result float64.
+    """The number in [0, 1) that picks the token at `positions[i]` of the request with `states[i]`; both int64, the
+    result float64.
 
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at index `position` of the seed's stream, by int64 arithmetic that wraps around.
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at index `position` of the seed's stream, by int64 arithmetic that
+    wraps around.
     """
     z = states + (positions + 1) * _signed(_GOLDEN)
     z = (z ^ _shift(z, 30)) * _signed(_MIX1)
@@ -102,7 +113,10 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def largest(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, indices) of the `num` largest of each row `[S, V]`, in order, each `[S, num]`. Among equals any may come first."""
+    """(values, indices) of the `num` largest of each row `[S, V]`, in order, each `[S, num]`.
+
+    Among equals any may come first.
+    """
     block = block_size(logits)
     if not block or num * block * 2 > logits.shape[1]:
         values, indices = logits.topk(num, -1)
@@ -129,7 +143,10 @@ def block_size(logits: torch.Tensor) -> int:
 
 
 def pick(logits: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest value, picked token) of each row of logits `[S, V]` float32. Where the largest value is not finite the token means nothing."""
+    """(largest value, picked token) of each row of logits `[S, V]` float32.
+
+    Where the largest value is not finite the token means nothing.
+    """
     maximum = logits.amax(-1)
     block = block_size(logits)
     num_blocks = _blocks_to_search(rows, logits.shape[1] // block) if block else 0
@@ -182,7 +199,8 @@ def _needed(total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def kth_weight(w: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """The largest t such that the amounts of the weights >= t sum to at least `needed` `[S]`; w `[S, V]` float32, amounts `[S, V]` int64.
+    """The largest t such that the amounts of the weights >= t sum to at least `needed` `[S]`; w `[S, V]` float32,
+    amounts `[S, V]` int64.
 
     Weights below 2^-40 are not told apart.
     """
@@ -197,7 +215,9 @@ def kth_weight(w: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor) -> 
     return (found + _BASE).int().view(torch.float32)
 
 
-def _find_bin(bins: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor, num_bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_bin(
+    bins: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor, num_bins: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The bin in which the sum from the top reaches `needed`, and how much of it is still needed inside that bin."""
     histogram = torch.zeros(len(bins), num_bins, dtype=torch.int64, device=bins.device).scatter_add_(1, bins, amounts)
     from_top = histogram.flip(1).cumsum(1)
@@ -208,7 +228,10 @@ def _find_bin(bins: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor, n
 
 
 def _invert(q: torch.Tensor, uniform: torch.Tensor, block: int = 0) -> torch.Tensor:
-    """The first index at which the running sum of q `[S, n]` exceeds floor(uniform * total), `[S]`. With `block` in two levels: faster on a CPU."""
+    """The first index at which the running sum of q `[S, n]` exceeds floor(uniform * total), `[S]`.
+
+    With `block` in two levels: faster on a CPU.
+    """
     if block:
         blocks = q.view(len(q), -1, block)
         sums = blocks.sum(-1)
@@ -229,17 +252,23 @@ def _search(q: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _blocks_to_search(rows: RandomRows, num_blocks: int) -> int:
-    """How many blocks will nearly always hold the tokens that the filters leave; 0 if too many for a search among them to pay."""
+    """How many blocks will nearly always hold the tokens that the filters leave; 0 if too many for a search among them
+    to pay.
+    """
     if rows.all_top_k:
         return 2 * rows.max_top_k if 4 * rows.max_top_k <= num_blocks else 0
     return num_blocks // 8 if rows.all_top_p and not rows.max_top_k else 0
 
 
-def _pick_from_blocks(blocks: torch.Tensor, num_blocks: int, maximum: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_pick_from_all`, but looking only at the `num_blocks` blocks of a row `[S, n, block]` with the largest maxima: (tokens, whether they are certain).
+def _pick_from_blocks(
+    blocks: torch.Tensor, num_blocks: int, maximum: torch.Tensor, rows: RandomRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_pick_from_all`, but looking only at the `num_blocks` blocks of a row `[S, n, block]` with the largest maxima:
+    (tokens, whether they are certain).
 
-    No weight in another block is above the least of the chosen maxima. So if the threshold of top-k or top-p is above that, all weights not below the
-    threshold are in the chosen blocks, and as these are in the order of token ids, the running sums are those of the whole row.
+    No weight in another block is above the least of the chosen maxima. So if the threshold of top-k or top-p is above
+    that, all weights not below the threshold are in the chosen blocks, and as these are in the order of token ids, the
+    running sums are those of the whole row.
     """
     block = blocks.shape[2]
     maxima, index = blocks.amax(-1).topk(num_blocks, -1)
@@ -268,7 +297,9 @@ def _pick_from_blocks(blocks: torch.Tensor, num_blocks: int, maximum: torch.Tens
 
 
 def _nucleus(w: torch.Tensor, q: torch.Tensor, best: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """`kth_weight(w, q, needed)` as `[S, 1]`, read off the running sums over the `best` weights, in order, when they suffice."""
+    """`kth_weight(w, q, needed)` as `[S, 1]`, read off the running sums over the `best` weights, in order, when they
+    suffice.
+    """
     sums = (best * _SCALE).long().cumsum(-1)
     if bool((sums[:, -1] >= needed).all()):
         return best.gather(1, torch.searchsorted(sums, needed[:, None]))

@@ -1,4 +1,6 @@
-"""Log-probabilities of sampled and of prompt tokens: computed on the device, sent to the host, made into messages there."""
+"""Log-probabilities of sampled and of prompt tokens: computed on the device, sent to the host, made into messages
+there.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ _CHUNK_ROWS, _CHUNK_ELEMENTS = 256, 1 << 24  # of prompt logits at once
 
 @dataclass(slots=True)
 class Entries:
-    """n positions on their way to the host: the token there and the most likely ones. Read it when the step's event has passed."""
+    """n positions on their way to the host: the token there and the most likely ones.
+
+    Read it when the step's event has passed.
+    """
 
     token_ids: torch.Tensor  # [n, 1 + k]
     values: torch.Tensor  # [n, 1 + k] float32
@@ -27,11 +32,15 @@ class Entries:
     def messages(self, counts: list[int]) -> list[TokenLogprobs]:
         """One message per position, with `counts[i]` tokens besides the one there."""
         token_ids, values = self.token_ids.tolist(), self.values.tolist()
-        return [TokenLogprobs(t[: 1 + n], v[: 1 + n], rank) for t, v, rank, n in zip(token_ids, values, self.ranks.tolist(), counts)]
+        return [
+            TokenLogprobs(t[: 1 + n], v[: 1 + n], rank)
+            for t, v, rank, n in zip(token_ids, values, self.ranks.tolist(), counts)
+        ]
 
 
 def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool, platform: Platform) -> Entries:
-    """For each row of logits `[n, V]` float32 the value of `token_ids[i]`, of the `num` best tokens, and the former's rank.
+    """For each row of logits `[n, V]` float32 the value of `token_ids[i]`, of the `num` best tokens, and the former's
+    rank.
 
     Values are log-probabilities, or the logits themselves without `normalize`.
     """
@@ -39,7 +48,8 @@ def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: 
         return Entries(*native)
     chosen = token_ids.long()[:, None]
     value = logits.gather(1, chosen)
-    # Counted in float32, which is exact here: comparing into bool and adding that up takes torch's CPU kernels ten times as long.
+    # Counted in float32, which is exact here: comparing into bool and adding that up takes torch's CPU kernels ten
+    # times as long.
     ranks = torch.gt(logits, value, out=torch.empty_like(logits)).sum(-1).long() + 1
     if num:
         values, indices = largest(logits, num)
@@ -50,8 +60,8 @@ def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: 
 
 
 def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
-    """Log of the sum of exponentials of each row, `[n, 1]`. On CPU row by row: torch shares a sum among its threads in one way for a single row and in another
-    for several, and then the last bit would depend on the batch.
+    """Log of the sum of exponentials of each row, `[n, 1]`. On CPU row by row: torch shares a sum among its threads in
+    one way for a single row and in another for several, and then the last bit would depend on the batch.
     """
     if logits.device.type == "cpu":
         return torch.stack([row.logsumexp(0, keepdim=True) for row in logits])
@@ -68,8 +78,9 @@ def is_normalized(mode: str) -> bool:
 class PromptLogprobs:
     """A `RowState`: the rows whose prompt tokens are to be scored, and how.
 
-    The logits at position j score the token at j + 1, so a chunk that ends within the prompt scores the next chunk's first token too. The logits are
-    computed a bounded number of rows at a time, whatever the prompt's length. They are always the raw ones: nothing is sampled here.
+    The logits at position j score the token at j + 1, so a chunk that ends within the prompt scores the next chunk's
+    first token too. The logits are computed a bounded number of rows at a time, whatever the prompt's length. They are
+    always the raw ones: nothing is sampled here.
     """
 
     def __init__(self, table: RequestTable, platform: Platform) -> None:
@@ -89,8 +100,12 @@ class PromptLogprobs:
         """Whether a request of `step` wants them, perhaps for tokens of other steps."""
         return bool(self.rows) and not self.rows.keys().isdisjoint(step.rows)
 
-    def compute(self, batch: InputBatch, hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, tuple[int, list[Entries]]]:
-        """Batch position -> (how many best tokens, the entries in order), from the hidden states `[T, H]` of a step that they concern."""
+    def compute(
+        self, batch: InputBatch, hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[int, tuple[int, list[Entries]]]:
+        """Batch position -> (how many best tokens, the entries in order), from the hidden states `[T, H]` of a step
+        that they concern.
+        """
         step = batch.step
         results = {}
         for i, row in enumerate(step.rows):
@@ -110,4 +125,7 @@ def prompt_messages(results: dict[int, tuple[int, list[Entries]]]) -> dict[int, 
     """What `PromptLogprobs.compute` gave, on the host."""
     if not results:
         return None
-    return {i: [message for part in parts for message in part.messages([num] * len(part.token_ids))] for i, (num, parts) in results.items()}
+    return {
+        i: [message for part in parts for message in part.messages([num] * len(part.token_ids))]
+        for i, (num, parts) in results.items()
+    }

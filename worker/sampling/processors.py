@@ -1,4 +1,5 @@
-"""What changes a row's logits before sampling: a list of row states, each with the rows that use it, each one file-local rule.
+"""What changes a row's logits before sampling: a list of row states, each with the rows that use it, each one
+file-local rule.
 
 They run in the order of `logits_processors()`: masks, then bias, then penalties; an excluded token is -inf and stays
 so. A step in which no sampling row uses a processor does not call it. A processor changes all its rows at once: what
@@ -51,7 +52,10 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def read(self, sampling: SamplingParams) -> Any:
-        """What to remember of a request, None if it does not use this. Raises ValueError for a parameter that cannot be served."""
+        """What to remember of a request, None if it does not use this.
+
+        Raises ValueError for a parameter that cannot be served.
+        """
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
@@ -96,10 +100,15 @@ class AllowedTokens(LogitsProcessor):
     """allowed_token_ids: all others are excluded."""
 
     def read(self, sampling: SamplingParams) -> torch.Tensor | None:
-        return None if sampling.allowed_token_ids is None else self._token_ids("allowed_token_ids", sampling.allowed_token_ids)
+        return (
+            None
+            if sampling.allowed_token_ids is None
+            else self._token_ids("allowed_token_ids", sampling.allowed_token_ids)
+        )
 
-    def compose(self, using: list[tuple[int, torch.Tensor]], stride: int,
-                batch: SamplingBatch) -> tuple[list[slice], torch.Tensor, torch.Tensor]:
+    def compose(
+        self, using: list[tuple[int, torch.Tensor]], stride: int, batch: SamplingBatch
+    ) -> tuple[list[slice], torch.Tensor, torch.Tensor]:
         """(runs of neighbouring rows, all rows, elements)."""
         which = [i for i, _ in using]
         runs: list[slice] = []
@@ -131,7 +140,9 @@ class _Words:
 
 
 class BadWords(LogitsProcessor):
-    """bad_words: the last token of each sequence is excluded where the others stand before it, in the prompt or the output."""
+    """bad_words: the last token of each sequence is excluded where the others stand before it, in the prompt or the
+    output.
+    """
 
     def read(self, sampling: SamplingParams) -> _Words | None:
         words = [word for word in sampling.bad_words_ids or [] if word]
@@ -146,18 +157,26 @@ class BadWords(LogitsProcessor):
         last, ends = np.unique(tokens[~before], return_inverse=True)
         word = np.repeat(np.arange(len(words)), lengths)
         send = self.platform.to_device
-        return _Words(send(last), send(ends), send(tokens[before].astype(np.int32)), send(distance[before]),
-                      send(word[before]))
+        return _Words(
+            send(last), send(ends), send(tokens[before].astype(np.int32)), send(distance[before]), send(word[before])
+        )
 
-    def compose(self, using: list[tuple[int, _Words]], stride: int,
-                batch: SamplingBatch) -> tuple[_Words, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def compose(
+        self, using: list[tuple[int, _Words]], stride: int, batch: SamplingBatch
+    ) -> tuple[_Words, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(all words as one, batch index and start in the token table of each token before, elements to exclude)."""
         which = [i for i, _ in using]
         last, ends, before, distance, word = (
-            [getattr(words, name) for _, words in using] for name in ("last", "ends", "before", "distance", "word"))
+            [getattr(words, name) for _, words in using] for name in ("last", "ends", "before", "distance", "word")
+        )
         first_last, first_word = ([0, *accumulate(map(len, parts))][:-1] for parts in (last, ends))
-        joined = _Words(torch.cat(last), torch.cat(ends) + self._repeated(first_last, ends), torch.cat(before),
-                        torch.cat(distance), torch.cat(word) + self._repeated(first_word, word))
+        joined = _Words(
+            torch.cat(last),
+            torch.cat(ends) + self._repeated(first_last, ends),
+            torch.cat(before),
+            torch.cat(distance),
+            torch.cat(word) + self._repeated(first_word, word),
+        )
         rows = self._repeated(which, before)
         start = batch.rows_tensor[rows] * self.table.max_model_len
         return joined, rows, start, self._elements(which, last, stride)
@@ -178,10 +197,13 @@ class MinTokens(LogitsProcessor):
 
     def read(self, sampling: SamplingParams) -> tuple[int, torch.Tensor] | None:
         ends = [*sampling.stop_token_ids, *sampling.eos_token_ids]
-        return (sampling.min_tokens, self._token_ids("stop_token_ids", ends)) if sampling.min_tokens > 0 and ends else None
+        return (
+            (sampling.min_tokens, self._token_ids("stop_token_ids", ends)) if sampling.min_tokens > 0 and ends else None
+        )
 
-    def compose(self, using: list[tuple[int, tuple[int, torch.Tensor]]], stride: int,
-                batch: SamplingBatch) -> torch.Tensor:
+    def compose(
+        self, using: list[tuple[int, tuple[int, torch.Tensor]]], stride: int, batch: SamplingBatch
+    ) -> torch.Tensor:
         return self._elements([i for i, _ in using], [ends for _, (_, ends) in using], stride)
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
@@ -202,8 +224,9 @@ class LogitBias(LogitsProcessor):
         bias = self.platform.to_device(np.array(list(sampling.logit_bias.values()), dtype=np.float32))
         return self._token_ids("logit_bias", list(sampling.logit_bias)), bias
 
-    def compose(self, using: list[tuple[int, tuple[torch.Tensor, torch.Tensor]]], stride: int,
-                batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def compose(
+        self, using: list[tuple[int, tuple[torch.Tensor, torch.Tensor]]], stride: int, batch: SamplingBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         elements = self._elements([i for i, _ in using], [token_ids for _, (token_ids, _) in using], stride)
         return elements, torch.cat([bias for _, (_, bias) in using])
 
@@ -213,8 +236,9 @@ class LogitBias(LogitsProcessor):
 
 
 class Penalties(LogitsProcessor):
-    """repetition_penalty over prompt and output (positive logits are divided by it, others multiplied: Keskar et al., arXiv:1909.05858), then
-    frequency_penalty per occurrence in the output and presence_penalty once if there is one. Counts are made from the token table each step.
+    """repetition_penalty over prompt and output (positive logits are divided by it, others multiplied: Keskar et al.,
+    arXiv:1909.05858), then frequency_penalty per occurrence in the output and presence_penalty once if there is one.
+    Counts are made from the token table each step.
     """
 
     def read(self, sampling: SamplingParams) -> tuple[float, float, float] | None:
@@ -227,19 +251,25 @@ class Penalties(LogitsProcessor):
         for first in range(0, len(using), size):
             self._apply(logits, batch, using[first : first + size])
 
-    def _apply(self, logits: torch.Tensor, batch: SamplingBatch,
-               using: list[tuple[int, tuple[float, float, float]]]) -> None:
+    def _apply(
+        self, logits: torch.Tensor, batch: SamplingBatch, using: list[tuple[int, tuple[float, float, float]]]
+    ) -> None:
         which = [i for i, _ in using]
         rows = [batch.rows[i] for i in which]
         lengths = [batch.positions[i] for i in which]
         prompts = [min(self.table.num_prompt_tokens[row], length) for row, length in zip(rows, lengths)]
-        index, row_ids, length, prompt = self.platform.to_device(np.array([which, rows, lengths, prompts], dtype=np.int64))
-        repetition, frequency, presence = self.platform.to_device(np.array([values for _, values in using], dtype=np.float32).T.copy())[:, :, None]
+        index, row_ids, length, prompt = self.platform.to_device(
+            np.array([which, rows, lengths, prompts], dtype=np.int64)
+        )
+        repetition, frequency, presence = self.platform.to_device(
+            np.array([values for _, values in using], dtype=np.float32).T.copy()
+        )[:, :, None]
 
         position = torch.arange(max(lengths), device=logits.device)
         tokens = self.table.token_table[row_ids, : max(lengths)].long()
         real = position < length[:, None]
-        tokens = torch.where(real, tokens, tokens[:, :1])  # behind the end stands the first token once more: equal tokens get equal values
+        # behind the end stands the first token once more: equal tokens get equal values
+        tokens = torch.where(real, tokens, tokens[:, :1])
         target = logits if len(which) == len(logits) else logits[index]
         x = target.gather(1, tokens)
         x = torch.where(x > 0, x / repetition, x * repetition)

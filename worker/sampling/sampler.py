@@ -1,6 +1,7 @@
 """From logits to one token per sampling row, and its log-probabilities.
 
-What the rows of a step do not use costs nothing: a greedy step is two reductions. Which rows use what is known on the host, so the device is never waited for.
+What the rows of a step do not use costs nothing: a greedy step is two reductions. Which rows use what is known on the
+host, so the device is never waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from quire.worker.sampling.processors import logits_processors
 
 _MIN_TEMPERATURE = 1e-5  # below, the softmax has one token in any case: greedy
 _LOGPROBS_ELEMENTS = 1 << 24  # logits whose log-probabilities are computed at once, which takes a few copies of them
-_CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24  # logits sampled at once: per thread, to stay in its cache; of a share of a GPU's memory
+# logits sampled at once: per thread, to stay in its cache; of a share of a GPU's memory
+_CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24
 
 
 @dataclass(slots=True)
@@ -54,7 +56,8 @@ class SamplingRows:
         self.top_k: dict[int, int] = {}  # rows that filter, of those in `random`
         self.top_p: set[int] = set()
         self.min_p: set[int] = set()
-        self.floats = torch.zeros(3, max_num_reqs, dtype=torch.float64)  # temperature, 0 where a row is greedy; top_p, min_p
+        # temperature, 0 where a row is greedy; top_p, min_p
+        self.floats = torch.zeros(3, max_num_reqs, dtype=torch.float64)
         self.ints = torch.zeros(2, max_num_reqs, dtype=torch.int64)  # top_k or 0, state of the seed
         self._floats, self._ints = self.floats.numpy(), self.ints.numpy()  # the same memory
         self._tables: tuple[torch.Tensor, ...] | None = None  # what `tables` gave; None when that is out of date
@@ -105,8 +108,18 @@ class SamplingRows:
         temperature, top_p, min_p = self.platform.to_device(self._floats[:, rows])
         top_k, state = self.platform.to_device(self._ints[:, rows])
         ks = [self.top_k.get(row, 0) for row in rows]
-        return RandomRows(temperature.float(), top_p, min_p.float(), top_k, sampling_math.uniform(state, positions), max(ks), min(ks) > 0,
-                          not self.top_p.isdisjoint(rows), self.top_p.issuperset(rows), not self.min_p.isdisjoint(rows))
+        return RandomRows(
+            temperature.float(),
+            top_p,
+            min_p.float(),
+            top_k,
+            sampling_math.uniform(state, positions),
+            max(ks),
+            min(ks) > 0,
+            not self.top_p.isdisjoint(rows),
+            self.top_p.issuperset(rows),
+            not self.min_p.isdisjoint(rows),
+        )
 
 
 class Sampler:
@@ -140,7 +153,11 @@ class Sampler:
 
     def only_largest(self, batch: SamplingBatch) -> bool:
         """Whether all that is wanted of a step's logits is the largest of each row."""
-        return self.params.random.isdisjoint(batch.rows) and not self.logprobs.wanted(batch) and not any(processor.needed(batch) for processor in self.processors)
+        return (
+            self.params.random.isdisjoint(batch.rows)
+            and not self.logprobs.wanted(batch)
+            and not any(processor.needed(batch) for processor in self.processors)
+        )
 
     def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         params, rows = self.params, batch.rows
@@ -155,20 +172,25 @@ class Sampler:
             values, token_ids = sampling_math.best(logits)
             return torch.where(values.isfinite(), token_ids, -1)
         values, token_ids = logits.new_empty(len(rows)), logits.new_empty(len(rows), dtype=torch.int64)
-        groups: dict[tuple[bool, bool, bool], list[int]] = {}  # batch indices by (random, has top_k, has top_p): each takes the way that is cheapest for it
+        # batch indices by (random, has top_k, has top_p): each takes the way that is cheapest for it
+        groups: dict[tuple[bool, bool, bool], list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault((row in params.random, row in params.top_k, row in params.top_p), []).append(i)
         for (random, *_), which in groups.items():
             where = self._indices(which, batch)
             if random:
-                values[where], token_ids[where] = self._pick(logits[where], params.gather([rows[i] for i in which], batch.positions_tensor[where]))
+                values[where], token_ids[where] = self._pick(
+                    logits[where], params.gather([rows[i] for i in which], batch.positions_tensor[where])
+                )
             else:
                 values[where], token_ids[where] = sampling_math.best(logits[where])
         return torch.where(values.isfinite(), token_ids, -1)
 
     def _indices(self, which: list[int], batch: SamplingBatch) -> torch.Tensor | slice:
         """`which` as an index of the batch's tensors."""
-        return slice(None) if len(which) == len(batch.rows) else self.platform.to_device(np.array(which, dtype=np.int64))
+        return (
+            slice(None) if len(which) == len(batch.rows) else self.platform.to_device(np.array(which, dtype=np.int64))
+        )
 
     def _copy(self, logits: torch.Tensor, which: list[int], batch: SamplingBatch) -> torch.Tensor:
         where = self._indices(which, batch)
@@ -180,11 +202,22 @@ class Sampler:
             size *= 8  # little of each row is looked at
         if len(logits) <= size:
             return sampling_math.pick(logits, rows)
-        parts = [sampling_math.pick(logits[i : i + size], rows.select(slice(i, i + size))) for i in range(0, len(logits), size)]
+        parts = [
+            sampling_math.pick(logits[i : i + size], rows.select(slice(i, i + size)))
+            for i in range(0, len(logits), size)
+        ]
         values, token_ids = zip(*parts)
         return torch.cat(values), torch.cat(token_ids)
 
-    def _row_logprobs(self, key: tuple[bool, bool], which: list[int], raw: torch.Tensor | None, logits: torch.Tensor, token_ids: torch.Tensor, batch: SamplingBatch) -> RowLogprobs:
+    def _row_logprobs(
+        self,
+        key: tuple[bool, bool],
+        which: list[int],
+        raw: torch.Tensor | None,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        batch: SamplingBatch,
+    ) -> RowLogprobs:
         processed, normalize = key
         where = self._indices(which, batch)
         if raw is None:
@@ -192,16 +225,23 @@ class Sampler:
         if processed:
             raw = self._filtered(raw, [batch.rows[i] for i in which], batch.positions_tensor[where])
         counts = [self.logprobs.rows[batch.rows[i]][0] for i in which]
-        return RowLogprobs(which, counts, entries(raw, token_ids[where].clamp(min=0), max(counts), normalize, self.platform))
+        return RowLogprobs(
+            which, counts, entries(raw, token_ids[where].clamp(min=0), max(counts), normalize, self.platform)
+        )
 
     def _filtered(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
-        """Logits as the random rows among `rows` sample from them: after temperature and filters. Greedy rows have neither."""
+        """Logits as the random rows among `rows` sample from them: after temperature and filters.
+
+        Greedy rows have neither.
+        """
         random = [i for i, row in enumerate(rows) if row in self.params.random]
         if not random:
             return logits
         where = self.platform.to_device(np.array(random, dtype=np.int64))
         logits = logits.clone()
-        logits[where] = sampling_math.filtered(logits[where], self.params.gather([rows[i] for i in random], positions[where]))
+        logits[where] = sampling_math.filtered(
+            logits[where], self.params.gather([rows[i] for i in random], positions[where])
+        )
         return logits
 
 
@@ -210,12 +250,16 @@ class LogprobRows:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.rows: dict[int, tuple[int, tuple[bool, bool]]] = {}  # row -> (how many best tokens, (of the processed logits, normalized))
+        # row -> (how many best tokens, (of the processed logits, normalized))
+        self.rows: dict[int, tuple[int, tuple[bool, bool]]] = {}
 
     def add(self, row: int, new: NewRequest) -> None:
         num, mode = new.sampling.logprobs, new.sampling.logprobs_mode
         if num is not None:
-            self.rows[row] = self.vocab_size if num < 0 else min(num, self.vocab_size), (mode.startswith("processed"), is_normalized(mode))
+            self.rows[row] = (
+                self.vocab_size if num < 0 else min(num, self.vocab_size),
+                (mode.startswith("processed"), is_normalized(mode)),
+            )
 
     def remove(self, row: int) -> None:
         self.rows.pop(row, None)

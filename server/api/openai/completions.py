@@ -34,7 +34,9 @@ MAX_CHOICES = 16384  # prompts times n
 
 async def completions(request: Request, state: ServerState) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
-    body, texts, requests = await intake.take(request, CompletionRequest, state, lambda body: (body, *_prepare(request, body, state)))
+    body, texts, requests = await intake.take(
+        request, CompletionRequest, state, lambda body: (body, *_prepare(request, body, state))
+    )
     total, predict = intake.deadlines(request, body)
     intake.reserve_room(request, state, requests, "prompt")
     generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
@@ -42,13 +44,17 @@ async def completions(request: Request, state: ServerState) -> Response:
     completion = _Completion(body, state, f"cmpl-{request.scope['request_id']}", prompts, texts)
     stream = deltas.run(generations, total, predict)
     if body.stream:
-        return sse.EventStream(sse.to_the_end(completion.frames(stream), completion.id), state.config.server.sse_keep_alive_interval)
+        return sse.EventStream(
+            sse.to_the_end(completion.frames(stream), completion.id), state.config.server.sse_keep_alive_interval
+        )
     choices = await sse.unless_disconnected(request, deltas.collect(stream, len(prompts) * (body.n or 1)))
     size = deltas.answer_size(choices) + (sum(map(completion._echo_size, range(len(choices)))) if body.echo else 0)
     return await state.threads.run(size, lambda: sse.JsonResponse(completion.whole(choices)))
 
 
-def _prepare(request: Request, body: CompletionRequest, state: ServerState) -> tuple[list[str | None], list[GenerationRequest]]:
+def _prepare(
+    request: Request, body: CompletionRequest, state: ServerState
+) -> tuple[list[str | None], list[GenerationRequest]]:
     """The prompts' texts, where they were given as text and are not cut, and a request for each."""
     model = state.require_ready()
     state.require_model(body.model)
@@ -62,19 +68,39 @@ def _prepare(request: Request, body: CompletionRequest, state: ServerState) -> t
     prompts = [intake.truncate(ids, body, sampling, model) for ids in prompts]
     body.prompt = ""  # told; to free many takes long, so here
     request_id = f"cmpl-{intake.request_id(request, body)}"
-    return texts, [intake.generation_request(ids, body, sampling, model, request_id=request_id, priority=priority, param="prompt", tenant=request.scope.get("tenant"))
-                   for ids in prompts]
+    return texts, [
+        intake.generation_request(
+            ids,
+            body,
+            sampling,
+            model,
+            request_id=request_id,
+            priority=priority,
+            param="prompt",
+            tenant=request.scope.get("tenant"),
+        )
+        for ids in prompts
+    ]
 
 
 def prompt_ids(body: CompletionRequest, state: ServerState) -> tuple[list[str | None], list[list[int]]]:
-    """The prompts' texts, where they were given as text and are not cut, and their ids. Raises BadRequest for `prompt`."""
+    """The prompts' texts, where they were given as text and are not cut, and their ids.
+
+    Raises BadRequest for `prompt`.
+    """
     prompts = _as_list(body.prompt)
     if len(prompts) > MAX_PROMPTS:
         raise BadRequest(f"prompt: {len(prompts)} prompts are more than {MAX_PROMPTS}.", param="prompt")
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise BadRequest(f"prompt: {len(prompts)} prompts times n are more than {MAX_CHOICES} choices.", param="prompt")
     if isinstance(prompts[0], str):
-        all_ids = intake.encode(prompts, body.add_special_tokens is not False, state, "prompt", may_truncate=body.truncate_prompt_tokens is not None)
+        all_ids = intake.encode(
+            prompts,
+            body.add_special_tokens is not False,
+            state,
+            "prompt",
+            may_truncate=body.truncate_prompt_tokens is not None,
+        )
     else:
         all_ids = prompts
     if not all(all_ids):
@@ -88,14 +114,24 @@ def _as_list(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
         return [prompt]
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
-        raise BadRequest("prompt must be a string, a list of strings, a list of token ids, or a list of such lists; not a mixture.", param="prompt")
+        raise BadRequest(
+            "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; not a mixture.",
+            param="prompt",
+        )
     return [prompt] if int in kinds else prompt
 
 
 class _Completion:
     """The answer to one request, whole or in chunks."""
 
-    def __init__(self, body: CompletionRequest, state: ServerState, answer_id: str, prompts: list[list[int]], texts: list[str | None]):
+    def __init__(
+        self,
+        body: CompletionRequest,
+        state: ServerState,
+        answer_id: str,
+        prompts: list[list[int]],
+        texts: list[str | None],
+    ):
         self.body, self.state, self.id, self.prompts, self.texts = body, state, answer_id, prompts, texts
         self.created = int(time.time())
         self.model = state.names[0]
@@ -115,21 +151,40 @@ class _Completion:
         out = []
         for i, choice in enumerate(choices):
             echo = self._echo(i, choice.prompt_logprobs)
-            out.append(self._output(i, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason, echo))
+            out.append(
+                self._output(
+                    i, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason, echo
+                )
+            )
             self.counter.add(i, len(choice.token_ids), choice.num_cached_tokens)
             if self.body.prompt_logprobs is not None:
-                out[-1].prompt_logprobs = Formatter(self.state.tokenizer, self.body.prompt_logprobs).prompt(choice.prompt_logprobs)
+                out[-1].prompt_logprobs = Formatter(self.state.tokenizer, self.body.prompt_logprobs).prompt(
+                    choice.prompt_logprobs
+                )
             if self.body.return_token_ids:
                 out[-1].prompt_token_ids = self.prompts[i // self.n]
-        return Completion(id=self.id, created=self.created, model=self.model, choices=out, system_fingerprint=self.state.system_fingerprint, usage=self.usage())
+        return Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=out,
+            system_fingerprint=self.state.system_fingerprint,
+            usage=self.usage(),
+        )
 
     def usage(self) -> Usage:
-        return Usage.of(self.counter.num_prompt_tokens, self.counter.num_completion_tokens, self.counter.num_cached_tokens)
+        return Usage.of(
+            self.counter.num_prompt_tokens, self.counter.num_completion_tokens, self.counter.num_cached_tokens
+        )
 
     def _formatter(self, index: int) -> Formatter:
         if index not in self.formatters:
-            self.formatters[index] = Formatter(self.state.tokenizer, self.body.logprobs or 0, as_ids=bool(self.body.return_tokens_as_token_ids),
-                                               skip_special_tokens=self.body.skip_special_tokens is not False)
+            self.formatters[index] = Formatter(
+                self.state.tokenizer,
+                self.body.logprobs or 0,
+                as_ids=bool(self.body.return_tokens_as_token_ids),
+                skip_special_tokens=self.body.skip_special_tokens is not False,
+            )
         return self.formatters[index]
 
     def _echo_size(self, index: int) -> int:
@@ -148,14 +203,29 @@ class _Completion:
             logprobs = self._formatter(index).completion(prompt_logprobs, ids[0])
         return text, logprobs
 
-    def _output(self, index: int, text: str, ids: list[int], logprobs: list[TokenLogprobs], finish_reason: str | None, stop_reason: int | str | None,
-                echo: tuple[str, CompletionLogprobs | None] = ("", None)) -> CompletionChoice:
+    def _output(
+        self,
+        index: int,
+        text: str,
+        ids: list[int],
+        logprobs: list[TokenLogprobs],
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        echo: tuple[str, CompletionLogprobs | None] = ("", None),
+    ) -> CompletionChoice:
         """A choice with these tokens behind the echo."""
         prompt_text, formatted = echo
         if self.body.logprobs is not None:
             new = self._formatter(index).completion(logprobs)
             formatted = _joined(formatted, new) if formatted else new
-        return CompletionChoice(index, prompt_text + text, formatted, finish_reason, stop_reason, ids if self.body.return_token_ids else UNSET)
+        return CompletionChoice(
+            index,
+            prompt_text + text,
+            formatted,
+            finish_reason,
+            stop_reason,
+            ids if self.body.return_token_ids else UNSET,
+        )
 
     async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
         """Bytes of whole events. Closing it aborts the generation."""
@@ -183,10 +253,16 @@ class _Completion:
         self.started.add(delta.index)
         plain = body.logprobs is None and not body.return_token_ids and not self.running_usage
         if plain and delta.finish_reason is None and not (first and body.echo):
-            return b"" if not delta.text else b'%b%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]%b' % (
-                self.head, delta.index, msgspec.json.encode(delta.text), self.tail)
+            return (
+                b""
+                if not delta.text
+                else b'%b%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]%b'
+                % (self.head, delta.index, msgspec.json.encode(delta.text), self.tail)
+            )
         echo = self._echo(delta.index, self.prompt_logprobs.pop(delta.index, [])) if first else ("", None)
-        choice = self._output(delta.index, delta.text, delta.token_ids, delta.logprobs or [], delta.finish_reason, delta.stop_reason, echo)
+        choice = self._output(
+            delta.index, delta.text, delta.token_ids, delta.logprobs or [], delta.finish_reason, delta.stop_reason, echo
+        )
         if first and body.return_token_ids:
             choice.prompt_token_ids = self.prompts[delta.index // self.n]
         return self._event([choice])
@@ -197,9 +273,20 @@ class _Completion:
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         if usage is None and self.running_usage and choices:
             usage = self.usage()
-        return Completion(id=self.id, created=self.created, model=self.model, choices=choices, system_fingerprint=self.state.system_fingerprint,
-                          usage=usage if self.include_usage or self.running_usage else UNSET)
+        return Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.state.system_fingerprint,
+            usage=usage if self.include_usage or self.running_usage else UNSET,
+        )
 
 
 def _joined(a: CompletionLogprobs, b: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(a.tokens + b.tokens, a.token_logprobs + b.token_logprobs, a.top_logprobs + b.top_logprobs, a.text_offset + b.text_offset)
+    return CompletionLogprobs(
+        a.tokens + b.tokens,
+        a.token_logprobs + b.token_logprobs,
+        a.top_logprobs + b.top_logprobs,
+        a.text_offset + b.text_offset,
+    )

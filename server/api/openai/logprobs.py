@@ -19,7 +19,10 @@ LOWEST = -9999.0  # what stands for minus infinity, which JSON lacks
 
 
 class Formatter:
-    """Formats the log-probabilities of one choice. `top` is how many alternatives the request asked for; `as_ids` writes tokens as "token_id:N"."""
+    """Formats the log-probabilities of one choice.
+
+    `top` is how many alternatives the request asked for; `as_ids` writes tokens as "token_id:N".
+    """
 
     def __init__(self, tokenizer: Any, top: int, *, as_ids: bool = False, skip_special_tokens: bool = True):
         self.tokenizer, self.as_ids, self.skip_special_tokens = tokenizer, as_ids, skip_special_tokens
@@ -34,24 +37,30 @@ class Formatter:
         return ChatLogprobs([self._chat_position(position) for position in positions])
 
     def _chat_position(self, position: TokenLogprobs) -> ChatTokenLogprob:
-        entries = [TopLogprob(self.token(token_id), max(logprob, LOWEST), list(self.tokenizer.token_bytes(token_id)))
-                   for token_id, logprob in zip(position.token_ids[:self.limit], position.logprobs)]
+        entries = [
+            TopLogprob(self.token(token_id), max(logprob, LOWEST), list(self.tokenizer.token_bytes(token_id)))
+            for token_id, logprob in zip(position.token_ids[: self.limit], position.logprobs)
+        ]
         chosen = entries[0]
         return ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, entries[1:])
 
     def completion(self, positions: list[TokenLogprobs], first_token_id: int | None = None) -> CompletionLogprobs:
-        """`first_token_id` is the prompt's first token, which nothing predicts, when `positions` are those of an echoed prompt."""
+        """`first_token_id` is the prompt's first token, which nothing predicts, when `positions` are those of an echoed
+        prompt.
+        """
         out = CompletionLogprobs([], [], [], [])
         if first_token_id is not None:
             self._append(out, first_token_id, None, None)
         for position in positions:
             top = {}
-            for token_id, logprob in zip(position.token_ids[:self.limit], position.logprobs):
+            for token_id, logprob in zip(position.token_ids[: self.limit], position.logprobs):
                 top.setdefault(self.token(token_id), max(logprob, LOWEST))
             self._append(out, position.token_ids[0], max(position.logprobs[0], LOWEST), top)
         return out
 
-    def _append(self, out: CompletionLogprobs, token_id: int, logprob: float | None, top: dict[str, float] | None) -> None:
+    def _append(
+        self, out: CompletionLogprobs, token_id: int, logprob: float | None, top: dict[str, float] | None
+    ) -> None:
         out.tokens.append(self.token(token_id))
         out.token_logprobs.append(logprob)
         out.top_logprobs.append(top)
@@ -64,7 +73,15 @@ class Formatter:
 
     def _prompt_position(self, position: TokenLogprobs) -> dict[int, PromptLogprob]:
         """Alternatives are ranked by their order; the token that stands there by what the engine says."""
-        ranked = {token_id: PromptLogprob(max(logprob, LOWEST), rank, self.tokenizer.id_to_token(token_id))
-                  for rank, (token_id, logprob) in enumerate(zip(position.token_ids[1:self.limit], position.logprobs[1:]), start=1)}
+        ranked = {
+            token_id: PromptLogprob(max(logprob, LOWEST), rank, self.tokenizer.id_to_token(token_id))
+            for rank, (token_id, logprob) in enumerate(
+                zip(position.token_ids[1 : self.limit], position.logprobs[1:]), start=1
+            )
+        }
         token_id = position.token_ids[0]
-        return {token_id: PromptLogprob(max(position.logprobs[0], LOWEST), position.rank, self.tokenizer.id_to_token(token_id))} | ranked
+        return {
+            token_id: PromptLogprob(
+                max(position.logprobs[0], LOWEST), position.rank, self.tokenizer.id_to_token(token_id)
+            )
+        } | ranked

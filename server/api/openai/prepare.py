@@ -1,6 +1,8 @@
-"""What every route with a body does first: read and judge it, tokenize, check lengths, and form the `GenerationRequest`.
+"""What every route with a body does first: read and judge it, tokenize, check lengths, and form the
+`GenerationRequest`.
 
-All of that but the reading is one function call (`take`), which runs in a thread unless the body is small. So nothing in it may wait, or write to what others see.
+All of that but the reading is one function call (`take`), which runs in a thread unless the body is small. So nothing
+in it may wait, or write to what others see.
 """
 
 from __future__ import annotations
@@ -39,13 +41,17 @@ _serial = itertools.count()
 
 
 async def take(request: Request, cls: type[T], state: ServerState, use: Callable[[T], R]) -> R:
-    """What `use` makes of the body, parsed as `cls`; what it keeps of a large one is freed on the event loop. Unknown fields leave a note that becomes the response's `Warning` header.
+    """What `use` makes of the body, parsed as `cls`; what it keeps of a large one is freed on the event loop. Unknown
+    fields leave a note that becomes the response's `Warning` header.
 
-    Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, what `use` raises, and ClientGone when the client leaves meanwhile, which ends work that waits for a thread.
+    Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, what `use` raises, and ClientGone when the client leaves
+    meanwhile, which ends work that waits for a thread.
     """
     content_type = _content_type(request)
     if content_type != "application/json":  # also keeps web pages from posting here without a CORS check
-        raise UnsupportedMediaType(f"The body must be sent with Content-Type: application/json, not '{content_type[:100]}'.")
+        raise UnsupportedMediaType(
+            f"The body must be sent with Content-Type: application/json, not '{content_type[:100]}'."
+        )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("Compressed bodies are not accepted.")
     raw = await _body(request, max_body_bytes(state))
@@ -75,9 +81,19 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
 
 
 def require_deliberate(request: Request) -> None:
-    """For a POST that takes no body: it must have what a web page cannot send to a stranger without a CORS check. Raises UnsupportedMediaType."""
-    if _content_type(request) != "application/json" and not any(name in request.headers for name in ("x-requested-with", "authorization", "x-api-key")):
-        raise UnsupportedMediaType("This POST must be sent with Content-Type: application/json or with an X-Requested-With header, which web pages of others cannot.")
+    """For a POST that takes no body: it must have what a web page cannot send to a stranger without a CORS check.
+
+    Raises UnsupportedMediaType.
+    """
+    if _content_type(request) != "application/json" and not any(
+        name in request.headers for name in ("x-requested-with", "authorization", "x-api-key")
+    ):
+        raise UnsupportedMediaType(
+
+                "This POST must be sent with Content-Type: application/json or with an X-Requested-With header, "
+                "which web pages of others cannot."
+
+        )
 
 
 def _content_type(request: Request) -> str:
@@ -113,7 +129,10 @@ def _log_once(unknown: list[str], state: ServerState) -> None:
     for name in unknown:
         if name not in state.unknown_fields and len(state.unknown_fields) < _MAX_NAMES:
             state.unknown_fields.add(name)
-            logger.warning("requests have a field that is not known and is ignored (--strict-params refuses it): %s", name.encode("unicode_escape").decode("ascii"))
+            logger.warning(
+                "requests have a field that is not known and is ignored (--strict-params refuses it): %s",
+                name.encode("unicode_escape").decode("ascii"),
+            )
 
 
 def check_options(body: GenerationFields) -> None:
@@ -124,8 +143,13 @@ def check_options(body: GenerationFields) -> None:
         raise BadRequest("truncate_prompt_tokens must be at least 1, or -1.", param="truncate_prompt_tokens")
 
 
-def encode(texts: Sequence[str], add_special_tokens: bool, state: ServerState, param: str, *, may_truncate: bool = False) -> list[list[int]]:
-    """Token ids of each. A text that no tokenization could fit into the context is refused before it costs time, unless it may be cut."""
+def encode(
+    texts: Sequence[str], add_special_tokens: bool, state: ServerState, param: str, *, may_truncate: bool = False
+) -> list[list[int]]:
+    """Token ids of each.
+
+    A text that no tokenization could fit into the context is refused before it costs time, unless it may be cut.
+    """
     longest = state.tokenizer.max_token_chars
     for text in texts:
         if not may_truncate and len(text) > state.model.max_model_len * longest:
@@ -139,26 +163,51 @@ def truncate(ids: list[int], body: GenerationFields, sampling: SamplingParams, m
     if size is None:
         return ids
     if size > model.max_model_len:
-        raise BadRequest(f"truncate_prompt_tokens ({size}) is more than the context length of {model.max_model_len}.", param="truncate_prompt_tokens")
+        raise BadRequest(
+            f"truncate_prompt_tokens ({size}) is more than the context length of {model.max_model_len}.",
+            param="truncate_prompt_tokens",
+        )
     if size == -1:
         wanted = sampling.max_tokens if sampling.max_tokens < model.max_model_len else 1
         size = model.max_model_len - wanted
     return ids[:size] if body.truncation_side == "right" else ids[-size:]
 
 
-def generation_request(ids: list[int], body: GenerationFields, sampling: SamplingParams, model: ModelInfo, *, request_id: str, priority: int,
-                       param: str, tenant: str | None = None) -> GenerationRequest:
-    """`tenant` keeps apart the cached prefixes of those who have different ones. Raises BadRequest for the field `param`."""
+def generation_request(
+    ids: list[int],
+    body: GenerationFields,
+    sampling: SamplingParams,
+    model: ModelInfo,
+    *,
+    request_id: str,
+    priority: int,
+    param: str,
+    tenant: str | None = None,
+) -> GenerationRequest:
+    """`tenant` keeps apart the cached prefixes of those who have different ones.
+
+    Raises BadRequest for the field `param`.
+    """
     sampling = fit(sampling, len(ids), model, param)
     check_max_tokens(body, len(ids), model)
     if ids and max(ids) >= model.vocab_size:  # an added token that the model was never given
-        raise BadRequest(f"{param}: token ids must be between 0 and {model.vocab_size - 1}, not {max(ids)}.", param=param)
+        raise BadRequest(
+            f"{param}: token ids must be between 0 and {model.vocab_size - 1}, not {max(ids)}.", param=param
+        )
     return GenerationRequest(
         request_id=f"{request_id}-{next(_serial)}",  # clients may send one id twice
-        prompt_token_ids=ids, sampling=sampling, n=body.n or 1, stop=StopStrings([body.stop] if isinstance(body.stop, str) else body.stop or []),
-        include_stop_str_in_output=bool(body.include_stop_str_in_output), skip_special_tokens=body.skip_special_tokens is not False,
-        spaces_between_special_tokens=body.spaces_between_special_tokens is not False, priority=priority,
-        cache_salt=body.cache_salt if tenant is None else f"{tenant}/{body.cache_salt or ''}", arrival_time=time.time())  # no salt of a request has a slash
+        prompt_token_ids=ids,
+        sampling=sampling,
+        n=body.n or 1,
+        stop=StopStrings([body.stop] if isinstance(body.stop, str) else body.stop or []),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
+        priority=priority,
+        # no salt of a request has a slash
+        cache_salt=body.cache_salt if tenant is None else f"{tenant}/{body.cache_salt or ''}",
+        arrival_time=time.time(),
+    )
 
 
 def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
@@ -170,7 +219,10 @@ def reserve_room(request: Request, state: ServerState, requests: Sequence[Genera
 
 
 def priority(request: Request, body: GenerationFields, model: ModelInfo) -> int:
-    """The body's, else the X-Vllm-Priority header's. Raises BadRequest when it is not 0 and the scheduler does not heed priorities."""
+    """The body's, else the X-Vllm-Priority header's.
+
+    Raises BadRequest when it is not 0 and the scheduler does not heed priorities.
+    """
     value = body.priority
     if value is None:
         try:
@@ -180,12 +232,17 @@ def priority(request: Request, body: GenerationFields, model: ModelInfo) -> int:
         except ValueError:
             raise BadRequest("The X-Vllm-Priority header must be a 64-bit integer.", param="priority") from None
     if value and not model.priorities:
-        raise BadRequest("priority needs a server with --scheduling-policy priority; this one serves in order of arrival.", param="priority")
+        raise BadRequest(
+            "priority needs a server with --scheduling-policy priority; this one serves in order of arrival.",
+            param="priority",
+        )
     return value
 
 
 def deadlines(request: Request, body: GenerationFields) -> tuple[float | None, float | None]:
-    """Seconds that the request may still take (the X-Request-Timeout header counts from its arrival), and from its first token on (`t_max_predict_ms`)."""
+    """Seconds that the request may still take (the X-Request-Timeout header counts from its arrival), and from its
+    first token on (`t_max_predict_ms`).
+    """
     total = None
     if (header := request.headers.get("x-request-timeout")) is not None:
         try:
@@ -193,7 +250,9 @@ def deadlines(request: Request, body: GenerationFields) -> tuple[float | None, f
         except ValueError:
             total = math.nan
         if not 0 < total < math.inf:
-            raise BadRequest("The X-Request-Timeout header must be a number of seconds above 0.", param="X-Request-Timeout")
+            raise BadRequest(
+                "The X-Request-Timeout header must be a number of seconds above 0.", param="X-Request-Timeout"
+            )
         now = asyncio.get_running_loop().time()
         total = max(total - (now - request.scope.get("state", {}).get("arrived", now)), 0.001)
     return total, body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None

@@ -1,10 +1,11 @@
 """Contract 1, client <-> server: the OpenAI request and response types, with vLLM's extensions under vLLM's names.
 
-A field that is `None` was absent or null, which mean the same. Every list, text and number has its range in its type, so that the parser, its messages and
-the OpenAPI document agree, and nothing behind the parser needs to fear what is larger.
-Fields a request type does not declare fall in three classes (see `parsing.py`):
-`harmless` ones change nothing about the answer and are accepted; `unsupported` ones mean something we cannot do and are refused unless they hold a
-neutral value (null, or one listed); any other is unknown, and answered with a `Warning` header, or refused under `--strict-params`.
+A field that is `None` was absent or null, which mean the same. Every list, text and number has its range in its type,
+so that the parser, its messages and the OpenAPI document agree, and nothing behind the parser needs to fear what is
+larger. Fields a request type does not declare fall in three classes (see `parsing.py`): `harmless` ones change nothing
+about the answer and are accepted; `unsupported` ones mean something we cannot do and are refused unless they hold a
+neutral value (null, or one listed); any other is unknown, and answered with a `Warning` header, or refused under
+`--strict-params`.
 """
 
 from __future__ import annotations
@@ -42,29 +43,92 @@ Name = Annotated[str, Meta(max_length=256)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Template = Annotated[str, Meta(max_length=MAX_TEMPLATE)]
-TemplateKwargs = Annotated[dict[Name, Any], Meta(max_length=MAX_TEMPLATE_KWARGS, description=f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON")]
-Document = Annotated[dict[Name, Text | Int64 | Annotated[float, Meta(ge=-1e300, le=1e300)] | bool | None], Meta(max_length=MAX_DOCUMENT_FIELDS)]
+TemplateKwargs = Annotated[
+    dict[Name, Any],
+    Meta(max_length=MAX_TEMPLATE_KWARGS, description=f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"),
+]
+Document = Annotated[
+    dict[Name, Text | Int64 | Annotated[float, Meta(ge=-1e300, le=1e300)] | bool | None],
+    Meta(max_length=MAX_DOCUMENT_FIELDS),
+]
 Documents = Annotated[list[Document], Meta(max_length=MAX_DOCUMENTS)]
-Prompts = Annotated[list[Text | TokenId | Annotated[list[TokenId], Meta(max_length=MAX_IDS)]],
-                    Meta(min_length=1, max_length=MAX_IDS, description=f"token ids of one prompt, or at most {MAX_PROMPTS} prompts")]
+Prompts = Annotated[
+    list[Text | TokenId | Annotated[list[TokenId], Meta(max_length=MAX_IDS)]],
+    Meta(min_length=1, max_length=MAX_IDS, description=f"token ids of one prompt, or at most {MAX_PROMPTS} prompts"),
+]
 
-HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-                      "prediction", "moderation"})
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",
+        "moderation",
+    }
+)
 UNSUPPORTED: dict[str, tuple] = {
     # structured output
-    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-    "guided_decoding_backend": (), "guided_whitespace_pattern": (), "json_schema": (), "regex": (), "ebnf": (), "grammar": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "grammar": (),
     # other ways to search or sample
-    "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,), "typical_p": (1.0,), "mirostat": (0,), "dry_multiplier": (0,),
-    "xtc_probability": (0,), "top_n_sigma": (), "logits_processors": (), "custom_logit_processor": (), "logprob_token_ids": (), "logprobs_mode": (),
-    "repetition_detection": (), "watermarking": (), "stop_regex": (), "no_stop_trim": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "typical_p": (1.0,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (),
+    "logits_processors": (),
+    "custom_logit_processor": (),
+    "logprob_token_ids": (),
+    "logprobs_mode": (),
+    "repetition_detection": (),
+    "watermarking": (),
+    "stop_regex": (),
+    "no_stop_trim": (False,),
     # other inputs and outputs
-    "prompt_embeds": (), "lora": (), "lora_path": (), "kv_transfer_params": (), "ec_transfer_params": (), "vllm_xargs": (), "return_hidden_states": (False,),
-    "return_prompt_text": (False,), "return_meta_info": (False,), "return_progress": (False,), "stream_interval": (), "mm_processor_kwargs": (),
+    "prompt_embeds": (),
+    "lora": (),
+    "lora_path": (),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": (),
+    "return_hidden_states": (False,),
+    "return_prompt_text": (False,),
+    "return_meta_info": (False,),
+    "return_progress": (False,),
+    "stream_interval": (),
+    "mm_processor_kwargs": (),
 }
 TOOLS_AND_REASONING: dict[str, tuple] = {
-    "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none",), "reasoning_effort": (), "reasoning": (),
-    "include_reasoning": (), "thinking_token_budget": (), "separate_reasoning": (), "stream_reasoning": (), "enable_thinking": (), "reasoning_format": (),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "reasoning_effort": (),
+    "reasoning": (),
+    "include_reasoning": (),
+    "thinking_token_budget": (),
+    "separate_reasoning": (),
+    "stream_reasoning": (),
+    "enable_thinking": (),
+    "reasoning_format": (),
 }
 
 
@@ -92,7 +156,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] | None = None
-    logit_bias: Annotated[dict[Annotated[str, Meta(max_length=20)], Bias], Meta(max_length=MAX_CHOSEN_IDS)] | None = None
+    logit_bias: Annotated[dict[Annotated[str, Meta(max_length=20)], Bias], Meta(max_length=MAX_CHOSEN_IDS)] | None = (
+        None
+    )
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_CHOSEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     # where to stop
@@ -125,7 +191,16 @@ class ContentPart(msgspec.Struct, kw_only=True):
     refusal: Text | None = None
 
     harmless: ClassVar = frozenset({"cache_control", "annotations"})
-    unsupported: ClassVar[dict[str, tuple]] = {"image_url": (), "input_audio": (), "audio_url": (), "video_url": (), "file": (), "image": (), "video": (), "audio": ()}
+    unsupported: ClassVar[dict[str, tuple]] = {
+        "image_url": (),
+        "input_audio": (),
+        "audio_url": (),
+        "video_url": (),
+        "file": (),
+        "image": (),
+        "video": (),
+        "audio": (),
+    }
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -135,7 +210,14 @@ class Message(msgspec.Struct, kw_only=True):
     refusal: Text | None = None
 
     harmless: ClassVar = frozenset({"annotations"})
-    unsupported: ClassVar[dict[str, tuple]] = {"tool_calls": ([],), "tool_call_id": (), "function_call": (), "audio": (), "reasoning": (), "reasoning_content": ()}
+    unsupported: ClassVar[dict[str, tuple]] = {
+        "tool_calls": ([],),
+        "tool_call_id": (),
+        "function_call": (),
+        "audio": (),
+        "reasoning": (),
+        "reasoning_content": (),
+    }
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
@@ -153,8 +235,19 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     documents: Documents | None = None
 
     harmless: ClassVar = HARMLESS | {"parallel_tool_calls"}
-    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | TOOLS_AND_REASONING | {
-        "modalities": (["text"],), "audio": (), "verbosity": ("medium",), "web_search_options": (), "echo": (False,), "suffix": (), "best_of": ()}
+    unsupported: ClassVar[dict[str, tuple]] = (
+        UNSUPPORTED
+        | TOOLS_AND_REASONING
+        | {
+            "modalities": (["text"],),
+            "audio": (),
+            "verbosity": ("medium",),
+            "web_search_options": (),
+            "echo": (False,),
+            "suffix": (),
+            "best_of": (),
+        }
+    )
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -218,7 +311,13 @@ class Usage(msgspec.Struct):
 
     @classmethod
     def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens), CompletionTokensDetails())
+        return cls(
+            prompt_tokens,
+            completion_tokens,
+            prompt_tokens + completion_tokens,
+            PromptTokensDetails(cached_tokens),
+            CompletionTokensDetails(),
+        )
 
 
 class TopLogprob(msgspec.Struct):

@@ -25,7 +25,10 @@ GREEDY_BELOW = 1e-5  # a temperature this small leaves nothing to chance
 
 
 def read_sampling_defaults(config: Config, model_folder: str) -> dict[str, Any]:
-    """Sampling parameters out of generation_config.json, as --generation-config says. Raises ValueError when the file asked for is missing or not JSON."""
+    """Sampling parameters out of generation_config.json, as --generation-config says.
+
+    Raises ValueError when the file asked for is missing or not JSON.
+    """
     source = config.server.generation_config
     if source == "vllm":
         return {}
@@ -43,7 +46,9 @@ def read_sampling_defaults(config: Config, model_folder: str) -> dict[str, Any]:
     return defaults
 
 
-def to_sampling_params(request: ChatCompletionRequest | CompletionRequest, model: ModelInfo, tokenizer: Any) -> SamplingParams:
+def to_sampling_params(
+    request: ChatCompletionRequest | CompletionRequest, model: ModelInfo, tokenizer: Any
+) -> SamplingParams:
     """Everything but the fit into the context (`fit`). Raises BadRequest naming the field and the limit.
 
     With max_tokens 0, for an echo, the engine runs the prompt and samples nothing.
@@ -52,24 +57,40 @@ def to_sampling_params(request: ChatCompletionRequest | CompletionRequest, model
     temperature = pick("temperature")
     temperature = 0.0 if temperature < GREEDY_BELOW else temperature
     if temperature == 0.0 and (request.n or 1) > 1:
-        raise BadRequest("n must be 1 when using greedy sampling (temperature 0): all choices would be the same.", param="n")
+        raise BadRequest(
+            "n must be 1 when using greedy sampling (temperature 0): all choices would be the same.", param="n"
+        )
     max_tokens = _max_tokens(request, model)
     min_tokens = request.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise BadRequest(f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens}).", param="min_tokens")
     return SamplingParams(
-        max_tokens=model.max_model_len if max_tokens is None else max_tokens, min_tokens=min_tokens,
-        temperature=temperature, top_p=pick("top_p"), top_k=max(pick("top_k"), 0), min_p=pick("min_p"),
+        max_tokens=model.max_model_len if max_tokens is None else max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=pick("top_p"),
+        top_k=max(pick("top_k"), 0),
+        min_p=pick("min_p"),
         seed=random.getrandbits(63) if request.seed in (None, -1) else request.seed,
-        presence_penalty=request.presence_penalty or 0.0, frequency_penalty=request.frequency_penalty or 0.0, repetition_penalty=pick("repetition_penalty"),
-        logit_bias=_logit_bias(request, model), allowed_token_ids=_distinct_ids(request.allowed_token_ids, "allowed_token_ids", model),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=pick("repetition_penalty"),
+        logit_bias=_logit_bias(request, model),
+        allowed_token_ids=_distinct_ids(request.allowed_token_ids, "allowed_token_ids", model),
         bad_words_ids=_bad_words_ids(request, tokenizer, model),
-        stop_token_ids=_distinct_ids(request.stop_token_ids, "stop_token_ids", model) or [], eos_token_ids=model.eos_token_ids, ignore_eos=bool(request.ignore_eos),
-        logprobs=_logprobs(request, model), prompt_logprobs=_prompt_logprobs(request, model))
+        stop_token_ids=_distinct_ids(request.stop_token_ids, "stop_token_ids", model) or [],
+        eos_token_ids=model.eos_token_ids,
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=_logprobs(request, model),
+        prompt_logprobs=_prompt_logprobs(request, model),
+    )
 
 
 def fit(sampling: SamplingParams, num_prompt_tokens: int, model: ModelInfo, param: str) -> SamplingParams:
-    """Clip max_tokens to what the context leaves behind the prompt. Raises ContextLengthExceeded (for the field `param`) when that is nothing."""
+    """Clip max_tokens to what the context leaves behind the prompt.
+
+    Raises ContextLengthExceeded (for the field `param`) when that is nothing.
+    """
     remaining = model.max_model_len - num_prompt_tokens
     if remaining < min(sampling.max_tokens, 1):
         raise too_long(num_prompt_tokens, model, param)
@@ -78,13 +99,22 @@ def fit(sampling: SamplingParams, num_prompt_tokens: int, model: ModelInfo, para
     return msgspec.structs.replace(sampling, max_tokens=remaining, min_tokens=min(sampling.min_tokens, remaining))
 
 
-def check_max_tokens(request: ChatCompletionRequest | CompletionRequest, num_prompt_tokens: int, model: ModelInfo) -> None:
-    """Raises BadRequest for more than the context could ever hold. (What is merely too much behind this prompt is clipped, as by vLLM and OpenAI.)"""
+def check_max_tokens(
+    request: ChatCompletionRequest | CompletionRequest, num_prompt_tokens: int, model: ModelInfo
+) -> None:
+    """Raises BadRequest for more than the context could ever hold.
+
+    (What is merely too much behind this prompt is clipped, as by vLLM and OpenAI.)
+    """
     param = _max_tokens_param(request)
     wanted = getattr(request, param)
     if wanted is not None and wanted > model.max_model_len:
-        raise BadRequest(f"{param} is too large: {wanted}. This model's context holds {model.max_model_len} tokens, prompt included; the prompt has {num_prompt_tokens}, so that "
-                         f"{model.max_model_len - num_prompt_tokens} fit now. Without {param} the output may take what is left.", param=param)
+        raise BadRequest(
+            f"{param} is too large: {wanted}. This model's context holds {model.max_model_len} tokens, prompt "
+            f"included; the prompt has {num_prompt_tokens}, so that "
+            f"{model.max_model_len - num_prompt_tokens} fit now. Without {param} the output may take what is left.",
+            param=param,
+        )
 
 
 def _max_tokens_param(request: ChatCompletionRequest | CompletionRequest) -> str:
@@ -93,8 +123,12 @@ def _max_tokens_param(request: ChatCompletionRequest | CompletionRequest) -> str
 
 def too_long(num_prompt_tokens: int, model: ModelInfo, param: str, at_least: bool = False) -> ContextLengthExceeded:
     amount = f"at least {num_prompt_tokens}" if at_least else str(num_prompt_tokens)
-    return ContextLengthExceeded(f"This model's maximum context length is {model.max_model_len} tokens. However, your {param} resulted in {amount} tokens"
-                                 f"{'' if num_prompt_tokens > model.max_model_len else ', which leaves no room for output'}.", param=param)
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {model.max_model_len} tokens. However, your {param} resulted in "
+        f"{amount} tokens"
+        f"{'' if num_prompt_tokens > model.max_model_len else ', which leaves no room for output'}.",
+        param=param,
+    )
 
 
 class _Picker:
@@ -117,7 +151,10 @@ def _max_tokens(request: ChatCompletionRequest | CompletionRequest, model: Model
             raise BadRequest("max_tokens must be at least 1 unless echo is true.", param=param)
     else:
         if param == "max_completion_tokens" and request.max_tokens not in (None, wanted):
-            raise BadRequest("max_tokens is the old name of max_completion_tokens: give one, or both with the same value.", param="max_tokens")
+            raise BadRequest(
+                "max_tokens is the old name of max_completion_tokens: give one, or both with the same value.",
+                param="max_tokens",
+            )
         if wanted == 0:
             raise BadRequest(f"{param} must be at least 1.", param=param)
     return default if wanted is None else wanted
@@ -128,7 +165,9 @@ def _distinct_ids(ids: list[int] | None, param: str, model: ModelInfo) -> list[i
     if not ids:
         return ids
     if (highest := max(ids)) >= model.vocab_size:
-        raise BadRequest(f"{param}: token id {highest} is not in the vocabulary, which has {model.vocab_size} entries.", param=param)
+        raise BadRequest(
+            f"{param}: token id {highest} is not in the vocabulary, which has {model.vocab_size} entries.", param=param
+        )
     return list(dict.fromkeys(ids))
 
 
@@ -145,12 +184,24 @@ def _logit_bias(request: ChatCompletionRequest | CompletionRequest, model: Model
     return bias
 
 
-def _bad_words_ids(request: ChatCompletionRequest | CompletionRequest, tokenizer: Any, model: ModelInfo) -> list[list[int]] | None:
+def _bad_words_ids(
+    request: ChatCompletionRequest | CompletionRequest, tokenizer: Any, model: ModelInfo
+) -> list[list[int]] | None:
     """Each word as it is tokenized at the start of a text and after a space."""
     texts = [text for word in request.bad_words or () for text in (word, " " + word.lstrip())]
-    sequences = dict.fromkeys(tuple(ids) for ids in tokenizer.encode_batch(texts, add_special_tokens=False) if ids) if texts else {}
+    sequences = (
+        dict.fromkeys(tuple(ids) for ids in tokenizer.encode_batch(texts, add_special_tokens=False) if ids)
+        if texts
+        else {}
+    )
     if (total := sum(map(len, sequences))) > MAX_BAD_WORD_TOKENS:
-        raise BadRequest(f"bad_words: {total} tokens in all, each word counted with and without a space before it, are more than {MAX_BAD_WORD_TOKENS}.", param="bad_words")
+        raise BadRequest(
+            (
+                f"bad_words: {total} tokens in all, each word counted with and without a space before it, are more "
+                f"than {MAX_BAD_WORD_TOKENS}."
+            ),
+            param="bad_words",
+        )
     _distinct_ids([token_id for ids in sequences for token_id in ids], "bad_words", model)
     return [list(ids) for ids in sequences] or None
 

@@ -1,11 +1,15 @@
-"""Weight-only quantization at load: the matrices of the layers become integers of 8 or 4 bits with a bfloat16 scale per row and group of columns.
+"""Weight-only quantization at load: the matrices of the layers become integers of 8 or 4 bits with a bfloat16 scale per
+row and group of columns.
 
-weight[row, column] = scale[row, column // group] * value[row, column], as llama.cpp's Q8_0 and Q4_0 do in groups of 32. Layers are built and loaded in bfloat16 and
-turn their weights into integers one by one when they are finalized: a tensor-parallel rank quantizes the slice that it holds, so groups never straddle ranks.
-The output head is 8 bits in either mode (it costs most quality and, tied, is the embedding, whose rows are read from it); an embedding of its own stays bfloat16.
+weight[row, column] = scale[row, column // group] * value[row, column], as llama.cpp's Q8_0 and Q4_0 do in groups of 32.
+Layers are built and loaded in bfloat16 and turn their weights into integers one by one when they are finalized: a
+tensor-parallel rank quantizes the slice that it holds, so groups never straddle ranks. The output head is 8 bits in
+either mode (it costs most quality and, tied, is the embedding, whose rows are read from it); an embedding of its own
+stays bfloat16.
 
-`PlainQuantMethod` is plain torch for machines without the native kernels, and until they are compiled: it widens the weights for every product, which is correct and slow.
-A platform's native method takes over from it (`Ops.quantized_method`), values and scales unchanged. Activations are bfloat16 in both.
+`PlainQuantMethod` is plain torch for machines without the native kernels, and until they are compiled: it widens the
+weights for every product, which is correct and slow. A platform's native method takes over from it
+(`Ops.quantized_method`), values and scales unchanged. Activations are bfloat16 in both.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from quire.worker.layers.linear import Linear, LinearMethod, PlainLinear, Weight
 
 BITS = {"int8": 8, "int4": 4}
 HEAD_BITS = 8
-GROUPS = {8: 128, 4: 64}  # bits -> columns that share a scale: 32 cost a quarter of a bit more per weight, 128 lose more at 4 bits and next to nothing at 8
+# bits -> columns that share a scale: 32 cost a quarter of a bit more per weight, 128 lose more at 4 bits and next to
+# nothing at 8
+GROUPS = {8: 128, 4: 64}
 _PIECE = 1 << 22  # weights to work on at once
 
 
@@ -38,7 +44,9 @@ class QuantizeAtLoad(PlainLinear):
 
 
 class PlainQuantMethod(PlainLinear):
-    """Keeps int8 values, or pairs of 4-bit values in a byte (low half first), as buffers of the layer: `quantized` and `scales`."""
+    """Keeps int8 values, or pairs of 4-bit values in a byte (low half first), as buffers of the layer: `quantized` and
+    `scales`.
+    """
 
     def __init__(self, layer: Linear, weight: torch.Tensor, bits: int):
         self.layer, self.bits = layer, bits
@@ -55,7 +63,10 @@ class PlainQuantMethod(PlainLinear):
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         step = max(1, _PIECE // layer.in_features)
-        pieces = [product(x, self._widen(layer.quantized[i : i + step], layer.scales[i : i + step])) for i in range(0, layer.out_features, step)]
+        pieces = [
+            product(x, self._widen(layer.quantized[i : i + step], layer.scales[i : i + step]))
+            for i in range(0, layer.out_features, step)
+        ]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
         return whole if layer.bias is None else whole + layer.bias
 
@@ -68,7 +79,11 @@ class PlainQuantMethod(PlainLinear):
 
     def _widen(self, stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         values = self._values(stored)
-        return (values.view(*scales.shape, GROUPS[self.bits]).float() * scales.float().unsqueeze(-1)).to(torch.bfloat16).view(len(values), -1)[:, : self.layer.in_features]
+        return (
+            (values.view(*scales.shape, GROUPS[self.bits]).float() * scales.float().unsqueeze(-1))
+            .to(torch.bfloat16)
+            .view(len(values), -1)[:, : self.layer.in_features]
+        )
 
 
 def quantized_bytes(bits: int) -> float:
@@ -77,7 +92,10 @@ def quantized_bytes(bits: int) -> float:
 
 
 class IntAtLoad(WeightFormat):
-    """`--quantization`: floating-point checkpoints whose layers are rounded when they have been loaded. `quantization` is a key of BITS."""
+    """`--quantization`: floating-point checkpoints whose layers are rounded when they have been loaded.
+
+    `quantization` is a key of BITS.
+    """
 
     def __init__(self, quantization: str):
         self.layers, self.output_head = QuantizeAtLoad(BITS[quantization]), QuantizeAtLoad(HEAD_BITS)
@@ -90,13 +108,17 @@ class IntAtLoad(WeightFormat):
 
 
 def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight `[n, k]` bfloat16 -> (values int8 `[n, K]`, scales bfloat16 `[n, K / group]`), K being k rounded up to whole groups with zeros.
+    """weight `[n, k]` bfloat16 -> (values int8 `[n, K]`, scales bfloat16 `[n, K / group]`), K being k rounded up to
+    whole groups with zeros.
 
-    Symmetric. With 8 bits a group's largest entry becomes +-127; with 4 the scale is the one of 15 candidates around "the largest entry becomes -8" that has the
-    least squared error. The native `quantize` does the same.
+    Symmetric. With 8 bits a group's largest entry becomes +-127; with 4 the scale is the one of 15 candidates around
+    "the largest entry becomes -8" that has the least squared error. The native `quantize` does the same.
     """
     step, group = max(1, _PIECE // weight.shape[1]), GROUPS[bits]
-    parts = [_quantize(F.pad(part.float(), (0, -part.shape[1] % group)).view(len(part), -1, group), bits) for part in weight.split(step)]
+    parts = [
+        _quantize(F.pad(part.float(), (0, -part.shape[1] % group)).view(len(part), -1, group), bits)
+        for part in weight.split(step)
+    ]
     values, scales = zip(*parts)
     return torch.cat(values).flatten(1), torch.cat(scales)
 
