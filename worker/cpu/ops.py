@@ -192,8 +192,8 @@ class _NativeLinear:
 class PackedLinear(_NativeLinear):
     """x -> x W^T + bias with a bfloat16 weight `[n, k]` rearranged once, so that any number of rows streams it front to back. The original may be freed.
 
-    The sum over k is float32 in one fixed order, so that a row's result depends neither on the other rows nor on the threads; but without AMX 9 rows and more are multiplied by compact
-    weights as fixed-point numbers (csrc/gemm_fixed.h), for float32 outputs 33. Path 3 keeps to the one order.
+    The sum over k is float32 in one fixed order, so that a row's result depends neither on the other rows nor on the threads; but without AMX 6 rows and more (AVX2: 9) are multiplied
+    by compact weights as fixed-point numbers (csrc/gemm_fixed.h), for float32 outputs 33. Path 3 keeps to the one order.
     With `silu_and_mul` the weight is [gate, up] stacked and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 before it is rounded.
 
     With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it, without loss.

@@ -172,10 +172,10 @@ size_t vector_bytes(const Step& s, int rows) {
 
 // A task by vectors, the way that suits its rows.
 template <typename T>
-void attend_vector(const Step& s, const Task& t, const Partials& partials, const Plan& plan, bool one_order, char* memory) {
+void attend_vector(const Step& s, const Task& t, const Task* following, const Partials& partials, const Plan& plan, bool one_order, char* memory) {
   if constexpr (std::is_same_v<T, bf16>)
-    if (!one_order && t.count * s.group() >= kFixedRowsFrom && s.layer.head_dim % 32 == 0) return attend_rows<T, FixedTiles>(s, t, partials, plan.slots.data(), memory);
-  (one_order ? attend_rows<T, FloatTiles<T, true>> : attend_rows<T, FloatTiles<T, false>>)(s, t, partials, plan.slots.data(), memory);
+    if (!one_order && t.count * s.group() >= kFixedRowsFrom && s.layer.head_dim % 32 == 0) return attend_rows<T, FixedTiles>(s, t, following, partials, plan.slots.data(), memory);
+  (one_order ? attend_rows<T, FloatTiles<T, true>> : attend_rows<T, FloatTiles<T, false>>)(s, t, following, partials, plan.slots.data(), memory);
 }
 
 template <typename T>
@@ -221,7 +221,12 @@ void run(const Step& s, int path) {
   };
   auto run_vector = [&](const std::vector<Task>& tasks, Queue& queue) {
     char* own = (char*)memory.get(vector_bytes<T>(s, plan.rows));
-    for (long i; queue.take(i);) attend_vector<T>(s, tasks[i], partials, plan, path & kOneOrder, own);
+    long i, next;
+    for (bool more = queue.take(i); more; i = next) {
+      const bool known = queue.end - i > 4 * Pool::get().threads() && queue.take(next);  // not at the end, where another thread would wait for it
+      attend_vector<T>(s, tasks[i], known ? &tasks[next] : nullptr, partials, plan, path & kOneOrder, own);
+      more = known || queue.take(next);
+    }
   };
   for (const std::vector<Task>& tasks : plan.shared) {
     Queue queue(tasks.size());

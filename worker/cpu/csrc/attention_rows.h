@@ -330,9 +330,9 @@ class FixedTiles {
   Fetch none_;
 };
 
-// `slots[token]` is where the partial result of a token is, unless the task says so.
+// `slots[token]` is where the partial result of a token is, unless the task says so. following: the task that this thread takes next, if that is known, whose first keys are fetched.
 template <typename T, typename Tiles>
-void attend_rows(const Step& s, const Task& t, const Partials& partials, const long* slots, char* memory) {
+void attend_rows(const Step& s, const Task& t, const Task* following, const Partials& partials, const long* slots, char* memory) {
   const Layer& l = s.layer;
   const long d = l.head_dim, ld = padded(d);
   const int g = s.group(), rows = t.count * g;
@@ -359,6 +359,7 @@ void attend_rows(const Step& s, const Task& t, const Partials& partials, const l
       std::swap(now, next);
       if (key + kKeys < t.end) next->locate(l, t.table, h, key + kKeys, t.begin, t.end);
       else if (h + 1 < t.h1) next->locate(l, t.table, h + 1, first, t.begin, t.end);
+      else if (following) next->locate(l, following->table, following->h0, following->begin / kKeys * kKeys, following->begin, following->end);
       else next->end = 0;
       tiles.keys(*now, int(std::min((t.end - key + 31) / 32, kKeys / 32L)), *next);
       for (int i = 0; i < tiles.groups(); i++) {

@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int kFixedRows = 9;                     // from which on it pays: of 8 it takes as long as floats
+constexpr int kFixedRows = kLanes == 16 ? 6 : 9;  // from which on it pays: of 5, and with AVX2 of 8, it takes as long as floats
 constexpr int kFixedQuantRows = 96;               // of weights of 8 and 4 bits, which take more work to prepare
 constexpr int kFixedLogitRows = kMostGreedy + 1;  // the largest logit must be the same whether it alone is wanted or all
 constexpr long kFixedPiece = 1 << 20;   // bytes of the rows of a chunk
@@ -38,7 +38,7 @@ inline void find_units(const bf16* packed, long k, int shift, uint8_t* units) {
 // A block of a weight, run by run as integers: those of a run come with their columns' units.
 class FixedCompact {
  public:
-  FixedCompact(const Gemm& g, int nb) : w_(*g.compact), nb_(nb), next_(w_.exceptions_from(nb, 0)) {}
+  FixedCompact(const Gemm& g, int nb, bool stream) : w_(*g.compact), nb_(nb), stream_(stream), next_(w_.exceptions_from(nb, 0)) {}
   static constexpr int kLines = Compact::kStepWords / 32;
   const void* stored(int s) const { return w_.step(nb_, s); }
   void fix(int s, int count, int16_t* fixed, float* units) {
@@ -58,7 +58,8 @@ class FixedCompact {
     const uint16_t* src = w_.step(nb_, s);
     int16_t* dst = fixed;
     for (int t = 0; t < 2; t++) {
-      for (int i = 0; i < 4; i++, src += 96, dst += 128)
+      for (int i = 0; i < 4; i++, src += 96, dst += 128) {
+        if (stream_) read_ahead(src), read_ahead(src + 32), read_ahead(src + 64);
         unrolled<kParts>([&](auto part) __attribute__((always_inline)) {
           Ints pairs[4];
           expand_part(src + part * 2 * kLanes, pairs);
@@ -66,6 +67,7 @@ class FixedCompact {
             store_ints(dst + v * 32 + part * 2 * kLanes, in_units(evens(pairs[v]), odds(pairs[v]), load_floats(magic + t * 16 + part * kLanes)));
           });
         });
+      }
     }
     for (const uint64_t step = uint64_t(nb_) * w_.k_steps + s; *next_ >> 32 == step; next_++) {
       const int place = *next_ >> 16 & 1023;
@@ -76,13 +78,14 @@ class FixedCompact {
 
   const Compact& w_;
   int nb_;
+  bool stream_;
   const uint64_t* next_;
 };
 
 template <int BITS>
 class FixedQuant {
  public:
-  FixedQuant(const Gemm& g, int nb) : q_(*g.quant), nb_(nb) {}
+  FixedQuant(const Gemm& g, int nb, bool) : q_(*g.quant), nb_(nb) {}
   static constexpr int kLines = 2 * BITS;
   const void* stored(int s) const { return q_.step(nb_, s / 2); }
   void fix(int s, int count, int16_t* fixed, float* units) const {
@@ -140,14 +143,15 @@ class FixedQuant {
 // The chunk of rows that begins with row0 times block nb. y: [rows][32], room.
 template <typename W>
 void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, float* y) {
-  const int passes = 2 * x.groups();
-  W weights(g, nb);
+  const int passes = kPasses * x.groups();
+  const bool stream = x.groups() == 1;  // fetched where they are expanded: beside what few rows multiply, it would be all at once
+  W weights(g, nb, stream);
   alignas(64) int16_t fixed[kFixedSteps * kStepElems];
   float units[kCols];
   std::fill(y, y + rows * kCols, 0.f);
   for (int s = 0; s < g.k_steps(); s += kFixedSteps) {
     const int run = s / kFixedSteps, count = std::min(kFixedSteps, g.k_steps() - s);
-    Fetch fetch{(const char*)weights.stored(s) + kFixedAhead, (W::kLines + passes - 1) / passes};
+    Fetch fetch{(const char*)weights.stored(s) + kFixedAhead, stream ? 0 : (W::kLines + passes - 1) / passes};
     weights.fix(s, count, fixed, units);
     for (int i = 0; i < x.groups(); i++) fixed_group(x, i, run, fixed, count, units, fetch, y + x.begin(i) * kCols, kCols);
   }
