@@ -10,7 +10,6 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker import memory
-from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.fixed_order_linear import FixedRows
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
