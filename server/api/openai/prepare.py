@@ -89,10 +89,8 @@ def require_deliberate(request: Request) -> None:
         name in request.headers for name in ("x-requested-with", "authorization", "x-api-key")
     ):
         raise UnsupportedMediaType(
-
-                "This POST must be sent with Content-Type: application/json or with an X-Requested-With header, "
-                "which web pages of others cannot."
-
+            "This POST must be sent with Content-Type: application/json or with an X-Requested-With header, "
+            "which web pages of others cannot."
         )
 
 
