@@ -128,7 +128,7 @@ class ServerState:
 
     def require_room(self, num_choices: int = 1, num_tokens: int = 0, param: str | None = None) -> None:
         """Raises Unavailable if with these more choices more would wait than --max-num-queued-reqs, or with their
-        prompts (`num_tokens`) more tokens than --max-num-queued-tokens; BadRequest for the field `param` if that were
+        prompts (`num_tokens`, each choice counting) more tokens than --max-num-queued-tokens; BadRequest for the field `param` if that were
         so without other requests, too.
         """
         server, load = self.config.server, max(self.client.load, self.num_reserved)

@@ -211,7 +211,7 @@ def generation_request(
 def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
     """Raises Unavailable when the queue is full. `Edge` gives the room back when the answer has ended."""
     num_choices = sum(one.n for one in requests)
-    state.require_room(num_choices, sum(len(one.prompt_token_ids) for one in requests), param)
+    state.require_room(num_choices, sum(one.n * len(one.prompt_token_ids) for one in requests), param)
     state.num_reserved += num_choices
     request.scope["num_reserved"] = num_choices
 
