@@ -33,7 +33,7 @@ from quire.engine.messages import (
     StepOutputs,
     ToEngine,
 )
-from quire.server.engines.quarantine import Quarantine
+from quire.server.engines.quarantine import Quarantine, until_turn
 
 logger = logging.getLogger("quire.engine_client")
 
@@ -54,9 +54,7 @@ class _Prompt:
     """What the choices of a request have in common."""
 
     request: AddRequest
-    num_open: int
     created: float  # time.monotonic()
-    computed: bool = False  # as some choice has had an output
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +69,9 @@ class _Open:
     num_repeated: int = 0  # prompt logprobs that the present engine sends a second time
     num_received: int = 0  # tokens, from the engine that it was last sent to
     num_crashes: int = 0  # in which it was a suspect
+    num_solo_deaths: int = 0  # as `Suspect` has it
     is_open: bool = True
+    computed: bool = False  # the prompt, as there was an output
     sent: bool = False  # to the present engine
     waits: bool = False  # until suspects are cleared, perhaps itself
 
@@ -180,11 +180,15 @@ class EngineClient:
         self.dead: str | None = None
         self.num_messages = 0  # received, from all engines
         self.num_elsewhere = 0  # open requests that other servers have at the engine, as far as we were told
-        # of the prompts of ours that have had no output yet; a prompt counts once for all its choices
+        # of the prompts of our choices that have had no output yet; each choice counts, as it needs rows and steps of
+        # its own also where it finds the prompt in the cache
         self.num_waiting_tokens = 0
         # of engines, while they tried requests of ours that were suspected of the death before
         self.num_trial_deaths = 0
         self._quarantine = Quarantine()
+        self._frontend, self._num_frontends = 0, 1
+        self._ready_at = 0.0  # time.monotonic()
+        self._turn_timer: asyncio.TimerHandle | None = None
         self._on_stats = on_stats
         self._on_progress = on_progress
         self._open: dict[str, _Open] = {}  # in order of arrival
@@ -196,6 +200,11 @@ class EngineClient:
         self._closed: str | None = None  # why
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+
+    def share(self, frontend: int, num_frontends: int) -> None:
+        """The engine also has requests of other frontends; this one has the number `frontend`."""
+        self._frontend, self._num_frontends = frontend, num_frontends
+        self._quarantine.num_needed = 2 if num_frontends > 1 else 1
 
     # ---- the engine
 
@@ -273,10 +282,9 @@ class EngineClient:
             entry.num_crashes += 1
         for entry in sent[max_num_seqs:]:
             entry.waits = True
-        if on_trial and len(suspects) == 1:
+        if culprit := self._quarantine.culprit:
             self._fail(
-                suspects[0].choice.request_id,
-                f"the engine died {suspects[0].num_crashes} times while it ran this request",
+                culprit.choice.request_id, f"the engine died {culprit.num_crashes} times while it ran this request"
             )
 
     def _wake_waiters(self) -> None:
@@ -307,8 +315,8 @@ class EngineClient:
         if taken := [choice.request_id for choice in choices if choice.request_id in self._open]:
             raise ValueError(f"request_id {taken[0]!r} is in use")
         stream = OutputStream(self, [choice.request_id for choice in choices])
-        prompt = _Prompt(request, len(choices), time.monotonic())
-        self.num_waiting_tokens += len(request.prompt_token_ids)
+        prompt = _Prompt(request, time.monotonic())
+        self.num_waiting_tokens += len(choices) * len(request.prompt_token_ids)
         entries = [_Open(prompt, choice, stream, waits=self._quarantine.active) for choice in choices]
         self._open |= {entry.choice.request_id: entry for entry in entries}
         if self._closed is not None:
@@ -339,10 +347,21 @@ class EngineClient:
         """Some request ended or got further: perhaps the next suspects can be tried, or all are cleared."""
         if self.ready is None or not self._quarantine.active:
             return
+        if self._quarantine.confirms_next and (delay := self._until_turn()):
+            if self._turn_timer is None:
+                self._turn_timer = asyncio.get_running_loop().call_later(delay, self._on_turn)
+            return
         if suspects := self._quarantine.next_trial():
             self._submit(suspects)
         elif not self._quarantine.active:
             self._submit([entry for entry in self._open.values() if entry.waits])
+
+    def _until_turn(self) -> float:
+        return until_turn(time.monotonic() - self._ready_at, self._frontend, self._num_frontends)
+
+    def _on_turn(self) -> None:
+        self._turn_timer = None
+        self._go_on()
 
     def _abort(self, request_ids: list[str]) -> None:
         entries = [self._close_request(request_id) for request_id in request_ids if request_id in self._open]
@@ -356,16 +375,14 @@ class EngineClient:
     def _close_request(self, request_id: str) -> _Open:
         entry = self._open.pop(request_id)
         entry.is_open = False
-        entry.prompt.num_open -= 1
-        if not entry.prompt.num_open:
-            self._note_computed(entry.prompt)
+        self._note_computed(entry)
         return entry
 
-    def _note_computed(self, prompt: _Prompt) -> None:
-        """The prompt of a request need not be waited for any more."""
-        if not prompt.computed:
-            prompt.computed = True
-            self.num_waiting_tokens -= len(prompt.request.prompt_token_ids)
+    def _note_computed(self, entry: _Open) -> None:
+        """Its prompt need not be waited for any more."""
+        if not entry.computed:
+            entry.computed = True
+            self.num_waiting_tokens -= len(entry.prompt.request.prompt_token_ids)
 
     # ---- utility calls
 
@@ -436,7 +453,7 @@ class EngineClient:
             return
         entry.output_token_ids.extend(output.new_token_ids)
         entry.num_received += len(output.new_token_ids)
-        self._note_computed(entry.prompt)
+        self._note_computed(entry)
         if output.prompt_logprobs is not None:
             output = self._without_repeated(entry, output)
         if output.finish_reason is not None:
@@ -455,6 +472,7 @@ class EngineClient:
         first = self.ready is None
         self.ready = ready
         if first:
+            self._ready_at = time.monotonic()
             self._submit([entry for entry in self._open.values() if not entry.waits or not self._quarantine.active])
             self._go_on()
         self._wake_waiters()

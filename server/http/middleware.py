@@ -87,8 +87,7 @@ class Edge:
         finally:
             if not probe:
                 self.state.leave()
-                if room := scope.get("reserved_room"):
-                    self.state.release(*room)
+                self.state.num_reserved -= scope.get("num_reserved", 0)
                 self._log(scope, status, time.perf_counter() - started)
                 if self.state.metrics is not None and status is not None:
                     self.state.metrics.observe_http(
@@ -129,10 +128,8 @@ class Hosts:
                 scope,
                 send,
                 Forbidden(
-
-                        f"This server does not answer to the host name '{name[:200]}': start it with --allowed-hosts "
-                        f"{name[:200]}."
-
+                    f"This server does not answer to the host name '{name[:200]}': start it with --allowed-hosts "
+                    f"{name[:200]}."
                 ),
             )
             return

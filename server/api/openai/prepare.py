@@ -89,10 +89,8 @@ def require_deliberate(request: Request) -> None:
         name in request.headers for name in ("x-requested-with", "authorization", "x-api-key")
     ):
         raise UnsupportedMediaType(
-
-                "This POST must be sent with Content-Type: application/json or with an X-Requested-With header, "
-                "which web pages of others cannot."
-
+            "This POST must be sent with Content-Type: application/json or with an X-Requested-With header, "
+            "which web pages of others cannot."
         )
 
 
@@ -212,10 +210,10 @@ def generation_request(
 
 def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
     """Raises Unavailable when the queue is full. `Edge` gives the room back when the answer has ended."""
-    room = sum(one.n for one in requests), sum(one.n * len(one.prompt_token_ids) for one in requests)
-    state.require_room(*room, param)
-    state.reserve(*room)
-    request.scope["reserved_room"] = room
+    num_choices = sum(one.n for one in requests)
+    state.require_room(num_choices, sum(one.n * len(one.prompt_token_ids) for one in requests), param)
+    state.num_reserved += num_choices
+    request.scope["num_reserved"] = num_choices
 
 
 def priority(request: Request, body: GenerationFields, model: ModelInfo) -> int:
