@@ -274,13 +274,9 @@ def test_evaluation_asks_held_out_instances_and_accepts_only_the_expected_answer
     cases = evaluate.build_cases(3, seed=1)
     assert cases == evaluate.build_cases(3, seed=1)
     for case in cases:
-        text = (
-            "\n".join(
-                f"<tool_call>\n{json.dumps({'name': c['function']['name'], 'arguments': json.loads(c['function']['arguments'])})}\n</tool_call>"
-                for c in case.expected.get("tool_calls") or []
-            )
-            or case.expected["content"]
-        )
+        calls = [call["function"] for call in case.expected.get("tool_calls") or []]
+        written = [json.dumps({"name": call["name"], "arguments": json.loads(call["arguments"])}) for call in calls]
+        text = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written) or case.expected["content"]
         assert evaluate.is_right(case, text, evaluate.parse_calls(text))
         assert not evaluate.is_right(case, text[:-1], evaluate.parse_calls(text[:-1]))
     assert evaluate.parse_calls("<tool_call>{broken</tool_call>") is None
