@@ -88,7 +88,7 @@ def _caches_in_pages(
         k, v = (
             pages[:, : 2 * block_size * heads * dim].unflatten(1, (2, heads, block_size, dim)).transpose(2, 3).unbind(1)
         )
-        views.append((k.transpose(1, 2), v.transpose(1, 2)))
+        views.append((k, v))
     return views
 
 
