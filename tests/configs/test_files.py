@@ -108,7 +108,7 @@ def test_a_folder_without_permission(folder):
     folder.chmod(0o600)
     with (
         without_privileges(),
-        pytest.raises(ValueError, match=r"permission denied \(a folder above it may not be entered"),
+        pytest.raises(ValueError, match=r"permission denied \(no permission to enter a folder above it"),
     ):
         hub.local_folder(f"{folder}/inside")
 
