@@ -425,8 +425,8 @@ class Measurement:
         self.note(offline={"requests": len(requests), "output_tokens": num_tokens, "seconds": seconds})
 
     def http(self) -> None:
-        """The workload through HTTP, streamed, and the seconds from the command to readiness and to the first token. The
-        random weights are made on the device.
+        """The workload through HTTP, streamed, and the seconds from the command to readiness and to the first token.
+        Random weights are made on the device.
         """
         self.note(startup=asyncio.run(self.serve(self.folder, ["--load-format", "dummy"], with_load=True)))
 

@@ -244,7 +244,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
             references = [stream.text for stream in (await crowd(client, arguments.streams, arguments.output_len))[0]]
             print(f"memory before: {memory(process)[0]} MiB server, {memory(process)[1]} MiB engine\n")
             print(
-                "| body | answer | seconds of a stream: alone, beside | x | longest gap, ms: alone, beside | "
+                "| body | answer | seconds of a stream: alone, with it | x | longest gap, ms: alone, with it | "
                 "texts | MiB: server, engine |\n|---|---|---|---|---|---|---|"
             )
             for row in AUDIT + BOUNDS:

@@ -236,7 +236,7 @@ def stoppable() -> Iterator[None]:
 
 
 def read_lines(prompt: str) -> Iterator[str]:
-    """Lines from the terminal, with editing and history where readline exists, until Ctrl-D; Ctrl-C clears the line.
+    """Lines from the terminal, with editing and history if readline exists, until Ctrl-D; Ctrl-C clears the line.
 
     Without a terminal: lines of stdin.
     """

@@ -1,7 +1,7 @@
-"""The `quire` command. Flags are derived from the fields of `configs/config.py`; what a command runs is imported when
-it runs.
+"""The `quire` command. Flags are derived from the fields of `configs/config.py`; each command imports its
+modules when it runs.
 
-Nothing heavy is imported here: `quire --help` is instant, and `quire serve` reaches `quire.server.launch.serve` in a
+This file imports nothing large: `quire --help` is instant, and `quire serve` reaches `quire.server.launch.serve` in a
 few hundredths of a second.
 """
 

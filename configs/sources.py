@@ -139,4 +139,4 @@ def _describe(option: Option, value: Any, source: str) -> str:
 
 
 def to_yaml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)  # a JSON scalar or list of strings is YAML too
+    return json.dumps(value, ensure_ascii=False)  # JSON scalars and lists of strings are also YAML

@@ -1,4 +1,4 @@
-"""The command line: three spellings of each setting, their precedence, and errors that name what to change."""
+"""The command line: three spellings of each setting, their precedence, and errors that name the setting to change."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_config_file_from_the_environment(served, tmp_path, monkeypatch):
     [
         (["m", "--max-modle-len", "3"], "unknown flag --max-modle-len; did you mean --max-model-len?"),
         (["m", "--enable-prefix-cache"], "did you mean --enable-prefix-caching?"),
-        (["m", "--max-model", "3"], "unknown flag --max-model"),  # no abbreviations
+        (["m", "--max-model", "3"], "unknown flag --max-model"),  # flags cannot be abbreviated
         (["m", "extra"], "unexpected argument 'extra'"),
         (["m", "--port", "http"], "--port: expected a whole number, got 'http'"),
         (["m", "--port", "70000"], "--port: must be at most 65535, got 70000"),

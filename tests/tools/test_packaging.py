@@ -72,7 +72,7 @@ def installed(wheel, tmp_path_factory, _kernels_in_the_cache) -> Path:
 
 @pytest.fixture
 def users_folder(tmp_path) -> Path:
-    """A folder whose modules have the names of our folders and end whoever imports them."""
+    """A folder with modules that are named like our folders; importing one exits."""
     for module in ("server.py", "engine.py", "cli.py", "configs/__init__.py", "worker/__init__.py"):
         (tmp_path / module).parent.mkdir(exist_ok=True)
         (tmp_path / module).write_text("raise SystemExit('a module of the user was imported')\n")

@@ -207,12 +207,14 @@ def test_common_letters_beyond_ascii_are_one_token(tokenizer):
     assert len(tokenizer.encode(" café größer “жук” – ελιά…").ids) == sum(
         map(len, [" café", " größer", " “жук”", " –", " ελιά…"])
     )
-    assert len(tokenizer.encode("你🙂").ids) == len("你🙂".encode())  # what is not listed is its bytes
+    assert len(tokenizer.encode("你🙂").ids) == len(
+        "你🙂".encode()
+    )  # characters outside the vocabulary are encoded as bytes
 
 
 def test_a_new_vocabulary_can_keep_the_words_of_an_earlier_one(tokenizer):
     words = words_of(tokenizer)
-    assert build(words).get_vocab().items() >= tokenizer.get_vocab().items()  # and the same ids
+    assert build(words).get_vocab().items() >= tokenizer.get_vocab().items()  # with the same ids
     shorter = build(words[:-100])
     assert len(words_of(shorter)) == len(words) - 100 and "Ġcapital" in shorter.get_vocab()
 
