@@ -179,6 +179,12 @@ class DeviceConfig:
             "one rank; default: auto, which is on where it costs less than 5 %)"
         ),
     )
+    cpu_level: str = opt(
+        "auto",
+        "instruction set of the native CPU kernels, one that this CPU has; auto: the widest, or avx2 if that measures "
+        "faster",
+        choices=("auto", "amx", "avx512bf16", "avx512", "avx2"),
+    )
     num_threads: int | None = opt(
         None, "number of compute threads on CPU (default: the cores that this process may use)", minimum=1
     )

@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.25  # seconds between statistics while busy
 END_SIGNAL = signal.SIGUSR1  # to the main thread, from the one that watches stdin
+LOOK_INTERVAL = 0.5  # seconds between looks of an idle engine for what its workers wait for
 GRACE = 1.0  # seconds that a dying engine waits for a server to tell
 
 
@@ -74,6 +75,7 @@ class EngineCore:
         self.in_flight: deque[tuple[Step, Pending]] = deque()
         self.works_idle = False  # whether the workers have put something off until there is nothing to run
         self.stats_due = 0.0  # time.monotonic() of the next statistics; 0 when there is nothing new to tell
+        self.awaits_ops = False  # whether the workers' kernels are still being compiled
 
     # ---- the loop
 
@@ -96,13 +98,17 @@ class EngineCore:
             self.works_idle = self.works_idle and self.executor.call("work_idle")
 
     def receive(self) -> None:
-        """Handle what has arrived. With nothing to run, sleep until something does."""
-        if not self.in_flight and not self.scheduler.requests:
+        """Handle what has arrived. With nothing to run, sleep until something does, but for looks at whether the workers' kernels have become ready, lest a request pay for that."""
+        idle = not self.in_flight and not self.scheduler.requests
+        if idle:
             self.send_stats()
-            if self.socket.wait(0 if self.works_idle else None):
+            if self.socket.wait(0 if self.works_idle else LOOK_INTERVAL if self.awaits_ops else None):
                 raise RuntimeError("a worker process died")
-        for client, message in self.socket.receive():
+        messages = self.socket.receive()
+        for client, message in messages:
             self.handle(client, message)
+        if idle and not messages and self.awaits_ops:
+            self.awaits_ops = self.executor.call("look_for_ops")
 
     def handle(self, client: bytes, message: ToEngine) -> None:
         match message:
@@ -212,6 +218,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.config.scheduler, ready, kv, self.config.parallel.pipeline_parallel_size)
         self.report_progress("warming up", 0.0)
         self.warm_up()
+        self.awaits_ops = self.executor.call("look_for_ops")
         gc.collect()
         gc.freeze()  # what is loaded now stays: leave it out of every later collection
         self.ready = Ready(ready, self.depth)

@@ -60,12 +60,9 @@ def _play(worker: Worker, sampling: SamplingParams, crowd: int = 0, chunk: int =
 CASES = [{"crowd": 1}, {"crowd": 6, "chunk": 64}, {"crowd": 40}, {"chunk": 7}, {"preempt_at": 5}, {"crowd": 3, "chunk": 33, "preempt_at": 9}]
 
 
-@pytest.mark.parametrize("tiles", [True, False])
 @pytest.mark.parametrize(("name", "settings"), [("qwen3", {}), ("mistral", {}), ("llama-bias", {}), ("llama-tied", {"quantization": "int8"}), ("qwen3", {"quantization": "int4"})],
                          ids=lambda value: value if isinstance(value, str) else value.get("quantization", "bf16"))
-def test_same_bits_whatever_runs_beside(checkpoint, native_kernels, monkeypatch, name, settings, tiles):
-    if not tiles:
-        monkeypatch.setattr(cpu_ops, "has_tiles", lambda head_dim, dtype: False)
+def test_same_bits_whatever_runs_beside(checkpoint, native_kernels, name, settings):
     worker = _worker(checkpoint(name, dtype="bfloat16"), deterministic=True, **settings)
     assert worker.runner.backend.name == "cpu_fixed"
     for sampling in SAMPLING:
@@ -133,9 +130,7 @@ def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, m
 
 @pytest.mark.parametrize("kind", ["vectors", "any", "int8", "int4"])
 @pytest.mark.parametrize("silu_and_mul", [False, True])
-def test_rows_of_a_product(native_kernels, monkeypatch, kind, silu_and_mul):
-    if kind == "vectors":
-        monkeypatch.setattr(cpu_ops, "has_amx", lambda: False)
+def test_rows_of_a_product(native_kernels, kind, silu_and_mul):
     torch.manual_seed(0)
     weight, x = (torch.randn(70, 712) * 0.05).bfloat16(), torch.randn(290, 712).bfloat16()
     if kind in ("int8", "int4"):

@@ -18,6 +18,7 @@ from quire.worker.messages import StepInput
 from quire.worker.platforms import huge_pages
 
 IDLE_BYTES = 4 << 30  # of the cache, behind the highest block used so far, that are made resident while no step runs
+IDLE_TOKENS = 16384  # the most that these hold: of a small model a gigabyte is more than will be used
 BUSY_BYTES = 512 << 20  # the same beside steps: more than one of them can fill
 IDLE_SECONDS = 0.25  # without a step, after which none is expected at once
 
@@ -66,8 +67,7 @@ def _equal_caches(
     if device.type == "cpu":
         cache = huge_pages.zeros(2, num_blocks, heads, block_size, dim, dtype=dtype).transpose(2, 3)
     else:
-        cache = torch.empty(2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
-        cache[:, 0].zero_()
+        cache = torch.zeros(2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
     return [(cache[0], cache[1])] * len(layers)
 
 
@@ -80,7 +80,7 @@ def _caches_in_pages(
     pages = (
         huge_pages.zeros(*shape, dtype=dtype)
         if device.type == "cpu"
-        else torch.zeros(shape, dtype=dtype, device=device)
+        else torch.zeros(*shape, dtype=dtype, device=device)
     )
     views = []
     for layer in layers:
@@ -107,7 +107,10 @@ class Warmer:
         self._tensors = [tensor for pair in caches.values() for tensor in pair]
         # of each tensor, in bytes, as all below
         self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes
-        self._idle_bytes, self._busy_bytes = idle_bytes // len(self._tensors), busy_bytes // len(self._tensors)
+        most = IDLE_TOKENS * self._block_size // self._tensors[0].shape[1]
+        self._idle_bytes, self._busy_bytes = (
+            min(size // len(self._tensors), most) for size in (idle_bytes, busy_bytes)
+        )
         self._used = self._resident = 0
         self._idle_since: float | None = 0.0  # time.monotonic(); None during a step
         self._wake, self._stopped, self._complete = threading.Event(), False, False

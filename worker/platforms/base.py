@@ -52,12 +52,18 @@ class Platform(ABC):
 
     @abstractmethod
     def start(
-        self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1
+        self,
+        num_threads: int | None,
+        world_size: int,
+        wait_for_kernels: bool = False,
+        num_frontends: int = 1,
+        cpu_level: str = "auto",
     ) -> list[tuple[str, str, str]]:
         """Make the device ready for this process. Returns (setting, value, reason) of what was chosen.
 
         `world_size` ranks and `num_frontends` frontend processes share the machine. `wait_for_kernels` compiles missing
-        native kernels first, instead of in the background. Raises ValueError when that fails.
+        native kernels first, instead of in the background. `cpu_level` is their instruction set. Raises ValueError if
+        that fails, or if the CPU lacks it.
         """
 
     def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
@@ -74,6 +80,10 @@ class Platform(ABC):
 
     def poll_ops(self) -> bool:
         """True exactly once after faster operations have become available while serving."""
+        return False
+
+    def awaits_ops(self) -> bool:
+        """Whether faster operations may still become available."""
         return False
 
     def give_up_ops(self, reason: str) -> None:  # noqa: B027
