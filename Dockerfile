@@ -1,17 +1,19 @@
 # syntax=docker/dockerfile:1
 #
 #   docker build --target cpu  -t quire:cpu --build-arg PIP_EXTRA_INDEX_URL=INDEX .
-#       INDEX is the package index of PyTorch's CPU builds: "Start Locally" on PyTorch's site shows it for Pip and CPU. Without it torch would bring
-#       some GB of CUDA libraries, so the build refuses; --build-arg TORCH_BUILD=any accepts whatever comes.
-#   docker build --target cuda -t quire:cuda .      PyTorch's CUDA build, which brings its CUDA libraries; the host brings the driver
+#       INDEX is the package index of PyTorch's CPU builds: "Start Locally" on PyTorch's site shows it for Pip and CPU.
+#       Without INDEX torch would install some GB of CUDA libraries, so the build stops; --build-arg TORCH_BUILD=any
+#       accepts any build of torch.
+#   docker build --target cuda -t quire:cuda .
+#       PyTorch's CUDA build, which installs its CUDA libraries; the host provides the driver.
 #   docker run --stop-timeout 40 -p 127.0.0.1:8000:8000 -v quire-cache:/cache quire:cpu Qwen/Qwen3-0.6B
 #
-# What follows the image's name are arguments of `quire serve`. Layers go from what changes least to what changes most: after an edit of the
-# sources no package is installed again, and the kernels are compiled again only when they or their build script were edited.
+# Arguments after the image's name are passed to `quire serve`. Layers are ordered by how often they change: an edit of
+# the sources installs no package again, and the kernels are compiled again only if they or their build script changed.
 
 ARG PYTHON_VERSION=3.11
 
-# ---- the packages, in a virtual environment that the last stages copy
+# ---- the packages, in a virtual environment that the final stages copy
 
 FROM python:${PYTHON_VERSION}-slim AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -20,7 +22,7 @@ COPY pyproject.toml constraints.txt ./
 RUN python -m venv /opt/quire \
     && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt
 
-# The native kernels of every instruction-set level, so that the image needs no compiler.
+# The native kernels for every instruction-set level, so that the image needs no compiler.
 FROM python:${PYTHON_VERSION}-slim AS kernels
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -35,7 +37,8 @@ FROM build AS build-cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG TORCH_BUILD=cpu
-# "2.13.0+cpu" satisfies "==2.13.0" and counts as newer, so torch comes from the extra index and the other packages from the usual one.
+# "2.13.0+cpu" satisfies "==2.13.0" and counts as newer, so torch comes from the extra index and all other packages from
+# the default one.
 RUN --mount=type=cache,target=/root/.cache/pip \
     if [ "$TORCH_BUILD" = cpu ] && [ "$(uname -m)" = x86_64 ] && [ -z "$PIP_INDEX_URL$PIP_EXTRA_INDEX_URL" ]; then \
         echo "error: set --build-arg PIP_EXTRA_INDEX_URL=INDEX to the package index of PyTorch's CPU builds (see the top of the Dockerfile), or" \
@@ -68,7 +71,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/quire/bin/pip install -c constraints.txt --no-deps . \
     && ln -s /opt/quire/lib/python3.*/site-packages/quire/cli/health.py /opt/quire/health.py
 
-# ---- what both images have in common: a user, a cache, a probe
+# ---- common to both images: a user, a cache, a probe
 
 FROM python:${PYTHON_VERSION}-slim AS base
 LABEL org.opencontainers.image.title="quire" \
@@ -88,14 +91,14 @@ USER 1000
 WORKDIR /home/quire
 VOLUME /cache
 EXPOSE 8000
-# /health is 503 until the model is loaded, and again when the engine is gone. The check asks where the server said that it listens: --port and --uds
-# may be anything. It is `quire health` without the imports of the quire command.
+# /health is 503 until the model is loaded, and when the engine is gone. The check reads the address that the server
+# wrote, so it works with any --port and --uds. It is `quire health` without the imports of the quire command.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --start-interval=2s --retries=3 \
     CMD ["python", "-I", "-S", "/opt/quire/health.py"]
 ENTRYPOINT ["quire", "serve"]
 
 FROM base AS cuda
-# Triton compiles a small C launcher for each of its kernels.
+# Triton compiles a small C launcher for each kernel.
 USER 0
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -104,6 +107,6 @@ RUN apt-get update \
 USER 1000
 COPY --from=build-cuda /opt/quire /opt/quire
 
-# the last stage is the default
+# the default target
 FROM base AS cpu
 COPY --from=build-cpu /opt/quire /opt/quire

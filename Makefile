@@ -1,5 +1,5 @@
-# `make serve [MODEL=...]` and `make test` are all a new machine needs: each creates the virtual environment first.
-# pip's PIP_* variables apply, for another package index or another build of PyTorch.
+# `make serve [MODEL=...]` and `make test` create the virtual environment first.
+# pip's PIP_* variables apply, e.g. for another package index or another build of PyTorch.
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?=
@@ -17,7 +17,7 @@ $(SERVE_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
-# What tests and lint need on top: pytest, ray, triton and the like, over a gigabyte.
+# Additional packages for tests and lint: pytest, ray, triton and others, over a gigabyte.
 $(DEV_STAMP): $(SERVE_STAMP)
 	@$(PYTHON) tools/install.py $(VENV) dev
 	@touch $@

@@ -1,5 +1,5 @@
-"""Two servers in turn, A B A B, under the same load, on one machine. Machines drift by tens of percent; ratios of one
-run do not.
+"""Measures two servers in turn, A B A B, under the same load on one machine. Times drift by tens of percent, ratios
+within one run are stable.
 
 python benchmarks/compare.py --a 'quire serve MODEL --port {port}' --b 'vllm serve MODEL --port {port}' [--rounds 2] --
 [flags of quire bench serve]
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
 from quire.cli.bench import serve
 from quire.cli.bench.process import ServerProcess, free_port
@@ -51,9 +51,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--a", required=True, metavar="COMMAND", help="command line of the first server; {port} is replaced"
     )
-    parser.add_argument("--b", required=True, metavar="COMMAND", help="of the second")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each is started (default: 2)")
-    parser.add_argument("--startup-timeout", type=float, default=900.0, help="seconds (default: 900)")
+    parser.add_argument("--b", required=True, metavar="COMMAND", help="command line of the second server")
+    parser.add_argument("--rounds", type=int, default=2, help="number of starts of each server (default: 2)")
+    parser.add_argument(
+        "--startup-timeout", type=float, default=900.0, help="seconds to wait for readiness (default: 900)"
+    )
     parser.add_argument("--output-json", metavar="FILE", help="write every run as JSON")
     arguments = parser.parse_args(own)
     runs: dict[str, list[list[dict[str, Any]]]] = {"a": [], "b": []}
@@ -71,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def measure(command: str, load: Sequence[str], timeout: float) -> list[dict[str, Any]]:
-    """One run per concurrency, on a fresh server."""
+    """One run per concurrency on a newly started server."""
     port = free_port()
     arguments = serve.parser().parse_args([*load, "--port", str(port), "--disable-tqdm"])
     with ServerProcess(shlex.split(command), port) as server:
@@ -88,10 +90,8 @@ def table(runs: dict[str, list[list[dict[str, Any]]]]) -> list[str]:
             if key in first:
                 a, b = (statistics.median(one[i][key] for one in runs[name]) for name in ("a", "b"))
                 lines.append(
-
-                        f"| {first['max_concurrency'] or 'none'} | {title} | {a:.1f} | {b:.1f} | "
-                        f"{a / b if b else float('nan'):.2f} |"
-
+                    f"| {first['max_concurrency'] or 'none'} | {title} | {a:.1f} | {b:.1f} | "
+                    f"{a / b if b else float('nan'):.2f} |"
                 )
     return lines
 

@@ -1,4 +1,4 @@
-"""Measurements on a GPU, in parts that benchmarks/gpu.sh calls one after another; each adds what it finds to one JSON
+"""Measurements on a GPU, in parts that benchmarks/gpu.sh calls one after another; each adds its results to one JSON
 file.
 
 python benchmarks/gpu.py [--device cuda] [--results FILE] PART [MODEL]      parts: ceilings, steps, offline, http,
@@ -25,7 +25,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
 from benchmarks import gpu_report
 from benchmarks.gpu_models import MODELS, write_model
@@ -36,7 +36,7 @@ BATCHES, CONTEXT, PREFILLS = (1, 8, 64, 256), 1024, (1024, 8192, 32768)
 # that of nano-vllm and mini-sglang: input and output lengths uniform, seed 0
 WORKLOAD = {"requests": 256, "lengths": (100, 1024)}
 PROFILED = (1, 64)  # batches of which ten steps are profiled
-SAMPLED = {  # ways to sample, beside the random one without filters of the other measurements, of the largest batch
+SAMPLED = {  # sampling parameters for the largest batch; the other measurements sample randomly without filters
     "greedy": {"temperature": 0.0},
     "top_p 0.95, top_k 20": {"top_p": 0.95, "top_k": 20},
     "top_p 0.95": {"top_p": 0.95},
@@ -57,26 +57,28 @@ RAMP = 64  # requests that arrive one after another at an engine that has just s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries everything out with small numbers"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs everything with small sizes"
     )
     parser.add_argument(
         "--results",
         type=Path,
         default=Path(__file__).parent / "gpu.json",
         metavar="FILE",
-        help="default: gpu.json beside this file",
+        help="JSON file of results (default: gpu.json in the folder of this file)",
     )
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir()) / "quire-gpu-models",
         metavar="DIR",
-        help="where model folders are written",
+        help="parent folder of the model folders",
     )
     parser.add_argument("part", choices=("ceilings", "steps", "offline", "http", "files", "note", "table"))
     parser.add_argument("rest", nargs="*", help="a model's name; for note: name, exit status and seconds of a part")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # time is up: end what was started, too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(124)
+    )  # out of time: exit normally, which also ends child processes
     if arguments.part == "note":
         name, status, seconds = arguments.rest
         gpu_report.update(arguments.results, parts={name: {"status": int(status), "seconds": int(seconds)}})
@@ -171,7 +173,7 @@ class Engine:
         self.scheduler.add(AddRequest(str(self.num_added), prompt, params))
 
     def work_idle(self) -> list[float]:
-        """Have the worker do what it puts off until no request is there (it records graphs). Seconds of each piece."""
+        """Make the worker do its idle work (it records graphs). Returns the seconds of each piece."""
         seconds, more = [], self.ready.works_idle
         while more:
             begin = time.perf_counter()
@@ -180,7 +182,7 @@ class Engine:
         return seconds
 
     def step(self) -> None:
-        """Launch what there is room for, then take in the oldest step."""
+        """Launch steps up to the depth, then process the results of the oldest."""
         while len(self.in_flight) < self.depth and (step := self.scheduler.schedule()):
             self.in_flight.append((step, self.executor.execute(step.input)))
         step, pending = self.in_flight.popleft()
@@ -190,7 +192,7 @@ class Engine:
                     raise RuntimeError(output.error)
 
     def finish(self) -> None:
-        """Abort what runs and let the steps in flight end."""
+        """Abort all requests and finish the steps in flight."""
         self.scheduler.abort([request_id for _, request_id in self.scheduler.requests])
         while self.in_flight:
             self.step()
@@ -287,8 +289,8 @@ class Measurement:
         engine.executor.shutdown()
 
     def ramp(self, engine: Engine) -> dict[str, Any]:
-        """Requests arrive at an engine without graphs every other step: what those that run wait for a token, in
-        milliseconds, prompts and recordings included.
+        """Requests arrive every other step at an engine without graphs: milliseconds per token of the running ones,
+        including prompts and recordings.
         """
         rng, times = random.Random(0), []
         for i in range(2 * (RAMP if self.gpu else 4)):
@@ -343,7 +345,7 @@ class Measurement:
         return row
 
     def profile(self, engine: Engine, batch: int) -> dict[str, Any]:
-        """Ten steps under torch.profiler: how long each kernel runs per step, and the share of time in which none does.
+        """Ten steps under torch.profiler: the time of each kernel per step, and the share of time in which none runs.
 
         The trace is kept beside the results.
         """
@@ -400,7 +402,7 @@ class Measurement:
         return [(prompt, rng.randint(*self.lengths)) for prompt in prompts]
 
     def offline(self) -> None:
-        """Through `LLM`, all at once. A first run with other prompts compiles and records."""
+        """The workload through `LLM`, all requests at once. A first run with other prompts compiles and records."""
         from quire.server.offline.llm import LLM, SamplingParams
 
         with LLM(str(self.folder), **self.settings()) as llm:
@@ -423,8 +425,8 @@ class Measurement:
         self.note(offline={"requests": len(requests), "output_tokens": num_tokens, "seconds": seconds})
 
     def http(self) -> None:
-        """The same through HTTP, streamed; and the seconds from the command to readiness and to the first token, with
-        random weights made on the device.
+        """The workload through HTTP, streamed, and the seconds from the command to readiness and to the first token.
+        Random weights are made on the device.
         """
         self.note(startup=asyncio.run(self.serve(self.folder, ["--load-format", "dummy"], with_load=True)))
 
@@ -473,10 +475,8 @@ class Measurement:
                     )
                 if figures["total_output_tokens"] != sum(sample.output_len for sample in samples):
                     raise RuntimeError(
-
-                            f"{figures['total_output_tokens']} tokens came instead of "
-                            f"{sum(sample.output_len for sample in samples)}"
-
+                        f"{figures['total_output_tokens']} tokens came instead of "
+                        f"{sum(sample.output_len for sample in samples)}"
                     )
                 print(f"{self.name} http, seed {seed}: {figures['output_throughput']:.0f} tokens/s", flush=True)
             if with_load:
@@ -494,7 +494,7 @@ class Measurement:
     # ---- from files
 
     def files(self) -> None:
-        """Start-up from safetensors files that are in the page cache, because they have just been written."""
+        """Start-up from safetensors files that were just written, so they are in the page cache."""
         folder = self.folder.with_name(self.name + "-weights")
         folder.mkdir(exist_ok=True)
         for file in ("config.json", "tokenizer.json"):

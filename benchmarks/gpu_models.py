@@ -1,4 +1,4 @@
-"""Model folders to measure with: the shapes of real models, a tokenizer with as many tokens as their vocabularies, and
+"""Model folders for measurements: the shapes of real models, a tokenizer with as many tokens as their vocabularies, and
 no weights (`--load-format dummy`).
 """
 
@@ -53,8 +53,8 @@ def write_model(name: str, folder: Path) -> Path:
 
 
 def _tokenizer(size: int):
-    """Byte-level, so that it reads any text; the ids above the bytes are words that only random ids reach, as long as
-    real tokens are.
+    """A byte-level tokenizer, which encodes any text. The ids above the bytes are words of realistic length, which only
+    random ids reach.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

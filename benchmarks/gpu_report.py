@@ -1,4 +1,4 @@
-"""What a step could cost at best, from the two ceilings that were measured, and the table of everything."""
+"""The shortest possible time of a step, from the two measured limits of the card, and the table of all results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ GOALS = (
 
 PLAN = {"weights": "weights", "activations": "activations", "graphs": "CUDA graphs", "kv_cache": "KV cache"}
 
+_ENDINGS = {0: "well", 124: "out of time", 137: "out of time"}  # by exit status of a part
+
 
 def update(file: Path, **changes: Any) -> None:
-    """Merge `changes` into the JSON object in `file`, dictionaries recursively; whole or not at all."""
+    """Merge `changes` into the JSON object in `file`, dictionaries recursively, and replace the file atomically."""
     report = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     _merge(report, changes)
     new = file.with_suffix(".new")
@@ -75,27 +77,21 @@ def busy_and_gaps(events: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown, of whatever parts there are."""
+    """The results that `report` has, as Markdown."""
     device = report.get("device", {})
     lines = [
         f"{device.get('name', 'no device was measured')}; torch {device.get('torch')}, triton {device.get('triton')}"
     ]
     if "copy_rate" in device:
         lines.append(
-
-                f"measured here: copy {device['copy_rate'] / 1e12:.2f} TB/s (read and written), bf16 matmul "
-                f"{device['matmul_rate'] / 1e12:.1f} TFLOP/s"
-
+            f"measured here: copy {device['copy_rate'] / 1e12:.2f} TB/s (read and written), bf16 matmul "
+            f"{device['matmul_rate'] / 1e12:.1f} TFLOP/s"
         )
     for name, model in report.get("models", {}).items():
         lines += ["", f"## {name}", *_model_lines(model)]
     lines += ["", "| part | seconds | ended |", "|---|---|---|"]
     lines += [
-        (
-            f"| {name} | {part['seconds']} | "
-            f"{'well' if part['status'] == 0 else 'out of time' if part['status'] in (124, 137) else 'with status ' + str(part['status'])} "
-            "|"
-        )
+        f"| {name} | {part['seconds']} | {_ENDINGS.get(part['status'], 'with status ' + str(part['status']))} |"
         for name, part in report.get("parts", {}).items()
     ]
     return "\n".join([*lines, "", GOALS])
@@ -138,18 +134,14 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
         lines.append("")
     if "ramp" in model:
         lines.append(
-
-                f"requests arriving before anything is recorded: a step takes {model['ramp']['median_ms']:.1f} ms, "
-                f"the worst {model['ramp']['worst_ms']:.1f} ms"
-
+            f"requests arriving before anything is recorded: a step takes {model['ramp']['median_ms']:.1f} ms, "
+            f"the worst {model['ramp']['worst_ms']:.1f} ms"
         )
     if "recordings" in model:
         recordings = model["recordings"]
         lines.append(
-
-                f"{recordings['number']} graphs recorded while idle in {recordings['seconds']:.1f} s, the slowest in "
-                f"{1e3 * recordings['longest']:.0f} ms"
-
+            f"{recordings['number']} graphs recorded while idle in {recordings['seconds']:.1f} s, the slowest in "
+            f"{1e3 * recordings['longest']:.0f} ms"
         )
     for batch, profile in model.get("profile", {}).items():
         gap = "no device events" if profile["gap"] is None else f"gaps {100 * profile['gap']:.1f} % of the time"
@@ -164,10 +156,8 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
                 else ""
             )
             lines.append(
-
-                    f"{where}: {run['requests']} requests, {run['output_tokens']} tokens in {run['seconds']:.2f} s: "
-                    f"{run['output_tokens'] / run['seconds']:.0f} tokens/s{latency}"
-
+                f"{where}: {run['requests']} requests, {run['output_tokens']} tokens in {run['seconds']:.2f} s: "
+                f"{run['output_tokens'] / run['seconds']:.0f} tokens/s{latency}"
             )
     for kind in ("startup", "startup_from_files"):
         if kind in model:

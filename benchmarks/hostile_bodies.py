@@ -1,4 +1,4 @@
-"""What one request can do to others: hostile bodies, one after another, with innocent streams beside each of them.
+"""Measures how hostile bodies affect other requests: sends one after another while innocent streams run.
 
 python benchmarks/hostile_bodies.py [--streams 4] [--output-len 128] [--rounds 1]      (starts a server of its own with
 the model that comes with quire; needs psutil)
@@ -27,7 +27,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
 from quire.cli.bench.process import ServerProcess, free_port
 
@@ -64,7 +64,7 @@ def words(count: int, length: int = 0) -> list[str]:
     return [f"word {i}".ljust(length, "é") for i in range(count)]
 
 
-AUDIT = [  # each was answered with 200, or held up everyone, before there were bounds
+AUDIT = [  # each was answered with 200 or blocked all streams before parameters had bounds
     Row("800 bad_words and one of 60,000 repetitions", CHAT, chat(bad_words=[*words(800), "x " * 60_000])),
     Row("bad_words: 3,000", CHAT, chat(bad_words=words(3000))),
     Row("bad_words: 30,000", CHAT, chat(bad_words=words(30_000))),
@@ -141,14 +141,14 @@ def post(url: str, body: bytes) -> int:
 
 
 def send(url: str, name: str) -> int:
-    """In a process of its own, so that to write the body does not slow the streams."""
+    """Runs in its own process, so that writing the body does not slow the streams."""
     row = next(row for row in (*AUDIT, *BOUNDS) if row.name == name)
     return post(url + row.path, row.make())
 
 
 @dataclass
 class Stream:
-    """What an innocent client saw; seconds."""
+    """Times of an innocent client, in seconds."""
 
     text: str
     duration: float
@@ -196,7 +196,7 @@ async def crowd(
     num_tokens: int,
     disturb: Callable[[], asyncio.Future[int]] | None = None,
 ) -> tuple[list[Stream], int | None]:
-    """The streams, and what `disturb` came to, which begins when they have."""
+    """The results of the streams and of `disturb`, which starts after all streams have started."""
     events = [asyncio.Event() for _ in range(num_streams)]
     tasks = [asyncio.create_task(innocent(client, number, num_tokens, event)) for number, event in enumerate(events)]
     disturbance = None
@@ -215,7 +215,7 @@ async def _all_set(events: list[asyncio.Event]) -> None:
 
 
 def memory(process: psutil.Process) -> tuple[int, int]:
-    """MiB of the server, and of its engine."""
+    """Resident MiB of the server and of its engine."""
     engine = max((child.memory_info().rss for child in process.children(recursive=True)), default=0)
     return process.memory_info().rss >> 20, engine >> 20
 
@@ -244,10 +244,8 @@ async def measure(arguments: argparse.Namespace) -> bool:
             references = [stream.text for stream in (await crowd(client, arguments.streams, arguments.output_len))[0]]
             print(f"memory before: {memory(process)[0]} MiB server, {memory(process)[1]} MiB engine\n")
             print(
-
-                    "| body | answer | seconds of a stream: alone, beside | x | longest gap, ms: alone, beside | "
-                    "texts | MiB: server, engine |\n|---|---|---|---|---|---|---|"
-
+                "| body | answer | seconds of a stream: alone, with it | x | longest gap, ms: alone, with it | "
+                "texts | MiB: server, engine |\n|---|---|---|---|---|---|---|"
             )
             for row in AUDIT + BOUNDS:
                 alone, beside, statuses, same = [], [], set(), True
@@ -280,10 +278,10 @@ async def measure(arguments: argparse.Namespace) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=4, help="innocent streams; default: 4")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens of each; default: 128")
-    parser.add_argument("--rounds", type=int, default=1, help="default: 1")
-    parser.add_argument("server_options", nargs="*", help="further options of `quire serve`, behind --")
+    parser.add_argument("--streams", type=int, default=4, help="number of innocent streams (default: 4)")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens of each (default: 128)")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds (default: 1)")
+    parser.add_argument("server_options", nargs="*", help="options of `quire serve`, after --")
     return 0 if asyncio.run(measure(parser.parse_args(argv))) else 1
 
 

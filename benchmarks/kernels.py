@@ -1,12 +1,11 @@
-"""The native CPU kernels beside what torch offers for the same work, side by side and in turn, on one machine: ratios
-hold, times drift.
+"""Compares the native CPU kernels with torch's for the same work, in turn on one machine: times drift, ratios are
+stable.
 
     python benchmarks/kernels.py [gemm] [quant] [attention] [shared] [small] [--threads N] [--rounds N] [--cpu-time]
 
 Weights and caches rotate, so that nothing stays in cache. Each line gives the least time of the native kernel and how
-many times as fast it is as each other way; `GB/s` counts the weight or KV bytes that must be read, `TFLOP/s` the useful
-arithmetic. On a machine that is busy with other things use one thread and
---cpu-time, which counts only the time this process got.
+many times as fast as each alternative it is; `GB/s` counts the weight or KV bytes that must be read, `TFLOP/s` the
+useful arithmetic. On a busy machine use one thread and --cpu-time, which counts the CPU time of this process only.
 """
 
 # ruff: noqa: B023  the lambdas run within their turn of the loop
@@ -27,8 +26,8 @@ from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native import KERNELS
-from quire.worker.layers import ops as torch_ops
 from quire.worker.platforms import huge_pages
+from quire.worker.platforms.ops import Ops
 
 SHAPES = {  # model -> (outputs, inputs) of its matrices
     "Qwen3-0.6B": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
@@ -38,13 +37,13 @@ SHAPES = {  # model -> (outputs, inputs) of its matrices
 
 
 class Race:
-    """Runs several ways of doing the same in turn and keeps each one's least time."""
+    """Runs alternatives in turn and keeps the shortest time of each."""
 
     def __init__(self, rounds: int, clock: Callable[[], float]) -> None:
         self.rounds, self.clock = rounds, clock
 
     def run(self, ways: dict[str, Callable[[], None]], repeats: int = 1) -> dict[str, float]:
-        """Seconds of each way, divided by `repeats`: how many times it does the work per call."""
+        """Seconds per unit of work of each alternative; one call does `repeats` units."""
         best = dict.fromkeys(ways, float("inf"))
         for _ in range(self.rounds):
             for name, way in ways.items():
@@ -66,6 +65,11 @@ def _print(title: str, times: dict[str, float], weight_bytes: float, flops: floa
     )
 
 
+def prepacked_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """oneDNN's product with a weight that `_reorder_linear_weight` packed."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
 def gemm(race: Race) -> None:
     for model, shapes in SHAPES.items():
         for n, k in shapes:
@@ -80,7 +84,7 @@ def gemm(race: Race) -> None:
                 times = race.run({
                     "native": lambda: [linear(x) for linear in packed[:some]],
                     "F.linear": lambda: [F.linear(x, weight) for weight in weights[:some]],
-                    "oneDNN prepacked": lambda: [torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "") for weight in onednn],
+                    "oneDNN prepacked": lambda: [prepacked_linear(x, weight) for weight in onednn],
                 }, some)  # fmt: skip
                 _print(f"{model} {n} x {k}, {m} rows", times, 2 * n * k, 2 * m * n * k)
 
@@ -161,7 +165,7 @@ def attention(race: Race) -> None:
 
 
 def shared(race: Race) -> None:
-    """Requests whose block tables begin with the same blocks, against the same call where each has a copy of its own."""
+    """Requests whose block tables begin with the same blocks, against the same call with a copy for each request."""
     for heads, kv_heads in ((16, 8), (32, 8)):
         for title, (count, query_len, length, prefix) in {
             "decode 32 x 960": (32, 1, 960, 900),
@@ -215,12 +219,15 @@ def small(race: Race) -> None:
             torch.empty(rows // 16 + 1, 16, 8, 128).bfloat16(),
         )
         arguments = (q_weight, q_weight, 1e-6, table, positions, k_cache, v_cache, positions, 16)
-        for title, call, size in (("add_rms_norm", lambda o: o.add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes), ("silu_and_mul", lambda o: o.silu_and_mul(gate_up), 1.5 * gate_up.nbytes),
-                                  ("qk_norm_rope_write", lambda o: o.qk_norm_rope_write(qkv, *arguments), 2 * qkv.nbytes)):  # fmt: skip
+        for title, call, size in (
+            ("add_rms_norm", lambda o: o.add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
+            ("silu_and_mul", lambda o: o.silu_and_mul(gate_up), 1.5 * gate_up.nbytes),
+            ("qk_norm_rope_write", lambda o: o.qk_norm_rope_write(qkv, *arguments), 2 * qkv.nbytes),
+        ):
             times = race.run(
                 {
                     "native": lambda: [call(cpu_ops) for _ in range(50)],
-                    "torch": lambda: [call(torch_ops) for _ in range(50)],
+                    "torch": lambda: [call(Ops()) for _ in range(50)],
                 },
                 50,
             )
@@ -229,10 +236,14 @@ def small(race: Race) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="gemm, quant, attention, shared, small (default: all)")
+    parser.add_argument(
+        "what", nargs="*", help="kernels to measure: gemm, quant, attention, shared, small (default: all)"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--cpu-time", action="store_true", help="count the time of this process only; with one thread")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count the CPU time of this process only; use it with one thread"
+    )
     args = parser.parse_args()
     parts = {"gemm": gemm, "quant": quant, "attention": attention, "shared": shared, "small": small}
     if unknown := set(args.what) - set(parts):

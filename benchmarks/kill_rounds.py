@@ -1,5 +1,5 @@
-"""What clients lose when processes are killed, stopped or signalled, and when connections are abused. Prints the tables
-of RELIABILITY.md.
+"""Measures what clients lose when processes are killed, stopped or signalled, and when connections are abused. Prints
+the tables of RELIABILITY.md.
 
 python benchmarks/kill_rounds.py [--tree FOLDER] [--rounds NAME,...]
 
@@ -29,7 +29,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
 from quire.cli.bench.process import free_port
 from quire.configs.sources import EMBEDDED_MODEL
@@ -37,12 +37,12 @@ from quire.configs.sources import EMBEDDED_MODEL
 ROOT = Path(__file__).parent.parent
 CHAT = "/v1/chat/completions"
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
-UPLOAD = HEAD.encode() + b"60000000\r\n\r\n"  # of which the rest does not come
-LATE = 2.0  # seconds in which a probe has to answer
+UPLOAD = HEAD.encode() + b"60000000\r\n\r\n"  # the rest of this body is never sent
+LATE = 2.0  # seconds within which a probe must answer
 
 
 class Server:
-    """`quire serve` out of `tree`."""
+    """`quire serve` of the checkout `tree`."""
 
     def __init__(self, tree: Path, fake: str, options: Sequence[str], max_files: int | None):
         self.port, self.folder = free_port(), Path(tempfile.mkdtemp(prefix="kr"))
@@ -100,7 +100,7 @@ class Server:
         return self.children("quire.engine.core")[0]
 
     def status(self, path: str = "/health") -> int | None:
-        """None for no answer in time."""
+        """None if there was no answer in time."""
         try:
             return httpx.get(self.url + path, timeout=LATE, trust_env=False).status_code
         except httpx.HTTPError:
@@ -142,8 +142,8 @@ def until(condition: Callable[[], object], timeout: float) -> float | None:
 def streams(
     server: Server, count: int, num_tokens: int, disturb: Callable[[], object] = lambda: None
 ) -> tuple[list[str], float]:
-    """What `count` streams received at once, "" for one that did not end with [DONE]; `disturb` runs a second later.
-    And the seconds until the last ended."""
+    """The texts of `count` concurrent streams, "" for one that did not end with [DONE], and the seconds until the last
+    ended. `disturb` runs one second after the start."""
 
     async def one(http: httpx.AsyncClient, number: int) -> str:
         body = {
@@ -177,7 +177,7 @@ def streams(
 
 
 def completed(texts: list[str], expected: list[str] | None = None) -> str:
-    """How many were completed, and with the expected texts."""
+    """How many streams were completed, and how many with the expected text."""
     text = f"{sum(map(bool, texts))} of {len(texts)} streams completed"
     if expected is None:
         return text
@@ -201,7 +201,7 @@ def connect(server: Server, data: bytes = b"", receive_buffer: int | None = None
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server has not closed it. Drops what it has sent."""
+    """Whether the server keeps the connection open. Discards received data."""
     connection.setblocking(False)
     try:
         while connection.recv(65536):
@@ -343,7 +343,7 @@ def slowloris(tree: Path) -> str:
 
 
 def uploads(tree: Path) -> str:
-    """20 times 8 of 60 MB; those that are refused are closed by us."""
+    """20 times 8 uploads of 60 MB; refused ones are closed by the client."""
     with serving(tree) as server:
         process = psutil.Process(server.process.pid)
         before = process.memory_info().rss
@@ -381,7 +381,11 @@ CONNECTIONS = {
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout whose server is measured (default: this one)")
-    parser.add_argument("--rounds", default=",".join([*KILLS, *CONNECTIONS]), help="default: all, %(default)s")
+    parser.add_argument(
+        "--rounds",
+        default=",".join([*KILLS, *CONNECTIONS]),
+        help="rounds to run, comma-separated (default: all, %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     wanted = arguments.rounds.split(",")
     for title, rounds in (("Kill rounds", KILLS), ("Connections", CONNECTIONS)):

@@ -1,5 +1,5 @@
-"""Write a model of real shapes with random bfloat16 weights and a tokenizer, for servers that need a folder (quire
-itself has `--load-format dummy`).
+"""Writes a model of real shapes with random bfloat16 weights and a tokenizer, for servers that need a folder (quire
+has `--load-format dummy`).
 
     python benchmarks/make_model.py {qwen3-0.6b,llama-1b,qwen3-4b,tiny} OUT_DIR
 
@@ -82,7 +82,7 @@ def write_weights(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def write_tokenizer(vocab_size: int, folder: Path) -> None:
-    """Byte-level BPE trained on Python's standard library, filled up so that every id of the model is some text."""
+    """Byte-level BPE trained on Python's standard library, padded so that every id of the model has a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

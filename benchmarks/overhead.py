@@ -1,5 +1,5 @@
-"""What everything but the model costs: HTTP streaming through server and engine with the fake executor, which computes
-nothing.
+"""Measures the overhead of everything except the model: HTTP streaming through server and engine with the fake
+executor, which computes nothing.
 
 python benchmarks/overhead.py MODEL_FOLDER [--max-concurrency 1,16,64] [--output-len 128] [--api-server-count 1,4]
 (MODEL_FOLDER for its tokenizer and vocabulary; needs psutil)
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
 from quire.cli.bench import serve
 from quire.cli.bench.datasets import make_samples
@@ -36,24 +36,24 @@ def main(argv: Sequence[str]) -> int:
         "model",
         nargs="?",
         default=str(EMBEDDED_MODEL),
-        help="folder with tokenizer.json and config.json (default: the model that comes with quire)",
+        help="folder with tokenizer.json and config.json (default: the embedded model)",
     )
-    parser.add_argument("--max-concurrency", type=serve.concurrencies, default=[1, 16, 64], help="default: 1,16,64")
+    parser.add_argument(
+        "--max-concurrency", type=serve.concurrencies, default=[1, 16, 64], help="numbers of streams (default: 1,16,64)"
+    )
     parser.add_argument(
         "--api-server-count",
         type=serve.concurrencies,
         default=[1],
-        help="frontend processes, one server after another; default: 1",
+        help="numbers of frontend processes, one server each (default: 1)",
     )
-    parser.add_argument("--requests-per-stream", type=int, default=4, help="default: 4")
-    parser.add_argument("--input-len", type=int, default=128, help="default: 128")
-    parser.add_argument("--output-len", type=int, default=256, help="default: 256")
+    parser.add_argument("--requests-per-stream", type=int, default=4, help="requests per stream (default: 4)")
+    parser.add_argument("--input-len", type=int, default=128, help="prompt tokens (default: 128)")
+    parser.add_argument("--output-len", type=int, default=256, help="output tokens (default: 256)")
     arguments = parser.parse_args(argv)
     print(
-
-            f"{'frontends':>9} {'streams':>8} {'tok/s':>9} {'TTFT p50 ms':>12} {'ITL p50 ms':>11}   CPU us per "
-            f"token: {'server':>7} {'engine':>7} {'client':>7}"
-
+        f"{'frontends':>9} {'streams':>8} {'tok/s':>9} {'TTFT p50 ms':>12} {'ITL p50 ms':>11}   CPU us per "
+        f"token: {'server':>7} {'engine':>7} {'client':>7}"
     )
     for count in arguments.api_server_count:
         asyncio.run(measure(arguments, count))
@@ -128,7 +128,7 @@ def engine_of(pid: int) -> psutil.Process:
 
 
 def servers_of(pid: int, num_frontends: int) -> list[psutil.Process]:
-    """The server's process, and its frontends where they are processes of their own."""
+    """The server's process, and its frontends if they are separate processes."""
     frontends = [
         child for child in psutil.Process(pid).children() if "quire.server.frontends.member" in child.cmdline()
     ]

@@ -1,5 +1,5 @@
-"""What dividing a model costs and brings, and how long a dead engine is missed. Random weights: only the sizes of the
-model matter.
+"""Measures steps of a model that is split over ranks, and the recovery from an engine's death. Random weights: only the
+sizes of the model matter.
 
 python benchmarks/parallel.py [--size 0.6b|tiny] [--num-reqs 1,8] [--steps 64]      (needs psutil; on a machine that
 does nothing else)
@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
 from quire.cli.bench.process import ServerProcess, free_port
 from quire.configs.config import Config
@@ -124,7 +124,7 @@ def decode_steps(folder: str, placement: dict[str, Any], num_reqs: int, num_step
 
 
 async def recovery(folder: str, tokenizer: str) -> tuple[float, float, float]:
-    """Seconds from an engine's death until /health says so, until it is 200 again, and until the stream goes on."""
+    """Seconds from an engine's death until /health reports it, until it is 200 again, until the stream continues."""
     port = free_port()
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings(folder).items() if name != "model"]
     command = [
@@ -145,7 +145,9 @@ async def recovery(folder: str, tokenizer: str) -> tuple[float, float, float]:
     ]
     with ServerProcess(command, port) as server:
         await server.wait_for("/health", timeout=300)
-        words = list(range(300, 1200))  # ids that the small tokenizer has text for: tokens without text make no events
+        words = list(
+            range(300, 1200)
+        )  # ids that have a text in the small tokenizer: tokens without text make no events
         body = {
             "model": "m",
             "prompt": "Once upon a time",
@@ -171,7 +173,7 @@ async def recovery(folder: str, tokenizer: str) -> tuple[float, float, float]:
             return time.perf_counter() - killed
 
         async def resumed() -> float:
-            """The first event after a pause: what was on its way comes at once."""
+            """The first event after a pause: events that were on their way arrive without one."""
             last = killed
             async for _ in events:
                 now = time.perf_counter()
@@ -186,9 +188,9 @@ async def recovery(folder: str, tokenizer: str) -> tuple[float, float, float]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(SIZES), default="0.6b", help="default: 0.6b")
-    parser.add_argument("--num-reqs", default="1,8", help="numbers of requests, with commas (default: 1,8)")
-    parser.add_argument("--steps", type=int, default=64, help="default: 64")
+    parser.add_argument("--size", choices=list(SIZES), default="0.6b", help="shapes of the model (default: 0.6b)")
+    parser.add_argument("--num-reqs", default="1,8", help="numbers of requests, comma-separated (default: 1,8)")
+    parser.add_argument("--steps", type=int, default=64, help="number of steps (default: 64)")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SIZES[arguments.size]))
@@ -203,10 +205,8 @@ def main(argv: Sequence[str]) -> int:
                 )
         seen, ready, resumed = asyncio.run(recovery(folder, str(EMBEDDED_MODEL)))
         print(
-
-                f"engine killed: /health 503 after {seen:.2f} s, 200 after {ready:.2f} s, the stream went on after "
-                f"{resumed:.2f} s"
-
+            f"engine killed: /health 503 after {seen:.2f} s, 200 after {ready:.2f} s, the stream went on after "
+            f"{resumed:.2f} s"
         )
     return 0
 

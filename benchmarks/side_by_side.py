@@ -1,5 +1,5 @@
-"""The loads of RESULTS.md against servers that already run on this machine, one loaded at a time, in turn: A B A B.
-Machines drift by tens of percent; ratios of one run do not.
+"""Measures the loads of RESULTS.md on servers that already run on this machine, one at a time, in turn: A B A B.
+Times drift by tens of percent, ratios within one run are stable.
 
     python benchmarks/side_by_side.py OUT.json quire=http://127.0.0.1:8102 vllm=http://127.0.0.1:8101
     llama.cpp=http://127.0.0.1:8103 [--rounds 2] [--loads c1,c8]
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works uninstalled, too
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
 from quire.cli.bench import serve
 
@@ -28,7 +28,7 @@ _SHARED = (
     "--dataset-name prefix-repetition --prefix-repetition-prefix-len 900 --prefix-repetition-suffix-len 32 "
     "--prefix-repetition-num-prefixes 1 --prefix-repetition-output-len 32"
 )
-LOADS: dict[str, tuple[str, str, list[str]]] = {  # name -> (what it is, flags of `quire bench serve`, figures)
+LOADS: dict[str, tuple[str, str, list[str]]] = {  # name -> (description, flags of `quire bench serve`, figures)
     "c1": (
         "1 stream, 32 in / 64 out",
         "--random-input-len 32 --random-output-len 64 --num-prompts 4 --max-concurrency 1 --num-warmups 1",
@@ -66,7 +66,7 @@ Runs = dict[str, dict[str, list[dict[str, Any]]]]  # load -> server -> figures o
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", metavar="OUT.json", help="every figure of every run is written here")
+    parser.add_argument("output", metavar="OUT.json", help="file for every figure of every run")
     parser.add_argument(
         "servers",
         nargs="+",
@@ -74,14 +74,17 @@ def main(argv: Sequence[str]) -> int:
         type=named_url,
         help="running servers of one model; the first is compared with the others",
     )
-    parser.add_argument("--rounds", type=int, default=2, help="default: 2")
+    parser.add_argument("--rounds", type=int, default=2, help="number of rounds (default: 2)")
     parser.add_argument(
-        "--loads", type=load_names, default=list(LOADS), help=f"comma-separated, of {','.join(LOADS)} (default: all)"
+        "--loads",
+        type=load_names,
+        default=list(LOADS),
+        help=f"loads to run, comma-separated: {','.join(LOADS)} (default: all)",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
-        help="count prompt tokens with this tokenizer, so that all servers get the same prompts",
+        help="tokenizer for prompt lengths, so that all servers get the same prompts",
     )
     arguments = parser.parse_args(argv)
     seed = secrets.randbelow(1 << 20) * 1000  # of this invocation: a server that has met another one's prompts would find them in its prefix cache
@@ -126,7 +129,7 @@ async def run_load(url: str, load: str, seed: int, tokenizer: str | None) -> dic
 
 
 def table(runs: Runs) -> list[str]:
-    """Markdown; medians over the rounds make the ratios."""
+    """The results as Markdown. Ratios are those of the medians over the rounds."""
     names = list(next(iter(runs.values())))
     others = " / best other" if len(names) > 2 else f" / {names[-1]}"
     lines = [f"| load | figure | {' | '.join(names)} | {names[0]}{others} |", "|---" * (len(names) + 3) + "|"]

@@ -1,5 +1,5 @@
-"""Where the time of one step goes: whole steps of a model in this process, without engine and HTTP, and how much of
-each is spent inside which native kernel.
+"""Measures whole steps of a model in this process, without engine and HTTP, and the time that each native kernel takes
+of them.
 
     python benchmarks/step.py MODEL [--loads 1x128 8x128 32x128 1024] [--rounds N] [--threads N] [--quantization
     int8|int4] [--temperature T] [--deterministic | --no-deterministic] [--in-turn]
@@ -32,7 +32,7 @@ from quire.worker.worker import Worker
 
 
 class Timed:
-    """Stands for the native library and adds up the time in each of its functions."""
+    """Wraps the native library and adds up the time spent in each of its functions."""
 
     def __init__(self, lib: object, clock: Callable[[], float]) -> None:
         self._lib, self._clock = lib, clock
@@ -52,7 +52,7 @@ class Timed:
 
 
 class InTurn(AttentionBackend):
-    """A backend that has no `native_requests`, and so is called layer by layer."""
+    """A backend without `native_requests`, which is therefore called layer by layer."""
 
     name = "in_turn"
 
@@ -71,7 +71,7 @@ class InTurn(AttentionBackend):
 
 
 def label(name: str, args: tuple) -> str:
-    """A product is told by its shape, the others by name."""
+    """The shape of a product, the name of any other function."""
     return (
         f"{args[8]} x {args[7]}".replace(" x ", " -> ")
         if name.startswith("quire_gemm_run")
@@ -87,11 +87,14 @@ class Requests:
         self.steps = 0
 
     def step(self, num_requests: int, context: int, count: int, new: bool) -> StepInput:
-        """`count` tokens of each of `num_requests` after `context`; `new` to admit them first."""
+        """A step of `count` tokens after `context` for each of `num_requests` requests; `new` admits them first."""
         blocks = -(-(context + count) // self.block_size)
         sampling = SamplingParams(temperature=self.temperature, seed=1)
-        admitted = [NewRequest(row, [100 + (row * 37 + i) % 1000 for i in range(context + count)], context + count, [[1 + row * blocks + i for i in range(blocks)]], sampling)
-                    for row in range(num_requests)] if new else []  # fmt: skip
+        admitted = []
+        for row in range(num_requests if new else 0):
+            token_ids = [100 + (row * 37 + i) % 1000 for i in range(context + count)]
+            block_ids = [1 + row * blocks + i for i in range(blocks)]
+            admitted.append(NewRequest(row, token_ids, context + count, [block_ids], sampling))
         self.steps += 1
         return StepInput(
             self.steps,
@@ -120,19 +123,31 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--quantization", default=None)
-    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="as of `quire serve`")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="as for `quire serve`")
     parser.add_argument(
-        "--in-turn", action="store_true", help="one native call per layer and its attention, not one for all"
+        "--in-turn", action="store_true", help="make one native call per layer and per attention, not one for all"
     )
-    parser.add_argument("--cpu-time", action="store_true", help="count the time of this process only; with one thread")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count the CPU time of this process only; use it with one thread"
+    )
     args = parser.parse_args()
     clock = time.thread_time if args.cpu_time else time.perf_counter
-    torch.set_num_threads(args.threads)  # what the kernels take when they are loaded
+    torch.set_num_threads(args.threads)  # read by the kernels when they are loaded
     if not KERNELS.load(background=False):
         parser.error(KERNELS.status)
     KERNELS.lib = timed = Timed(KERNELS.lib, clock)
-    worker = Worker(Config.from_flat(model=args.model, device="cpu", max_num_seqs=64, max_model_len="2048", num_gpu_blocks_override=1200, num_threads=args.threads,
-                                     max_num_batched_tokens=2048, quantization=args.quantization, deterministic=args.deterministic))  # fmt: skip
+    config = Config.from_flat(
+        model=args.model,
+        device="cpu",
+        max_num_seqs=64,
+        max_model_len="2048",
+        num_gpu_blocks_override=1200,
+        num_threads=args.threads,
+        max_num_batched_tokens=2048,
+        quantization=args.quantization,
+        deterministic=args.deterministic,
+    )
+    worker = Worker(config)
     worker.initialize(lambda phase, fraction: None)
     if args.in_turn:
         worker.runner.backend = InTurn(worker.runner.backend)

@@ -17,18 +17,18 @@ from urllib.parse import urlsplit
 from quire.cli.main import Parser
 
 CHAT_HELP = (
-    "/help shows this, /reset forgets the conversation, /system TEXT sets the system prompt (and forgets), "
+    "/help shows this, /reset clears the conversation, /system TEXT sets the system prompt and clears it, "
     "Ctrl-C stops an answer, "
     "Ctrl-D ends"
 )
 
 
 class ServerError(Exception):
-    """The server could not be reached or refused; the message is for the terminal."""
+    """The server could not be reached or refused the request; the message is for the terminal."""
 
 
 class Server:
-    """One server behind a base URL like http://127.0.0.1:8000/v1."""
+    """The server at a base URL such as http://127.0.0.1:8000/v1."""
 
     def __init__(self, url: str, api_key: str | None):
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -42,7 +42,7 @@ class Server:
 
     @contextlib.contextmanager
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-        """A 200 response; closed afterwards, which tells the server to stop when the body has not been read to its end.
+        """A response with status 200. Closing it before its end aborts the request on the server.
 
         Raises ServerError.
         """
@@ -64,7 +64,7 @@ class Server:
             return json.load(response)["data"][0]["id"]
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of a streamed answer. Raises ServerError, also for an error inside the stream."""
+        """The chunks of a streamed answer. Raises ServerError, also for an error event in the stream."""
         with self.request("POST", path, body | {"stream": True}) as response:
             for line in response:
                 if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
@@ -96,16 +96,20 @@ def _parser(name: str, description: str) -> Parser:
         "--api-key",
         metavar="KEY",
         default=_default_key(),
-        help="sent as a Bearer token (default: QUIRE_API_KEY or OPENAI_API_KEY)",
+        help="API key of the server (default: QUIRE_API_KEY or OPENAI_API_KEY)",
     )
-    parser.add_argument("--model", "--model-name", metavar="NAME", help="default: the first model the server lists")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the server's)")
+    parser.add_argument(
+        "--model", "--model-name", metavar="NAME", help="name of the model (default: the first that the server lists)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="maximum tokens of an answer (default: the server's)"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the server's)")
     return parser
 
 
 def _default_key() -> str | None:
-    keys = os.environ.get("QUIRE_API_KEY", "").split(",")  # the server takes several
+    keys = os.environ.get("QUIRE_API_KEY", "").split(",")  # the server accepts several keys
     return keys[0].strip() or os.environ.get("OPENAI_API_KEY")
 
 
@@ -119,9 +123,9 @@ def _options(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
 
 
 def chat(argv: list[str]) -> int:
-    """Run `quire chat ARGV...`; 1 when the server cannot be reached or refuses."""
+    """Run `quire chat ARGV...`; returns 1 if the server cannot be reached or refuses."""
     parser = _parser("chat", f"Talk to a running server. {CHAT_HELP}.")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="how the conversation begins")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="system prompt of the conversation")
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="print the answer to one message and exit")
     arguments = parser.parse_args(argv)
     return _guarded(parser, lambda: _chat(arguments))
@@ -142,7 +146,7 @@ def _chat(arguments: argparse.Namespace) -> None:
 
 
 class Conversation:
-    """The messages so far; the only place that changes them."""
+    """The messages of a conversation."""
 
     def __init__(self, server: Server, options: dict[str, Any], system_prompt: str | None = None):
         self.server, self.options, self.system_prompt = server, options, system_prompt
@@ -152,7 +156,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
     def enter(self, line: str) -> None:
-        """A line the user typed: a command or a message."""
+        """Handle a line from the user: a command or a message."""
         command, _, rest = line.partition(" ")
         if command == "/reset":
             self.reset()
@@ -167,7 +171,7 @@ class Conversation:
             self.ask(line)
 
     def ask(self, message: str) -> None:
-        """Print the answer as it comes. Ctrl-C keeps what there is of it; an error takes the message back."""
+        """Print the answer while it arrives. Ctrl-C keeps the part that arrived; an error removes the message."""
         self.messages.append({"role": "user", "content": message})
         answer = ""
         try:
@@ -192,8 +196,8 @@ class Conversation:
 
 
 def complete(argv: list[str]) -> int:
-    """Run `quire complete ARGV...`; 1 when the server cannot be reached or refuses."""
-    parser = _parser("complete", "Let a running server continue a text. Ctrl-C stops an answer, Ctrl-D ends.")
+    """Run `quire complete ARGV...`; returns 1 if the server cannot be reached or refuses."""
+    parser = _parser("complete", "Complete a text with a running server. Ctrl-C stops an answer, Ctrl-D ends.")
     parser.add_argument("-q", "--quick", metavar="PROMPT", help="print the continuation of one text and exit")
     arguments = parser.parse_args(argv)
     return _guarded(parser, lambda: _complete(arguments))
@@ -232,7 +236,7 @@ def stoppable() -> Iterator[None]:
 
 
 def read_lines(prompt: str) -> Iterator[str]:
-    """Lines from the terminal, with editing and history where readline exists, until Ctrl-D; Ctrl-C clears the line.
+    """Lines from the terminal, with editing and history if readline exists, until Ctrl-D; Ctrl-C clears the line.
 
     Without a terminal: lines of stdin.
     """

@@ -1,5 +1,5 @@
-"""`quire check`: what `quire serve` with the same flags would plan and choose, or the error it would end with, without
-loading weights.
+"""`quire check`: print the memory plan and the choices of `quire serve` with the same flags, or the error it would end
+with, without loading weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.server.startup.plan_table import plan_table
 
 
 def check(config: Config) -> int:
-    """Print the plan; 1 when `quire serve` would refuse. Of a Hub model only the small files are downloaded."""
+    """Print the plan; returns 1 if `quire serve` would refuse. Downloads only the small files of a Hub model."""
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         print(plan(config))
@@ -37,7 +37,7 @@ def plan(config: Config) -> str:
     )
     config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
     check_model_folder(folder)
-    # by name: the server's processes never import the worker, but this one only asks it and ends
+    # imported by name: torch loads only when this command runs
     importlib.import_module("quire.worker.loader").check_model(
         config, files=hub.local_folder(options.model) is not None
     )

@@ -1,4 +1,4 @@
-"""`quire collect-env`: what a bug report needs to say about the machine."""
+"""`quire collect-env`: print versions and hardware for a bug report."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ VARIABLES = (
     "OMP_NUM_THREADS",
     "QUIRE_CONFIG",
 )
-# torch in a process of its own: a broken installation is a finding, not the end of the report
+# torch runs in a child process: a broken installation must not end the report
 _TORCH = """
 import torch
-print("threads:", torch.get_num_threads(), "| capability:", torch.backends.cpu.get_cpu_capability(), "| CUDA build:", torch.version.cuda)
+capability = torch.backends.cpu.get_cpu_capability()
+print("threads:", torch.get_num_threads(), "| capability:", capability, "| CUDA build:", torch.version.cuda)
 for i in range(torch.cuda.device_count()):
     p = torch.cuda.get_device_properties(i)
     print(f"cuda:{i}: {p.name}, {p.total_memory / 2**30:.1f} GiB, compute capability {p.major}.{p.minor}")
@@ -70,7 +71,7 @@ def main() -> int:
 
 
 def report() -> list[tuple[str, str]]:
-    """(what, value) lines; anything that cannot be found out says why."""
+    """(name, value) lines; an unknown value says why it is unknown."""
     lines = [
         ("quire", version("quire")),
         ("Python", f"{platform.python_version()} ({sys.executable})"),
@@ -87,7 +88,7 @@ def report() -> list[tuple[str, str]]:
         ),
     ]
     lines += [
-        ("CPU features", " ".join(cpu_features()) or "none of those quire uses, or unknown"),
+        ("CPU features", " ".join(cpu_features()) or "unknown, or none that quire uses"),
         ("memory", memory()),
     ]
     lines += [
@@ -136,7 +137,7 @@ def memory() -> str:
 
 
 def proc_values(path: str, key: str) -> list[str]:
-    """The values of the `key: value` lines of a /proc file; none where the system has no such file."""
+    """The values of the `key: value` lines of a /proc file; [] if there is no such file."""
     if not Path(path).is_file():
         return []
     lines = (line.partition(":") for line in Path(path).read_text(encoding="utf-8").splitlines())

@@ -1,6 +1,6 @@
-"""`quire health`: is the server on this machine ready?
+"""`quire health`: check whether the server on this machine is ready.
 
-A container's health check runs this file every few seconds, by itself and without site-packages: it needs a little of
+A container's health check runs this file as a script every few seconds, without site-packages: it imports a little of
 the standard library and nothing else.
 """
 
@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 
 TIMEOUT = 4.0  # seconds
 _UNIX = "unix:"
-_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a server that listens on every address
+_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of this machine for a server that listens on all addresses
 
 
 class Unhealthy(Exception):
-    """The server is not ready, or does not answer; the text says which."""
+    """The server is not ready or does not answer; the message says which."""
 
 
 def find_address(environ: Mapping[str, str]) -> str:
     """From the file that QUIRE_ADDRESS_FILE names, else from the variables of `quire serve`.
 
-    Raises Unhealthy when that file is not there (yet).
+    Raises Unhealthy if that file does not exist (yet).
     """
     if path := environ.get("QUIRE_ADDRESS_FILE"):
         try:
@@ -38,7 +38,7 @@ def find_address(environ: Mapping[str, str]) -> str:
 
 
 def ask(address: str, timeout: float = TIMEOUT) -> str:
-    """The body of /health of a server that is ready. Raises Unhealthy."""
+    """The body of /health if the server is ready. Raises Unhealthy otherwise."""
     try:
         with _connect(address, timeout) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
@@ -74,7 +74,7 @@ def _connect(address: str, timeout: float) -> socket.socket:
 
 
 def report(address: str | None = None) -> int:
-    """Print what /health says; 0 when the server is ready, else 1."""
+    """Print the answer of /health; returns 0 if the server is ready, else 1."""
     try:
         print(ask(address or find_address(os.environ)))
     except Unhealthy as error:
@@ -88,14 +88,15 @@ def main(argv: Sequence[str]) -> int:
     from quire.cli.main import Parser
 
     parser = Parser(
-        prog="quire health", description="Say whether a running server is ready, by its exit status and its /health."
+        prog="quire health",
+        description="Report whether a running server is ready: print its /health, and set the exit status.",
     )
     parser.add_argument(
         "address",
         nargs="?",
         metavar="ADDRESS",
         help="HOST:PORT or unix:PATH "
-        "(default: from QUIRE_ADDRESS_FILE, QUIRE_UDS, QUIRE_HOST and QUIRE_PORT, as the server has them)",
+        "(default: from QUIRE_ADDRESS_FILE, QUIRE_UDS, QUIRE_HOST and QUIRE_PORT, as for the server)",
     )
     address = parser.parse_args(argv).address
     return report(address and address.removeprefix("http://").rstrip("/"))

@@ -1,7 +1,7 @@
-"""The `quire` command. Flags are derived from the fields of `configs/config.py`; what a command runs is imported when
-it runs.
+"""The `quire` command. Flags are derived from the fields of `configs/config.py`; each command imports its
+modules when it runs.
 
-Nothing heavy is imported here: `quire --help` is instant, and `quire serve` reaches `quire.server.launch.serve` in a
+This file imports nothing large: `quire --help` is instant, and `quire serve` reaches `quire.server.launch.serve` in a
 few hundredths of a second.
 """
 
@@ -30,12 +30,12 @@ SECTIONS = {
 EPILOG = (
     "Every flag is also a YAML key for --config (max_model_len: 4096) and an environment variable "
     "(QUIRE_MAX_MODEL_LEN=4096). "
-    "A flag beats the environment, the environment beats the file."
+    "A flag overrides the environment, the environment overrides the file."
 )
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, with `_` and `-` alike in flags, and with a suggestion for an unknown flag."""
+    """argparse without abbreviations, with `_` and `-` equal in flags, and with a suggestion for unknown flags."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -88,14 +88,14 @@ class _Extend(argparse._ExtendAction):
 def add_config_flags(
     parser: argparse.ArgumentParser, *, sections: Sequence[str] = tuple(SECTIONS), everyday: bool = True
 ) -> None:
-    """Add MODEL, the flags of `sections`, --config and --print-config; only everyday flags appear in the help, and none
-    where not `everyday`.
+    """Add MODEL, the flags of `sections`, --config and --print-config. --help shows the everyday flags, or none of them
+    if `everyday` is False.
     """
     parser.add_argument(
         "model_argument",
         nargs="?",
         metavar="MODEL",
-        help="Hugging Face folder or Hub id (default: the small model that comes with quire)",
+        help="Hugging Face folder or Hub id (default: the small embedded model)",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or a preset: cpu, single-gpu, tp2")
     parser.add_argument(
@@ -140,15 +140,15 @@ def _help(option: Option) -> str:
 def read_settings(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, *, need_model: bool = True
 ) -> Settings:
-    """The settings that the parsed `arguments`, the environment and the YAML file give together.
+    """The settings from the parsed `arguments`, the environment and the YAML file.
 
-    Exits with 2 and a message when they are wrong.
+    Exits with 2 and a message if they are invalid.
     """
     given = vars(arguments)
     flags = {name: given[name] for name in all_options() if name in given}
     if given["model_argument"] is not None:
         if "model" in flags:
-            parser.error("the model is given twice, as MODEL and as --model")
+            parser.error("the model is set twice, by MODEL and by --model")
         flags["model"] = given["model_argument"]
     try:
         settings = resolve(flags, given["config"])
@@ -173,9 +173,9 @@ def _use_embedded_model(parser: argparse.ArgumentParser, settings: Settings, nee
     if (folder := embedded_model()) is not None:
         for name, value in {"model": folder, "served_model_name": [EMBEDDED_MODEL.name]}.items():
             if name not in settings.values:
-                settings.values[name], settings.sources[name] = value, "default (comes with quire)"
+                settings.values[name], settings.sources[name] = value, "default (embedded model)"
     elif need_model:
-        parser.error("name a model: a Hugging Face folder or a Hub id, as in `quire serve Qwen/Qwen3-0.6B`")
+        parser.error("no model: give a Hugging Face folder or a Hub id, as in `quire serve Qwen/Qwen3-0.6B`")
 
 
 def serve(arguments: list[str]) -> int:
@@ -197,10 +197,7 @@ def check(arguments: list[str]) -> int:
         prog="quire check",
         usage="quire check [MODEL] [flags]",
         epilog=EPILOG,
-        description=(
-            "Print where the memory would go and what would be chosen automatically, without loading weights or "
-            "serving."
-        ),
+        description=("Print the memory plan and the automatic choices, without loading weights or serving."),
     )
     add_config_flags(parser)
     settings = read_settings(parser, parser.parse_args(arguments))
@@ -213,7 +210,7 @@ def collect_env(arguments: list[str]) -> int:
     return importlib.import_module("quire.cli.collect_env").main()
 
 
-def _elsewhere(module: str, function: str, summary: str) -> Callable[[list[str]], int]:
+def _imported(module: str, function: str, summary: str) -> Callable[[list[str]], int]:
     def run(arguments: list[str]) -> int:
         return getattr(importlib.import_module(module), function)(arguments)
 
@@ -223,13 +220,13 @@ def _elsewhere(module: str, function: str, summary: str) -> Callable[[list[str]]
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
-    "chat": _elsewhere("quire.cli.chat", "chat", "talk to a running server"),
-    "complete": _elsewhere("quire.cli.chat", "complete", "let a running server continue a text"),
-    "bench": _elsewhere("quire.cli.bench.main", "main", "measure a running server, or this machine offline"),
-    "health": _elsewhere("quire.cli.health", "main", "say whether a running server is ready, by the exit status"),
+    "chat": _imported("quire.cli.chat", "chat", "talk to a running server"),
+    "complete": _imported("quire.cli.chat", "complete", "complete a text with a running server"),
+    "bench": _imported("quire.cli.bench.main", "main", "measure a running server, or this machine offline"),
+    "health": _imported("quire.cli.health", "main", "report whether a running server is ready, by the exit status"),
     "check": check,
-    "build-kernels": _elsewhere(
-        "quire.worker.cpu.build", "main", "compile the native CPU kernels ahead, for a wheel or an image"
+    "build-kernels": _imported(
+        "quire.worker.cpu.build", "main", "compile the native CPU kernels ahead of time, for a wheel or an image"
     ),
     "collect-env": collect_env,
 }
@@ -238,7 +235,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def main(argv: list[str]) -> int:
     """Run `quire ARGV...` and return its exit status.
 
-    A reader of its output that wants no more of it (`quire check | head`) is no error.
+    It is no error if the reader of the output closes the pipe (`quire check | head`).
     """
     try:
         try:
@@ -246,13 +243,13 @@ def main(argv: list[str]) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        if not _nobody_reads_stdout():
+        if not _stdout_is_closed():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # or Python complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # otherwise Python reports the error again at exit
         return 0
 
 
-def _nobody_reads_stdout() -> bool:
+def _stdout_is_closed() -> bool:
     poll = select.poll()
     poll.register(_STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

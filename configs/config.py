@@ -2,8 +2,8 @@
 
 Every field is at once a command-line flag (`--max-model-len`), a YAML key (`max_model_len`) and an environment variable
 (`QUIRE_MAX_MODEL_LEN`); `configs/options.py` derives all three from the metadata here. Names and meanings are vLLM's
-where vLLM has the setting. Values that depend on the machine stay `None` or "auto" here: whoever resolves them reports
-the result in `Ready` instead of editing the configuration.
+where vLLM has the setting. Values that depend on the machine stay `None` or "auto" here: the process that resolves them
+reports the result in `Ready` instead of editing the configuration.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def opt(
 
     `unit` is "bytes" (suffixes allowed) or "length" (a number of tokens, or auto). `minimum`, `above` (exclusive) and
     `maximum` bound a number. `hidden_choices` are accepted but not advertised; `aliases` are other spellings of
-    choices; a `secret` value is never printed. What checks all this is `configs/options.py`.
+    choices; a `secret` value is never printed. `configs/options.py` checks all of this.
     """
     metadata = {
         "help": help,
@@ -56,15 +56,15 @@ def opt(
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which weights, which tokenizer, and how to read them."""
+    """The model and its tokenizer, and how to read them."""
 
     model: str = opt("", "Hugging Face folder or Hub id", everyday=True)
-    tokenizer: str | None = opt(None, "folder or Hub id of the tokenizer, if not the model's")
+    tokenizer: str | None = opt(None, "folder or Hub id of the tokenizer (default: the model's)")
     revision: str | None = opt(None, "branch, tag or commit on the Hub", everyday=True)
-    download_dir: str | None = opt(None, "where Hub files are kept (default: the Hugging Face cache)")
+    download_dir: str | None = opt(None, "folder for files downloaded from the Hub (default: the Hugging Face cache)")
     dtype: str = opt(
         "auto",
-        "weights and activations",
+        "data type of weights and activations (auto: the checkpoint's)",
         everyday=True,
         choices=("auto", "float32", "bfloat16", "float16"),
         aliases={"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
@@ -72,22 +72,24 @@ class ModelConfig:
     quantization: str | None = opt(
         None,
         (
-            "round the weights to integers at load, in groups of 128 or 64 with a scale each (CPU only; the output "
-            "head is int8 in either case)"
+            "round the weights to integers at load, in groups of 128 or 64 with one scale each (CPU only; the output "
+            "head is int8 in both cases)"
         ),
         everyday=True,
         choices=("int8", "int4"),
     )
     max_model_len: str = opt(
         "auto",
-        "context length in tokens (prompt and output), or auto: what the model allows and the memory holds",
+        "context length in tokens (prompt and output), or auto: the longest that model and memory allow",
         everyday=True,
         metavar="N|auto",
         unit="length",
     )
-    load_format: str = opt("auto", "safetensors, or dummy for random weights", choices=("auto", "safetensors", "dummy"))
-    trust_remote_code: bool = opt(False, "let transformers run code that comes with the model (tokenizer only)")
-    seed: int = opt(0, "seed of dummy weights; requests have their own")
+    load_format: str = opt(
+        "auto", "safetensors reads the files; dummy makes random weights", choices=("auto", "safetensors", "dummy")
+    )
+    trust_remote_code: bool = opt(False, "let transformers run Python code from the model's folder (tokenizer only)")
+    seed: int = opt(0, "seed of dummy weights; requests have their own seeds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +106,28 @@ class CacheConfig:
     )
     kv_cache_memory_bytes: int | None = opt(
         None,
-        "bytes for the KV cache, instead of the fraction (suffixes K, M, G)",
+        "size of the KV cache in bytes, instead of --gpu-memory-utilization (suffixes K, M, G)",
         metavar="BYTES",
         unit="bytes",
         minimum=1,
     )
-    enable_prefix_caching: bool = opt(True, "reuse the KV blocks of equal prefixes")
+    enable_prefix_caching: bool = opt(True, "reuse KV blocks of equal prompt prefixes")
     num_gpu_blocks_override: int | None = opt(None, "exact number of KV blocks, for tests", minimum=2)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Who runs in a step."""
+    """Which requests run in a step."""
 
-    max_num_seqs: int | None = opt(None, "most requests running at once", everyday=True, minimum=1)
+    max_num_seqs: int | None = opt(None, "maximum number of requests running at once", everyday=True, minimum=1)
     max_num_batched_tokens: int | None = opt(
-        None, "token budget of one step, prefill and decode together", everyday=True, minimum=1
+        None, "maximum number of tokens per step, prefill and decode together", everyday=True, minimum=1
     )
-    scheduling_policy: str = opt("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
+    scheduling_policy: str = opt(
+        "fcfs", "order of waiting requests: by arrival, or by the requests' priority", choices=("fcfs", "priority")
+    )
     long_prefill_token_threshold: int = opt(
-        0, "most prompt tokens of one request in one step while others run (0: no limit)", minimum=0
+        0, "maximum prompt tokens of one request per step while others run (0: no limit)", minimum=0
     )
     steps_in_flight: int | None = opt(
         None,
@@ -138,41 +142,41 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How many processes, and how they are placed."""
+    """The number of processes, and where they run."""
 
-    tensor_parallel_size: int = opt(1, "ranks that share every layer", everyday=True, minimum=1)
-    pipeline_parallel_size: int = opt(1, "ranks that share the layers one after another", minimum=1)
+    tensor_parallel_size: int = opt(1, "number of ranks that split every layer", everyday=True, minimum=1)
+    pipeline_parallel_size: int = opt(1, "number of ranks that split the model by layers", minimum=1)
     data_parallel_size: int = opt(
-        1, "engines behind one server, each with the whole model; requests go where their prefix is cached", minimum=1
+        1,
+        "number of engines, each with the whole model; a request goes to the one that has cached its prefix",
+        minimum=1,
     )
     distributed_executor_backend: str | None = opt(
         None,
         (
-            "uniproc: the worker lives in the engine process; mp: one process per rank; ray: one actor per rank on a "
-            "Ray cluster"
+            "uniproc: the worker runs in the engine process; mp: one process per rank; ray: one actor per rank on a "
+            "Ray cluster (default: uniproc for one rank, else mp)"
         ),
         choices=("uniproc", "mp", "ray"),
         hidden_choices=("fake",),
     )
     debug_check_ranks: bool = opt(
-        False, "compare what the tensor-parallel ranks sample after every step, and fail when they differ"
+        False, "compare the sampled tokens of all tensor-parallel ranks after every step, and fail if they differ"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """The device and how it is driven."""
+    """The device and how it is used."""
 
-    device: str = opt(
-        "auto", "auto: CUDA where there is a GPU, else CPU", everyday=True, choices=("auto", "cpu", "cuda")
-    )
-    enforce_eager: bool = opt(False, "no CUDA graphs")
-    attention_backend: str | None = opt(None, "force one attention backend instead of the first that applies")
+    device: str = opt("auto", "auto: CUDA if there is a GPU, else CPU", everyday=True, choices=("auto", "cpu", "cuda"))
+    enforce_eager: bool = opt(False, "do not use CUDA graphs")
+    attention_backend: str | None = opt(None, "use this attention backend instead of the first that applies")
     deterministic: bool | None = opt(
         None,
         (
-            "a request's tokens and log-probabilities are the same bit for bit whatever runs beside it (CPU, "
-            "bfloat16, one rank; default: auto, which is on where that costs less than 5 %)"
+            "make a request's tokens and log-probabilities independent of other requests, bit for bit (CPU, bfloat16, "
+            "one rank; default: auto, which is on where it costs less than 5 %)"
         ),
     )
     cpu_level: str = opt(
@@ -181,7 +185,9 @@ class DeviceConfig:
         "faster",
         choices=("auto", "amx", "avx512bf16", "avx512", "avx2"),
     )
-    num_threads: int | None = opt(None, "compute threads on CPU (default: the cores this process may use)", minimum=1)
+    num_threads: int | None = opt(
+        None, "number of compute threads on CPU (default: the cores that this process may use)", minimum=1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,91 +198,93 @@ class ServerConfig:
     port: int = opt(8000, "port to listen on (0: any free one)", everyday=True, minimum=0, maximum=65535)
     api_server_count: int = opt(
         1,
-        "frontend processes that share the port, for loads that keep one busy with tokenizing",
+        "number of HTTP processes that share the port, for loads that keep one busy with tokenizing",
         everyday=True,
         minimum=1,
     )
     uds: str | None = opt(None, "listen on this Unix domain socket instead of host and port")
     address_file: str | None = opt(
-        None, "write where the server listens to this file, for `quire health`", metavar="FILE"
+        None, "write the address of the server to this file, for `quire health`", metavar="FILE"
     )
     served_model_name: list[str] = opt(
         [],
-        "names the API answers to; the first is the one in responses (default: the model as given)",
+        "model names that the API accepts; responses have the first (default: the model as given)",
         everyday=True,
         repeat=True,
     )
     api_key: list[str] = opt([], "accepted API keys", everyday=True, repeat=True, secret=True)
-    chat_template: str | None = opt(None, "file or text of a Jinja template instead of the model's", everyday=True)
-    trust_request_chat_template: bool = opt(False, "accept a chat_template in requests")
+    chat_template: str | None = opt(None, "Jinja template, as a file or text, instead of the model's", everyday=True)
+    trust_request_chat_template: bool = opt(False, "accept a chat_template in requests; its memory is not limited")
     generation_config: str = opt(
-        "auto", "default sampling parameters: auto (the model's generation_config.json), vllm (none), or a folder"
+        "auto",
+        "source of default sampling parameters: auto (the model's generation_config.json), vllm (none), or a folder",
     )
-    max_logprobs: int = opt(20, "most logprobs a request may ask for (-1: no limit)", minimum=-1)
+    max_logprobs: int = opt(
+        20, "maximum number of logprobs per token that a request may ask for (-1: no limit)", minimum=-1
+    )
     max_body_size: int | None = opt(
         None,
         (
-            "bytes of the longest request body that is read (default: 2M, or 32 per token of the context; suffixes "
-            "K, M, G)"
+            "maximum size of a request body in bytes (default: 2M, or 32 per token of the context if that is more; "
+            "suffixes K, M, G)"
         ),
         metavar="BYTES",
         unit="bytes",
         minimum=1024,
     )
     max_num_queued_reqs: int | None = opt(
-        4096, "refuse requests with 503 when so many would wait, each of n choices counting (0: no limit)", minimum=0
+        4096, "refuse requests with 503 if more than this many choices would wait (0: no limit)", minimum=0
     )
     max_num_queued_tokens: int | None = opt(
         2**22,
         (
-            "refuse requests with 503 when the prompts of those that wait would have so many tokens, per frontend "
-            "(0: no limit)"
+            "refuse requests with 503 if the prompts of waiting requests would have more than this many tokens, per "
+            "frontend (0: no limit)"
         ),
         minimum=0,
     )
     share_prefix_cache: bool = opt(
         False,
-        "let callers with different API keys use each other's cached prefixes, which tells them what others have sent",
+        "share cached prefixes between API keys, which reveals to callers what others have sent",
     )
     shutdown_timeout: float = opt(
-        30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", minimum=0
+        30.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C", minimum=0
     )
     step_timeout: float = opt(
         300.0,
-        (
-            "seconds without a finished step after which the engine counts as hung: its stacks go to the log and it "
-            "is started again (0: never)"
-        ),
+        ("seconds without a finished step after which the engine is restarted, with its stacks in the log (0: never)"),
         minimum=0,
     )
     health_stall_timeout: float = opt(
         20.0,
-        "seconds without a finished step, while requests wait, after which /health and /ready say 503 (0: never)",
+        "seconds without a finished step, while requests wait, after which /health and /ready return 503 (0: never)",
         minimum=0,
     )
     sse_keep_alive_interval: float = opt(
-        15.0, "seconds of silence before a comment is sent on an event stream (0: never)", minimum=0
+        15.0, "seconds without data after which an event stream gets a comment (0: never)", minimum=0
     )
     allowed_hosts: list[str] = opt(
         [],
         (
-            "names in the Host header that are answered beside addresses and names without a dot; * is any (default: "
+            "accepted names in the Host header, in addition to addresses and names without a dot; * is any (default: "
             "any, or none when listening on a loopback address)"
         ),
         repeat=True,
     )
     allowed_origins: list[str] = opt(
-        [], "web pages (their origins) whose scripts may call the API from a browser", everyday=True, repeat=True
+        [], "origins of web pages that may call the API from a browser; * is any", everyday=True, repeat=True
     )
-    vllm_metrics: bool = opt(True, "serve every metric under its vllm: name as well")
-    strict_params: bool = opt(False, "refuse unknown request fields with 400 instead of a Warning header")
+    vllm_metrics: bool = opt(True, "serve every metric also under its vllm: name")
+    strict_params: bool = opt(
+        False, "refuse unknown request fields with 400 instead of answering with a Warning header"
+    )
     log_level: str = opt("info", "how much to log", everyday=True, choices=("debug", "info", "warning", "error"))
-    log_stats_interval: float = opt(10.0, "seconds between throughput lines in the log (0: none)", minimum=0)
+    log_stats_interval: float = opt(10.0, "seconds between throughput lines in the log (0: no such lines)", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The record of all sections. Hand a component its own section, not this."""
+    """All sections. Give a component its own section, not this."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -289,7 +297,7 @@ class Config:
     def from_flat(cls, **values: Any) -> Config:
         """Build from field names without their section: `Config.from_flat(model="m", max_num_seqs=4)`.
 
-        Raises ValueError for a name no section has.
+        Raises ValueError for a name that is in no section.
         """
         sections = {}
         for section in fields(cls):

@@ -1,4 +1,4 @@
-"""What is wrong with a file of a model that cannot be read, in one line that says what to do. Torch-free."""
+"""One-line explanations of unreadable model files, with what to do about them. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ GIT_LFS = b"version https://git-lfs"
 GGUF = b"GGUF"
 _WANTED = "give the folder of a model with its config.json, tokenizer and safetensors files"
 _POINTER = (
-    "{} is a pointer of Git LFS and not the file itself: run `git lfs pull` in its folder, or download the file again"
+    "{} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder, or download the file again"
 )
 
 
 def denied(path: str | os.PathLike) -> str:
-    """`path` may not be read: its permissions, and who we are."""
+    """Why `path` cannot be read: its permissions and our user id."""
     try:
         status = os.stat(path)
         theirs = f"{stat.filemode(status.st_mode)}, of user {status.st_uid} and group {status.st_gid}"
     except OSError:
-        theirs = "a folder above it may not be entered"
+        theirs = "no permission to enter a folder above it"
     return f"cannot read {path}: permission denied ({theirs}; quire runs as user {os.geteuid()})"
 
 
 def unreadable(path: str | os.PathLike, error: OSError) -> str:
-    """What the system said about `path`."""
+    """The operating system's reason why `path` cannot be read."""
     return denied(path) if isinstance(error, PermissionError) else f"cannot read {path}: {error.strerror or error}"
 
 
 def damaged_weights(path: Path, error: Exception) -> str:
-    """Why `path` could not be read as safetensors. For a file without permission the library names a wrong reason."""
+    """Why `path` could not be read as safetensors. Permissions are checked first: the library reports them wrongly."""
     try:
         with path.open("rb") as file:
             head = file.read(len(GIT_LFS))
@@ -46,10 +46,10 @@ def damaged_weights(path: Path, error: Exception) -> str:
 
 
 def check_model_folder(folder: str) -> None:
-    """Raise ValueError, in one line, when `folder` cannot be a model's: it or a file in it cannot be read, or there is
-    no config.json.
+    """Raise ValueError with one line if `folder` is not a readable model: a file cannot be read, or there is no
+    config.json.
 
-    Runs before any process is started or library is imported that the model would need.
+    Called before any process is started and any large library is imported.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -61,9 +61,9 @@ def check_model_folder(folder: str) -> None:
 
 
 def check_readable(folder: str, setting: str = "model") -> None:
-    """Raise ValueError naming the first file of configuration or tokenizer in `folder` that cannot be read in full.
+    """Raise ValueError naming the first configuration or tokenizer file in `folder` that cannot be read.
 
-    `setting` is what named the folder.
+    `setting` is the setting that named the folder.
     """
     try:
         for name in sorted(os.listdir(folder)):
@@ -73,18 +73,16 @@ def check_readable(folder: str, setting: str = "model") -> None:
                     if file.read(len(GIT_LFS)) == GIT_LFS:
                         raise ValueError(f"{setting}: {_POINTER.format(path)}")
     except IsADirectoryError:
-        raise ValueError(f"{setting}: {path} is a folder and should be a file") from None
+        raise ValueError(f"{setting}: {path} is a folder, but should be a file") from None
     except OSError as error:
         raise ValueError(f"{setting}: {unreadable(error.filename or folder, error)}") from None
 
 
 def _no_config(folder: str, names: list[str]) -> str:
     gguf = [name for name in names if name.endswith(".gguf")]
-    if (
-        gguf or "gguf" in folder.lower()
-    ):  # of a repository on the Hub, GGUF files are not downloaded: its name is what tells
+    if gguf or "gguf" in folder.lower():  # the name of a Hub repository: its GGUF files are not downloaded
         return (
-            f"{folder} holds {gguf[0] if gguf else 'no config.json'}, and GGUF is not supported yet; "
+            f"{folder} contains {gguf[0] if gguf else 'no config.json'}, and GGUF is not supported yet; "
             "give the original model, with its config.json, tokenizer and safetensors files"
         )
     if not names:

@@ -1,8 +1,7 @@
-"""Well-known settings of other servers that have another name here or are not supported.
+"""Well-known settings of other servers that have another name in quire or are not supported.
 
-For these, the nearest of our names would be misleading advice.
-
-The keys are as in a configuration file: `n_gpu_layers` stands for `--n-gpu-layers`.
+The nearest of our names would be misleading advice for them. The keys are spelled as in a configuration file:
+`n_gpu_layers` stands for `--n-gpu-layers`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ _TOOLS = "tool calls are not supported yet"
 _STRUCTURED = "structured output is not supported yet"
 _SPECULATIVE = "speculative decoding is not supported yet"
 _OTHER_TASKS = "this server generates text; embeddings and other tasks are not supported yet"
-_LAYERS = "a model is on one kind of device as a whole: set --device cpu or --device cuda"
-_TLS = "quire speaks HTTP: put a proxy with TLS in front"
+_LAYERS = "the whole model runs on one kind of device: set --device cpu or --device cuda"
+_TLS = "quire speaks plain HTTP: put a proxy with TLS in front of it"
 _MODEL = "give the folder or Hub id as MODEL, the first argument"
 _LENGTH = "set --max-model-len (prompt and output together)"
 
@@ -24,7 +23,7 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "max_loras": _LORA,
     "enable_auto_tool_choice": _TOOLS,
     "tool_call_parser": _TOOLS,
-    "reasoning_parser": "reasoning parsers are not supported yet: the text comes as the model writes it",
+    "reasoning_parser": "reasoning parsers are not supported yet: responses have the model's text unchanged",
     "guided_decoding_backend": _STRUCTURED,
     "structured_outputs_config": _STRUCTURED,
     "speculative_config": _SPECULATIVE,
@@ -33,10 +32,10 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "limit_mm_per_prompt": "images, audio and video are not supported yet",
     "kv_cache_dtype": "not supported yet: the KV cache has the dtype of the activations",
     "cpu_offload_gb": "not supported: use a smaller model, or share it among GPUs with --tensor-parallel-size",
-    "swap_space": "nothing is swapped: a preempted request is computed again",
-    "enable_chunked_prefill": "prompts are always prefilled in chunks; --max-num-batched-tokens is the size of a step",
+    "swap_space": "not needed: a preempted request is computed again instead of swapped",
+    "enable_chunked_prefill": "prompts are always prefilled in chunks; --max-num-batched-tokens sets their size",
     "compilation_config": "torch.compile is not used; --enforce-eager turns CUDA graphs off",
-    "disable_log_requests": "set --log-level warning to leave the access log out",
+    "disable_log_requests": "set --log-level warning to omit the access log",
     "enable_log_requests": "requests are logged with --log-level info",
     "disable_log_stats": "set --log-stats-interval 0",
     "uvicorn_log_level": "set --log-level",
@@ -78,7 +77,7 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "np": "set --max-num-seqs",
     "parallel": "set --max-num-seqs",
     "batch_size": "set --max-num-batched-tokens",
-    "n_predict": "requests limit their output themselves, with max_tokens",
+    "n_predict": "set max_tokens in the request",
     "flash_attn": "the attention backend is chosen automatically; --attention-backend forces one",
     "jinja": "chat templates are always Jinja",
     "chat_template_file": "set --chat-template to the file",

@@ -1,8 +1,8 @@
 """Every field of `configs/config.py` as an option with three spellings: flag `--max-model-len`, YAML key
 `max_model_len`, variable `QUIRE_MAX_MODEL_LEN`.
 
-`Option.parse` is the only check of a value's type, choices and range, whatever the value came from; its errors name the
-spelling the user used.
+`Option.parse` is the only check of a value's type, choices and range, for all sources of values. Its errors name the
+spelling that the user used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10,
 class Option:
     """One setting.
 
-    `type` is that of the value, or of one value where `repeat`; `optional` ones may be None, which means that quire
-    chooses.
+    `type` is the type of the value, or of one item if `repeat`. An `optional` setting may be None: quire then chooses.
     """
 
     name: str
@@ -59,9 +58,9 @@ class Option:
         return "QUIRE_" + self.name.upper()
 
     def parse(self, value: Any, spelling: str) -> Any:
-        """`value`, text or already of the right type, as the field's type.
+        """Convert `value`, text or already of the right type, to the field's type.
 
-        Raises ValueError that begins with `spelling`.
+        Raises ValueError with a message that starts with `spelling`.
         """
         if self.repeat:
             return [self._parse_one(item, spelling) for item in (value if isinstance(value, list | tuple) else [value])]
@@ -149,15 +148,13 @@ def positive(number: int) -> int:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """`"; did you mean X?"` for the nearest of `known`, or nothing when none is near."""
+    """`"; did you mean X?"` for the nearest of `known`, or "" if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def advice(name: str, known: Iterable[str]) -> str:
-    """What to do about an unknown setting `name`: what it is called here if it is another server's, else the nearest of
-    `known`.
-    """
+    """Advice for an unknown setting `name`: our name of another server's setting, else the nearest of `known`."""
     foreign = FOREIGN_SETTINGS.get(name.lstrip("-").replace("-", "_"))
     return f": {foreign}" if foreign else suggestion(name, known)
 
@@ -205,7 +202,7 @@ def find_option(name: str, spelling: str | None = None) -> Option:
 
 
 def config_from(settings: Mapping[str, Any]) -> Config:
-    """A checked `Config` from Python values by field name, as the offline API takes them.
+    """A checked `Config` from Python values by field name, for the offline API.
 
     Raises ValueError naming the setting.
     """

@@ -1,4 +1,4 @@
-"""Where each setting comes from: command line, else environment, else YAML file, else default."""
+"""Merges the sources of settings: command line over environment over YAML file over default."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quire.configs.options import Option, all_options, find_option, suggestion
 
 PRESETS = Path(__file__).parent
 EMBEDDED_MODEL = PRESETS / "quire-tiny"
-# the file, where compiled kernels are kept, and the fake executor's options
+# variables that are no settings: the YAML file, the cache of compiled kernels, options of the fake executor
 _OTHER_VARIABLES = ("QUIRE_CONFIG", "QUIRE_CACHE", "QUIRE_FAKE")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The values that differ from the defaults, and for every one the place it was set in, for people to read."""
+    """The values that were set, and for each a readable description of its source."""
 
     values: dict[str, Any]
     sources: dict[str, str]
@@ -36,9 +36,9 @@ class Settings:
 def resolve(
     flags: Mapping[str, Any], config_file: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Merge the three places.
+    """Merge the three sources.
 
-    `flags` holds what the command line gave, by option name, as text, lists of text or bools. Raises ValueError.
+    `flags` has the options of the command line by name, as text, lists of text or bools. Raises ValueError.
     """
     settings = Settings({}, {})
     config_file = config_file or environ.get("QUIRE_CONFIG")
@@ -63,12 +63,8 @@ def _add_environment(settings: Settings, environ: Mapping[str, str]) -> None:
             continue
         if variable not in variables:
             foreign = FOREIGN_SETTINGS.get(variable.removeprefix("QUIRE_").lower())
-            raise ValueError(
-
-                    "unknown environment variable "
-                    f"{variable}{f': {foreign}' if foreign else suggestion(variable, variables)}"
-
-            )
+            hint = f": {foreign}" if foreign else suggestion(variable, variables)
+            raise ValueError(f"unknown environment variable {variable}{hint}")
         option, text = variables[variable], environ[variable]
         value = [part.strip() for part in text.split(",") if part.strip()] if option.repeat else text
         _set(settings, option, value, variable, f"environment {variable}")
@@ -94,7 +90,7 @@ def find_config_file(name: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in `path`. Raises ValueError for anything else, a key given twice included."""
+    """The mapping in `path`. Raises ValueError for anything else, and for a key that is given twice."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -121,12 +117,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def embedded_model() -> str | None:
-    """The folder of the small model that comes with quire, if this copy of quire has it."""
+    """The folder of the embedded model, or None if this copy of quire does not include it."""
     return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model.safetensors").is_file() else None
 
 
 def describe(settings: Settings) -> str:
-    """Every setting with its value and source, as YAML that `--config` takes back (secrets are left out, in a comment)."""
+    """Every setting with its value and source, as YAML that `--config` accepts. Secrets are commented out."""
     lines, section = [], None
     for option in all_options().values():
         if option.section != section:
@@ -143,4 +139,4 @@ def _describe(option: Option, value: Any, source: str) -> str:
 
 
 def to_yaml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)  # a JSON scalar or list of strings is YAML too
+    return json.dumps(value, ensure_ascii=False)  # JSON scalars and lists of strings are also YAML

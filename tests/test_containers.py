@@ -1,4 +1,4 @@
-"""What Dockerfile and compose.yaml promise, as far as that can be seen without building an image."""
+"""Checks of Dockerfile and compose.yaml that do not build an image."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def test_the_kernels_are_built_from_what_their_stage_copies(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout.split()
     assert names == [build.library_prefix(level) for level in build.LEVELS]
-    assert position("build-cpu", "COPY", "/kernels/prebuilt ./worker/cpu/prebuilt") < position(
-        "build-cpu", "RUN", "--no-deps ."
-    )
+    installed = position("build-cpu", "RUN", "--no-deps .")
+    assert position("build-cpu", "COPY", "/kernels/prebuilt ./worker/cpu/prebuilt") < installed
+    assert build.prebuilt_folder() == ROOT / "worker" / "cpu" / "prebuilt"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_kernels_are_built_from_what_their_stage_copies(tmp_path):
         (None, {"PIP_EXTRA_INDEX_URL": "https://example.org"}, ""),
         ("13.0", {"PIP_EXTRA_INDEX_URL": "https://example.org"}, "torch 2.13.0 is a CUDA build"),
         ("13.0", {"TORCH_BUILD": "any"}, ""),
-        ("13.0", {}, "set --build-arg PIP_EXTRA_INDEX_URL=INDEX"),  # before anything is downloaded
+        ("13.0", {}, "set --build-arg PIP_EXTRA_INDEX_URL=INDEX"),  # fails before any download
     ],
 )
 def test_the_cpu_image_never_holds_cuda_by_accident(tmp_path, cuda, variables, expected):
@@ -137,7 +137,7 @@ def test_the_health_check_follows_the_server():
     assert re.search(
         rf"install -d -o quire -g quire .*{folder}\b", STAGES["base"][position("base", "RUN", "useradd")][1]
     )
-    for name in environment:  # misspelled ones would end the server
+    for name in environment:  # an unknown variable would end the server
         assert not name.startswith("QUIRE_") or name in {option.variable for option in all_options().values()}
 
 
@@ -152,7 +152,7 @@ def test_every_everyday_variable_reaches_the_container():
         assert {name for name in variables if name.startswith("QUIRE_")} <= known
         assert all(
             value is None for name, value in variables.items() if name not in ("QUIRE_HOST", "QUIRE_PORT")
-        )  # "" would be a value, and a wrong one for numbers
+        )  # "" would be an invalid value for numbers
         assert (
             service["init"] is True
             and service["ports"] == ["127.0.0.1:${PORT:-8000}:8000"]

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 LARGE_MB = 20.0  # a download from this size on gets a line
-QUIET_SECONDS = 15.0  # after this long without a line, say what pip is doing
+QUIET_SECONDS = 15.0  # after this long without a line, report what pip is doing
 _DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) (?:\S*/)?([^\s/]+) \(([\d.]+) (MB|GB)\)")
 _STEP = re.compile(r"\s*(?:Collecting|Downloading|Building|Preparing|Getting|Installing) ")
 
@@ -34,20 +34,18 @@ class Installer:
     def __init__(self, venv: Path, extra: str | None):
         self.venv, self.extra = venv, extra
         self.python = venv / "bin" / "python"
-        self.marker = (
-            venv / ".installing"
-        )  # there while pip changes the environment: a leftover tells of an installation that was cut off
+        # exists while pip changes the environment: a leftover means that an installation was interrupted
+        self.marker = venv / ".installing"
 
     def run(self) -> None:
         """Raises InstallError."""
         self._create_venv()
-        was_cut_off = self.marker.exists()
+        was_interrupted = self.marker.exists()
         self.marker.touch()
         quire = f".[{self.extra}]" if self.extra else "."
-        if was_cut_off:
-            # Files of a package that was cut off halfway must be overwritten: pip cannot uninstall them, and may
-            # take them for complete.
-            self._pip("everything again, for the last installation was cut off", ["--ignore-installed", "-e", quire])
+        if was_interrupted:
+            # Overwrite the files of incomplete packages: pip cannot uninstall them, and may take them for complete.
+            self._pip("everything again: the last installation was interrupted", ["--ignore-installed", "-e", quire])
         elif self.extra:
             self._pip(f"the packages of [{self.extra}]", ["-e", quire])
         else:
@@ -97,7 +95,7 @@ class Installer:
             raise
         if process.returncode:
             if process.returncode > 0 and "Installing collected packages" not in output:
-                self.marker.unlink()  # it had not begun to change the environment
+                self.marker.unlink()  # pip had not changed the environment yet
             reason = (
                 ": the package index did not answer" if "Retrying (" in output else ""
             )  # pip's last words are about conflicting versions then
@@ -108,7 +106,7 @@ class Installer:
         say(f"  done in {time.monotonic() - started:.0f} s")
 
     def _follow(self, process: subprocess.Popen) -> str:
-        """The whole output, which also goes to the log. Shows what takes long."""
+        """The whole output, which is also written to the log. Prints the long phases."""
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=read_lines, args=(process, lines), daemon=True).start()
         output, doing, last = [], "pip starts", time.monotonic()
@@ -143,7 +141,7 @@ def read_lines(process: subprocess.Popen, lines: queue.Queue[str | None]) -> Non
 
 
 def progress_of(line: str) -> str | None:
-    """What a line of pip's output is worth telling, or None."""
+    """The message for a line of pip's output, or None."""
     if (match := _DOWNLOAD.match(line)) and float(match[2]) * {"MB": 1, "GB": 1000}[match[3]] >= LARGE_MB:
         return (
             f"downloading {match[1]} ({match[2]} {match[3]})"
@@ -157,7 +155,7 @@ def progress_of(line: str) -> str | None:
 
 
 def note_on_torch(venv: Path) -> str:
-    """One line about PyTorch's build where it does not fit the machine, else nothing."""
+    """One line about PyTorch's build if it does not fit the machine, else ""."""
     version = next(venv.glob("lib/python3.*/site-packages/torch/version.py"), None)
     has_cuda_build = version is not None and re.search(
         r"^cuda\b[^=]*= *'", version.read_text(encoding="utf-8"), re.MULTILINE
@@ -165,9 +163,9 @@ def note_on_torch(venv: Path) -> str:
     if not has_cuda_build or Path("/proc/driver/nvidia").exists():
         return ""
     return (
-        "note: this is PyTorch's CUDA build, and there is no NVIDIA GPU here. It works. "
-        "To save some GB, set PIP_EXTRA_INDEX_URL to the package index of "
-        "PyTorch's CPU builds (its site names it), then: make clean, and again"
+        "note: this is PyTorch's CUDA build, and this machine has no NVIDIA GPU. It works. To save some GB, set "
+        "PIP_EXTRA_INDEX_URL to the package index of PyTorch's CPU builds (PyTorch's site shows it), run make clean, "
+        "and install again"
     )
 
 
@@ -177,10 +175,10 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Install; 1 when that fails."""
+    """Install; returns 1 if that fails."""
     if sys.version_info < OLDEST_PYTHON:
         say(
-            f"quire needs Python {'.'.join(map(str, OLDEST_PYTHON))} or later, and this is {sys.version.split()[0]}: "
+            f"quire needs Python {'.'.join(map(str, OLDEST_PYTHON))} or later, but this is {sys.version.split()[0]}: "
             "make PYTHON=/path/to/python3 ..."
         )
         return 1
@@ -190,7 +188,7 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; the next make goes on from here", file=sys.stderr)
+        print("\ninterrupted; the next make continues from here", file=sys.stderr)
         return 130
     return 0
 

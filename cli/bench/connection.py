@@ -1,5 +1,4 @@
-"""A small HTTP/1.1 client for load generation: keep-alive connections over asyncio streams, event streams, nothing
-else.
+"""A small HTTP/1.1 client for load generation: keep-alive connections over asyncio streams, and event streams.
 
 A benchmark client shares the cores with the server it measures, so it does as little as possible per event: one read,
 one split.
@@ -17,12 +16,12 @@ _LINE_LIMIT = 4 * 2**20  # longest header or event line
 
 
 class HttpError(Exception):
-    """The server answered with something other than success, or not with HTTP."""
+    """The server answered with an error status, or not with HTTP."""
 
 
 @dataclass(slots=True)
 class Response:
-    """Head of an answer; the body must be read to its end before the connection serves another request."""
+    """Head of a response; read the body to its end before reusing the connection."""
 
     status: int
     headers: dict[str, str]
@@ -32,7 +31,7 @@ class Response:
         return b"".join([part async for part in self.body])
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The `data:` payloads of an event stream, as they arrive, up to and without `[DONE]`.
+        """The `data:` payloads of an event stream, as they arrive, without the final `[DONE]`.
 
         Raises HttpError when that never comes.
         """
@@ -83,7 +82,7 @@ class _Connection:
 
 
 class Client:
-    """Requests to one server; connections are reused, and opened as needed."""
+    """Requests to one server over a pool of connections."""
 
     def __init__(self, base_url: str, api_key: str | None = None):
         url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
@@ -96,7 +95,7 @@ class Client:
         self.idle: list[_Connection] = []
 
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[Response, _Connection]:
-        """Send one request; hand the connection back with `release` when the body has been read."""
+        """Send one request. Return the connection with `release` after the body was read."""
         host = f"{self.host}:{self.port}"
         head = (
             f"{method} {self.path}{path} HTTP/1.1\r\nHost: {host}\r\n{self.authorization}Content-Type: "
@@ -124,7 +123,7 @@ class Client:
             connection.writer.close()
 
     async def fetch(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """(status, body) of a request whose answer is small."""
+        """(status, body) of a request with a small response."""
         response, connection = await self.request(method, path, body)
         try:
             return response.status, await response.read()

@@ -1,4 +1,4 @@
-"""Prompts to measure with. All are made from a seed, so that two servers get the same ones."""
+"""Prompts for measurements. All are made from a seed, so that two servers get the same prompts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-_NOUNS = """time year people way day man thing woman life child world school state family student group country problem hand part place case week company system
-program question work government number night point home water room mother area money story fact month lot right study book eye job word business issue side
-kind head house service friend father power hour game line end member law car city community name president team minute idea kid body information back parent
-face others level office door health person art war history party result change morning reason research girl guy moment air teacher force education"""
+_NOUNS = """
+time year people way day man thing woman life child world school state family student group country problem hand part
+place case week company system program question work government number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend father power
+hour game line end member law car city community name president team minute idea kid body information back parent face
+others level office door health person art war history party result change morning reason research girl guy moment air
+teacher force education
+"""
 WORDS = _NOUNS.split()
-# conversations outside are left out of ShareGPT samples, as in vLLM
+# ShareGPT samples skip conversations outside these bounds, as in vLLM
 MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
 
 
@@ -26,7 +30,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request: its text, how many tokens that should be (an estimate without a tokenizer), and how many to
+    """One request: its text, the number of prompt tokens (an estimate without a tokenizer), and the number to
     generate.
     """
 
@@ -36,13 +40,15 @@ class Sample:
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
-    """vLLM's names and meanings."""
+    """Add the dataset flags, with vLLM's names and meanings."""
     group = parser.add_argument_group("Dataset")
     group.add_argument(
         "--dataset-name", choices=sorted(DATASETS), default="random", help="kind of prompts (default: random)"
     )
     group.add_argument("--dataset-path", metavar="FILE", help="JSON file of conversations, for sharegpt")
-    group.add_argument("--num-prompts", type=positive_int, default=1000, metavar="N", help="requests (default: 1000)")
+    group.add_argument(
+        "--num-prompts", type=positive_int, default=1000, metavar="N", help="number of requests (default: 1000)"
+    )
     group.add_argument(
         "--random-input-len",
         "--input-len",
@@ -71,7 +77,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         type=non_negative_int,
         default=0,
         metavar="N",
-        help="tokens before them that all prompts share (default: 0)",
+        help="tokens of a common prefix before the prompt tokens (default: 0)",
     )
     group.add_argument(
         "--sharegpt-output-len",
@@ -84,21 +90,21 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=10,
         metavar="N",
-        help="different prefixes (default: 10)",
+        help="number of different prefixes (default: 10)",
     )
     group.add_argument(
         "--prefix-repetition-prefix-len",
         type=positive_int,
         default=256,
         metavar="N",
-        help="tokens of a prefix (default: 256)",
+        help="tokens per prefix (default: 256)",
     )
     group.add_argument(
         "--prefix-repetition-suffix-len",
         type=positive_int,
         default=256,
         metavar="N",
-        help="tokens after it (default: 256)",
+        help="tokens after the prefix (default: 256)",
     )
     group.add_argument(
         "--prefix-repetition-output-len",
@@ -128,15 +134,13 @@ def ratio(text: str) -> float:
 
 
 def make_samples(arguments: argparse.Namespace, encoder: Encoder | None, seed: int) -> list[Sample]:
-    """`num_prompts` samples. Raises ValueError when the dataset needs a tokenizer or file that is not there."""
-    # of a number, only the absolute value counts
+    """`num_prompts` samples. Raises ValueError if the dataset needs a tokenizer or file that is missing."""
+    # a string, because Random ignores the sign of a number
     return DATASETS[arguments.dataset_name](arguments, encoder, random.Random(str(seed)))
 
 
 def random_text(rng: random.Random, num_tokens: int, encoder: Encoder | None) -> str:
-    """Common English words, each one token in most vocabularies; exactly `num_tokens` of them when an encoder can
-    count.
-    """
+    """Common English words, each one token in most vocabularies; with an encoder exactly `num_tokens` tokens."""
     words = " ".join(rng.choice(WORDS) for _ in range(num_tokens))
     if encoder is None:
         return words
@@ -144,8 +148,8 @@ def random_text(rng: random.Random, num_tokens: int, encoder: Encoder | None) ->
 
 
 def fit(text: str, num_tokens: int, encoder: Encoder, more: Callable[[], str]) -> str:
-    """Lengthen or cut `text` until it encodes to `num_tokens`; cutting ids may change how the end is tokenized, so it
-    is tried a few times.
+    """Lengthen or cut `text` until it encodes to `num_tokens`. Cutting may change the tokenization of the end, so this
+    is repeated a few times.
     """
     for _ in range(20):
         ids = encoder.encode(text, add_special_tokens=False)

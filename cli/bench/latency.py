@@ -1,5 +1,5 @@
-"""`quire bench latency`: the engine without HTTP, one batch of equal prompts at a time, from the call to the last
-token.
+"""`quire bench latency`: the engine without HTTP, one batch of prompts of equal length at a time, timed from the call
+to the last token.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="quire bench latency",
         usage="quire bench latency [MODEL] [flags]",
-        description="Generate for one batch after another, without HTTP, and report the seconds of a batch.",
+        description="Generate one batch after another, without HTTP, and report the seconds per batch.",
     )
     parser.add_argument(
-        "--batch-size", type=positive_int, default=8, metavar="N", help="prompts in a batch (default: 8)"
+        "--batch-size", type=positive_int, default=8, metavar="N", help="prompts per batch (default: 8)"
     )
     parser.add_argument("--input-len", type=positive_int, default=32, metavar="N", help="prompt tokens (default: 32)")
     parser.add_argument(
         "--output-len", type=positive_int, default=128, metavar="N", help="tokens to generate (default: 128)"
     )
-    parser.add_argument("--num-iters", type=positive_int, default=30, metavar="N", help="batches (default: 30)")
+    parser.add_argument(
+        "--num-iters", type=positive_int, default=30, metavar="N", help="number of batches (default: 30)"
+    )
     parser.add_argument(
         "--num-iters-warmup",
         type=non_negative_int,
         default=3,
         metavar="N",
-        help="batches before the measurement (default: 3)",
+        help="number of batches before the measurement (default: 3)",
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="default: 1")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)")
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
     add_config_flags(parser, sections=ENGINE_SECTIONS)
     arguments = parser.parse_args(argv)
     settings = read_settings(parser, arguments)
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> int:
             for i in tqdm(
                 range(arguments.num_iters_warmup + arguments.num_iters), disable=arguments.disable_tqdm, desc="batches"
             ):
-                # new ones: no prefix is cached
+                # new prompts per batch, so that no prefix is cached
                 prompts = [random_text(rng, arguments.input_len, llm.tokenizer) for _ in range(arguments.batch_size)]
                 start = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)

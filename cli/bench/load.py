@@ -1,4 +1,4 @@
-"""Send requests to a server at a rate and with a concurrency, and time what comes back."""
+"""Send requests to a server with a given rate and concurrency, and measure the times of the responses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What the measurement needs of a chunk of either endpoint; the rest is skipped by the decoder."""
+    """The fields of a chunk that the measurement needs, for both endpoints; the decoder skips the rest."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -57,13 +57,13 @@ class Result:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first; None when there is no second."""
+        """Seconds per output token after the first; None if there is only one."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to send where."""
+    """The endpoint, and the parameters of its requests."""
 
     client: Client
     endpoint: str
@@ -90,7 +90,7 @@ class Target:
 
 
 async def send(target: Target, sample: Sample) -> Result:
-    """One streamed request. A failure is a Result with `error`, never an exception."""
+    """Send one streamed request. A failure is a Result with `error`, never an exception."""
     result, body = Result(), target.body(sample)
     start = time.perf_counter()
     try:
@@ -142,8 +142,8 @@ def _only_role(choice: _Choice) -> bool:
 
 
 def arrival_gaps(num: int, request_rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds to wait before each request: gamma distributed with mean 1 / request_rate; burstiness 1 is Poisson, below
-    is burstier. All 0 at rate inf.
+    """Seconds to wait before each request: gamma distributed with mean 1 / request_rate. Burstiness 1 is Poisson, less
+    is burstier. All are 0 at rate inf.
     """
     if request_rate == float("inf"):
         return [0.0] * num
@@ -158,7 +158,7 @@ async def run_load(
     max_concurrency: int | None,
     done: Callable[[Result], None],
 ) -> tuple[list[Result], float]:
-    """All samples; (results in order of samples, seconds from the first request to the last answer)."""
+    """Send all samples. Returns (results in order of samples, seconds from the first request to the last response)."""
     gate = asyncio.Semaphore(max_concurrency or len(samples))
 
     async def one(sample: Sample) -> Result:

@@ -1,4 +1,4 @@
-"""`quire bench`: what is measured is imported when it runs."""
+"""`quire bench`: runs one of COMMANDS, whose module is imported only then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMANDS = {
     "serve": "a running server over HTTP: throughput, time to first token, time per token",
     "throughput": "the engine without HTTP, all prompts at once",
     "latency": "the engine without HTTP, one batch at a time",
-    "startup": "from the command to the first answered probe, readiness and first token",
+    "startup": "seconds from the command to the first answered probe, readiness and first token",
 }
 
 

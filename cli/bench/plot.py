@@ -1,4 +1,4 @@
-"""Throughput against latency over a sweep of concurrencies, as one picture. The only file that needs matplotlib."""
+"""Plots throughput against latency over a sweep of concurrencies. The only file that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def require_matplotlib() -> None:
-    """Raises RuntimeError that says what to install; called before a long measurement rather than after it."""
+    """Raises RuntimeError naming the package to install. Called before a long measurement."""
     if importlib.util.find_spec("matplotlib") is None:
         raise RuntimeError("--plot needs matplotlib: pip install 'quire[plot]'")
 

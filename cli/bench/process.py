@@ -1,6 +1,4 @@
-"""A server under measurement as a child process: started from its command line, probed over HTTP, ended by its process
-id.
-"""
+"""A measured server as a child process: started from its command line, probed over HTTP, ended by its process id."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ POLL_SECONDS = 0.01
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    """A TCP port of 127.0.0.1 that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
@@ -39,7 +37,7 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         self.log = tempfile.TemporaryFile()
         self.started = time.perf_counter()
-        # a session of its own: Ctrl-C in the terminal reaches the measurement, which then ends the server in order
+        # its own session: Ctrl-C in the terminal reaches only the measurement, which then stops the server
         self.process = subprocess.Popen(
             self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
         )

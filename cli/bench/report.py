@@ -1,4 +1,4 @@
-"""From per-request times to the figures people compare.
+"""Aggregates per-request times to the usual figures.
 
 Names of the figures are vLLM's, so that tools that read its JSON read ours.
 """
@@ -21,7 +21,7 @@ METRICS = {
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the closest ranks of an ascending sequence, as numpy does by default; nan for none."""
+    """Linear interpolation between the closest ranks of an ascending sequence, as in numpy; nan if it is empty."""
     if not ordered:
         return math.nan
     rank = (len(ordered) - 1) * percent / 100
@@ -31,7 +31,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def metric_values(results: Sequence[Result]) -> dict[str, list[float]]:
-    """Seconds, ascending, of every metric in METRICS over the successful `results`."""
+    """Ascending seconds for every metric in METRICS, over the successful `results`."""
     return {
         "ttft": sorted(result.ttft for result in results),
         "tpot": sorted(result.tpot for result in results if result.tpot is not None),
@@ -95,7 +95,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def render(figures: dict[str, Any], metrics: Sequence[str]) -> str:
-    """The figures as a table for people."""
+    """The figures as a readable table."""
     rows = [
         ("Successful requests", f"{figures['completed']}"),
         ("Failed requests", f"{figures['failed']}"),

@@ -1,4 +1,4 @@
-"""`quire bench serve`: measure a running OpenAI-compatible server over HTTP. Options and figures bear vLLM's names."""
+"""`quire bench serve`: measure a running OpenAI-compatible server over HTTP. Options and figures have vLLM's names."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ from quire.cli.main import Parser
 def parser() -> Parser:
     result = Parser(
         prog="quire bench serve",
-        description="Measure a running OpenAI-compatible server: throughput, and the latencies its users see.",
+        description="Measure a running OpenAI-compatible server: throughput, and latencies as clients see them.",
     )
     server = result.add_argument_group("Server")
     server.add_argument(
         "--base-url",
         "--url",
         metavar="URL",
-        help="the server, with or without /v1 at the end (default: http://HOST:PORT)",
+        help="URL of the server, with or without /v1 (default: http://HOST:PORT)",
     )
-    server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
-    server.add_argument("--port", type=positive_int, default=8000, metavar="N", help="default: 8000")
+    server.add_argument("--host", default="127.0.0.1", help="host of the server (default: 127.0.0.1)")
+    server.add_argument(
+        "--port", type=positive_int, default=8000, metavar="N", help="port of the server (default: 8000)"
+    )
     server.add_argument(
         "--endpoint",
         default="/v1/completions",
         metavar="PATH",
-        help="/v1/completions or /v1/chat/completions (default: /v1/completions)",
+        help="path to measure: /v1/completions or /v1/chat/completions (default: /v1/completions)",
     )
     server.add_argument("--model", metavar="NAME", help="model name in requests (default: the first of /v1/models)")
     server.add_argument(
         "--tokenizer",
         metavar="FOLDER",
-        help="count prompt tokens exactly with this tokenizer (default: the served model's, if it is a local folder)",
+        help="tokenizer for exact prompt lengths (default: the served model's, if it is a local folder)",
     )
-    server.add_argument("--api-key", metavar="KEY", help="sent as a Bearer token")
+    server.add_argument("--api-key", metavar="KEY", help="API key of the server")
     add_dataset_flags(result)
     load = result.add_argument_group("Load")
     load.add_argument(
@@ -63,37 +65,41 @@ def parser() -> Parser:
         type=positive_float,
         default=1.0,
         metavar="B",
-        help="shape of the gaps between requests: 1 is Poisson, below is burstier (default: 1)",
+        help="distribution of the gaps between requests: 1 is Poisson, less is burstier (default: 1)",
     )
     load.add_argument(
         "--max-concurrency",
         type=concurrencies,
         metavar="N[,N...]",
-        help="most requests at once; several numbers make a sweep (default: no limit)",
+        help="maximum number of concurrent requests; several numbers make a sweep (default: no limit)",
     )
     load.add_argument(
         "--num-warmups",
         type=non_negative_int,
         default=0,
         metavar="N",
-        help="requests before the measurement, besides the first that tests the server (default: 0)",
+        help="number of requests before the measurement, after the first that tests the server (default: 0)",
     )
-    load.add_argument("--ignore-eos", action="store_true", help="generate exactly the asked number of tokens")
-    load.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
+    load.add_argument("--ignore-eos", action="store_true", help="generate exactly the requested number of tokens")
+    load.add_argument("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature (default: 0)")
     load.add_argument(
         "--extra-body", type=json.loads, default={}, metavar="JSON", help="fields to add to every request"
     )
-    load.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrival times (default: 0)")
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompts and arrival times (default: 0)")
     output = result.add_argument_group("Output")
     output.add_argument(
         "--percentile-metrics",
         type=metric_names,
         default=list(METRICS),
         metavar="NAMES",
-        help=f"comma-separated, of {','.join(METRICS)} (default: all)",
+        help=f"metrics to report, comma-separated: {','.join(METRICS)} (default: all)",
     )
     output.add_argument(
-        "--metric-percentiles", type=percentiles, default=[90.0, 99.0], metavar="P[,P...]", help="default: 90,99"
+        "--metric-percentiles",
+        type=percentiles,
+        default=[90.0, 99.0],
+        metavar="P[,P...]",
+        help="percentiles to report (default: 90,99)",
     )
     output.add_argument(
         "--goodput",
@@ -103,13 +109,15 @@ def parser() -> Parser:
         help="also count the requests within these limits: ttft:500 tpot:50 e2el:3000",
     )
     output.add_argument("--save-result", action="store_true", help="write the figures as JSON")
-    output.add_argument("--result-dir", default=".", metavar="DIR", help="where (default: here)")
-    output.add_argument("--result-filename", metavar="FILE", help="how it is called (default: from time and load)")
-    output.add_argument("--save-detailed", action="store_true", help="with the times of every request in it")
+    output.add_argument(
+        "--result-dir", default=".", metavar="DIR", help="folder of the JSON file (default: the current one)"
+    )
+    output.add_argument("--result-filename", metavar="FILE", help="name of the JSON file (default: from time and load)")
+    output.add_argument("--save-detailed", action="store_true", help="add the times of every request to the JSON file")
     output.add_argument(
         "--plot", metavar="FILE.png", help="draw throughput against latency over the sweep (needs matplotlib)"
     )
-    output.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    output.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
     return result
 
 
@@ -138,7 +146,7 @@ def metric_names(text: str) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Run `quire bench serve ARGV...`; 1 when a request failed."""
+    """Run `quire bench serve ARGV...`; returns 1 if a request failed."""
     flags = parser()
     arguments = flags.parse_args(argv)
     try:
@@ -177,7 +185,7 @@ async def measure(arguments: argparse.Namespace, goodput: dict[str, float]) -> l
         )
         runs = []
         for i, limit in enumerate(arguments.max_concurrency or [None]):
-            # new ones for each run, which else finds the last one's in the prefix cache
+            # new prompts per run: those of the last run are in the prefix cache
             samples = make_samples(arguments, encoder, arguments.seed + i)
             runs.append(await measure_once(target, samples, limit, arguments, goodput))
         return runs
@@ -195,7 +203,7 @@ def server_and_endpoint(url: str, endpoint: str) -> tuple[str, str]:
 
 
 async def find_model(client: Client, name: str | None) -> tuple[str, str | None]:
-    """(name to send, folder or id behind it if the server says)."""
+    """(model name for requests, its folder or Hub id if the server reports it)."""
     try:
         status, body = await client.fetch("GET", "/v1/models")
     except OSError as error:
@@ -210,8 +218,8 @@ async def find_model(client: Client, name: str | None) -> tuple[str, str | None]
 
 
 def load_encoder(tokenizer: str | None, root: str | None) -> Encoder | None:
-    """The tokenizer to count with, or None: then prompts are counted in words, and the report in the server's tokens
-    all the same.
+    """The tokenizer for prompt lengths, or None: prompts are then counted in words. The report always has the server's
+    token counts.
     """
     folder = tokenizer or root
     if folder is None or not Path(folder).is_dir():
@@ -228,7 +236,7 @@ def with_prompts(arguments: argparse.Namespace, num_prompts: int) -> argparse.Na
 
 
 async def warm_up(target: Target, samples: Sequence[Sample]) -> None:
-    """The first sample tests the server, the others follow at once. Raises RuntimeError when the first fails."""
+    """Send the first sample as a test, then the others at once. Raises RuntimeError if the first fails."""
     first = await send(target, samples[0])
     if first.error:
         raise RuntimeError(f"the first request failed: {first.error}")

@@ -23,7 +23,7 @@ STAGES = {"live": "HTTP answers (/live)", "ready": "ready (/ready)", "first_toke
 
 
 def main(argv: list[str]) -> int:
-    """Run `quire bench startup ARGV...`; what is not listed here goes to `quire serve`."""
+    """Run `quire bench startup ARGV...`; other flags are passed to `quire serve`."""
     parser = Parser(
         prog="quire bench startup",
         usage=(
@@ -31,11 +31,11 @@ def main(argv: list[str]) -> int:
             "[--output-json FILE]"
         ),
         description=(
-            "Start a server several times and report the seconds from the command to each stage. Other flags go to "
-            "`quire serve`."
+            "Start a server several times and report the seconds from the command to each stage. Other flags are "
+            "passed to `quire serve`."
         ),
     )
-    parser.add_argument("--num-iters", type=positive_int, default=3, metavar="N", help="starts (default: 3)")
+    parser.add_argument("--num-iters", type=positive_int, default=3, metavar="N", help="number of starts (default: 3)")
     parser.add_argument(
         "--serve-command", metavar="COMMAND", help='measure this server instead, as in "vllm serve MODEL --port {port}"'
     )
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 async def measure(command: Sequence[str], timeout: float) -> dict[str, float]:
-    """Seconds from the start of `command` to every stage. Raises RuntimeError when a stage is never reached."""
+    """Seconds from the start of `command` to every stage. Raises RuntimeError if a stage is not reached."""
     with ServerProcess(command, free_port()) as server:
         live = await server.wait_for("/live", "/health", timeout=timeout)
         ready = await server.wait_for("/ready", "/health", timeout=timeout)

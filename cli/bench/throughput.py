@@ -1,4 +1,4 @@
-"""`quire bench throughput`: the engine without HTTP, all prompts handed over at once."""
+"""`quire bench throughput`: the engine without HTTP, all prompts submitted at once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ ENGINE_SECTIONS = ("model", "cache", "scheduler", "parallel", "device")
 
 
 def engine_settings(settings: Settings) -> dict[str, Any]:
-    """The settings that mean something without HTTP: the environment, a file and the embedded model may set others,
-    too.
-    """
+    """The settings that apply without HTTP. The environment, a file and the embedded model may set others as well."""
     return {name: value for name, value in settings.values.items() if find_option(name).section in ENGINE_SECTIONS}
 
 
@@ -30,9 +28,9 @@ def main(argv: list[str]) -> int:
         description="Generate for all prompts at once, without HTTP, and report tokens per second.",
     )
     add_dataset_flags(parser)
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="default: 1")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)")
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
     add_config_flags(parser, sections=ENGINE_SECTIONS)
     arguments = parser.parse_args(argv)
     settings = read_settings(parser, arguments)
@@ -63,10 +61,8 @@ def main(argv: list[str]) -> int:
         "output_tokens_per_second": output_tokens / elapsed,
     }
     print(
-
-            f"Throughput: {figures['requests_per_second']:.2f} requests/s, {figures['tokens_per_second']:.2f} total "
-            f"tokens/s, {figures['output_tokens_per_second']:.2f} output tokens/s"
-
+        f"Throughput: {figures['requests_per_second']:.2f} requests/s, {figures['tokens_per_second']:.2f} total "
+        f"tokens/s, {figures['output_tokens_per_second']:.2f} output tokens/s"
     )
     print(f"Total num prompt tokens:  {input_tokens}\nTotal num output tokens:  {output_tokens}")
     if arguments.output_json:

@@ -1,7 +1,7 @@
 """One process per rank, each at the end of a pipe.
 
 A pipe is a FIFO, which is all the ordering that steps need. (A ring in shared memory would deliver a step of 256
-requests some 25 us to 75 us earlier, to processes that look for it instead of sleeping: `benchmarks/step_broadcast.py`.
+requests some 25 us to 75 us earlier, to processes that look for it instead of sleeping.
 Against steps of milliseconds that is not worth a second mechanism.) Its end is the signal to stop, in both directions:
 a worker whose pipe ends exits, and a worker that dies ends its pipe. A message is one byte that says what it is, and a
 payload.

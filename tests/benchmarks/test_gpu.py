@@ -1,4 +1,4 @@
-"""The GPU benchmark: its arithmetic, its table, and all of it on a CPU with a tiny model."""
+"""The GPU benchmark: its arithmetic, its table, and a complete run on a CPU with a tiny model."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_the_shapes_are_those_of_the_real_models(llama):
 
 def test_limits_of_a_decode_step(llama):
     alone = gpu_report.decode_limit(llama, 1, 0, 2, COPY, MATMUL)
-    # 16.06 GB of weights, of which the embedding table's 1.05 are not read
+    # 16.06 GB of weights; the 1.05 GB of the embedding table are not read
     assert alone == pytest.approx(15.01e9 / COPY, rel=1e-3)
     assert gpu_report.decode_limit(llama, 1, 4096, 2, COPY, MATMUL) - alone == pytest.approx(0.537e9 / COPY, rel=1e-3)
-    # the products are slower than the reading
+    # the products take longer than reading the weights
     assert gpu_report.decode_limit(llama, 2000, 0, 2, COPY, MATMUL) == pytest.approx(
         2 * 7.505e9 * 2000 / MATMUL, rel=1e-3
     )

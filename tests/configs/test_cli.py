@@ -1,4 +1,4 @@
-"""The command line: three spellings of each setting, their precedence, and errors that name what to change."""
+"""The command line: three spellings of each setting, their precedence, and errors that name the setting to change."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_config_file_from_the_environment(served, tmp_path, monkeypatch):
     [
         (["m", "--max-modle-len", "3"], "unknown flag --max-modle-len; did you mean --max-model-len?"),
         (["m", "--enable-prefix-cache"], "did you mean --enable-prefix-caching?"),
-        (["m", "--max-model", "3"], "unknown flag --max-model"),  # no abbreviations
+        (["m", "--max-model", "3"], "unknown flag --max-model"),  # flags cannot be abbreviated
         (["m", "extra"], "unexpected argument 'extra'"),
         (["m", "--port", "http"], "--port: expected a whole number, got 'http'"),
         (["m", "--port", "70000"], "--port: must be at most 65535, got 70000"),
@@ -157,7 +157,7 @@ def test_config_file_from_the_environment(served, tmp_path, monkeypatch):
         (["m", "--kv-cache-memory-bytes", "2GB"], "--kv-cache-memory-bytes: expected a number of bytes"),
         (["m", "--distributed-executor-backend", "rays"], "is not one of uniproc, mp, ray"),
         (["m", "--api-key", ""], "--api-key: expected text that is not empty"),
-        (["m", "--model", "n"], "the model is given twice"),
+        (["m", "--model", "n"], "the model is set twice"),
         (["m", "--config", "nowhere.yaml"], "no file nowhere.yaml; the presets are cpu, single-gpu, tp2"),
     ],
 )
@@ -188,9 +188,9 @@ def test_dtype_takes_the_usual_short_names(served, monkeypatch, value, expected)
     [
         (
             ["m", "--ngl", "99"],
-            "unknown flag --ngl: a model is on one kind of device as a whole: set --device cpu or --device cuda",
+            "unknown flag --ngl: the whole model runs on one kind of device: set --device cpu or --device cuda",
         ),
-        (["m", "-ngl", "99"], "unknown flag -ngl: a model is"),
+        (["m", "-ngl", "99"], "unknown flag -ngl: the whole model runs"),
         (["m", "--enable-lora"], "unknown flag --enable-lora: LoRA adapters are not supported yet"),
         (["m", "--tool-call-parser", "hermes"], "unknown flag --tool-call-parser: tool calls are not supported yet"),
         (["m", "--enable_auto_tool_choice"], "tool calls are not supported yet"),
@@ -251,12 +251,12 @@ def test_unknown_and_wrong_variables_are_named(refused, monkeypatch):
 
 def test_no_model_is_an_error_until_one_comes_with_quire(served, refused, monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "EMBEDDED_MODEL", tmp_path / "quire-tiny")
-    assert "name a model" in refused()
+    assert "no model: give a Hugging Face folder" in refused()
     (tmp_path / "quire-tiny").mkdir()
     (tmp_path / "quire-tiny" / "model.safetensors").write_bytes(b"")
     config, origins = served()
     assert config.model.model == str(tmp_path / "quire-tiny") and config.server.served_model_name == ["quire-tiny"]
-    assert origins["model"] == "default (comes with quire)"
+    assert origins["model"] == "default (embedded model)"
 
 
 def test_print_config_is_yaml_that_gives_the_same_config(served, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Folders and files that are no model or cannot be read: one line names the file and says what to do."""
+"""Folders and files that are not a model or cannot be read: one line names the file and says what to do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOBODY = 65534
 
 @contextmanager
 def without_privileges() -> Iterator[None]:
-    """As a user whom permissions bind, also where the tests run as root."""
+    """Run as an unprivileged user, to whom permissions apply even if the tests run as root."""
     if os.geteuid() != 0:
         yield
         return
@@ -43,7 +43,7 @@ def without_privileges() -> Iterator[None]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A model's folder without weights, in a place that every user can reach."""
+    """The folder of a model without weights, which every user can enter."""
     path = Path(tempfile.mkdtemp(dir="/tmp"))
     path.chmod(0o755)
     write_light_model(path)
@@ -72,7 +72,7 @@ def test_a_folder_without_a_model(tmp_path):
 
 
 def test_a_repository_of_gguf_files_on_the_hub(tmp_path):
-    """Of which nothing is downloaded."""
+    """Nothing of it is downloaded."""
     (tmp_path / "models--org--model-GGUF" / "snapshots").mkdir(parents=True)
     assert "GGUF is not supported yet; give the original model" in refusal(
         tmp_path / "models--org--model-GGUF" / "snapshots"
@@ -108,14 +108,14 @@ def test_a_folder_without_permission(folder):
     folder.chmod(0o600)
     with (
         without_privileges(),
-        pytest.raises(ValueError, match=r"permission denied \(a folder above it may not be entered"),
+        pytest.raises(ValueError, match=r"permission denied \(no permission to enter a folder above it"),
     ):
         hub.local_folder(f"{folder}/inside")
 
 
 @pytest.fixture
 def weights(folder) -> Iterator[Path]:
-    """model.safetensors of a whole checkpoint in `folder`."""
+    """model.safetensors of a complete checkpoint in `folder`."""
     built = build_checkpoint("qwen3", folder / "built")
     shutil.copy(f"{built}/model.safetensors", folder)
     shutil.copy(f"{built}/config.json", folder)
@@ -146,7 +146,7 @@ def test_damaged_weights_should_be_downloaded_again(weights):
     config.pop("dtype", None), config.pop("torch_dtype", None)
     (weights.parent / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="download it again"):
-        read_model_spec(str(weights.parent))  # looks for the dtype in the header
+        read_model_spec(str(weights.parent))  # reads the dtype from the header
 
 
 def test_weights_that_are_something_else(weights):

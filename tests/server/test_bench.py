@@ -350,7 +350,7 @@ def test_startup_takes_another_servers_command(capsys):
 
 @pytest.mark.parametrize("kind", ["throughput", "latency"])
 def test_offline_benchmarks_need_no_model(kind, folder, tmp_path, capsys, monkeypatch):
-    """The model that comes with quire has a name for the HTTP API, and the environment may hold settings of the server:
+    """The embedded model has a name for the HTTP API, and the environment may have settings of the server:
     the engine needs neither.
     """
     monkeypatch.setattr("quire.cli.main.embedded_model", lambda: folder)

@@ -1,4 +1,4 @@
-"""What `make serve` and `make test` install and show, and what an interruption does. pip has canned output here."""
+"""What `make serve` and `make test` install and print, and how they handle an interruption. A script replaces pip."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ echo 'Successfully installed h11-0.16.0 torch-2.13.0'"""
 
 @pytest.fixture
 def venv(tmp_path):
-    """Make a folder that looks like a virtual environment whose pip runs `script`."""
+    """Make a fake virtual environment whose pip runs `script`."""
 
     def make(script: str) -> Path:
         (tmp_path / "venv" / "bin").mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def test_a_failure_shows_what_pip_said(venv, capsys):
     error = capsys.readouterr().err
     assert "No matching distribution found" in error and "cannot install PyTorch" in error
     assert install.main([str(folder)]) == 1
-    assert not [call for call in pip_calls(folder) if "--ignore-installed" in call]  # nothing had been changed
+    assert not [call for call in pip_calls(folder) if "--ignore-installed" in call]  # pip had changed nothing
 
 
 def test_an_index_that_does_not_answer_is_not_taken_for_a_conflict(venv, capsys):
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_in_order(venv):
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=20)
-    assert process.returncode == 130 and "the next make goes on from here" in error and "Traceback" not in error
+    assert process.returncode == 130 and "the next make continues from here" in error and "Traceback" not in error
 
 
 def test_an_unneeded_cuda_build_is_pointed_out(tmp_path, monkeypatch):

@@ -207,12 +207,14 @@ def test_common_letters_beyond_ascii_are_one_token(tokenizer):
     assert len(tokenizer.encode(" café größer “жук” – ελιά…").ids) == sum(
         map(len, [" café", " größer", " “жук”", " –", " ελιά…"])
     )
-    assert len(tokenizer.encode("你🙂").ids) == len("你🙂".encode())  # what is not listed is its bytes
+    assert len(tokenizer.encode("你🙂").ids) == len(
+        "你🙂".encode()
+    )  # characters outside the vocabulary are encoded as bytes
 
 
 def test_a_new_vocabulary_can_keep_the_words_of_an_earlier_one(tokenizer):
     words = words_of(tokenizer)
-    assert build(words).get_vocab().items() >= tokenizer.get_vocab().items()  # and the same ids
+    assert build(words).get_vocab().items() >= tokenizer.get_vocab().items()  # with the same ids
     shorter = build(words[:-100])
     assert len(words_of(shorter)) == len(words) - 100 and "Ġcapital" in shorter.get_vocab()
 
@@ -274,13 +276,9 @@ def test_evaluation_asks_held_out_instances_and_accepts_only_the_expected_answer
     cases = evaluate.build_cases(3, seed=1)
     assert cases == evaluate.build_cases(3, seed=1)
     for case in cases:
-        text = (
-            "\n".join(
-                f"<tool_call>\n{json.dumps({'name': c['function']['name'], 'arguments': json.loads(c['function']['arguments'])})}\n</tool_call>"
-                for c in case.expected.get("tool_calls") or []
-            )
-            or case.expected["content"]
-        )
+        calls = [call["function"] for call in case.expected.get("tool_calls") or []]
+        written = [json.dumps({"name": call["name"], "arguments": json.loads(call["arguments"])}) for call in calls]
+        text = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written) or case.expected["content"]
         assert evaluate.is_right(case, text, evaluate.parse_calls(text))
         assert not evaluate.is_right(case, text[:-1], evaluate.parse_calls(text[:-1]))
     assert evaluate.parse_calls("<tool_call>{broken</tool_call>") is None

@@ -59,9 +59,7 @@ def reworded_cases(name: str) -> list[Case]:
 
 
 def skill_cases(name: str, count: int, rng: random.Random) -> list[Case]:
-    """Held-out cases of one skill function, some of them after another exchange or with a system prompt, as users have
-    it.
-    """
+    """Held-out cases of one skill function, some of them after another exchange or with a system prompt."""
     cases: list[Case] = []
     while len(cases) < count:
         turn = skills.draw(name, rng, held=True)

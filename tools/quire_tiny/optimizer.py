@@ -30,8 +30,8 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tenso
 
 
 class Optimizer:
-    """One of `ranks` optimizers, which share the parameters of `model` among them: every so-manieth matrix of a shape,
-    and all the rest to rank 0.
+    """One of `ranks` optimizers, which share the parameters of `model` among them: each owns every `ranks`-th matrix of a
+    shape, and rank 0 owns all other parameters.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ def table(counts: dict[str, list[int]]) -> str:
 
 
 def save(path: Path, state: object) -> None:
-    """Write beside and rename, so that a file is always whole."""
+    """Write a temporary file and rename it, so that the file is always complete."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.rename(path)
@@ -372,7 +372,7 @@ def drop_later_rows(path: Path, step: int) -> None:
 
 
 def plot(work: Path) -> None:
-    """loss.png from loss.csv, where matplotlib is installed."""
+    """Draw loss.png from loss.csv, if matplotlib is installed."""
     try:
         import matplotlib
     except ImportError:
@@ -427,7 +427,7 @@ def main() -> None:
         "--dtype",
         choices=["bfloat16", "float32"],
         default="bfloat16",
-        help="of the arithmetic; bfloat16 is the faster one only where the CPU multiplies it (AMX, AVX512_BF16)",
+        help="data type of the arithmetic; bfloat16 is faster only if the CPU multiplies it (AMX, AVX512_BF16)",
     )
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--warmup", type=int, default=60)
