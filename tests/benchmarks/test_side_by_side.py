@@ -16,7 +16,7 @@ def seeds(monkeypatch, tmp_path):
 
         async def run_load(url, load, seed, tokenizer):
             found.append((url, seed))
-            return {figure: 1.0 for figure in side_by_side.TITLES}
+            return dict.fromkeys(side_by_side.TITLES, 1.0)
 
         monkeypatch.setattr(side_by_side, "run_load", run_load)
         assert side_by_side.main([str(tmp_path / "out.json"), "a=http://a", "b=http://b", "--loads", "c1"]) == 0
