@@ -87,7 +87,8 @@ def main(argv: Sequence[str]) -> int:
         help="tokenizer for prompt lengths, so that all servers get the same prompts",
     )
     arguments = parser.parse_args(argv)
-    seed = secrets.randbelow(1 << 20) * 1000  # of this invocation: a server that has met another one's prompts would find them in its prefix cache
+    # a new seed per invocation: the server may have cached the prompts of an earlier one
+    seed = secrets.randbelow(1 << 20) * 1000
     runs: Runs = {load: {name: [] for name, _ in arguments.servers} for load in arguments.loads}
     for number in range(1, arguments.rounds + 1):
         for name, url in arguments.servers:
