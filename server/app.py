@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.configs.config import Config
-from quire.server.api.openai import prepare as intake
-from quire.server.api.openai.chat import chat_completions, prompt_ids
+from quire.server.api.openai.chat import chat_completions
 from quire.server.api.openai.completions import completions
 from quire.server.api.openai.protocol import (
     ChatCompletion,
@@ -32,6 +31,7 @@ from quire.server.api.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from quire.server.api.openai.translate import conversation
 from quire.server.errors import (
     ApiError,
     BadRequest,
@@ -41,7 +41,9 @@ from quire.server.errors import (
     error_body,
     internal_error_body,
 )
+from quire.server.generate.prepare import encode_conversation, encode_texts
 from quire.server.http.middleware import ApiKeys, Hosts, is_loopback, note_refusal
+from quire.server.http.read_body import require_deliberate, take
 from quire.server.http.sse import ClientGone, JsonResponse
 from quire.server.state import ServerState
 from quire.server.web.pages import add_pages
@@ -128,7 +130,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or a conversation."""
     state = request.app.state.server
-    return JsonResponse(await intake.take(request, TokenizeRequest, state, lambda body: _tokenized(body, state)))
+    return JsonResponse(await take(request, TokenizeRequest, state, lambda body: _tokenized(body, state)))
 
 
 def _tokenized(body: TokenizeRequest, state: ServerState) -> bytes:
@@ -137,9 +139,9 @@ def _tokenized(body: TokenizeRequest, state: ServerState) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("Give exactly one of prompt and messages.", param="prompt")
     if body.messages is not None:
-        ids = prompt_ids(body, state)
+        ids = encode_conversation(conversation(body), state, bool(body.add_special_tokens), may_truncate=True)
     else:
-        ids = intake.encode([body.prompt], body.add_special_tokens is not False, state, "prompt", may_truncate=True)[0]
+        ids = encode_texts([body.prompt], state, body.add_special_tokens is not False, "prompt", may_truncate=True)[0]
     strings = [state.tokenizer.vocabulary_entry(token_id) for token_id in ids] if body.return_token_strs else None
     return msgspec.json.encode(TokenizeResponse(len(ids), model.max_model_len, ids, strings))
 
@@ -147,7 +149,7 @@ def _tokenized(body: TokenizeRequest, state: ServerState) -> bytes:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state = request.app.state.server
-    return JsonResponse(await intake.take(request, DetokenizeRequest, state, lambda body: _detokenized(body, state)))
+    return JsonResponse(await take(request, DetokenizeRequest, state, lambda body: _detokenized(body, state)))
 
 
 def _detokenized(body: DetokenizeRequest, state: ServerState) -> bytes:
@@ -222,7 +224,7 @@ def _shown(config: Config) -> dict[str, Any]:
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget cached prefixes; `success` is false when running requests hold them."""
-    intake.require_deliberate(request)
+    require_deliberate(request)
     state = request.app.state.server
     state.require_ready()
     try:

@@ -85,7 +85,7 @@ class Frontend:
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         """Raises ValueError for files that are wrong or not there."""
-        from quire.server.api.openai.sampling import read_sampling_defaults
+        from quire.server.generate.sampling import read_sampling_defaults
 
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
         self.state.tokenizer = await in_thread(lambda: _tokenizer(tokenizer_folder, self.config))

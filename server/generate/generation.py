@@ -1,4 +1,4 @@
-"""One request, from its ids to its deltas: sends it to the engine, turns outputs into text, ends it at a stop string."""
+"""One request, from token ids to deltas: sends it to the engine, detokenizes outputs, ends it at a stop string."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ SLICE = 64  # tokens of a pile that are turned into text before others get their
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """What to generate: n choices of one prompt.
+    """n choices of one prompt, checked and ready for the engine.
 
-    `sampling.seed` is that of the first choice; choice i has `seed + i`.
+    `sampling.seed` is the seed of the first choice; choice i has `seed + i`. `prompt_text` is the prompt if it was
+    given as text and not truncated.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str | None = None
     arrival_time: float = field(default_factory=time.time)
+    prompt_text: str | None = None
 
 
 @dataclass(slots=True)

@@ -129,10 +129,8 @@ class Hosts:
                 scope,
                 send,
                 Forbidden(
-
-                        f"This server does not answer to the host name '{name[:200]}': start it with --allowed-hosts "
-                        f"{name[:200]}."
-
+                    f"This server does not answer to the host name '{name[:200]}': start it with --allowed-hosts "
+                    f"{name[:200]}."
                 ),
             )
             return

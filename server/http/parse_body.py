@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.server.api.openai.protocol import MAX_TEMPLATE_KWARGS_BYTES
 from quire.server.errors import BadRequest
+from quire.server.generate.limits import MAX_TEMPLATE_KWARGS_BYTES
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -45,7 +45,7 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
     except msgspec.ValidationError as error:
         if str(error).startswith("Expected `object`") and " - at" not in str(error):
             raise BadRequest("The body must be a JSON object.") from None
-        raise _bad_request(error, msgspec.json.decode(body) if len(body) <= _SHOWN_BYTES else None) from None
+        raise bad_request(error, msgspec.json.decode(body) if len(body) <= _SHOWN_BYTES else None) from None
     except (ValueError, UnicodeError) as error:  # msgspec's errors are ValueErrors
         raise BadRequest(f"The body is not valid JSON: {error}") from None
     if _deeper_than(getattr(request, "chat_template_kwargs", None), MAX_NESTING):
@@ -67,7 +67,8 @@ def _deeper_than(value: Any, levels: int) -> bool:
     return any(_deeper_than(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
-def _bad_request(error: msgspec.ValidationError, data: Any) -> BadRequest:
+def bad_request(error: msgspec.ValidationError, data: Any) -> BadRequest:
+    """The error for a value that does not have its type; it names the field, and shows the value out of `data`."""
     match = _PATH.match(str(error))
     what, path = match["what"], match["path"] or ""
     keys = [

@@ -9,10 +9,10 @@ from typing import Any
 
 from quire.configs.config import Config
 from quire.configs.files import check_model_folder
-from quire.server.api.openai.sampling import read_sampling_defaults
 from quire.server.engines.client import EngineClient
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.supervisor import EngineFailed, Supervisor, in_thread
+from quire.server.generate.sampling import read_sampling_defaults
 from quire.server.startup import hub
 from quire.server.startup.plan_table import plan_table
 from quire.server.startup.progress import StartProgress
