@@ -10,12 +10,17 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Ready
 from quire.server.errors import BadRequest, NotFound, Unavailable
 from quire.server.http.threads import Threads
+
+if TYPE_CHECKING:
+    from quire.server.engines.handle import EngineHandle
+    from quire.server.metrics.sink import MetricsSink
+    from quire.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +64,9 @@ class ServerState:
     phase: str = "starting"
     fraction: float = 0.0  # of the phase
     model: ModelInfo | None = None
-    tokenizer: Any = None
-    client: Any = None
-    metrics: Any = None
+    tokenizer: Tokenizer | None = None
+    client: EngineHandle | None = None
+    metrics: MetricsSink | None = None
     ready: Ready | None = None  # None while loading, and again while a new engine starts
     stats: EngineStats = field(default_factory=EngineStats)  # the engine's latest gauges
     draining: bool = False

@@ -164,8 +164,9 @@ class EngineClient:
     """One engine at a time. All methods belong to one event loop.
 
     `index` is its number among several. `progress`, `ready` and `dead` are what the present engine last said about
-    itself. `on_stats` and `on_progress` are called as messages arrive. After the death of an engine its requests are
-    sent to the next one as `quarantine.py` says.
+    itself. `on_stats` and `on_progress` are called as messages arrive, `on_connect` with each new engine's
+    address, `on_death` with the reason of each death. After the death of an engine its requests are sent to the next
+    one as `quarantine.py` says.
     """
 
     def __init__(
@@ -173,6 +174,9 @@ class EngineClient:
         on_stats: Callable[[EngineStats], None] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         index: int = 0,
+        *,
+        on_connect: Callable[[str], None] | None = None,
+        on_death: Callable[[str], None] | None = None,
     ):
         self.index = index
         self.ready: Ready | None = None
@@ -187,6 +191,8 @@ class EngineClient:
         self._quarantine = Quarantine()
         self._on_stats = on_stats
         self._on_progress = on_progress
+        self._on_connect = on_connect
+        self._on_death = on_death
         self._open: dict[str, _Open] = {}  # in order of arrival
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
@@ -213,6 +219,8 @@ class EngineClient:
         self._socket.connect(address)
         asyncio.get_running_loop().add_reader(self._socket.getsockopt(zmq.FD), self._on_readable)
         self._send(Hello())
+        if self._on_connect is not None:
+            self._on_connect(address)
 
     async def wait_ready(self) -> Ready:
         """Raises EngineUnavailable when the engine dies first."""
@@ -231,6 +239,8 @@ class EngineClient:
         """
         self.dead = reason
         self._disconnect(reason)
+        if self._on_death is not None:
+            self._on_death(reason)
 
     async def close(self, reason: str = "the server is shutting down") -> None:
         """End every open request with an error, and every later one. Idempotent."""

@@ -4,14 +4,17 @@ second."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.server.engines.client import EngineClient
 
 
 class Silence:
     """Of the engine behind `client` while `is_busy`. It is counted in ticks of our own loop, so that time in which we
     could not listen does not count."""
 
-    def __init__(self, client: Any, is_busy: Callable[[], bool]):
+    def __init__(self, client: EngineClient, is_busy: Callable[[], bool]):
         self._client, self._is_busy = client, is_busy
         self._num_messages = -1
         self.seconds = 0.0

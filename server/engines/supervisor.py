@@ -11,13 +11,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from quire.configs.config import Config
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.silence import Silence
 
+if TYPE_CHECKING:
+    from quire.server.engines.client import EngineClient
+
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_DEATHS = 3
 DEATH_WINDOW = 60.0  # seconds
@@ -40,7 +45,7 @@ class Supervisor:
         self,
         config: Config,
         engine: EngineProcess,
-        client: Any,
+        client: EngineClient,
         on_ready: Callable[[bool], None],
         on_death: Callable[[], None],
     ):
@@ -127,7 +132,7 @@ class Supervisor:
         """Whether the engine should be running steps. Loading has no limit: a disk may be arbitrarily slow."""
         if self.client.ready is None:
             return self.client.progress is not None and self.client.progress.phase == "warming up"
-        return self.client.num_open > 0
+        return self.client.load > 0
 
     def _judge(self, reason: str) -> None:
         now = time.monotonic()
@@ -156,12 +161,12 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def in_thread(function: Callable[[], Any]) -> asyncio.Future:
+def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Run a blocking function in a thread that does not keep the process from ending, unlike an executor's."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
-    def finish(result: Any, error: BaseException | None) -> None:
+    def finish(result: T | None, error: BaseException | None) -> None:
         if not future.done():
             future.set_result(result) if error is None else future.set_exception(error)
 

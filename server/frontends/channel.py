@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from types import UnionType
 
 import msgspec
 
@@ -14,16 +14,16 @@ _encode = msgspec.msgpack.Encoder().encode
 class Channel:
     """One end. `receives` is the union of messages that arrive here."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any):
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: UnionType):
         self._reader, self._writer = reader, writer
         self._decode = msgspec.msgpack.Decoder(receives).decode
 
     @classmethod
-    async def open(cls, end: socket.socket, receives: Any) -> Channel:
+    async def open(cls, end: socket.socket, receives: UnionType) -> Channel:
         """Takes over the socket."""
         return cls(*await asyncio.open_connection(sock=end), receives)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Queue a message. Nothing happens when the other end is gone: `receive` says so."""
         if not self._writer.is_closing():
             data = _encode(message)
@@ -34,7 +34,7 @@ class Channel:
         """Bytes that the other end has not taken yet."""
         return self._writer.transport.get_write_buffer_size()
 
-    async def receive(self) -> Any:
+    async def receive(self) -> msgspec.Struct | None:
         """The next message, or None when the other end is gone."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "big")

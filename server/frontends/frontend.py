@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -15,17 +16,26 @@ import socket
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.configs.config import Config
-from quire.engine.messages import EngineStats, Ready
+from quire.engine.messages import EngineStats, Progress, Ready
 from quire.server.engines.silence import Silence
 from quire.server.engines.supervisor import in_thread
 from quire.server.http.middleware import Edge
 from quire.server.http.startup_gate import Door
 from quire.server.startup.background_log import BackgroundHandler
 from quire.server.startup.descriptors import ACCEPTS_PER_TURN, BACKLOG, complain_once_about_descriptors, max_connections
+from quire.server.startup.engine_group import load_tokenizer, model_info
 from quire.server.state import ServerState
+
+if TYPE_CHECKING:  # imported late: they take time
+    import uvicorn
+    from starlette.types import ASGIApp
+
+    from quire.server.engines.client import EngineClient
+    from quire.server.engines.pool import EnginePool
+    from quire.server.http.connections import Connections
 
 logger = logging.getLogger("quire")
 
@@ -49,8 +59,9 @@ class Frontend:
         )
         self.door = Door(self.state)
         self.sampling_defaults: dict[str, Any] = {}
-        self.connections: Any = None  # `Connections`, once they can be accepted
-        self._http: Any = None
+        self.connections: Connections | None = None  # once they can be accepted
+        self._http: uvicorn.Server | None = None
+        self._pool: EnginePool | None = None  # if there are several engines
         self._silences: list[Silence] = []  # one per engine, once there are clients
 
     @property
@@ -88,7 +99,7 @@ class Frontend:
         from quire.server.generate.sampling import read_sampling_defaults
 
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
-        self.state.tokenizer = await in_thread(lambda: _tokenizer(tokenizer_folder, self.config))
+        self.state.tokenizer = await load_tokenizer(self.config, tokenizer_folder)
         if not self.state.tokenizer.chat_templates:
             logger.warning(
                 "the model has no chat template: /v1/chat/completions answers 400; give one with --chat-template"
@@ -96,8 +107,8 @@ class Frontend:
         self.open()
 
     def connect(
-        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Any], None]
-    ) -> list[Any]:
+        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
+    ) -> list[EngineClient]:
         """A client for every engine, which has no address yet. The callbacks get the engine's index first."""
         from quire.server.engines.client import EngineClient
         from quire.server.engines.pool import EnginePool
@@ -112,7 +123,8 @@ class Frontend:
             EngineClient(functools.partial(observe, engine), functools.partial(on_progress, engine), engine)
             for engine in numbers
         ]
-        self.state.client = EnginePool(clients) if len(clients) > 1 else clients[0]
+        self._pool = EnginePool(clients) if len(clients) > 1 else None
+        self.state.client = self._pool or clients[0]
         self._silences = [Silence(client, functools.partial(_is_busy, client)) for client in clients]
         return clients
 
@@ -127,24 +139,16 @@ class Frontend:
         if state.tokenizer is None or self.door.app is None:
             self.progress("loading tokenizer", 0.0)
             return
-        from quire.server.metrics.pool import make_metrics
-        from quire.server.state import ModelInfo, known_token_ids
-
-        ready = state.client.ready
-        worker, first = ready.worker, state.model is None
-        eos_token_ids = (
-            known_token_ids(state.tokenizer.eos_token_ids, worker.vocab_size) if first else state.model.eos_token_ids
-        )
-        state.model = ModelInfo(
-            worker.max_model_len,
-            worker.vocab_size,
-            eos_token_ids,
-            self.sampling_defaults,
-            self.config.server.max_logprobs,
-            self.config.scheduler.scheduling_policy == "priority",
-        )
+        ready, first = state.client.ready, state.model is None
         if first:
-            state.metrics = make_metrics(self.config, state.names[0], worker)
+            from quire.server.metrics.pool import make_metrics
+
+            state.model = model_info(self.config, ready.worker, state.tokenizer, self.sampling_defaults)
+            state.metrics = make_metrics(self.config, state.names[0], ready.worker)
+        else:  # a new engine may have chosen another context length
+            state.model = dataclasses.replace(
+                state.model, max_model_len=ready.worker.max_model_len, vocab_size=ready.worker.vocab_size
+            )
         state.ready = ready
         if first:
             self.on_open(ready)
@@ -179,9 +183,9 @@ class Frontend:
             self.state.metrics.of(engine).observe_stats(stats)
 
     def on_death(self, engine: int) -> None:
-        """Of an engine, which the client knows already."""
-        if self.config.parallel.data_parallel_size > 1:
-            self.state.client.forget(engine)
+        """Called when an engine dies, after its client was notified."""
+        if self._pool is not None:
+            self._pool.forget(engine)
         self.state.ready = self.state.client.ready  # another engine may be up
         if self.state.ready is None:
             self.progress("restarting the engine", 0.0)
@@ -223,7 +227,7 @@ class Frontend:
         """Nothing to do: it ends with its process."""
 
 
-def _is_busy(client: Any) -> bool:
+def _is_busy(client: EngineClient) -> bool:
     return client.ready is not None and client.load > 0
 
 
@@ -238,7 +242,7 @@ def configure_logging(level: str, name: str = "server") -> None:
         logging.getLogger(noisy).setLevel("WARNING")
 
 
-def _http_server(app: Any, connections: Any) -> Any:
+def _http_server(app: ASGIApp, connections: Connections) -> uvicorn.Server:
     import uvicorn
 
     from quire.server.http.connections import Connection
@@ -267,16 +271,6 @@ def _http_server(app: Any, connections: Any) -> Any:
             timeout_graceful_shutdown=1,
         )
     )
-
-
-def _tokenizer(folder: str, config: Config) -> Any:
-    from quire.server.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(
-        folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code
-    )
-    _ = tokenizer.max_token_chars  # computed once; not during the first request
-    return tokenizer
 
 
 def _version() -> str:

@@ -20,7 +20,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from quire.engine.messages import Ready
+from quire.engine.messages import Progress, Ready
 from quire.server.engines.client import EngineUnavailable
 from quire.server.frontends.channel import Channel
 from quire.server.frontends.frontend import Frontend, configure_logging
@@ -129,7 +129,7 @@ class Member:
             await self.clients[engine].wait_ready()
             self.frontend.open()
 
-    def _on_progress(self, engine: int, progress: Any) -> None:
+    def _on_progress(self, engine: int, progress: Progress) -> None:
         if engine == 0:
             self.frontend.progress(progress.phase, progress.fraction)
 

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+
+import msgspec
 
 from quire.configs.config import Config
-from quire.engine.messages import EngineStats, Ready
+from quire.engine.messages import EngineStats, Progress, Ready
 from quire.server.engines.client import EngineClient
 from quire.server.engines.pool import EnginePool
 from quire.server.engines.process import python_environment
@@ -48,7 +49,7 @@ from quire.server.frontends.messages import (
     Start,
     TrialDeath,
 )
-from quire.server.metrics.metrics import Counts
+from quire.server.metrics.metrics import Counts, Metrics
 from quire.server.metrics.pool import MetricsPool, make_metrics
 from quire.server.startup.descriptors import BACKLOG
 
@@ -107,7 +108,7 @@ class FrontendProcess:
         self.channel = await Channel.open(ours, FromFrontend)
         self.channel.send(Start(config, self.index))
 
-    def send(self, message: Any) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         if self.channel is not None and self.stalled is None:
             self.channel.send(message)
             if self.channel.num_queued > MAX_QUEUED:
@@ -142,42 +143,8 @@ class FrontendProcess:
             self.process.kill()
 
 
-class EngineObserver(EngineClient):
-    """The parent's connection to an engine, for what that says of itself.
-
-    The requests are the frontends', which are told of each new engine and of its end.
-    """
-
-    def __init__(
-        self, fleet: Fleet, on_stats: Callable[[EngineStats], None], on_progress: Callable[[Any], None], index: int
-    ):
-        super().__init__(on_stats, on_progress, index)
-        self._fleet = fleet
-        self._explained = False  # whether a frontend has said that the last death was on trial
-
-    @property
-    def num_open(self) -> int:
-        return sum(member.num_open[self.index] for member in self._fleet.members)
-
-    async def connect(self, address: str) -> None:
-        await super().connect(address)
-        self._fleet.addresses[self.index] = address
-        self._fleet.tell(Engine(self.index, address))
-
-    def on_dead(self, reason: str) -> None:
-        super().on_dead(reason)
-        self._explained = False
-        self._fleet.addresses[self.index] = None
-        self._fleet.tell(EngineGone(self.index, reason))
-
-    def explain_death(self) -> None:
-        """However many frontends tried requests then, it was one death."""
-        self.num_trial_deaths += not self._explained
-        self._explained = True
-
-
-class Fleet:
-    """To the Launcher it is what a `Frontend` is. `on_open` is called when all frontends serve for the first time."""
+class FrontendGroup:
+    """Several frontend processes, as one `FrontendHandle`. `on_open` is called when all serve for the first time."""
 
     def __init__(self, config: Config, listener: socket.socket, on_open: Callable[[Ready], None]):
         self.config, self.on_open = config, on_open
@@ -186,9 +153,10 @@ class Fleet:
         self.addresses: list[str | None] = [None] * num_engines  # of the living engines
         self.phase: Phase | None = None
         self.load: Load | None = None
-        self.metrics: Any = None  # of the engines, and of frontends that are no more
+        self.metrics: Metrics | MetricsPool | None = None  # of the engines, and of frontends that are no more
         self.ending = False
-        self._client: Any = None  # of all engines, without requests
+        self._pool: EnginePool | None = None  # our connections to the engines: they receive status only
+        self._trials_noted = [False] * num_engines  # whether a frontend reported its last death as one on trial
         self._ready: Ready | None = None  # what they said when all were up for the first time
         self._refusals: asyncio.Queue[str] = asyncio.Queue()  # what frontends say cannot be started
         self._collections: dict[int, tuple[set[int], asyncio.Event]] = {}  # members that have not answered yet
@@ -201,7 +169,7 @@ class Fleet:
         """HTTP requests being answered by all frontends, as they last told: up to a tenth of a second ago."""
         return sum(member.num_in_flight for member in self.members)
 
-    def tell(self, message: Any) -> None:
+    def tell(self, message: msgspec.Struct) -> None:
         """Every frontend that lives."""
         for member in self.members:
             member.send(message)
@@ -264,6 +232,7 @@ class Fleet:
             for engine, counts in enumerate(member.counts):
                 self.metrics.of(engine).add(counts)
         member.reset()
+        self._note_load()
         for number in list(self._collections):
             self._note_answer(number, member)
         self._tell_elsewhere()
@@ -274,10 +243,8 @@ class Fleet:
         member.deaths = [death for death in member.deaths if now - death < DEATH_WINDOW] + [now]
         if len(member.deaths) >= MAX_DEATHS:
             raise FrontendFailed(
-
-                    f"frontend {member.index} died {len(member.deaths)} times within {DEATH_WINDOW:.0f} seconds, at "
-                    f"last by {reason}"
-
+                f"frontend {member.index} died {len(member.deaths)} times within {DEATH_WINDOW:.0f} seconds, at "
+                f"last by {reason}"
             )
         logger.error("frontend %d died (%s); its connections are lost, and a new one starts", member.index, reason)
 
@@ -295,9 +262,10 @@ class Fleet:
                     self._note_opened(member)
                 case Busy():
                     member.num_open, member.num_in_flight = message.num_open, message.num_in_flight
+                    self._note_load()
                     self._tell_elsewhere()
                 case TrialDeath():
-                    self._client.clients[message.index].explain_death()
+                    self._note_trial_death(message.index)
                 case Snapshot():
                     member.counts = message.counts
                     self._note_answer(message.number, member)
@@ -328,15 +296,40 @@ class Fleet:
             await member.loaded.wait()
 
     def connect(
-        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Any], None]
-    ) -> list[EngineObserver]:
-        """As `Frontend.connect`."""
-        observers = [
-            EngineObserver(self, functools.partial(on_stats, engine), functools.partial(on_progress, engine), engine)
+        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
+    ) -> list[EngineClient]:
+        """As `Frontend.connect`. The frontends, which have the requests, are told of each new engine and each death."""
+        clients = [
+            EngineClient(
+                functools.partial(on_stats, engine),
+                functools.partial(on_progress, engine),
+                engine,
+                on_connect=functools.partial(self._announce_engine, engine),
+                on_death=functools.partial(self._announce_death, engine),
+            )
             for engine in range(len(self.addresses))
         ]
-        self._client = EnginePool(observers)
-        return observers
+        self._pool = EnginePool(clients)
+        return clients
+
+    def _announce_engine(self, engine: int, address: str) -> None:
+        self.addresses[engine] = address
+        self.tell(Engine(engine, address))
+
+    def _announce_death(self, engine: int, reason: str) -> None:
+        self._trials_noted[engine] = False
+        self.addresses[engine] = None
+        self.tell(EngineGone(engine, reason))
+
+    def _note_trial_death(self, engine: int) -> None:
+        """One death of an engine, however many frontends had requests on trial in it."""
+        self._pool.clients[engine].num_trial_deaths += not self._trials_noted[engine]
+        self._trials_noted[engine] = True
+
+    def _note_load(self) -> None:
+        """All requests at an engine are those of the frontends."""
+        for client in self._pool.clients if self._pool is not None else ():
+            client.num_elsewhere = sum(member.num_open[client.index] for member in self.members)
 
     def progress(self, phase: str, fraction: float) -> None:
         if self.phase is None or phase != self.phase.phase or fraction - self.phase.fraction >= 0.01:
@@ -345,8 +338,8 @@ class Fleet:
 
     def open(self) -> None:
         """Called when an engine is up. The frontends see for themselves."""
-        if self._ready is None and self._client.ready is not None:
-            self._ready = self._client.ready
+        if self._ready is None and self._pool.ready is not None:
+            self._ready = self._pool.ready
             self.metrics = make_metrics(
                 self.config, (self.config.server.served_model_name or [self.config.model.model])[0], self._ready.worker
             )
@@ -428,8 +421,8 @@ class Fleet:
                 logger.warning("%d frontends did not end their requests in time", len(late))
             for task in late:
                 task.cancel()
-        if self._client is not None:
-            await self._client.close()
+        if self._pool is not None:
+            await self._pool.close()
 
     async def end(self) -> None:
         """End every frontend process."""

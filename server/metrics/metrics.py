@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -17,6 +17,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.engine.messages import EngineStats, RequestTiming
+
+if TYPE_CHECKING:
+    from quire.server.generate.generation import GenerationRequest
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _FIRST_TOKEN = (
@@ -152,7 +155,7 @@ class Metrics(Collector):
 
     def observe_request(
         self,
-        request: Any,
+        request: GenerationRequest,
         finish_reason: str,
         num_output_tokens: int,
         first_token_time: float,
@@ -184,7 +187,7 @@ class Metrics(Collector):
         if first_token_time and num_output_tokens > 1:
             histograms["request_time_per_output_token_seconds"].observe(decode_time / (num_output_tokens - 1))
 
-    def observe_group(self, request: Any, max_num_output_tokens: int) -> None:
+    def observe_group(self, request: GenerationRequest, max_num_output_tokens: int) -> None:
         """All n sequences of a request have ended; `max_num_output_tokens` is that of the longest."""
         self._histograms["request_params_n"].observe(request.n)
         self._histograms["request_max_num_generation_tokens"].observe(max_num_output_tokens)

@@ -229,8 +229,8 @@ def test_a_frontend_that_is_killed(model_folder, tmp_path):
 
 
 QUICK_STALL = """
-from server import fleet
-fleet.PING_INTERVAL, fleet.STALL_TIMEOUT = 0.2, 2.0
+from quire.server.frontends import parent
+parent.PING_INTERVAL, parent.STALL_TIMEOUT = 0.2, 2.0
 """
 
 
@@ -309,7 +309,7 @@ def test_the_queue_is_one(model_folder, tmp_path):
         time.sleep(0.5)
         for http in (first, second):
             answer = http.post(CHAT, json=body(0, 1))
-            assert answer.status_code == 503 and "2 requests are waiting already, and the limit is 2" in answer.text
+            assert answer.status_code == 503 and "3 choices of requests would wait, and the limit is 2" in answer.text
         for stream in streams:
             stream.close()
         poll(lambda: second.post(CHAT, json=body(0, 1)).status_code == 200)

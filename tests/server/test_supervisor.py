@@ -46,7 +46,7 @@ class Client:
     """What a Supervisor needs of an `EngineClient`."""
 
     def __init__(self):
-        self.dead, self.num_messages, self.num_open, self.progress = None, 0, 0, None
+        self.dead, self.num_messages, self.load, self.progress = None, 0, 0, None
         self.num_trial_deaths = 0
         self.connected = asyncio.Event()
         self.ready: Ready | None = None

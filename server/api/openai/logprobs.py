@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-from typing import Any
 
 from quire.engine.messages import TokenLogprobs
 from quire.server.api.openai.protocol import (
@@ -14,6 +13,7 @@ from quire.server.api.openai.protocol import (
     PromptLogprobs,
     TopLogprob,
 )
+from quire.server.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # what stands for minus infinity, which JSON lacks
 
@@ -24,7 +24,7 @@ class Formatter:
     `top` is how many alternatives the request asked for; `as_ids` writes tokens as "token_id:N".
     """
 
-    def __init__(self, tokenizer: Any, top: int, *, as_ids: bool = False, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, top: int, *, as_ids: bool = False, skip_special_tokens: bool = True):
         self.tokenizer, self.as_ids, self.skip_special_tokens = tokenizer, as_ids, skip_special_tokens
         self.limit = None if top == -1 else 1 + top  # entries of a position to look at
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
