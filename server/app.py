@@ -49,11 +49,11 @@ from quire.server.state import ServerState
 from quire.server.web.pages import add_pages
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-CLIENT_CLOSED = 499  # nginx's code, for the log: nobody is left to read the answer
+CLIENT_CLOSED = 499  # nginx's code, for the log: the client has disconnected
 
 
 def create_app(state: ServerState) -> ASGIApp:
-    """The routes over `state`, behind the layers that the configuration asks for. `Edge` goes around it all."""
+    """The routes over `state`, wrapped in the configured middleware. `RequestBoundary` is added around it."""
     app = FastAPI(title="quire", version=state.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = state
     for path, handler, methods, body, answer in ROUTES:
@@ -119,7 +119,7 @@ async def model(request: Request) -> Response:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     model = state.config.model.model
-    # a folder of the operator's is nobody's business
+    # do not reveal the operator's paths
     root = os.path.basename(os.path.normpath(model)) if os.path.isabs(model) else model
     return ModelCard(id=name, created=state.created, root=root, max_model_len=state.model and state.model.max_model_len)
 
@@ -188,7 +188,7 @@ async def metrics(request: Request) -> Response:
     try:
         page = state.metrics.render() if state.scrape is None else await state.scrape()
     except TimeoutError:
-        raise Unavailable("The other frontends did not say in time what they have counted.") from None
+        raise Unavailable("The other frontends did not report their metrics in time.") from None
     return Response(page, media_type=METRICS_TYPE)
 
 
@@ -239,7 +239,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
-    # worth another try elsewhere
+    # clients should retry on another server
     if isinstance(error, EngineError) and request.app.state.server.status in ("draining", "failed"):
         error = Unavailable(error.message, code="shutting_down", retry_after=5)
     note_refusal(request.scope, error)
@@ -259,7 +259,7 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
 
 
 def _hint(path: str) -> str:
-    """Where a route was probably meant: one under /v1, or without a slash too many."""
+    """The path that was probably meant: under /v1, or without duplicate slashes."""
     plain = "/" + "/".join(part for part in path.split("/") if part)
     known = {route[0] for route in ROUTES}
     meant = next((candidate for candidate in (plain, f"/v1{plain}") if candidate in known and candidate != path), None)

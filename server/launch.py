@@ -1,8 +1,8 @@
 """`quire serve`: the composition root. Opens the port, starts the engine, loads the tokenizer, serves, and ends in
 order.
 
-The port and the engine come first, before the imports that take time: clients see `/live` while everything else is
-still on its way.
+The port and the engine come first, before the imports that take time: clients can read `/live` while everything else
+is loading.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
 
 
 def _announce_address(path: str, listener: socket.socket) -> None:
-    """The server is of use without the file, so that it cannot be written is no reason to end."""
+    """A file that cannot be written is only logged: the server is usable without it."""
     try:
         address_file.write_address(path, listener)
     except OSError as error:
@@ -86,16 +86,14 @@ async def _run(config: Config, listener: socket.socket, started: float) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, launcher.on_signal, number)
     code = await launcher.run()
-    if (
-        launcher.engines.folder is None
-    ):  # a download goes on in threads that cannot be stopped, and that Python would wait for
+    if launcher.engines.folder is None:  # download threads cannot be stopped, and Python would wait for them
         logging.shutdown()
         os._exit(code)
     return code
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket; from here on connections wait instead of being refused. Raises OSError."""
+    """A listening socket: connections wait in its backlog until the server accepts. Raises OSError."""
     if config.uds:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         _remove_stale_socket(config.uds)
@@ -117,7 +115,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def _remove_stale_socket(path: str) -> None:
-    """What a server that was killed left behind. A living one keeps its socket, and bind fails."""
+    """Delete the socket of a server that was killed. If a server still listens on it, `bind` fails."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -126,7 +124,7 @@ def _remove_stale_socket(path: str) -> None:
 
 
 class Launcher:
-    """One life of the server process: starts the engines and watches over them.
+    """Runs the server: starts the engines and the frontend, and shuts both down.
 
     `frontend` serves clients, in this process or in several others.
     """
@@ -185,13 +183,13 @@ class Launcher:
         self.shown.update(phase, fraction)
 
     def _on_ready(self, again: bool) -> None:
-        """An engine is up, for the first time or again."""
+        """Called when an engine becomes ready, for the first time or `again` after a restart."""
         self.frontend.open()
         if again:
             logger.info("the engine is ready again")
 
     def _on_open(self, ready: Ready) -> None:
-        """Clients are served from now on."""
+        """Called when requests are served for the first time."""
         from quire.server.startup.plan_table import plan_table
 
         self.shown.close()
@@ -222,14 +220,15 @@ class Launcher:
         )
         key = " -H 'Authorization: Bearer KEY'" if self.config.server.api_key else ""
         logger.info(
-            """try: %s %s/v1/chat/completions -H 'Content-Type: application/json'%s -d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
+            "try: %s %s/v1/chat/completions -H 'Content-Type: application/json'%s "
+            """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
             curl,
             base,
             key,
         )
         if self.engines.folder == embedded_model():
             logger.info(
-                "this is the small model that comes with quire, for trying things out; serve another with: quire "
+                "this is the small model included with quire, for trials; to serve another model: quire "
                 "serve Qwen/Qwen3-0.6B (a Hub id or a folder)"
             )
 
@@ -243,10 +242,10 @@ class Launcher:
     # ---- end
 
     def on_signal(self, number: int) -> None:
-        """The first ends the server in order, the second at once."""
+        """Drain on the first signal, exit immediately on the second."""
         name = signal.Signals(number).name
         if self.stop.is_set():
-            logger.warning("%s again: ending at once", name)
+            logger.warning("%s again: exiting immediately", name)
             self.engines.kill()
             self.frontend.kill()
             logging.shutdown()
@@ -254,7 +253,7 @@ class Launcher:
         self.frontend.refuse()
         self.stop.set()
         logger.info(
-            "%s: no new requests; %d in flight get %g s to finish (once more ends at once)",
+            "%s: draining: %d requests in flight have %g s to finish; send the signal again to exit immediately",
             name,
             self.frontend.num_in_flight,
             self.config.server.shutdown_timeout,
@@ -262,15 +261,15 @@ class Launcher:
 
     async def _drain(self) -> int:
         await self.frontend.drain()
-        logger.info("ended")
+        logger.info("shutdown complete")
         return 0
 
     async def _fail(self, error: BaseException | None) -> int:
-        """The engine cannot be kept alive, or the model not be had."""
+        """Shut down: the engine keeps dying or the model cannot be loaded."""
         reason = str(error) or type(error).__name__
         logger.error(
             "cannot %s: %s",
-            "go on" if self.announced else "start",
+            "continue" if self.announced else "start",
             reason,
             exc_info=None if isinstance(error, (ValueError, EngineFailed)) else error,
         )
@@ -279,7 +278,7 @@ class Launcher:
 
 
 def _seconds_since_exec() -> float:
-    """How long this process has existed: Python's own start counts, too. 0 where the system does not say."""
+    """The age of this process, Python's own start included; 0 on systems without /proc."""
     try:
         with open("/proc/self/stat", encoding="ascii") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

@@ -237,7 +237,7 @@ def test_an_engine_killed_again_while_it_starts(model_folder, tmp_path):
         answers, _ = crowd(server, bodies, disturb, after=0.2)
         check(answers, expected)
         server.wait_ready()
-        assert server.log.count("the engine died (signal SIGKILL)") == 2 and server.log.count("is ready again") == 1
+        assert server.log.count("engine 0 died (signal SIGKILL)") == 2 and server.log.count("is ready again") == 1
 
 
 def test_requests_that_come_while_the_engine_is_replaced_wait(model_folder, tmp_path):

@@ -1,12 +1,11 @@
-"""Who may have killed an engine, and in what order these requests are tried again, so that the others finish whatever
-one of them does.
+"""Finds the request that kills engines, so that all others finish.
 
-After a death everybody who was in the batch is a suspect. First those go to the next engine that had come far with the
-last one, together; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when each
-member got a few tokens further than before, or ended. An engine that dies during a trial makes suspects of that group's
-rest alone, which is tried in smaller groups; one that was tried alone has killed the engine. What else is open waits
-until all are cleared: nothing but the trial can then be to blame. So a request that kills the engine in its first step
-costs two engines in all, and a crash for another reason one pause more.
+After a death every request in the batch is a suspect. The next engine first gets, together, those that had made
+progress in the last one; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when
+each of its requests has ended or received `PROGRESS` tokens. If the engine dies during a trial, only the group's
+uncleared requests stay suspects, and are tried in smaller groups; a request that was tried alone has killed the engine.
+All other open requests wait until every suspect is cleared, so that only the trial can be the cause. A request that
+kills the engine in its first step thus costs two engines, and a crash for another reason one extra pause.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-PROGRESS = 4  # tokens behind those known at the death that clear a suspect: more than the steps in flight
+PROGRESS = 4  # tokens after the resubmission that clear a suspect: more than the steps in flight
 MAX_TRIALS = 16
 
 
@@ -24,7 +23,7 @@ class Suspect(Protocol):
 
 
 class Quarantine:
-    """`on_death`, then `next_trial` whenever that may have something to send, until `active` is False."""
+    """Call `on_death`, then `next_trial` after every output, until `active` is False."""
 
     def __init__(self) -> None:
         self._groups: deque[list[Suspect]] = deque()
@@ -32,13 +31,13 @@ class Quarantine:
 
     @property
     def active(self) -> bool:
-        """Whether somebody is tried, or waits for that."""
+        """Whether suspects are on trial or wait for theirs."""
         return bool(self._trial or self._groups)
 
     def on_death(self, batch: list[Suspect]) -> tuple[list[Suspect], bool]:
-        """An engine has died that ran `batch`.
+        """Called after the death of an engine that ran `batch`.
 
-        Returns the suspects, and whether that was their trial: a single one of those has killed it.
+        Returns the suspects, and whether they were on trial; a single suspect on trial has killed the engine.
         """
         suspects = [one for one in self._trial if _is_on_trial(one)]
         on_trial, self._trial = bool(suspects), []
@@ -52,7 +51,7 @@ class Quarantine:
         return suspects, on_trial
 
     def next_trial(self) -> list[Suspect]:
-        """The suspects that are to be sent now; [] while a trial goes on, and when there are none left."""
+        """The suspects to send now; [] during a trial, and when none are left."""
         if any(map(_is_on_trial, self._trial)):
             return []
         self._trial = []

@@ -1,6 +1,6 @@
-"""What clients talk to: the door, the routes behind it, the tokenizer and a client per engine.
+"""The HTTP side of the server: the start-up gate, the routes, the tokenizer and a client per engine.
 
-One runs in the server's process, or one in each of several (`fleet.py`).
+It runs in the server's own process, or once in each of several (`parent.py`, `member.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Progress, Ready
 from quire.server.engines.silence import Silence
 from quire.server.engines.supervisor import in_thread
-from quire.server.http.middleware import Edge
-from quire.server.http.startup_gate import Door
+from quire.server.http.middleware import RequestBoundary
+from quire.server.http.startup_gate import StartupGate
 from quire.server.startup.background_log import BackgroundHandler
 from quire.server.startup.descriptors import ACCEPTS_PER_TURN, BACKLOG, complain_once_about_descriptors, max_connections
 from quire.server.startup.engine_group import load_tokenizer, model_info
@@ -39,13 +39,13 @@ if TYPE_CHECKING:  # imported late: they take time
 
 logger = logging.getLogger("quire")
 
-END_TIMEOUT = 1.0  # seconds for the last error events to reach their clients; after that, their connections are cut
+END_TIMEOUT = 1.0  # seconds for clients to read the last error events before their connections are closed
 
 
 class Frontend:
-    """Answers from `serve` on: probes and 503 at first.
+    """Answers from `serve` on: at first only probes, and 503 for the rest.
 
-    The door opens when the routes, the tokenizer and an engine are there; `on_open` is called the first time.
+    The gate opens once the routes, the tokenizer and an engine are loaded; `on_open` is called the first time.
     """
 
     def __init__(self, config: Config, listener: socket.socket, on_open: Callable[[Ready], None]):
@@ -57,7 +57,7 @@ class Frontend:
             version,
             _fingerprint(config, version),
         )
-        self.door = Door(self.state)
+        self.gate = StartupGate(self.state)
         self.sampling_defaults: dict[str, Any] = {}
         self.connections: Connections | None = None  # once they can be accepted
         self._http: uvicorn.Server | None = None
@@ -66,17 +66,17 @@ class Frontend:
 
     @property
     def num_in_flight(self) -> int:
-        """HTTP requests being answered, probes aside."""
+        """HTTP requests being answered, except probes."""
         return self.state.num_in_flight
 
     # ---- start
 
     async def serve(self) -> None:
-        """Until `end`."""
+        """Accept connections until `end`."""
         from quire.server.http.connections import Connections, Limits
 
         self.connections = Connections(Limits(max_connections()))
-        self._http = _http_server(Edge(self.door, self.state), self.connections)
+        self._http = _http_server(RequestBoundary(self.gate, self.state), self.connections)
         routes = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
         watching = asyncio.create_task(self._watch())
@@ -91,25 +91,25 @@ class Frontend:
 
     async def _load_routes(self) -> None:
         create_app = await in_thread(lambda: importlib.import_module("quire.server.app").create_app)
-        self.door.app = create_app(self.state)
+        self.gate.app = create_app(self.state)
         self.open()
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
-        """Raises ValueError for files that are wrong or not there."""
+        """Raises ValueError for missing or malformed files."""
         from quire.server.generate.sampling import read_sampling_defaults
 
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
         self.state.tokenizer = await load_tokenizer(self.config, tokenizer_folder)
         if not self.state.tokenizer.chat_templates:
             logger.warning(
-                "the model has no chat template: /v1/chat/completions answers 400; give one with --chat-template"
+                "the model has no chat template: /v1/chat/completions will return 400; set one with --chat-template"
             )
         self.open()
 
     def connect(
         self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
     ) -> list[EngineClient]:
-        """A client for every engine, which has no address yet. The callbacks get the engine's index first."""
+        """A client per engine, not yet connected. The callbacks get the engine's index first."""
         from quire.server.engines.client import EngineClient
         from quire.server.engines.pool import EnginePool
 
@@ -132,11 +132,11 @@ class Frontend:
         self.state.progress(phase, fraction)
 
     def open(self) -> None:
-        """Called whenever something that the door waits for is there."""
+        """Open the gate if everything is loaded. Called after each part has been loaded."""
         state = self.state
         if state.client is None or state.client.ready is None:
             return
-        if state.tokenizer is None or self.door.app is None:
+        if state.tokenizer is None or self.gate.app is None:
             self.progress("loading tokenizer", 0.0)
             return
         ready, first = state.client.ready, state.model is None
@@ -156,7 +156,7 @@ class Frontend:
     # ---- life
 
     async def _watch(self) -> None:
-        """Note an engine that ends no step for `health_stall_timeout` seconds while requests wait for it."""
+        """Set `state.stalled` while an engine has requests and completes no step for `health_stall_timeout` seconds."""
         timeout = self.config.server.health_stall_timeout
         tick = min(timeout / 20, 1.0)
         while timeout:
@@ -178,7 +178,7 @@ class Frontend:
         )
 
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
-        """Publish what an engine counted. One process does so: every one is told the same."""
+        """Publish an engine's statistics. With several frontends only the parent does: each receives the same."""
         if self.state.metrics is not None:
             self.state.metrics.of(engine).observe_stats(stats)
 
@@ -193,19 +193,19 @@ class Frontend:
     # ---- end
 
     def refuse(self) -> None:
-        """No new requests from now on."""
+        """Refuse new requests from now on."""
         self.state.draining = True
 
     async def drain(self) -> None:
-        """Let what runs finish, end the rest with an error."""
+        """Wait for running requests up to the shutdown timeout, then fail the rest."""
         try:
             await asyncio.wait_for(self.state.idle.wait(), self.config.server.shutdown_timeout)
         except TimeoutError:
-            logger.warning("%d requests did not finish in time and are ended", self.state.num_in_flight)
+            logger.warning("drain: %d requests did not finish in time; aborting them", self.state.num_in_flight)
         await self._end_requests()
 
     async def fail(self, reason: str) -> None:
-        """There is no engine and will be none: end every request with an error."""
+        """Fail every request: no engine will come back."""
         self.state.failure = reason
         await self._end_requests()
 
@@ -219,12 +219,12 @@ class Frontend:
                 self.connections.abort_all()
 
     async def end(self) -> None:
-        """Have `serve` return."""
+        """Make `serve` return."""
         if self._http is not None:
             self._http.should_exit = True
 
     def kill(self) -> None:
-        """Nothing to do: it ends with its process."""
+        """Nothing to do: it has no child process."""
 
 
 def _is_busy(client: EngineClient) -> bool:
@@ -232,7 +232,7 @@ def _is_busy(client: EngineClient) -> bool:
 
 
 def configure_logging(level: str, name: str = "server") -> None:
-    """Every line with the process's name."""
+    """Log to stderr; every line has the process's name."""
     logging.basicConfig(
         level=level.upper(),
         format=f"%(asctime)s %(levelname)s {name}: %(message)s",
@@ -252,10 +252,10 @@ def _http_server(app: ASGIApp, connections: Connections) -> uvicorn.Server:
             complain_once_about_descriptors(asyncio.get_running_loop())
             await super().startup(sockets)
             for one in sockets:
-                one.listen(BACKLOG)  # to asyncio, the backlog is also how many it accepts in a turn
+                one.listen(BACKLOG)  # asyncio also accepts up to `backlog` connections per loop iteration
 
         def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-            return contextlib.nullcontext()  # the Launcher says when to end
+            return contextlib.nullcontext()  # signals are the Launcher's
 
     return Server(
         uvicorn.Config(
@@ -281,6 +281,6 @@ def _version() -> str:
 
 
 def _fingerprint(config: Config, version: str) -> str:
-    """Equal among servers whose answers may be compared: the same version, model, precision and placement."""
+    """Equal for servers whose answers are comparable: same version, model, precision and device placement."""
     parts = repr((config.model, config.parallel, config.device, config.cache.enable_prefix_caching))
     return f"quire-{version}-{hashlib.sha256(parts.encode()).hexdigest()[:8]}"

@@ -29,7 +29,7 @@ _list_of_members = msgspec.json.Decoder(list[_Members]).decode
 
 
 def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """The request, and the dotted names of fields nobody knows, `MAX_UNKNOWN` at most.
+    """The request, and the dotted names of unknown fields, `MAX_UNKNOWN` at most.
 
     Raises BadRequest; for unknown fields only when `strict`.
     """
@@ -53,7 +53,7 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
             f"chat_template_kwargs is nested more than {MAX_NESTING} levels deep.", param="chat_template_kwargs"
         )
     unknown: list[str] = []
-    _judge_undeclared(members, request, "", unknown)
+    _check_undeclared(members, request, "", unknown)
     if unknown and strict:
         raise BadRequest(f"Unknown parameter: {', '.join(unknown[:10])}.", param=unknown[0], code="unknown_parameter")
     return request, unknown
@@ -102,8 +102,8 @@ def _shown(data: Any, keys: list) -> str:
     return ""
 
 
-def _judge_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unknown: list[str]) -> None:
-    """Refuse meaningful fields that we do not support, collect the unknown ones, here and in the Structs below."""
+def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unknown: list[str]) -> None:
+    """Refuse unsupported fields and collect unknown ones, in `value` and in the Structs it contains."""
     if len(members) > MAX_FIELDS:
         raise BadRequest(
             f"{prefix.rstrip('.') or 'The body'} has {len(members)} fields, which is more than {MAX_FIELDS}.",
@@ -116,10 +116,10 @@ def _judge_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unk
         if name in declared:
             child = getattr(value, name)
             if isinstance(child, msgspec.Struct):
-                _judge_undeclared(_members(raw), child, f"{path}.", unknown)
+                _check_undeclared(_members(raw), child, f"{path}.", unknown)
             elif isinstance(child, list) and child and isinstance(child[0], msgspec.Struct):
                 for i, (item_members, item) in enumerate(zip(_list_of_members(raw), child, strict=True)):
-                    _judge_undeclared(item_members, item, f"{path}.{i}.", unknown)
+                    _check_undeclared(item_members, item, f"{path}.{i}.", unknown)
         elif name in cls.unsupported:
             if not _neutral(raw, cls.unsupported[name]):
                 raise BadRequest(f"{path} is not supported by this server.", param=path, code="unsupported_parameter")

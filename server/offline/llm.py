@@ -1,6 +1,6 @@
 """`from quire import LLM, SamplingParams`: generate in a script, without HTTP. Names, defaults and shapes are vLLM's.
 
-The engine is the same child process that `quire serve` runs, behind the same client and the same checks; an event loop
+The engine is the same child process that `quire serve` runs, with the same client and the same checks; an event loop
 in a thread drives it.
 """
 
@@ -46,7 +46,7 @@ class SamplingParams:
     """How to generate. Raises ValueError naming the parameter and its limit.
 
     `max_tokens=None` is all that the context holds; `top_k` 0 or -1 is off; `logprobs` is the number of most likely
-    tokens to report beside the sampled one.
+    tokens to report in addition to the sampled one.
     """
 
     n: int = 1
@@ -151,8 +151,7 @@ class LLM:
         {"prompt_token_ids": ids}, each with an optional "cache_salt"; one prompt or a list. `sampling_params` are for
         all prompts, one each, or the model's defaults.
 
-        Raises ValueError for what a prompt or parameter has wrong, before anything runs; RuntimeError when the engine
-        fails.
+        Raises ValueError for an invalid prompt or parameter, before anything runs; RuntimeError if the engine fails.
         """
         inputs = [_prompt_and_salt(prompt) for prompt in _as_list(prompts)]
         options = self._options(sampling_params, len(inputs))
@@ -194,7 +193,7 @@ class LLM:
         return self._run(self._generate(specs, use_tqdm))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False when requests are running."""
+        """Drop all cached prefixes; returns False if running requests use them."""
         return self._run(self._runtime.state.client.call("reset_prefix_cache"))
 
     def close(self) -> None:
@@ -349,13 +348,12 @@ def offline_config(model: str, settings: dict[str, Any]) -> Config:
             raise ValueError(f"{name} is a setting of the HTTP server; LLM has none")
     if settings.get("data_parallel_size", 1) != 1:
         raise ValueError(
-            "data_parallel_size: LLM has one engine; start several behind one port with `quire serve "
-            "--data-parallel-size`"
+            "data_parallel_size: LLM has one engine; start several on one port with `quire serve --data-parallel-size`"
         )
     model = model or embedded_model() or ""
     if not model:
         raise ValueError("model: name a Hugging Face folder or a Hub id; no model comes with this copy of quire")
-    # the caller of chat() is no stranger
+    # the caller of chat() is trusted
     return config_from({**settings, "model": model, "trust_request_chat_template": True})
 
 

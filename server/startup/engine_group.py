@@ -1,5 +1,5 @@
-"""The start that `quire serve` and the offline `LLM` share: model folder -> engine processes -> clients, supervisors and
-the tokenizer.
+"""The start that `quire serve` and the offline `LLM` share: model folder -> engine processes -> clients, supervisors
+and the tokenizer.
 """
 
 from __future__ import annotations

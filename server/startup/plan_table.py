@@ -1,4 +1,4 @@
-"""The table that says where the memory goes and what was chosen automatically, shown before serving and by `quire
+"""The table of memory use and of automatically chosen settings, shown before serving and by `quire
 check`.
 """
 

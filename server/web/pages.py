@@ -20,9 +20,8 @@ LINKS = {
     "metrics": "metrics",
 }  # relative: a proxy may serve us under a prefix
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    "base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
 }
 
@@ -36,7 +35,7 @@ async def index(request: Request) -> Response:
 
 
 async def docs(request: Request) -> Response:
-    """The page that shows openapi.json, for which it asks the reader's key where one is needed."""
+    """The page that shows openapi.json; it asks for an API key if the server requires one."""
     return HTMLResponse(_docs_page(), headers=_HEADERS)
 
 

@@ -313,7 +313,7 @@ def test_a_mistake_of_who_watches_over_the_engine_is_told(folder, monkeypatch):
         LLM(folder, distributed_executor_backend="fake")
     monkeypatch.setenv("QUIRE_FAKE", "step_delay=0.02")
     with LLM(folder, distributed_executor_backend="fake", max_model_len=MAX_LEN) as llm:
-        monkeypatch.setattr(llm._runtime.supervisor, "_judge", mistake)
+        monkeypatch.setattr(llm._runtime.supervisor, "_check_restarts", mistake)
         threading.Timer(0.3, lambda: os.kill(llm._runtime.supervisor.engine.pid, signal.SIGKILL)).start()
         with pytest.raises(RuntimeError):
             llm.generate([[7, 8]], SamplingParams(seed=4, max_tokens=40, ignore_eos=True), use_tqdm=False)

@@ -15,7 +15,7 @@ from quire.server.api.openai.protocol import (
 )
 from quire.server.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # what stands for minus infinity, which JSON lacks
+LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 class Formatter:
@@ -72,7 +72,7 @@ class Formatter:
         return [None, *(self._prompt_position(position) for position in positions)]
 
     def _prompt_position(self, position: TokenLogprobs) -> dict[int, PromptLogprob]:
-        """Alternatives are ranked by their order; the token that stands there by what the engine says."""
+        """Alternatives are ranked by their order; the actual token has the rank that the engine reports."""
         ranked = {
             token_id: PromptLogprob(max(logprob, LOWEST), rank, self.tokenizer.id_to_token(token_id))
             for rank, (token_id, logprob) in enumerate(

@@ -1,11 +1,10 @@
 """Contract 1, client <-> server: the OpenAI request and response types, with vLLM's extensions under vLLM's names.
 
 A field that is `None` was absent or null, which mean the same. Every list, text and number has its range in its type,
-so that the parser, its messages and the OpenAPI document agree, and nothing behind the parser needs to fear what is
-larger. Fields a request type does not declare fall in three classes (see `parsing.py`): `harmless` ones change nothing
-about the answer and are accepted; `unsupported` ones mean something we cannot do and are refused unless they hold a
-neutral value (null, or one listed); any other is unknown, and answered with a `Warning` header, or refused under
-`--strict-params`.
+so that the parser, its messages and the OpenAPI document agree, and later code can rely on it. Fields a request type
+does not declare fall in three classes (see `parse_body.py`): `harmless` ones change nothing about the answer and are
+accepted; `unsupported` ones mean something we cannot do and are refused unless they hold a neutral value (null, or one
+listed); any other is unknown, and answered with a `Warning` header, or refused under `--strict-params`.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     # the prompt
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: what the context holds
+    truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: all that the context holds
     truncation_side: Literal["left", "right"] | None = None
     # the queue and the cache
     priority: Int64 | None = None  # lower runs first
