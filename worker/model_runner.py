@@ -138,7 +138,7 @@ class ModelRunner:
         num_tokens = len(batch.input_ids)
         if self._reached == _FORWARD:
             like = next(tensor for tensor in self.model.parameters() if tensor.is_floating_point())
-            num_wanted = num_tokens if batch.wanted is None else len(batch.wanted)
+            num_wanted = num_tokens if batch.needed_rows is None else len(batch.needed_rows)
             for rows in self.model.exchanges(num_tokens, num_wanted)[num_done:]:
                 self.group.all_reduce(like.new_full((rows, self.model.spec.hidden_size), float("nan")))
         if batch.step.samples:

@@ -44,7 +44,8 @@ def test_a_page_is_as_large_as_the_largest_kind_needs():
     latent, state = Latent(576, 64, 2), STATE
     plan = plan_cache([latent, state])
     assert [group.kind for group in plan.groups] == ["full", "state"]
-    assert plan.layer_page_bytes(16) == max(16 * 576 * 2, (4 * 16 * 16 + 3 * 64) * 4)
+    largest = max(16 * 576 * 2, (4 * 16 * 16 + 3 * 64) * 4)
+    assert largest <= plan.layer_page_bytes(16) < largest + 576 * 2 and plan.layer_page_bytes(16) % (576 * 2) == 0
 
 
 def test_a_stage_of_a_pipeline_needs_memory_for_its_own_layers():
