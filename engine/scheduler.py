@@ -33,6 +33,7 @@ from quire.engine.validation import check_request
 from quire.worker.messages import NewRequest, StepInput, StepOutput, TokenLogprobs, WorkerReady, longest_request
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
+SCORED_CHUNK = 256  # prompt tokens with log-probabilities in a step that others share: each costs a row of logits
 
 
 @dataclass(slots=True)
@@ -244,6 +245,8 @@ class Scheduler:
         num_new = min(request.num_tokens + request.num_in_flight - request.num_computed_tokens, budget)
         if self.long_prefill_token_threshold and not alone:
             num_new = min(num_new, self.long_prefill_token_threshold)
+        if request.sampling.prompt_logprobs is not None and not alone:
+            num_new = min(num_new, SCORED_CHUNK)
         start = request.num_computed_tokens
         return self.kv.chunk_end(request, start + num_new) - start
 

@@ -80,7 +80,6 @@ class ServerState:
     threads: Threads = field(default_factory=Threads)
     unknown_fields: set[str] = field(default_factory=set)  # already logged
     num_reserved: int = 0  # choices of admitted HTTP requests, until their answers have ended
-    num_reserved_tokens: int = 0  # of their prompts
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -133,18 +132,16 @@ class ServerState:
         return self.model
 
     def require_room(self, num_choices: int = 1, num_tokens: int = 0, param: str | None = None) -> None:
-        """Raises Unavailable when with these more choices would wait than --max-num-queued-reqs, or their prompts
-        (`num_tokens`) have more tokens than
-        --max-num-queued-tokens; BadRequest for the field `param` if it would exceed the limit even on an idle
-        server.
+        """Raises Unavailable if, with `num_choices` more, waiting choices would exceed --max-num-queued-reqs, or, with
+        `num_tokens` more, the tokens of waiting prompts --max-num-queued-tokens; BadRequest for the field `param` if a
+        limit would be exceeded even on an idle server.
         """
         server, load = self.config.server, max(self.client.load, self.num_reserved)
         num_open = load + num_choices
         num_waiting = max(num_open - (self.ready.worker.max_num_seqs if self.ready else 0), 0)
         if stuck := min(self.stats.num_waiting, self.client.load):  # the KV cache is full before all rows are
             num_waiting = max(num_waiting, stuck + num_choices)
-        # an estimate: only the engine knows which requests wait
-        num_waiting_tokens = (self.num_reserved_tokens + num_tokens) * num_waiting // num_open
+        num_waiting_tokens = self.client.num_waiting_tokens + num_tokens if num_waiting else 0
         for count, limit, what, flag in (
             (num_waiting, server.max_num_queued_reqs, "choices of requests", "--max-num-queued-reqs"),
             (num_waiting_tokens, server.max_num_queued_tokens, "tokens of prompts", "--max-num-queued-tokens"),
@@ -158,14 +155,6 @@ class ServerState:
                 raise Unavailable(
                     f"With this request {count} {what} would wait, and the limit is {limit} ({flag}).", retry_after=1
                 )
-
-    def reserve(self, num_choices: int, num_tokens: int) -> None:
-        self.num_reserved += num_choices
-        self.num_reserved_tokens += num_tokens
-
-    def release(self, num_choices: int, num_tokens: int) -> None:
-        self.num_reserved -= num_choices
-        self.num_reserved_tokens -= num_tokens
 
     def require_model(self, name: str | None) -> None:
         """Raises NotFound unless `name` is absent, empty or a served model name."""

@@ -87,8 +87,7 @@ class RequestBoundary:
         finally:
             if not probe:
                 self.state.leave()
-                if room := scope.get("reserved_room"):
-                    self.state.release(*room)
+                self.state.num_reserved -= scope.get("num_reserved", 0)
                 self._log(scope, status, time.perf_counter() - started)
                 if self.state.metrics is not None and status is not None:
                     self.state.metrics.observe_http(

@@ -19,6 +19,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_NESTING = 64  # of JSON that goes through to templates
 MAX_FIELDS = 256  # of one object
+MAX_MEMBERS = 2**16  # of all objects of a body: to decode so many holds the interpreter for some 20 ms
 MAX_UNKNOWN = 100  # names of unknown fields that are remembered
 _NEUTRAL_BYTES = 64  # no neutral value of an unsupported field is longer
 _SHOWN_BYTES = 2**16  # no value is looked up for a message in a longer body
@@ -33,6 +34,8 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
 
     Raises BadRequest; for unknown fields only when `strict`.
     """
+    if _may_have_more_members(body, MAX_MEMBERS):
+        raise BadRequest(f"The body's objects have more than {MAX_MEMBERS} fields in all.")
     try:
         members = _members(body)
         if len(members.get("chat_template_kwargs", b"")) > MAX_TEMPLATE_KWARGS_BYTES:
@@ -57,6 +60,14 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
     if unknown and strict:
         raise BadRequest(f"Unknown parameter: {', '.join(unknown[:10])}.", param=unknown[0], code="unknown_parameter")
     return request, unknown
+
+
+def _may_have_more_members(body: bytes, limit: int) -> bool:
+    """Whether there are more colons, and more strings, than `limit`: every member has one of each."""
+    if body.count(b":") <= limit:
+        return False
+    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # texts have colons, and escaped quotes
+    return without_escapes.count(b'"') // 2 > limit
 
 
 def _deeper_than(value: Any, levels: int) -> bool:

@@ -15,10 +15,10 @@ from quire.server.state import ServerState
 
 def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
     """Raises Unavailable when the queue is full. The outermost middleware releases the room after the answer."""
-    room = sum(one.n for one in requests), sum(one.n * len(one.prompt_token_ids) for one in requests)
-    state.require_room(*room, param)
-    state.reserve(*room)
-    request.scope["reserved_room"] = room
+    num_choices = sum(one.n for one in requests)
+    state.require_room(num_choices, sum(len(one.prompt_token_ids) for one in requests), param)
+    state.num_reserved += num_choices
+    request.scope["num_reserved"] = num_choices
 
 
 def priority(request: Request, given: int | None) -> int:

@@ -96,6 +96,15 @@ def test_long_prefill_token_threshold_holds_while_others_run():
     assert [run_step(scheduler, executor)[0].input.num_scheduled for _ in range(3)] == [[1, 10], [1, 10], [1, 10]]
 
 
+def test_prompts_with_logprobs_come_in_small_chunks_while_others_run(monkeypatch):
+    monkeypatch.setattr("quire.engine.scheduler.SCORED_CHUNK", 10)
+    scheduler, executor = make(max_num_batched_tokens=100)
+    scored = SamplingParams(temperature=0.0, max_tokens=9, prompt_logprobs=0)
+    for name, expected in (("alone", [[60]]), ("not alone", [[1, 10], [1, 10]])):
+        scheduler.add(AddRequest(name, [len(name), *range(59)], scored))
+        assert [run_step(scheduler, executor)[0].input.num_scheduled for _ in expected] == expected
+
+
 def test_requests_of_one_step_share_their_prefix():
     scheduler, executor = make(block_size=4)
     for name in "abc":

@@ -132,7 +132,7 @@ def test_a_full_queue_counts_choices(slow_server):
     assert slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "n": 7}).status_code == 503
     for stream in streams:
         stream.close()
-    poll(lambda: slow_server.state.num_reserved == slow_server.state.num_reserved_tokens == 0)
+    poll(lambda: slow_server.state.num_reserved == slow_server.state.client.num_waiting_tokens == 0)
     # alone, and still too many
     answer = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "n": 13})
     assert (
@@ -159,8 +159,11 @@ def test_a_full_queue_counts_tokens(model_folder):
             and "--max-num-queued-tokens" in answers[0].json()["error"]["message"]
         )
         poll(lambda: server.state.num_reserved == 0)
-        assert is_error(server.http.post("/v1/completions", json=long | {"n": 8}), 400, None, "prompt")
-        assert server.http.post("/v1/completions", json=long).status_code == 200
+        several = {"prompt": [[5] * 400] * 3, "max_tokens": 1}
+        assert is_error(server.http.post("/v1/completions", json=several), 400, None, "prompt")
+        # a prompt counts once for all its choices
+        assert server.http.post("/v1/completions", json=long | {"n": 8}).status_code == 200
+        assert server.state.client.num_waiting_tokens == 0
 
 
 def test_queues_are_bounded_by_default_and_0_takes_the_bound_away(model_folder):

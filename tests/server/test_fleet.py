@@ -309,7 +309,8 @@ def test_the_queue_is_one(model_folder, tmp_path):
         time.sleep(0.5)
         for http in (first, second):
             answer = http.post(CHAT, json=body(0, 1))
-            assert answer.status_code == 503 and "3 choices of requests would wait, and the limit is 2" in answer.text
+            assert answer.status_code == 503, answer.text
+            assert "3 choices of requests would wait, and the limit is 2" in answer.text
         for stream in streams:
             stream.close()
         poll(lambda: second.post(CHAT, json=body(0, 1)).status_code == 200)
@@ -393,12 +394,14 @@ def test_probes_answer_while_it_loads(model_folder, tmp_path):
 
 
 def test_an_engine_that_keeps_dying_ends_the_server(model_folder, tmp_path):
+    """Whatever it runs: each time a new engine has cleared the stream, which is no suspect then."""
     with fleet(model_folder, tmp_path, fake="step_delay=0.02") as server:
         wait_open(server)
-        (http, _) = connections(server)
+        http, probe = (connections(server)[0] for _ in range(2))
         stream = http.send(http.build_request("POST", CHAT, json=body(0, 400) | {"stream": True}), stream=True)
         for number in range(3):
             poll(lambda number=number: server.log.count("the engine is ready again") == number)
+            assert probe.post(CHAT, json=body(0, 1)).status_code == 200
             server.engines()[0].kill()
         assert '"error"' in stream.read().decode()
         assert server.wait() == 1 and "3 times within 60 seconds" in server.log

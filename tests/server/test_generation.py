@@ -283,6 +283,20 @@ def test_a_request_that_the_engine_refuses_is_a_bad_request(tokenizer):
         asyncio.run(collect("r"))
 
 
+def test_a_pile_that_ends_in_a_refusal_is_a_bad_request(tokenizer):
+    """What ends the request is told by the last slice."""
+    outputs = outputs_of([[100] * (2 * SLICE + 1)], "error", error="bad_words: no", error_kind="invalid_request")
+
+    async def main() -> None:
+        generation = Generation(
+            ScriptedClient(outputs), tokenizer, GenerationRequest("r", [5], SamplingParams(max_tokens=1000))
+        )
+        await deltas.collect(deltas.run([generation]), 1)
+
+    with pytest.raises(BadRequest, match="bad_words: no"):
+        asyncio.run(main())
+
+
 class TestRecording:
     def record(self, tokenizer, script, **fields):
         calls = []

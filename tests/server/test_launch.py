@@ -297,7 +297,7 @@ def fail_at_times(*args, **kwargs):
     return popen(*args, **kwargs)
 
 subprocess.Popen = fail_at_times
-from server import supervisor
+from quire.server.engines import supervisor
 supervisor.START_RETRY = 0.3
 """
 

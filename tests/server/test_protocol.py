@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.server.api.openai.protocol import (
@@ -19,6 +19,7 @@ from quire.server.api.openai.protocol import (
     TokenizeRequest,
 )
 from quire.server.errors import BadRequest
+from quire.server.http import parse_body
 from quire.server.http.parse_body import MAX_NESTING, parse
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -219,6 +220,18 @@ def test_neutral_and_harmless_fields_are_accepted_without_a_warning(data):
     assert unknown == []
 
 
+def test_a_body_with_very_many_members_is_not_decoded(monkeypatch):
+    """They may be in any object, known or not; what is in texts does not count."""
+    hello = b'"messages":[{"role":"user","content":"%b"}]'
+    flood = b",".join(b'"%x\\\\":1' % i for i in range(parse_body.MAX_MEMBERS))
+    text = b'a \\"b\\": \\\\' * parse_body.MAX_MEMBERS
+    parse(b"{" + hello % text + b"}", ChatCompletionRequest)
+    monkeypatch.setattr(parse_body, "_members", None)
+    for body in (b"{%b,%b}", b'{%b,"x":{%b}}', b'{%b,"x":[{%b}]}'):
+        with pytest.raises(BadRequest, match="more than 65536 fields in all"):
+            parse(body % (hello % b"", flood), ChatCompletionRequest)
+
+
 def test_unknown_fields_are_collected_or_refused():
     data = {
         "messages": [{"role": "user", "content": "a", "mood": "good"}],
@@ -387,6 +400,7 @@ NAMES = sorted(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # it goes by the clock
 @given(
     st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5),
     st.sampled_from([ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]),

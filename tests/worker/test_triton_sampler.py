@@ -9,6 +9,8 @@ import torch
 pytest.importorskip("triton")
 from quire.worker.cuda import triton_sampler
 from quire.worker.messages import SamplingParams
+from quire.worker.platforms.base import TORCH
+from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling import arithmetic as sampling_math
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_sampler import make_batch, make_sampler
@@ -20,6 +22,12 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(triton_sampler, "TILE", 64)
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch):
+    """The twin is plain torch, also after a test that loaded the native kernels, whose exponential is another."""
+    monkeypatch.setattr(CpuPlatform, "ops", TORCH)
 
 
 def tables(temperatures, seeds):
