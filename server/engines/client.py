@@ -33,7 +33,7 @@ from quire.engine.messages import (
     StepOutputs,
     ToEngine,
 )
-from quire.server.engines.quarantine import Quarantine
+from quire.server.engines.quarantine import Quarantine, until_turn
 
 logger = logging.getLogger("quire.engine_client")
 
@@ -71,6 +71,7 @@ class _Open:
     num_repeated: int = 0  # prompt logprobs that the current engine sends again
     num_received: int = 0  # tokens, from the current engine
     num_crashes: int = 0  # in which it was a suspect
+    num_solo_deaths: int = 0  # as `Suspect` has it
     is_open: bool = True
     sent: bool = False  # to the current engine
     waits: bool = False  # held back until all suspects are cleared
@@ -189,6 +190,9 @@ class EngineClient:
         # engine deaths while our requests were on trial (`quarantine.py`)
         self.num_trial_deaths = 0
         self._quarantine = Quarantine()
+        self._frontend, self._num_frontends = 0, 1
+        self._ready_at = 0.0  # time.monotonic()
+        self._turn_timer: asyncio.TimerHandle | None = None
         self._on_stats = on_stats
         self._on_progress = on_progress
         self._on_connect = on_connect
@@ -202,6 +206,11 @@ class EngineClient:
         self._closed: str | None = None  # why
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+
+    def share(self, frontend: int, num_frontends: int) -> None:
+        """The engine also has requests of other frontends; this one has the number `frontend`."""
+        self._frontend, self._num_frontends = frontend, num_frontends
+        self._quarantine.num_needed = 2 if num_frontends > 1 else 1
 
     # ---- the engine
 
@@ -283,10 +292,9 @@ class EngineClient:
             entry.num_crashes += 1
         for entry in sent[max_num_seqs:]:
             entry.waits = True
-        if on_trial and len(suspects) == 1:
+        if culprit := self._quarantine.culprit:
             self._fail(
-                suspects[0].choice.request_id,
-                f"the engine died {suspects[0].num_crashes} times while it ran this request",
+                culprit.choice.request_id, f"the engine died {culprit.num_crashes} times while it ran this request"
             )
 
     def _wake_waiters(self) -> None:
@@ -347,10 +355,21 @@ class EngineClient:
         """Start the next trial, or release all requests if every suspect is cleared. Called after every output."""
         if self.ready is None or not self._quarantine.active:
             return
+        if self._quarantine.confirms_next and (delay := self._until_turn()):
+            if self._turn_timer is None:
+                self._turn_timer = asyncio.get_running_loop().call_later(delay, self._on_turn)
+            return
         if suspects := self._quarantine.next_trial():
             self._submit(suspects)
         elif not self._quarantine.active:
             self._submit([entry for entry in self._open.values() if entry.waits])
+
+    def _until_turn(self) -> float:
+        return until_turn(time.monotonic() - self._ready_at, self._frontend, self._num_frontends)
+
+    def _on_turn(self) -> None:
+        self._turn_timer = None
+        self._advance_trials()
 
     def _abort(self, request_ids: list[str]) -> None:
         entries = [self._close_request(request_id) for request_id in request_ids if request_id in self._open]
@@ -462,6 +481,7 @@ class EngineClient:
         first = self.ready is None
         self.ready = ready
         if first:
+            self._ready_at = time.monotonic()
             self._submit([entry for entry in self._open.values() if not entry.waits or not self._quarantine.active])
             self._advance_trials()
         self._wake_waiters()

@@ -63,6 +63,8 @@ class ManagedFrontend:
         self.channel = channel
         self.frontend = Frontend(start.config, listener, self._on_open)
         self.clients = self.frontend.connect(lambda engine, stats: None, self._on_progress)
+        for client in self.clients:
+            client.share(start.index, start.config.server.api_server_count)
         self.frontend.state.scrape = self._scrape
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
         self._trial_deaths = [0] * len(self.clients)  # already reported to the parent

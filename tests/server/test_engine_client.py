@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 
@@ -25,6 +26,7 @@ from quire.engine.messages import (
 )
 from quire.server.engines.client import EngineCallError, EngineClient, EngineUnavailable
 from quire.server.engines.process import EngineProcess
+from quire.server.engines.quarantine import Quarantine, until_turn
 from tests.server.fake_engine import FakeEngine, ready
 
 
@@ -420,6 +422,53 @@ class TestRestart:
         with pytest.raises(EngineUnavailable):
             await client.wait_ready()
         assert client.num_open == 0
+
+
+@dataclasses.dataclass
+class One:
+    is_open: bool = True
+    num_received: int = 0
+    num_solo_deaths: int = 0
+
+
+class TestSeveralFrontends:
+    def test_one_that_dies_with_another_frontends_is_not_convicted(self):
+        innocent, killer = One(), One()
+        first, second = Quarantine(num_needed=2), Quarantine(num_needed=2)
+        first.on_death([innocent]), second.on_death([killer])
+        assert first.next_trial() == [innocent] and second.next_trial() == [killer]
+        first.on_death([innocent]), second.on_death([killer])  # both were alone, as far as each frontend knows
+        assert first.culprit is None and second.culprit is None
+        assert first.confirms_next and first.next_trial() == [innocent]  # its turn
+        innocent.num_received = 4
+        assert not first.next_trial() and not first.active
+        assert second.next_trial() == [killer]
+        first.on_death([innocent]), second.on_death([killer])
+        assert first.culprit is None and second.culprit is killer and not second.active
+        assert first.next_trial() == [innocent] and innocent.num_solo_deaths == 0
+
+    def test_turns(self):
+        allowed = [[index for index in range(3) if until_turn(second, index, 3) == 0] for second in range(12)]
+        assert allowed == [[0], [], [1], [], [2], []] * 2
+        assert [until_turn(3.5, index, 3) for index in range(3)] == [2.5, 4.5, 0.5]
+
+    @asynchronous
+    async def test_a_confirmation_waits_for_its_turn(self, monkeypatch):
+        monkeypatch.setattr("quire.server.engines.quarantine.TURN", 0.4)
+        client = EngineClient()
+        client.share(1, 2)
+        answer = asyncio.create_task(TestRestart().collect(client.generate(request("killer"))))
+        for number in range(3):
+            async with FakeEngine() as engine:
+                await client.connect(engine.address)
+                await engine.start()
+                if number == 2:
+                    assert await engine.receives_nothing(0.2)
+                assert (await engine.receive()).request_id == "killer"
+                client.on_dead("boom")
+                assert client.num_open == (number < 2)
+        assert "the engine died 3 times" in (await answer)[-1].error
+        await client.close()
 
 
 class TestRealEngine:
