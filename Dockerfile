@@ -50,10 +50,10 @@ sys.exit(torch.version.cuda and f'error: torch {torch.__version__} is a CUDA bui
 RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/quire/bin/pip install -c constraints.txt -r requirements.txt
 COPY . .
-COPY --from=kernels /kernels/prebuilt ./worker/kernels/prebuilt
+COPY --from=kernels /kernels/prebuilt ./worker/cpu/prebuilt
 RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/quire/bin/pip install -c constraints.txt --no-deps . \
-    && ln -s /opt/quire/lib/python3.*/site-packages/server/health.py /opt/quire/health.py
+    && ln -s /opt/quire/lib/python3.*/site-packages/quire/cli/health.py /opt/quire/health.py
 
 FROM build AS build-cuda
 ARG PIP_INDEX_URL
@@ -66,7 +66,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/quire/bin/pip install -c constraints.txt --no-deps . \
-    && ln -s /opt/quire/lib/python3.*/site-packages/server/health.py /opt/quire/health.py
+    && ln -s /opt/quire/lib/python3.*/site-packages/quire/cli/health.py /opt/quire/health.py
 
 # ---- what both images have in common: a user, a cache, a probe
 

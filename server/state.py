@@ -133,8 +133,8 @@ class ServerState:
 
     def require_room(self, num_choices: int = 1, num_tokens: int = 0, param: str | None = None) -> None:
         """Raises Unavailable if, with `num_choices` more, waiting choices would exceed --max-num-queued-reqs, or, with
-        `num_tokens` more, the tokens of waiting prompts --max-num-queued-tokens; BadRequest for the field `param` if a
-        limit would be exceeded even on an idle server.
+        `num_tokens` more (each choice counts its prompt), the tokens of waiting prompts --max-num-queued-tokens;
+        BadRequest for the field `param` if a limit would be exceeded even on an idle server.
         """
         server, load = self.config.server, max(self.client.load, self.num_reserved)
         num_open = load + num_choices

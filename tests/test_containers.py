@@ -84,7 +84,7 @@ def test_the_kernels_are_built_from_what_their_stage_copies(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout.split()
     assert names == [build.library_prefix(level) for level in build.LEVELS]
-    assert position("build-cpu", "COPY", "/kernels/prebuilt ./worker/kernels/prebuilt") < position(
+    assert position("build-cpu", "COPY", "/kernels/prebuilt ./worker/cpu/prebuilt") < position(
         "build-cpu", "RUN", "--no-deps ."
     )
 
@@ -128,8 +128,8 @@ def test_the_health_check_follows_the_server():
         and "--start-interval=" in check
     )
     for stage in ("build-cpu", "build-cuda"):
-        assert "site-packages/server/health.py /opt/quire/health.py" in STAGES[stage][-1][1]
-    assert (ROOT / "server" / "health.py").is_file()
+        assert "site-packages/quire/cli/health.py /opt/quire/health.py" in STAGES[stage][-1][1]
+    assert (ROOT / "cli" / "health.py").is_file()
     environment = dict(
         pair.split("=", 1) for key, rest in STAGES["base"] if key == "ENV" for pair in rest.split() if "=" in pair
     )

@@ -54,9 +54,7 @@ class _Prompt:
     """The state that the choices of a request share."""
 
     request: AddRequest
-    num_open: int
     created: float  # time.monotonic()
-    computed: bool = False  # a choice has had an output
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +71,7 @@ class _Open:
     num_crashes: int = 0  # in which it was a suspect
     num_solo_deaths: int = 0  # as `Suspect` has it
     is_open: bool = True
+    computed: bool = False  # the prompt, because there was an output
     sent: bool = False  # to the current engine
     waits: bool = False  # held back until all suspects are cleared
 
@@ -185,7 +184,8 @@ class EngineClient:
         self.dead: str | None = None
         self.num_messages = 0  # received, from all engines
         self.num_elsewhere = 0  # open requests of other frontends at the engine, as last reported
-        # of our prompts without any output yet; a prompt counts once for all its choices
+        # of the prompts of our choices without any output yet; each choice counts, because it needs rows and steps of
+        # its own even if it finds the prompt in the cache
         self.num_waiting_tokens = 0
         # engine deaths while our requests were on trial (`quarantine.py`)
         self.num_trial_deaths = 0
@@ -325,8 +325,8 @@ class EngineClient:
         if taken := [choice.request_id for choice in choices if choice.request_id in self._open]:
             raise ValueError(f"request_id {taken[0]!r} is in use")
         stream = OutputStream(self, [choice.request_id for choice in choices])
-        prompt = _Prompt(request, len(choices), time.monotonic())
-        self.num_waiting_tokens += len(request.prompt_token_ids)
+        prompt = _Prompt(request, time.monotonic())
+        self.num_waiting_tokens += len(choices) * len(request.prompt_token_ids)
         entries = [_Open(prompt, choice, stream, waits=self._quarantine.active) for choice in choices]
         self._open |= {entry.choice.request_id: entry for entry in entries}
         if self._closed is not None:
@@ -383,16 +383,14 @@ class EngineClient:
     def _close_request(self, request_id: str) -> _Open:
         entry = self._open.pop(request_id)
         entry.is_open = False
-        entry.prompt.num_open -= 1
-        if not entry.prompt.num_open:
-            self._note_computed(entry.prompt)
+        self._note_computed(entry)
         return entry
 
-    def _note_computed(self, prompt: _Prompt) -> None:
-        """The prompt was processed, or is no longer needed."""
-        if not prompt.computed:
-            prompt.computed = True
-            self.num_waiting_tokens -= len(prompt.request.prompt_token_ids)
+    def _note_computed(self, entry: _Open) -> None:
+        """The choice's prompt was processed, or is no longer needed."""
+        if not entry.computed:
+            entry.computed = True
+            self.num_waiting_tokens -= len(entry.prompt.request.prompt_token_ids)
 
     # ---- utility calls
 
@@ -462,7 +460,7 @@ class EngineClient:
             return
         entry.output_token_ids.extend(output.new_token_ids)
         entry.num_received += len(output.new_token_ids)
-        self._note_computed(entry.prompt)
+        self._note_computed(entry)
         if output.prompt_logprobs is not None:
             output = self._without_repeated(entry, output)
         if output.finish_reason is not None:

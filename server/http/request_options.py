@@ -16,7 +16,7 @@ from quire.server.state import ServerState
 def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
     """Raises Unavailable when the queue is full. The outermost middleware releases the room after the answer."""
     num_choices = sum(one.n for one in requests)
-    state.require_room(num_choices, sum(len(one.prompt_token_ids) for one in requests), param)
+    state.require_room(num_choices, sum(one.n * len(one.prompt_token_ids) for one in requests), param)
     state.num_reserved += num_choices
     request.scope["num_reserved"] = num_choices
 

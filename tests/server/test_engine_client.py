@@ -154,22 +154,22 @@ class TestRequests:
             assert client.num_open == 1
 
     @asynchronous
-    async def test_waiting_prompts_are_counted_once_for_all_choices(self):
+    async def test_waiting_prompts_are_counted(self):
         async with connected() as (client, engine):
             a, b, c = (
                 client.generate(request(name, prompt=range(size), siblings=[Choice(name * 2, 1)]))
                 for name, size in (("a", 10), ("b", 20), ("c", 40))
             )
-            assert (client.num_open, client.num_waiting_tokens) == (6, 70)
+            assert (client.num_open, client.num_waiting_tokens) == (6, 140)
             for _ in range(3):
                 await engine.receive()
             await engine.output("aa", 1)
             assert (await anext(a)).new_token_ids == [1]
-            assert (client.num_open, client.num_waiting_tokens) == (6, 60)
+            assert (client.num_open, client.num_waiting_tokens) == (6, 130)
             b.abort("b")
-            assert (client.num_open, client.num_waiting_tokens) == (5, 60)
+            assert (client.num_open, client.num_waiting_tokens) == (5, 110)
             await b.aclose()
-            assert (client.num_open, client.num_waiting_tokens) == (4, 40)
+            assert (client.num_open, client.num_waiting_tokens) == (4, 90)
             await a.aclose()
             await c.aclose()
             assert (client.num_open, client.num_waiting_tokens) == (0, 0)
