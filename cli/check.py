@@ -28,7 +28,7 @@ def check(config: Config) -> int:
 
 def plan(config: Config) -> str:
     """The memory plan and the choices, as `quire serve` shows them. Raises ValueError as it would."""
-    from quire.server.api.openai.sampling import read_sampling_defaults
+    from quire.server.generate.sampling import read_sampling_defaults
     from quire.server.text.tokenizer import Tokenizer
 
     options = config.model

@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.configs.config import Config
-from quire.server.api.openai import prepare as intake
-from quire.server.api.openai.chat import chat_completions, prompt_ids
+from quire.server.api.openai.chat import chat_completions
 from quire.server.api.openai.completions import completions
 from quire.server.api.openai.protocol import (
     ChatCompletion,
@@ -32,6 +31,7 @@ from quire.server.api.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from quire.server.api.openai.translate import conversation
 from quire.server.errors import (
     ApiError,
     BadRequest,
@@ -41,17 +41,19 @@ from quire.server.errors import (
     error_body,
     internal_error_body,
 )
+from quire.server.generate.prepare import encode_conversation, encode_texts
 from quire.server.http.middleware import ApiKeys, Hosts, is_loopback, note_refusal
+from quire.server.http.read_body import require_deliberate, take
 from quire.server.http.sse import ClientGone, JsonResponse
 from quire.server.state import ServerState
 from quire.server.web.pages import add_pages
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-CLIENT_CLOSED = 499  # nginx's code, for the log: nobody is left to read the answer
+CLIENT_CLOSED = 499  # nginx's code, for the log: the client has disconnected
 
 
 def create_app(state: ServerState) -> ASGIApp:
-    """The routes over `state`, behind the layers that the configuration asks for. `Edge` goes around it all."""
+    """The routes over `state`, wrapped in the configured middleware. `RequestBoundary` is added around it."""
     app = FastAPI(title="quire", version=state.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = state
     for path, handler, methods, body, answer in ROUTES:
@@ -117,7 +119,7 @@ async def model(request: Request) -> Response:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     model = state.config.model.model
-    # a folder of the operator's is nobody's business
+    # do not reveal the operator's paths
     root = os.path.basename(os.path.normpath(model)) if os.path.isabs(model) else model
     return ModelCard(id=name, created=state.created, root=root, max_model_len=state.model and state.model.max_model_len)
 
@@ -128,7 +130,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or a conversation."""
     state = request.app.state.server
-    return JsonResponse(await intake.take(request, TokenizeRequest, state, lambda body: _tokenized(body, state)))
+    return JsonResponse(await take(request, TokenizeRequest, state, lambda body: _tokenized(body, state)))
 
 
 def _tokenized(body: TokenizeRequest, state: ServerState) -> bytes:
@@ -137,9 +139,9 @@ def _tokenized(body: TokenizeRequest, state: ServerState) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("Give exactly one of prompt and messages.", param="prompt")
     if body.messages is not None:
-        ids = prompt_ids(body, state)
+        ids = encode_conversation(conversation(body), state, bool(body.add_special_tokens), may_truncate=True)
     else:
-        ids = intake.encode([body.prompt], body.add_special_tokens is not False, state, "prompt", may_truncate=True)[0]
+        ids = encode_texts([body.prompt], state, body.add_special_tokens is not False, "prompt", may_truncate=True)[0]
     strings = [state.tokenizer.vocabulary_entry(token_id) for token_id in ids] if body.return_token_strs else None
     return msgspec.json.encode(TokenizeResponse(len(ids), model.max_model_len, ids, strings))
 
@@ -147,7 +149,7 @@ def _tokenized(body: TokenizeRequest, state: ServerState) -> bytes:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state = request.app.state.server
-    return JsonResponse(await intake.take(request, DetokenizeRequest, state, lambda body: _detokenized(body, state)))
+    return JsonResponse(await take(request, DetokenizeRequest, state, lambda body: _detokenized(body, state)))
 
 
 def _detokenized(body: DetokenizeRequest, state: ServerState) -> bytes:
@@ -186,7 +188,7 @@ async def metrics(request: Request) -> Response:
     try:
         page = state.metrics.render() if state.scrape is None else await state.scrape()
     except TimeoutError:
-        raise Unavailable("The other frontends did not say in time what they have counted.") from None
+        raise Unavailable("The other frontends did not report their metrics in time.") from None
     return Response(page, media_type=METRICS_TYPE)
 
 
@@ -222,7 +224,7 @@ def _shown(config: Config) -> dict[str, Any]:
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget cached prefixes; `success` is false when running requests hold them."""
-    intake.require_deliberate(request)
+    require_deliberate(request)
     state = request.app.state.server
     state.require_ready()
     try:
@@ -237,7 +239,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
-    # worth another try elsewhere
+    # clients should retry on another server
     if isinstance(error, EngineError) and request.app.state.server.status in ("draining", "failed"):
         error = Unavailable(error.message, code="shutting_down", retry_after=5)
     note_refusal(request.scope, error)
@@ -257,7 +259,7 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
 
 
 def _hint(path: str) -> str:
-    """Where a route was probably meant: one under /v1, or without a slash too many."""
+    """The path that was probably meant: under /v1, or without duplicate slashes."""
     plain = "/" + "/".join(part for part in path.split("/") if part)
     known = {route[0] for route in ROUTES}
     meant = next((candidate for candidate in (plain, f"/v1{plain}") if candidate in known and candidate != path), None)

@@ -1,10 +1,10 @@
 """Every error the API answers with, in OpenAI's one shape: `{"error": {"message", "type", "param", "code"}}`.
 
 ApiError
-+-- BadRequest            400  the caller can mend it; `param` names the field by its dotted path
++-- BadRequest            400  the client can correct it; `param` names the field by its dotted path
 |   +-- ContextLengthExceeded  code context_length_exceeded
 +-- Unauthorized          401  code invalid_api_key
-+-- Forbidden             403  a Host that is not ours
++-- Forbidden             403  a Host header that is not allowed
 +-- NotFound              404  code model_not_found, or none for a route
 +-- PayloadTooLarge       413
 +-- UnsupportedMediaType  415
@@ -20,7 +20,7 @@ import msgspec
 class ApiError(Exception):
     """An answer other than 200.
 
-    `message` is written for the caller: never a traceback, a path or an address of ours.
+    The client sees `message`: it must not contain tracebacks, paths or addresses of the server.
     """
 
     status = 500
@@ -87,7 +87,7 @@ class EngineError(ApiError):
 
 
 class Unavailable(ApiError):
-    """`retry_after` is in seconds; the `code` says which kind: model_loading, overloaded, shutting_down, engine_dead."""
+    """`retry_after` is in seconds; `code` is model_loading, overloaded, shutting_down or engine_dead."""
 
     status = 503
     code = "overloaded"
@@ -110,7 +110,7 @@ def error_body(message: str, type: str, param: str | None = None, code: str | No
 
 
 def internal_error_body() -> bytes:
-    """For exceptions nobody expected: the log has the traceback, the caller learns only that it is our fault."""
+    """For unexpected exceptions: the traceback is in the log, not in the answer."""
     return error_body(
         "The server failed to process the request; its log says why.", "server_error", None, "internal_error"
     )

@@ -1,16 +1,14 @@
 """`quire serve`: the composition root. Opens the port, starts the engine, loads the tokenizer, serves, and ends in
 order.
 
-The port and the engine come first, before the imports that take time: clients see `/live` while everything else is
-still on its way.
+The port and the engine come first, before the imports that take time: clients can read `/live` while everything else
+is loading.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
 import logging
 import os
 import signal
@@ -18,21 +16,22 @@ import socket
 import stat
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from quire.configs.config import Config, ServerConfig
-from quire.configs.files import check_model_folder
 from quire.configs.sources import embedded_model
 from quire.engine.messages import EngineStats, Ready
-from quire.server.engines.process import EngineProcess
-from quire.server.engines.supervisor import EngineFailed, Supervisor, in_thread
+from quire.server.engines.supervisor import EngineFailed
 from quire.server.frontends.frontend import Frontend, configure_logging
-from quire.server.startup import address_file, hub
+from quire.server.frontends.handle import FrontendHandle
+from quire.server.startup import address_file
 from quire.server.startup.descriptors import BACKLOG, raise_descriptor_limit
+from quire.server.startup.engine_group import EngineGroup
+
+if TYPE_CHECKING:
+    from quire.server.metrics.stats_log import StatsLog
 
 logger = logging.getLogger("quire")
-
-TERMINATE_TIMEOUT = 5.0  # seconds for the engine to end
 
 
 def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
@@ -71,7 +70,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
 
 
 def _announce_address(path: str, listener: socket.socket) -> None:
-    """The server is of use without the file, so that it cannot be written is no reason to end."""
+    """A file that cannot be written is only logged: the server is usable without it."""
     try:
         address_file.write_address(path, listener)
     except OSError as error:
@@ -87,14 +86,14 @@ async def _run(config: Config, listener: socket.socket, started: float) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, launcher.on_signal, number)
     code = await launcher.run()
-    if launcher.folder is None:  # a download goes on in threads that cannot be stopped, and that Python would wait for
+    if launcher.engines.folder is None:  # download threads cannot be stopped, and Python would wait for them
         logging.shutdown()
         os._exit(code)
     return code
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket; from here on connections wait instead of being refused. Raises OSError."""
+    """A listening socket: connections wait in its backlog until the server accepts. Raises OSError."""
     if config.uds:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         _remove_stale_socket(config.uds)
@@ -116,7 +115,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def _remove_stale_socket(path: str) -> None:
-    """What a server that was killed left behind. A living one keeps its socket, and bind fails."""
+    """Delete the socket of a server that was killed. If a server still listens on it, `bind` fails."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -125,9 +124,9 @@ def _remove_stale_socket(path: str) -> None:
 
 
 class Launcher:
-    """One life of the server process: starts the engines and watches over them.
+    """Runs the server: starts the engines and the frontend, and shuts both down.
 
-    `front` is what clients talk to, in this process or in several others.
+    `frontend` serves clients, in this process or in several others.
     """
 
     def __init__(self, config: Config, listener: socket.socket, started: float):
@@ -135,130 +134,62 @@ class Launcher:
         shared.
         """
         self.config, self.listener, self.started = config, listener, started
-        self.engines: list[EngineProcess] = []
-        self.supervisors: list[Supervisor] = []
-        self.stats_logs: list[Any] = []  # one per engine, once clients are served
+        self.engines = EngineGroup(config)
+        self.stats_logs: list[StatsLog] = []  # one per engine, once clients are served
         self.announced = False
         self.stop = asyncio.Event()
-        self.folder = hub.local_folder(config.model.model)
-        if self.folder is not None:
-            self._start_engines()
-        self.front = self._make_front()
+        self.engines.start_if_local()
+        self.frontend = self._make_frontend()
 
-    def _start_engines(self) -> None:
-        """Raises ValueError for a folder that holds no model, and when the system has no room for a process."""
-        check_model_folder(self.folder)
-        config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=self.folder))
-        for index in range(config.parallel.data_parallel_size):
-            engine = EngineProcess(config, index)
-            try:
-                engine.start()
-            except OSError as error:
-                engine.kill()
-                raise ValueError(f"the engine cannot be started: {error.strerror}") from error
-            self.engines.append(engine)
-
-    def _make_front(self) -> Any:
+    def _make_frontend(self) -> FrontendHandle:
         if self.config.server.api_server_count == 1:
             return Frontend(self.config, self.listener, self._on_open)
-        from quire.server.frontends.parent import Fleet
+        from quire.server.frontends.parent import FrontendGroup
 
-        return Fleet(self.config, self.listener, self._on_open)
+        return FrontendGroup(self.config, self.listener, self._on_open)
 
     async def run(self) -> int:
         """Serve until stopped; the exit code."""
-        serving = asyncio.create_task(self.front.serve())
-        living = asyncio.create_task(self._live())
+        serving = asyncio.create_task(self.frontend.serve())
+        running = asyncio.create_task(self._run_engines())
         stopping = asyncio.create_task(self.stop.wait())
-        await asyncio.wait({serving, living, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             code = await self._drain()
         else:
-            code = await self._fail((living if living.done() else serving).exception())
-        living.cancel()
+            code = await self._fail((running if running.done() else serving).exception())
+        running.cancel()
         stopping.cancel()
-        await asyncio.gather(living, stopping, return_exceptions=True)
-        await asyncio.gather(
-            *(in_thread(functools.partial(engine.terminate, TERMINATE_TIMEOUT)) for engine in self._current_engines())
-        )
-        await self.front.end()
+        await asyncio.gather(running, stopping, return_exceptions=True)
+        await self.engines.terminate()
+        await self.frontend.end()
         await asyncio.gather(serving, return_exceptions=True)
         return code
 
     # ---- start
 
-    async def _live(self) -> None:
-        """From the first phase on to the watch over the ready engine.
-
-        Ends only by raising: ValueError, EngineFailed.
-        """
+    async def _run_engines(self) -> None:
+        """Ends only by raising: ValueError, EngineFailed."""
         from quire.server.startup.progress import StartProgress
 
         self.shown = StartProgress()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                if self.folder is None:
-                    self._progress("resolving model", 0.0)
-                    self.folder = await self._resolve(self.config.model.model)
-                    self._start_engines()
-                clients = self.front.connect(self._on_stats, self._on_progress)
-                self.supervisors = [
-                    Supervisor(
-                        engine.config,
-                        engine,
-                        client,
-                        self._on_ready,
-                        functools.partial(self.front.on_death, engine.index),
-                    )
-                    for engine, client in zip(self.engines, clients, strict=True)
-                ]
-                for supervisor in self.supervisors:
-                    tasks.create_task(supervisor.run())
-                tasks.create_task(self._load_tokenizer())
-        except ExceptionGroup as errors:  # one error: the other tasks were cancelled for it
-            raise errors.exceptions[0] from None
+            await self.engines.run(self.frontend, self._on_ready, self._on_stats, self._progress)
         finally:
             self.shown.close()
 
-    async def _resolve(self, model: str, tokenizer_only: bool = False) -> str:
-        loop, options = asyncio.get_running_loop(), self.config.model
-
-        def progress(phase: str, fraction: float) -> None:
-            loop.call_soon_threadsafe(self._progress, phase, fraction)
-
-        return await in_thread(
-            lambda: hub.resolve(
-                model,
-                revision=None if tokenizer_only else options.revision,
-                download_dir=options.download_dir,
-                tokenizer_only=tokenizer_only,
-                progress=progress,
-            )
-        )
-
-    async def _load_tokenizer(self) -> None:
-        options = self.config.model
-        folder = (
-            self.folder if options.tokenizer is None else await self._resolve(options.tokenizer, tokenizer_only=True)
-        )
-        await self.front.load_tokenizer(self.folder, folder)
-
-    def _on_progress(self, engine: int, progress: Any) -> None:
-        if engine == 0:  # one bar is enough: the others do the same
-            self._progress(progress.phase, progress.fraction)
-
     def _progress(self, phase: str, fraction: float) -> None:
-        self.front.progress(phase, fraction)
+        self.frontend.progress(phase, fraction)
         self.shown.update(phase, fraction)
 
     def _on_ready(self, again: bool) -> None:
-        """An engine is up, for the first time or again."""
-        self.front.open()
+        """Called when an engine becomes ready, for the first time or `again` after a restart."""
+        self.frontend.open()
         if again:
             logger.info("the engine is ready again")
 
     def _on_open(self, ready: Ready) -> None:
-        """Clients are served from now on."""
+        """Called when requests are served for the first time."""
         from quire.server.startup.plan_table import plan_table
 
         self.shown.close()
@@ -271,7 +202,7 @@ class Launcher:
         from quire.server.metrics.stats_log import StatsLog
 
         self.stats_logs = [
-            StatsLog(self.config.server.log_stats_interval, device, engine.index) for engine in self.engines
+            StatsLog(self.config.server.log_stats_interval, device, engine.index) for engine in self.engines.processes
         ]
         self.logging = [asyncio.create_task(log.run()) for log in self.stats_logs]
 
@@ -289,70 +220,65 @@ class Launcher:
         )
         key = " -H 'Authorization: Bearer KEY'" if self.config.server.api_key else ""
         logger.info(
-            """try: %s %s/v1/chat/completions -H 'Content-Type: application/json'%s -d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
+            "try: %s %s/v1/chat/completions -H 'Content-Type: application/json'%s "
+            """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
             curl,
             base,
             key,
         )
-        if self.folder == embedded_model():
+        if self.engines.folder == embedded_model():
             logger.info(
-
-                    "this is the small model that comes with quire, for trying things out; serve another with: quire "
-                    "serve Qwen/Qwen3-0.6B (a Hub id or a folder)"
-
+                "this is the small model included with quire, for trials; to serve another model: quire "
+                "serve Qwen/Qwen3-0.6B (a Hub id or a folder)"
             )
 
     # ---- life
 
     def _on_stats(self, engine: int, stats: EngineStats) -> None:
-        self.front.observe_stats(engine, stats)
+        self.frontend.observe_stats(engine, stats)
         if self.stats_logs:
             self.stats_logs[engine].observe(stats)
 
     # ---- end
 
-    def _current_engines(self) -> list[EngineProcess]:
-        return [supervisor.engine for supervisor in self.supervisors] or self.engines
-
     def on_signal(self, number: int) -> None:
-        """The first ends the server in order, the second at once."""
+        """Drain on the first signal, exit immediately on the second."""
         name = signal.Signals(number).name
         if self.stop.is_set():
-            logger.warning("%s again: ending at once", name)
-            for engine in self._current_engines():
-                engine.kill()
-            self.front.kill()
+            logger.warning("%s again: exiting immediately", name)
+            self.engines.kill()
+            self.frontend.kill()
             logging.shutdown()
             os._exit(128 + number)
-        self.front.refuse()
+        self.frontend.refuse()
         self.stop.set()
         logger.info(
-            "%s: no new requests; %d in flight get %g s to finish (once more ends at once)",
+            "%s: draining: %d requests in flight have %g s to finish; send the signal again to exit immediately",
             name,
-            self.front.num_in_flight,
+            self.frontend.num_in_flight,
             self.config.server.shutdown_timeout,
         )
 
     async def _drain(self) -> int:
-        await self.front.drain()
-        logger.info("ended")
+        await self.frontend.drain()
+        logger.info("shutdown complete")
         return 0
 
     async def _fail(self, error: BaseException | None) -> int:
-        """The engine cannot be kept alive, or the model not be had."""
+        """Shut down: the engine keeps dying or the model cannot be loaded."""
         reason = str(error) or type(error).__name__
         logger.error(
             "cannot %s: %s",
-            "go on" if self.announced else "start",
+            "continue" if self.announced else "start",
             reason,
             exc_info=None if isinstance(error, (ValueError, EngineFailed)) else error,
         )
-        await self.front.fail(reason)
+        await self.frontend.fail(reason)
         return 1
 
 
 def _seconds_since_exec() -> float:
-    """How long this process has existed: Python's own start counts, too. 0 where the system does not say."""
+    """The age of this process, Python's own start included; 0 on systems without /proc."""
     try:
         with open("/proc/self/stat", encoding="ascii") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

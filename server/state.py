@@ -1,6 +1,6 @@
-"""What the routes know about the server: phase of its life, the served model, and the engine client.
+"""What the routes know about the server: its status, the served model, and the engine client.
 
-Written by `frontend.py`, `launch.py` and `fleet_member.py` alone.
+Written only by `frontends/frontend.py`, `frontends/member.py` and `startup/runtime.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Ready
 from quire.server.errors import BadRequest, NotFound, Unavailable
 from quire.server.http.threads import Threads
+
+if TYPE_CHECKING:
+    from quire.server.engines.handle import EngineHandle
+    from quire.server.metrics.sink import MetricsSink
+    from quire.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +34,13 @@ class ModelInfo:
     eos_token_ids: list[int]
     sampling_defaults: dict[str, Any]  # from generation_config.json, by our parameter names
     max_logprobs: int  # -1: no limit
-    priorities: bool  # whether the scheduler heeds them
+    priorities: bool  # whether the scheduler uses them
 
 
 def known_token_ids(token_ids: list[int], vocab_size: int) -> list[int]:
-    """The end-of-sequence ids that the model can sample.
+    """The end-of-sequence ids that the model can sample; others are logged and dropped.
 
-    Some models name others, which the tokenizer has beyond the vocabulary.
+    Some models list ids beyond their vocabulary.
     """
     known = [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
     if len(known) < len(token_ids):
@@ -52,29 +57,29 @@ class ServerState:
     """One per server process."""
 
     config: Config
-    names: list[str]  # the model answers to these; the first is the one in responses
+    names: list[str]  # of the model; the first one is used in responses
     version: str
     system_fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
     phase: str = "starting"
     fraction: float = 0.0  # of the phase
     model: ModelInfo | None = None
-    tokenizer: Any = None
-    client: Any = None
-    metrics: Any = None
+    tokenizer: Tokenizer | None = None
+    client: EngineHandle | None = None
+    metrics: MetricsSink | None = None
     ready: Ready | None = None  # None while loading, and again while a new engine starts
     stats: EngineStats = field(default_factory=EngineStats)  # the engine's latest gauges
     draining: bool = False
     failure: str | None = None  # why the engine is gone for good
     stalled: str | None = None  # why the engine seems to hang
-    num_in_flight: int = 0  # HTTP requests being answered, probes aside
-    num_in_flight_elsewhere: int = 0  # by other frontends, as we were last told
-    # asks for the metrics of all frontends, where there are several; raises TimeoutError
+    num_in_flight: int = 0  # HTTP requests being answered, except probes
+    num_in_flight_elsewhere: int = 0  # in other frontends, as last reported
+    # the metrics of all frontends, if there are several; raises TimeoutError
     scrape: Callable[[], Awaitable[bytes]] | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while num_in_flight is 0
     threads: Threads = field(default_factory=Threads)
-    unknown_fields: set[str] = field(default_factory=set)  # of requests, that the log has named
-    num_reserved: int = 0  # choices of the HTTP requests that were let in, until their answers have ended
+    unknown_fields: set[str] = field(default_factory=set)  # already logged
+    num_reserved: int = 0  # choices of admitted HTTP requests, until their answers have ended
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -112,13 +117,13 @@ class ServerState:
         return body
 
     def require_ready(self) -> ModelInfo:
-        """Raises Unavailable when no request can be taken now."""
+        """Raises Unavailable if no request can be accepted now."""
         match self.status:
             case "failed":
                 raise Unavailable("The engine has failed and the server is ending.", code="engine_dead", retry_after=10)
             case "draining":
                 raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
-            case "loading" if self.model is None:  # what comes while an engine is replaced waits for the next one
+            case "loading" if self.model is None:  # during a restart requests wait for the new engine
                 raise Unavailable(
                     f"The model is loading: {self.phase} {100 * self.fraction:.0f}%.",
                     code="model_loading",
@@ -127,14 +132,14 @@ class ServerState:
         return self.model
 
     def require_room(self, num_choices: int = 1, num_tokens: int = 0, param: str | None = None) -> None:
-        """Raises Unavailable if with these more choices more would wait than --max-num-queued-reqs, or with their
-        prompts (`num_tokens`, each choice counting) more tokens than --max-num-queued-tokens; BadRequest for the field `param` if that were
-        so without other requests, too.
+        """Raises Unavailable if, with `num_choices` more, waiting choices would exceed --max-num-queued-reqs, or, with
+        `num_tokens` more (each choice counts its prompt), the tokens of waiting prompts --max-num-queued-tokens;
+        BadRequest for the field `param` if a limit would be exceeded even on an idle server.
         """
         server, load = self.config.server, max(self.client.load, self.num_reserved)
         num_open = load + num_choices
         num_waiting = max(num_open - (self.ready.worker.max_num_seqs if self.ready else 0), 0)
-        if stuck := min(self.stats.num_waiting, self.client.load):  # the memory is full before all rows are
+        if stuck := min(self.stats.num_waiting, self.client.load):  # the KV cache is full before all rows are
             num_waiting = max(num_waiting, stuck + num_choices)
         num_waiting_tokens = self.client.num_waiting_tokens + num_tokens if num_waiting else 0
         for count, limit, what, flag in (
@@ -152,7 +157,7 @@ class ServerState:
                 )
 
     def require_model(self, name: str | None) -> None:
-        """Raises NotFound unless `name` is absent, empty or one of ours."""
+        """Raises NotFound unless `name` is absent, empty or a served model name."""
         if name and name not in self.names:
             known = ", ".join(f"'{known}'" for known in self.names)
             raise NotFound(

@@ -46,7 +46,7 @@ def check_crowds(server) -> None:
     assert len({choices[0].text for choices in alone}) > 2 * len(QUESTIONS)
     together, seconds = crowd(server, bodies)
     killed, _ = crowd(server, bodies, lambda: server.engine().kill(), after=seconds / 2)
-    assert "the engine died (signal SIGKILL)" in server.log
+    assert "engine 0 died (signal SIGKILL)" in server.log
     for how, answers in (("in a crowd", together), ("after a kill", killed)):
         changed = [number for number in range(STREAMS) if answers[number][0].text != alone[number][0].text]
         assert not changed, f"{how}: {changed}"

@@ -27,12 +27,12 @@ from hypothesis import strategies as st
 from benchmarks.hostile_bodies import CHAT, crowd, memory
 from quire.cli.bench.process import ServerProcess, free_port
 from quire.server.api.openai.protocol import (
-    MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from quire.server.generate.limits import MAX_PROMPTS
 from tests.server.conftest import poll
 
 PATHS = {

@@ -1,7 +1,7 @@
-"""The server's end of the engine socket: requests out, outputs back to whoever waits for them.
+"""The server's end of the engine socket: sends requests, and routes outputs to their streams.
 
-What is open lives here, not in the engine: each request with the ids it has so far. So a new engine gets everything
-that the dead one had, and the streams go on where they stopped.
+The client keeps every open request with the token ids it has so far, and resubmits it after the engine died: the
+streams continue where they stopped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RECONNECT_MS = 20  # between attempts while the engine's socket is not there ye
 
 
 class EngineUnavailable(RuntimeError):
-    """There is no engine to ask, or it died before it answered."""
+    """No engine is ready, or it died before it answered."""
 
 
 class EngineCallError(RuntimeError):
@@ -51,7 +51,7 @@ class EngineCallError(RuntimeError):
 
 @dataclass(slots=True)
 class _Prompt:
-    """What the choices of a request have in common."""
+    """The state that the choices of a request share."""
 
     request: AddRequest
     created: float  # time.monotonic()
@@ -59,27 +59,27 @@ class _Prompt:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A choice without its last output."""
+    """A choice that is not finished."""
 
     prompt: _Prompt
-    choice: Choice  # as it was at first
+    choice: Choice  # as first sent
     stream: OutputStream
     output_token_ids: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0  # received
-    num_repeated: int = 0  # prompt logprobs that the present engine sends a second time
-    num_received: int = 0  # tokens, from the engine that it was last sent to
+    num_repeated: int = 0  # prompt logprobs that the current engine sends again
+    num_received: int = 0  # tokens, from the current engine
     num_crashes: int = 0  # in which it was a suspect
     num_solo_deaths: int = 0  # as `Suspect` has it
     is_open: bool = True
-    computed: bool = False  # the prompt, as there was an output
-    sent: bool = False  # to the present engine
-    waits: bool = False  # until suspects are cleared, perhaps itself
+    computed: bool = False  # the prompt, because there was an output
+    sent: bool = False  # to the current engine
+    waits: bool = False  # held back until all suspects are cleared
 
 
 class OutputStream:
-    """The outputs of one request, or of the n choices of one, as they come.
+    """The outputs of all n choices of a request, as they arrive.
 
-    What piled up while the reader was busy is one output per choice.
+    Outputs that arrive while the reader is busy are merged into one per choice.
     """
 
     __slots__ = ("_client", "_pending", "_unfinished", "_waiter")
@@ -109,11 +109,11 @@ class OutputStream:
 
     @property
     def engine(self) -> int:
-        """The index of the engine that it comes from."""
+        """The index of the engine that runs the request."""
         return self._client.index
 
     def abort(self, request_id: str) -> None:
-        """No further output of this choice, and none to compute. Idempotent."""
+        """Abort one choice. Idempotent."""
         if request_id in self._unfinished:
             self._unfinished.discard(request_id)
             self._pending.pop(request_id, None)
@@ -137,7 +137,7 @@ class OutputStream:
 
 
 def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
-    """Both as one, `b` being later. Takes over the lists of `a`, so that a long pile costs no more than its length."""
+    """`a` followed by `b`. Extends the lists of `a` in place, so that merging many outputs takes linear time."""
     a.new_token_ids.extend(b.new_token_ids)
     return EngineOutput(
         a.request_id,
@@ -161,11 +161,12 @@ def _extend(a: list | None, b: list | None) -> list | None:
 
 
 class EngineClient:
-    """One engine at a time. All methods belong to one event loop.
+    """Connected to one engine at a time. All methods must be called on one event loop.
 
-    `index` is its number among several. `progress`, `ready` and `dead` are what the present engine last said about
-    itself. `on_stats` and `on_progress` are called as messages arrive. After the death of an engine its requests are
-    sent to the next one as `quarantine.py` says.
+    `index` is the engine's number. `progress`, `ready` and `dead` are the current engine's last messages about itself.
+    `on_stats` and `on_progress` are called as messages arrive, `on_connect` with each new engine's address, `on_death`
+    with the reason of each death. After the death of an engine its requests are sent to the next one as `quarantine.py`
+    says.
     """
 
     def __init__(
@@ -173,17 +174,20 @@ class EngineClient:
         on_stats: Callable[[EngineStats], None] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         index: int = 0,
+        *,
+        on_connect: Callable[[str], None] | None = None,
+        on_death: Callable[[str], None] | None = None,
     ):
         self.index = index
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.dead: str | None = None
         self.num_messages = 0  # received, from all engines
-        self.num_elsewhere = 0  # open requests that other servers have at the engine, as far as we were told
-        # of the prompts of our choices that have had no output yet; each choice counts, as it needs rows and steps of
-        # its own also where it finds the prompt in the cache
+        self.num_elsewhere = 0  # open requests of other frontends at the engine, as last reported
+        # of the prompts of our choices without any output yet; each choice counts, because it needs rows and steps of
+        # its own even if it finds the prompt in the cache
         self.num_waiting_tokens = 0
-        # of engines, while they tried requests of ours that were suspected of the death before
+        # engine deaths while our requests were on trial (`quarantine.py`)
         self.num_trial_deaths = 0
         self._quarantine = Quarantine()
         self._frontend, self._num_frontends = 0, 1
@@ -191,6 +195,8 @@ class EngineClient:
         self._turn_timer: asyncio.TimerHandle | None = None
         self._on_stats = on_stats
         self._on_progress = on_progress
+        self._on_connect = on_connect
+        self._on_death = on_death
         self._open: dict[str, _Open] = {}  # in order of arrival
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
@@ -209,9 +215,9 @@ class EngineClient:
     # ---- the engine
 
     async def connect(self, address: str) -> None:
-        """Talk to the engine at `address` from now on.
+        """Connect to the engine at `address`.
 
-        It gets the open requests as soon as it is ready; suspects of having killed the last one in turns.
+        Open requests are resubmitted once it is ready; suspects of having killed the last engine go in turns.
         """
         self._disconnect("the engine was replaced")
         self.dead = self.progress = None
@@ -222,9 +228,11 @@ class EngineClient:
         self._socket.connect(address)
         asyncio.get_running_loop().add_reader(self._socket.getsockopt(zmq.FD), self._on_readable)
         self._send(Hello())
+        if self._on_connect is not None:
+            self._on_connect(address)
 
     async def wait_ready(self) -> Ready:
-        """Raises EngineUnavailable when the engine dies first."""
+        """Raises EngineUnavailable if the engine dies first."""
         while self.ready is None:
             if self.dead is not None or self._closed is not None:
                 raise EngineUnavailable(self.dead or self._closed)
@@ -234,15 +242,17 @@ class EngineClient:
         return self.ready
 
     def on_dead(self, reason: str) -> None:
-        """The engine is gone: it said so, or its process ended.
+        """The engine died: it said so, or its process ended.
 
-        Calls end with an error; requests wait for the next `connect`, or for `close`.
+        Pending calls fail; requests wait for the next `connect`, or fail on `close`.
         """
         self.dead = reason
         self._disconnect(reason)
+        if self._on_death is not None:
+            self._on_death(reason)
 
     async def close(self, reason: str = "the server is shutting down") -> None:
-        """End every open request with an error, and every later one. Idempotent."""
+        """Fail every open request, and every later one. Idempotent."""
         reason = self.dead or reason
         self._disconnect(reason)
         self._closed = self._closed or reason
@@ -269,7 +279,7 @@ class EngineClient:
         self._wake_waiters()
 
     def _find_suspects(self, max_num_seqs: int) -> None:
-        """Those that could have been in the dead engine's batch are the first in its order."""
+        """Mark the requests that could have been in the dead engine's batch: the first ones in its queue order."""
         sent = sorted(
             (entry for entry in self._open.values() if entry.sent), key=lambda entry: entry.prompt.request.priority
         )
@@ -297,17 +307,17 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Requests of ours without their last output, each of n choices counting."""
+        """Our unfinished choices."""
         return len(self._open)
 
     @property
     def load(self) -> int:
-        """Open requests of the engine: ours, and those of other servers."""
+        """Unfinished choices in the engine: ours, and those of other frontends."""
         return self.num_open + self.num_elsewhere
 
     def generate(self, request: AddRequest) -> OutputStream:
-        """Send a request; the outputs of all its choices come through the one stream. Waits with sending while there is
-        no engine, and while suspects are tried.
+        """Submit a request; one stream delivers the outputs of all its choices. It is held while no engine is ready
+        and while suspects are on trial.
 
         Raises ValueError for a request_id that is in use.
         """
@@ -327,9 +337,7 @@ class EngineClient:
         return stream
 
     def _submit(self, entries: list[_Open]) -> None:
-        """Send these with the outputs they have so far: choices of one prompt, if they follow each other, in one
-        message.
-        """
+        """Send `entries` with their outputs so far; consecutive choices of one prompt share a message."""
         for _, group in itertools.groupby(entries, key=lambda entry: id(entry.prompt)):
             choices, prompt = [], None
             for entry in group:
@@ -343,8 +351,8 @@ class EngineClient:
                 entry.sent, entry.waits = True, False
             self._send(prompt.request.having(choices, age=time.monotonic() - prompt.created))
 
-    def _go_on(self) -> None:
-        """Some request ended or got further: perhaps the next suspects can be tried, or all are cleared."""
+    def _advance_trials(self) -> None:
+        """Start the next trial, or release all requests if every suspect is cleared. Called after every output."""
         if self.ready is None or not self._quarantine.active:
             return
         if self._quarantine.confirms_next and (delay := self._until_turn()):
@@ -361,13 +369,13 @@ class EngineClient:
 
     def _on_turn(self) -> None:
         self._turn_timer = None
-        self._go_on()
+        self._advance_trials()
 
     def _abort(self, request_ids: list[str]) -> None:
         entries = [self._close_request(request_id) for request_id in request_ids if request_id in self._open]
         if sent := [entry.choice.request_id for entry in entries if entry.sent]:
             self._send(AbortRequests(sent))
-        self._go_on()
+        self._advance_trials()
 
     def _fail(self, request_id: str, reason: str) -> None:
         self._close_request(request_id).stream._put(EngineOutput(request_id, [], "error", error=reason))
@@ -379,7 +387,7 @@ class EngineClient:
         return entry
 
     def _note_computed(self, entry: _Open) -> None:
-        """Its prompt need not be waited for any more."""
+        """The choice's prompt was processed, or is no longer needed."""
         if not entry.computed:
             entry.computed = True
             self.num_waiting_tokens -= len(entry.prompt.request.prompt_token_ids)
@@ -404,14 +412,13 @@ class EngineClient:
         if self._socket is None:
             return
         self._socket.send(self._encode(message), zmq.NOBLOCK)
-        # Sending reads the socket's internal mailbox, and with it the signal that something has arrived: look for
-        # oneself.
+        # send() may consume the descriptor's readiness edge: check for input explicitly.
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             asyncio.get_running_loop().call_soon(self._on_readable)
 
     def _on_readable(self) -> None:
-        """The descriptor signals changes only: unless everything was read, another turn is asked for (also when a
-        callback raises).
+        """Read messages. The descriptor is edge-triggered, so reschedule unless everything was read, also after an
+        exception in a callback.
         """
         more = True
         try:
@@ -459,10 +466,10 @@ class EngineClient:
         if output.finish_reason is not None:
             self._close_request(output.request_id)
         entry.stream._put(output)
-        self._go_on()
+        self._advance_trials()
 
     def _without_repeated(self, entry: _Open, output: EngineOutput) -> EngineOutput:
-        """A new engine computes the prompt again, and so its logprobs, which come in parts."""
+        """Drop prompt logprobs that were already received from an earlier engine; they arrive in parts."""
         fresh = output.prompt_logprobs[entry.num_repeated :]
         entry.num_repeated -= len(output.prompt_logprobs) - len(fresh)
         entry.num_prompt_logprobs += len(fresh)
@@ -474,12 +481,12 @@ class EngineClient:
         if first:
             self._ready_at = time.monotonic()
             self._submit([entry for entry in self._open.values() if not entry.waits or not self._quarantine.active])
-            self._go_on()
+            self._advance_trials()
         self._wake_waiters()
 
     def _on_call_result(self, result: CallResult) -> None:
         future = self._calls.get(result.call_id)
-        if future is None or future.done():  # given up
+        if future is None or future.done():  # the caller has timed out
             return
         if result.error is None:
             future.set_result(result.value)

@@ -1,6 +1,4 @@
-"""Several engines behind one server (`--data-parallel-size`): to the routes they are one, which has the methods of
-`EngineClient` that they use.
-"""
+"""Several engines behind one server (`--data-parallel-size`), as one `EngineHandle`."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ import msgspec
 from quire.engine.messages import AddRequest, Ready
 from quire.server.engines.client import EngineClient, OutputStream
 
-_CHUNK = 32  # tokens of a prompt that are looked up at once
-_MAX_PROMPT = 256 * _CHUNK  # tokens from its start: prompts that are so long and differ later share enough
+_CHUNK = 32  # tokens of a prompt per hash
+_MAX_PROMPT = 256 * _CHUNK  # leading tokens: prompts that share this many share enough
 _MAX_CHUNKS = 1 << 16  # remembered of each engine
 
 
 class EnginePool:
     """One client per engine.
 
-    A request goes to one of them and stays there; when that engine dies, it waits for its successor.
+    A request stays with the engine chosen for it; if that engine dies, it waits for its successor.
     """
 
     def __init__(self, clients: list[EngineClient]):
@@ -32,7 +30,7 @@ class EnginePool:
 
     @property
     def ready(self) -> Ready | None:
-        """What all engines together take, once every one has started; None while no engine is up."""
+        """The capacity of all running engines, once every engine has started; None while none is ready."""
         up = [client.ready for client in self.clients if client.ready is not None]
         self._complete = self._complete or len(up) == len(self.clients)
         if not up or not self._complete:
@@ -56,19 +54,19 @@ class EnginePool:
         return sum(client.num_waiting_tokens for client in self.clients)
 
     def generate(self, request: AddRequest) -> OutputStream:
-        """To the engine that has most of the prompt cached, unless it is much busier than others.
+        """Submit to the engine that has most of the prompt cached, unless it is much busier than others.
 
-        The n choices of a request stay together.
+        The n choices of a request go to one engine.
         """
         loads = [client.load if client.ready is not None else None for client in self.clients]
         return self.clients[self.router.choose(request.prompt_token_ids, request.cache_salt, loads)].generate(request)
 
     def forget(self, engine: int) -> None:
-        """That engine has died, and its cache with it."""
+        """Called when an engine dies: its prefix cache is lost."""
         self.router.forget(engine)
 
     async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
-        """Call a method of every engine; the answer is the one that all give, or the list of theirs.
+        """Call a method of every engine; returns the common answer, or the list of differing answers.
 
         Raises as `EngineClient.call`.
         """
@@ -83,20 +81,20 @@ class EnginePool:
 class PrefixRouter:
     """Which engine has seen which prompts.
 
-    It is a guess about their caches, which evict on their own; a wrong one costs time only.
+    An estimate, because the caches evict on their own; a wrong one only costs time.
     """
 
     def __init__(self, num_engines: int):
-        # hashes of prompts' beginnings, the latest used last
+        # hashes of prompt prefixes, most recently used last
         self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_engines)]
         self._last_use = [0] * num_engines
         self._num_chosen = 0
 
     def choose(self, token_ids: list[int], salt: str | None, loads: list[int | None]) -> int:
-        """An engine's index. `loads` are their open requests, None for one that is not up; if none is, each counts as
-        idle.
+        """The index of the engine for a prompt. `loads` are open requests per engine, None if it is not ready; if none
+        is ready, all count as idle.
 
-        Busy is who has more than half as many again as the least busy one, and eight.
+        An engine is busy if it has more than 1.5 times the smallest load plus 8.
         """
         up = {i: load for i, load in enumerate(loads) if load is not None} or dict.fromkeys(range(len(loads)), 0)
         limit = 1.5 * min(up.values()) + 8
@@ -113,13 +111,13 @@ class PrefixRouter:
         self._seen[engine].clear()
 
     def _num_seen(self, engine: int, hashes: list[int]) -> int:
-        """How many chunks from the start of the prompt on."""
+        """The number of leading chunks of the prompt that the engine has seen."""
         seen = self._seen[engine]
         return next((count for count, value in enumerate(hashes) if value not in seen), len(hashes))
 
     def _remember(self, engine: int, hashes: list[int]) -> None:
         seen = self._seen[engine]
-        for value in reversed(hashes):  # so that of one prompt the end is forgotten first
+        for value in reversed(hashes):  # so that the end of a prompt is evicted first
             seen[value] = None
             seen.move_to_end(value)
         while len(seen) > _MAX_CHUNKS:
@@ -127,7 +125,7 @@ class PrefixRouter:
 
 
 def prefix_hashes(token_ids: list[int], salt: str | None) -> Iterator[int]:
-    """One hash for every full chunk of a prompt's first `_MAX_PROMPT` tokens, of everything up to its end."""
+    """For every full chunk of a prompt's first `_MAX_PROMPT` tokens, the hash of all tokens up to its end."""
     value = hash(salt)
     for end in range(_CHUNK, min(len(token_ids), _MAX_PROMPT) + 1, _CHUNK):
         value = hash((value, *token_ids[end - _CHUNK : end]))

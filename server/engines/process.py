@@ -1,5 +1,5 @@
-"""The engine as a child process: `python -m quire.engine.core ADDRESS`, its configuration on stdin. What is written
-there later asks it to end; the end of stdin tells it that we are gone.
+"""The engine as a child process: `python -m quire.engine.core ADDRESS`, with its configuration on stdin. Writing to
+stdin later asks it to exit; it also exits when stdin closes, because then the server is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import quire
 from quire.configs.config import Config
 from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
-ROOT = Path(quire.__file__).resolve().parent.parent  # what a child needs on its path to import quire, installed or not
+ROOT = (
+    Path(quire.__file__).resolve().parent.parent
+)  # put on a child's path, so that it can import quire, installed or not
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 
 
@@ -37,18 +39,18 @@ class EngineProcess:
         self.address = f"ipc://{self._folder}/engine"
 
     def start(self) -> None:
-        """Returns at once; the engine binds `address` before it loads anything. It gets a process group of its own, so
-        that Ctrl-C reaches only us.
+        """Returns immediately; the engine binds `address` before it loads anything. It runs in its own process group,
+        so that Ctrl-C reaches only the server.
 
-        The thread that calls this has to live as long as the engine may: the kernel ends the engine with it (Linux).
-        Raises OSError where the system has no descriptors, memory or processes left.
+        The calling thread must outlive the engine: on Linux the kernel kills the engine when that thread ends.
+        Raises OSError if the system has no descriptors, memory or processes left.
         """
         environment = python_environment() | {STACKS_FOLDER: self._folder}
         if self.config.parallel.data_parallel_size > 1:
             environment["CUDA_VISIBLE_DEVICES"] = _devices(
                 self.config, self.index, environment.get("CUDA_VISIBLE_DEVICES")
             )
-        # -P: no module of the current folder may stand in for one of ours
+        # -P: modules in the current folder must not shadow ours
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "quire.engine.core", self.address],
             stdin=subprocess.PIPE,
@@ -56,7 +58,7 @@ class EngineProcess:
             process_group=0,
         )
         config = msgspec.msgpack.encode(self.config)
-        with contextlib.suppress(BrokenPipeError):  # it died already: whoever waits for it will see
+        with contextlib.suppress(BrokenPipeError):  # it died already: `wait` will report that
             self._process.stdin.write(len(config).to_bytes(4, "big") + config)
             self._process.stdin.flush()
 
@@ -73,7 +75,7 @@ class EngineProcess:
         return self._process.wait()
 
     def terminate(self, timeout: float) -> int:
-        """Ask it to end, kill it and its workers after `timeout` seconds, and clean up.
+        """Ask it to exit, kill it and its workers after `timeout` seconds, and clean up.
 
         Returns the exit code. Idempotent. Only after `start`.
         """
@@ -86,27 +88,27 @@ class EngineProcess:
         return self._process.wait()
 
     def dump_stacks(self) -> None:
-        """Have it and its workers write down their stacks, even those that hang in compiled code.
+        """Make the engine and its workers write their stacks to files, even if they hang in native code.
 
-        For one that is about to be killed.
+        Only before killing it.
         """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGUSR2)
 
     def stacks(self) -> dict[str, str]:
-        """What was written down, by process.
+        """The stacks written by `dump_stacks`, by process name.
 
-        Nothing comes from one that is stopped, or waits in the kernel for a device or a disk.
+        Empty for a process that is stopped or blocked in the kernel.
         """
         return {
             path.stem: path.read_text(errors="replace") for path in sorted(Path(self._folder).glob("*" + STACKS_SUFFIX))
         }
 
     def kill(self) -> None:
-        """End it and whatever is left of its workers at once."""
+        """Kill it and its remaining workers with SIGKILL. Idempotent."""
         if self._killed:
             return
-        self._killed = True  # once: the number may belong to another group later
+        self._killed = True  # once: the group id may be reused later
         if self._process is not None:  # it may have failed to start
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -116,7 +118,7 @@ class EngineProcess:
 
 
 def python_environment() -> dict[str, str]:
-    """Ours, for a child that imports our modules."""
+    """The environment for a child process that imports quire."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
@@ -134,7 +136,7 @@ def _devices(config: Config, index: int, visible: str | None) -> str:
 
 
 def _socket_folder() -> str:
-    """A fresh folder that only we can enter, with a path short enough for a socket in it."""
+    """A new private folder whose path is short enough for a Unix socket."""
     folder = tempfile.mkdtemp(prefix="quire-")
     if len(folder) + len("/engine") > _MAX_SOCKET_PATH:
         os.rmdir(folder)

@@ -1,16 +1,15 @@
-"""Who may have killed an engine, and in what order these requests are tried again, so that the others finish whatever
-one of them does.
+"""Finds the request that kills engines, so that all others finish.
 
-After a death everybody who was in the batch is a suspect. First those go to the next engine that had come far with the
-last one, together; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when each
-member got a few tokens further than before, or ended. An engine that dies during a trial makes suspects of that group's
-rest alone, which is tried in smaller groups; one that was tried alone has killed the engine. What else is open waits
-until all are cleared: nothing but the trial can then be to blame. So a request that kills the engine in its first step
-costs two engines in all, and a crash for another reason one pause more.
+After a death every request in the batch is a suspect. The next engine first gets, together, those that had made
+progress in the last one; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when
+each of its requests has ended or received `PROGRESS` tokens. If the engine dies during a trial, only the group's
+uncleared requests stay suspects, and are tried in smaller groups; a request that was tried alone has killed the engine.
+All other open requests wait until every suspect is cleared, so that only the trial can be the cause. A request that
+kills the engine in its first step thus costs two engines, and a crash for another reason one extra pause.
 
-Several frontends share the engine, and each knows its own requests only: one that was tried alone may have died with
-another frontend's. There a second death of this kind is needed. Frontends take turns with such confirmations
-(`until_turn`), so that no two run at the same time unless one takes longer than half a turn.
+Several frontends share the engine, and each knows only its own requests: a request tried alone may have died with
+another frontend's. With several frontends a second such death is therefore required. Frontends take turns with these
+confirmations (`until_turn`), so that no two run at the same time unless one takes longer than half a turn.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-PROGRESS = 4  # tokens behind those known at the death that clear a suspect: more than the steps in flight
+PROGRESS = 4  # tokens after the resubmission that clear a suspect: more than the steps in flight
 MAX_TRIALS = 16
 TURN = 2.0  # seconds
 
@@ -30,9 +29,10 @@ class Suspect(Protocol):
 
 
 class Quarantine:
-    """`on_death`, then `next_trial` whenever that may have something to send, until `active` is False.
+    """Call `on_death`, then `next_trial` after every output, until `active` is False.
 
-    `num_needed` is the number of deaths alone that convict. `culprit` is the request that the last death convicted.
+    `num_needed` is the number of deaths during a trial alone that identify the culprit. `culprit` is the request that
+    killed the last engine.
     """
 
     def __init__(self, num_needed: int = 1) -> None:
@@ -43,20 +43,20 @@ class Quarantine:
 
     @property
     def active(self) -> bool:
-        """Whether somebody is tried, or waits for that."""
+        """Whether suspects are on trial or wait for theirs."""
         return bool(self._trial or self._groups)
 
     def on_death(self, batch: list[Suspect]) -> tuple[list[Suspect], bool]:
-        """An engine has died that ran `batch`.
+        """Called after the death of an engine that ran `batch`.
 
-        Returns the suspects, and whether that was their trial.
+        Returns the suspects, and whether they were on trial.
         """
         self.culprit = None
         suspects = [one for one in self._trial if _is_on_trial(one)]
         on_trial, self._trial = bool(suspects), []
         if on_trial and len(suspects) == 1:
             groups = []
-            self._judge(suspects[0])
+            self._count_solo_death(suspects[0])
         elif on_trial:
             groups = _split(suspects)
         else:
@@ -68,7 +68,7 @@ class Quarantine:
         self._groups.extendleft(reversed(groups))
         return suspects, on_trial
 
-    def _judge(self, suspect: Suspect) -> None:
+    def _count_solo_death(self, suspect: Suspect) -> None:
         suspect.num_solo_deaths += 1
         if suspect.num_solo_deaths >= self.num_needed:
             self.culprit = suspect
@@ -77,14 +77,14 @@ class Quarantine:
 
     @property
     def confirms_next(self) -> bool:
-        """Whether the next trial is that of a request that was alone with an engine that died."""
+        """Whether the next trial repeats that of a request that was tried alone when an engine died."""
         for group in self._groups:
             if alive := [one for one in group if one.is_open]:
                 return any(one.num_solo_deaths for one in alive)
         return False
 
     def next_trial(self) -> list[Suspect]:
-        """The suspects that are to be sent now; [] while a trial goes on, and when there are none left."""
+        """The suspects to send now; [] during a trial, and when none are left."""
         if any(map(_is_on_trial, self._trial)):
             return []
         self._trial = []

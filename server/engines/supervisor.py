@@ -1,6 +1,4 @@
-"""Keeps an engine running behind the same HTTP port: starts it, notices its death, starts it again, and gives up when
-that does not help.
-"""
+"""Keeps an engine running: connects the client, detects death and hangs, restarts it, gives up if it keeps dying."""
 
 from __future__ import annotations
 
@@ -11,18 +9,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from quire.configs.config import Config
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.silence import Silence
 
+if TYPE_CHECKING:
+    from quire.server.engines.client import EngineClient
+
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_DEATHS = 3
 DEATH_WINDOW = 60.0  # seconds
-START_RETRY = 5.0  # seconds between attempts to start a process for which the system has no room
-STACKS_TIMEOUT = 1.0  # seconds that a hung engine gets to write its stacks
+START_RETRY = 5.0  # seconds before another attempt to start a process after an OSError
+STACKS_TIMEOUT = 1.0  # seconds for a hung engine to write its stacks
 
 
 class EngineFailed(Exception):
@@ -32,15 +35,15 @@ class EngineFailed(Exception):
 
 
 class Supervisor:
-    """`engine` is the first one, started already. `client` is told the address of each and sends it the open requests
-    again; `on_ready`, with whether there was one before, and `on_death` are called after each start and death.
+    """`engine` is the first one, already started. `client` is connected to each engine and resubmits the open requests.
+    `on_ready(again)` is called after each start, `on_death` after each death.
     """
 
     def __init__(
         self,
         config: Config,
         engine: EngineProcess,
-        client: Any,
+        client: EngineClient,
         on_ready: Callable[[bool], None],
         on_death: Callable[[], None],
     ):
@@ -49,8 +52,8 @@ class Supervisor:
         self.deaths: list[float] = []
         self.was_ready = False
         self.num_failed_starts = 0  # in a row
-        self.num_trial_deaths = 0  # of the client's that do not count any more
-        self.hung: str | None = None  # why the present engine is being killed
+        self.num_trial_deaths = 0  # of the client, that were already taken into account
+        self.hung: str | None = None  # why the current engine is being killed
 
     async def run(self) -> None:
         """Watch over engine after engine until cancelled. Raises EngineFailed."""
@@ -61,13 +64,15 @@ class Supervisor:
             self.client.on_dead(reason)
             self.on_death()
             self.engine.kill()  # its workers, if any outlived it
-            self._judge(reason)
-            logger.error("the engine died (%s); starting a new one, which takes over the open requests", reason)
+            self._check_restarts(reason)
+            logger.error(
+                "engine %d died (%s); restarting it; open requests will be resubmitted", self.engine.index, reason
+            )
             self.hung = None
-            self.engine = await self._start_another()
+            self.engine = await self._restart()
 
-    async def _start_another(self) -> EngineProcess:
-        """Raises EngineFailed when the system has no descriptors, memory or processes for it, try after try."""
+    async def _restart(self) -> EngineProcess:
+        """A new engine. Retries after an OSError (no descriptors, memory or processes). Raises EngineFailed."""
         while True:
             engine = EngineProcess(self.config, self.engine.index)
             try:
@@ -77,14 +82,14 @@ class Supervisor:
                 engine.kill()
                 self.num_failed_starts += 1
                 if self.num_failed_starts > MAX_DEATHS:
-                    raise EngineFailed(
-                        f"{error.strerror}; it could not be started again {MAX_DEATHS} times in a row"
-                    ) from error
-                logger.error("the engine cannot be started (%s); trying again in %g s", error.strerror, START_RETRY)
+                    raise EngineFailed(f"{error.strerror}; {MAX_DEATHS} restarts in a row failed") from error
+                logger.error(
+                    "engine %d cannot be started (%s); retrying in %g s", engine.index, error.strerror, START_RETRY
+                )
                 await asyncio.sleep(START_RETRY)
 
     async def _serve(self, ended: asyncio.Future[int]) -> None:
-        """From connecting to the engine's death."""
+        """Connect to the engine and wait for its death."""
         await self.client.connect(self.engine.address)
         watch = asyncio.ensure_future(self._watch())
         try:
@@ -106,7 +111,7 @@ class Supervisor:
             self.on_ready(again)
 
     async def _watch(self) -> None:
-        """Kill an engine that has something to do and says nothing for `step_timeout` seconds."""
+        """Kill an engine that has requests and sends nothing for `step_timeout` seconds."""
         timeout, silence = self.config.server.step_timeout, Silence(self.client, self._is_busy)
         if not timeout:
             return
@@ -114,12 +119,14 @@ class Supervisor:
             await asyncio.sleep(timeout / 20)
             silence.tick(timeout / 20)
         self.hung = f"it hung: no step ended for --step-timeout {timeout:g} seconds"
-        logger.error("the engine is to be killed, %s", self.hung)
+        logger.error("engine %d: %s; killing it", self.engine.index, self.hung)
         self.engine.dump_stacks()
         await asyncio.sleep(STACKS_TIMEOUT)
         for process, stacks in self.engine.stacks().items():
             logger.error(
-                "the stacks of the threads of %s:\n%s", process, stacks or "none: it is stopped, or waits in the kernel"
+                "the stacks of the threads of %s:\n%s",
+                process,
+                stacks or "none: the process is stopped or blocked in the kernel",
             )
         self.engine.kill()
 
@@ -127,24 +134,24 @@ class Supervisor:
         """Whether the engine should be running steps. Loading has no limit: a disk may be arbitrarily slow."""
         if self.client.ready is None:
             return self.client.progress is not None and self.client.progress.phase == "warming up"
-        return self.client.num_open > 0
+        return self.client.load > 0
 
-    def _judge(self, reason: str) -> None:
+    def _check_restarts(self, reason: str) -> None:
         now = time.monotonic()
-        self.num_failed_starts += 1  # unless it was ready, which set this to 0
+        self.num_failed_starts += 1  # reset to 0 when the engine becomes ready
         explained, self.num_trial_deaths = (
             self.client.num_trial_deaths - self.num_trial_deaths,
             self.client.num_trial_deaths,
         )
         self.deaths = [death for death in self.deaths if now - death < DEATH_WINDOW] + [now]
-        # a request is to blame, which the client is about to find
+        # caused by a request that the client is about to isolate
         self.deaths = self.deaths[: len(self.deaths) - explained]
         if not self.was_ready:
             raise EngineFailed(reason)
         if len(self.deaths) >= MAX_DEATHS:
             raise EngineFailed(f"{reason}; it died {len(self.deaths)} times within {DEATH_WINDOW:.0f} seconds")
         if self.num_failed_starts > MAX_DEATHS:
-            raise EngineFailed(f"{reason}; it could not be started again {MAX_DEATHS} times in a row")
+            raise EngineFailed(f"{reason}; {MAX_DEATHS} restarts in a row failed")
 
 
 def describe_exit(code: int) -> str:
@@ -156,12 +163,12 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def in_thread(function: Callable[[], Any]) -> asyncio.Future:
-    """Run a blocking function in a thread that does not keep the process from ending, unlike an executor's."""
+def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a blocking function in a daemon thread, which, unlike an executor's, does not delay the process's exit."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
-    def finish(result: Any, error: BaseException | None) -> None:
+    def finish(result: T | None, error: BaseException | None) -> None:
         if not future.done():
             future.set_result(result) if error is None else future.set_exception(error)
 
@@ -170,7 +177,7 @@ def in_thread(function: Callable[[], Any]) -> asyncio.Future:
             outcome = (function(), None)
         except BaseException as error:
             outcome = (None, error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(finish, *outcome)
 
     threading.Thread(target=work, daemon=True).start()

@@ -1,10 +1,10 @@
-"""Messages over a stream socket between two event loops, each behind its length (4 bytes, big-endian)."""
+"""Messages over a stream socket between two event loops, each prefixed with its length (4 bytes, big-endian)."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from types import UnionType
 
 import msgspec
 
@@ -12,30 +12,30 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Channel:
-    """One end. `receives` is the union of messages that arrive here."""
+    """One end of the socket. `receives` is the union of the message types that it receives."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any):
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: UnionType):
         self._reader, self._writer = reader, writer
         self._decode = msgspec.msgpack.Decoder(receives).decode
 
     @classmethod
-    async def open(cls, end: socket.socket, receives: Any) -> Channel:
-        """Takes over the socket."""
+    async def open(cls, end: socket.socket, receives: UnionType) -> Channel:
+        """Takes ownership of the socket."""
         return cls(*await asyncio.open_connection(sock=end), receives)
 
-    def send(self, message: Any) -> None:
-        """Queue a message. Nothing happens when the other end is gone: `receive` says so."""
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message. Dropped silently if the other end is closed: `receive` reports that."""
         if not self._writer.is_closing():
             data = _encode(message)
             self._writer.write(len(data).to_bytes(4, "big") + data)
 
     @property
     def num_queued(self) -> int:
-        """Bytes that the other end has not taken yet."""
+        """Bytes that the other end has not read yet."""
         return self._writer.transport.get_write_buffer_size()
 
-    async def receive(self) -> Any:
-        """The next message, or None when the other end is gone."""
+    async def receive(self) -> msgspec.Struct | None:
+        """The next message, or None once the other end is closed."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "big")
             return self._decode(await self._reader.readexactly(size))
@@ -43,7 +43,7 @@ class Channel:
             return None
 
     async def flush(self) -> None:
-        """Until what was sent is on its way."""
+        """Wait until the queued messages are in the socket."""
         try:
             await self._writer.drain()
         except ConnectionError:

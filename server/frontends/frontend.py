@@ -1,12 +1,13 @@
-"""What clients talk to: the door, the routes behind it, the tokenizer and a client per engine.
+"""The HTTP side of the server: the start-up gate, the routes, the tokenizer and a client per engine.
 
-One runs in the server's process, or one in each of several (`fleet.py`).
+It runs in the server's own process, or once in each of several (`parent.py`, `member.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -15,27 +16,36 @@ import socket
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.configs.config import Config
-from quire.engine.messages import EngineStats, Ready
+from quire.engine.messages import EngineStats, Progress, Ready
 from quire.server.engines.silence import Silence
 from quire.server.engines.supervisor import in_thread
-from quire.server.http.middleware import Edge
-from quire.server.http.startup_gate import Door
+from quire.server.http.middleware import RequestBoundary
+from quire.server.http.startup_gate import StartupGate
 from quire.server.startup.background_log import BackgroundHandler
 from quire.server.startup.descriptors import ACCEPTS_PER_TURN, BACKLOG, complain_once_about_descriptors, max_connections
+from quire.server.startup.engine_group import load_tokenizer, model_info
 from quire.server.state import ServerState
+
+if TYPE_CHECKING:  # imported late: they take time
+    import uvicorn
+    from starlette.types import ASGIApp
+
+    from quire.server.engines.client import EngineClient
+    from quire.server.engines.pool import EnginePool
+    from quire.server.http.connections import Connections
 
 logger = logging.getLogger("quire")
 
-END_TIMEOUT = 1.0  # seconds for the last error events to reach their clients; after that, their connections are cut
+END_TIMEOUT = 1.0  # seconds for clients to read the last error events before their connections are closed
 
 
 class Frontend:
-    """Answers from `serve` on: probes and 503 at first.
+    """Answers from `serve` on: at first only probes, and 503 for the rest.
 
-    The door opens when the routes, the tokenizer and an engine are there; `on_open` is called the first time.
+    The gate opens once the routes, the tokenizer and an engine are loaded; `on_open` is called the first time.
     """
 
     def __init__(self, config: Config, listener: socket.socket, on_open: Callable[[Ready], None]):
@@ -47,25 +57,26 @@ class Frontend:
             version,
             _fingerprint(config, version),
         )
-        self.door = Door(self.state)
+        self.gate = StartupGate(self.state)
         self.sampling_defaults: dict[str, Any] = {}
-        self.connections: Any = None  # `Connections`, once they can be accepted
-        self._http: Any = None
+        self.connections: Connections | None = None  # once they can be accepted
+        self._http: uvicorn.Server | None = None
+        self._pool: EnginePool | None = None  # if there are several engines
         self._silences: list[Silence] = []  # one per engine, once there are clients
 
     @property
     def num_in_flight(self) -> int:
-        """HTTP requests being answered, probes aside."""
+        """HTTP requests being answered, except probes."""
         return self.state.num_in_flight
 
     # ---- start
 
     async def serve(self) -> None:
-        """Until `end`."""
+        """Accept connections until `end`."""
         from quire.server.http.connections import Connections, Limits
 
         self.connections = Connections(Limits(max_connections()))
-        self._http = _http_server(Edge(self.door, self.state), self.connections)
+        self._http = _http_server(RequestBoundary(self.gate, self.state), self.connections)
         routes = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
         watching = asyncio.create_task(self._watch())
@@ -80,25 +91,25 @@ class Frontend:
 
     async def _load_routes(self) -> None:
         create_app = await in_thread(lambda: importlib.import_module("quire.server.app").create_app)
-        self.door.app = create_app(self.state)
+        self.gate.app = create_app(self.state)
         self.open()
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
-        """Raises ValueError for files that are wrong or not there."""
-        from quire.server.api.openai.sampling import read_sampling_defaults
+        """Raises ValueError for missing or malformed files."""
+        from quire.server.generate.sampling import read_sampling_defaults
 
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
-        self.state.tokenizer = await in_thread(lambda: _tokenizer(tokenizer_folder, self.config))
+        self.state.tokenizer = await load_tokenizer(self.config, tokenizer_folder)
         if not self.state.tokenizer.chat_templates:
             logger.warning(
-                "the model has no chat template: /v1/chat/completions answers 400; give one with --chat-template"
+                "the model has no chat template: /v1/chat/completions will return 400; set one with --chat-template"
             )
         self.open()
 
     def connect(
-        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Any], None]
-    ) -> list[Any]:
-        """A client for every engine, which has no address yet. The callbacks get the engine's index first."""
+        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
+    ) -> list[EngineClient]:
+        """A client per engine, not yet connected. The callbacks get the engine's index first."""
         from quire.server.engines.client import EngineClient
         from quire.server.engines.pool import EnginePool
 
@@ -112,7 +123,8 @@ class Frontend:
             EngineClient(functools.partial(observe, engine), functools.partial(on_progress, engine), engine)
             for engine in numbers
         ]
-        self.state.client = EnginePool(clients) if len(clients) > 1 else clients[0]
+        self._pool = EnginePool(clients) if len(clients) > 1 else None
+        self.state.client = self._pool or clients[0]
         self._silences = [Silence(client, functools.partial(_is_busy, client)) for client in clients]
         return clients
 
@@ -120,31 +132,23 @@ class Frontend:
         self.state.progress(phase, fraction)
 
     def open(self) -> None:
-        """Called whenever something that the door waits for is there."""
+        """Open the gate if everything is loaded. Called after each part has been loaded."""
         state = self.state
         if state.client is None or state.client.ready is None:
             return
-        if state.tokenizer is None or self.door.app is None:
+        if state.tokenizer is None or self.gate.app is None:
             self.progress("loading tokenizer", 0.0)
             return
-        from quire.server.metrics.pool import make_metrics
-        from quire.server.state import ModelInfo, known_token_ids
-
-        ready = state.client.ready
-        worker, first = ready.worker, state.model is None
-        eos_token_ids = (
-            known_token_ids(state.tokenizer.eos_token_ids, worker.vocab_size) if first else state.model.eos_token_ids
-        )
-        state.model = ModelInfo(
-            worker.max_model_len,
-            worker.vocab_size,
-            eos_token_ids,
-            self.sampling_defaults,
-            self.config.server.max_logprobs,
-            self.config.scheduler.scheduling_policy == "priority",
-        )
+        ready, first = state.client.ready, state.model is None
         if first:
-            state.metrics = make_metrics(self.config, state.names[0], worker)
+            from quire.server.metrics.pool import make_metrics
+
+            state.model = model_info(self.config, ready.worker, state.tokenizer, self.sampling_defaults)
+            state.metrics = make_metrics(self.config, state.names[0], ready.worker)
+        else:  # a new engine may have chosen another context length
+            state.model = dataclasses.replace(
+                state.model, max_model_len=ready.worker.max_model_len, vocab_size=ready.worker.vocab_size
+            )
         state.ready = ready
         if first:
             self.on_open(ready)
@@ -152,7 +156,7 @@ class Frontend:
     # ---- life
 
     async def _watch(self) -> None:
-        """Note an engine that ends no step for `health_stall_timeout` seconds while requests wait for it."""
+        """Set `state.stalled` while an engine has requests and completes no step for `health_stall_timeout` seconds."""
         timeout = self.config.server.health_stall_timeout
         tick = min(timeout / 20, 1.0)
         while timeout:
@@ -174,14 +178,14 @@ class Frontend:
         )
 
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
-        """Publish what an engine counted. One process does so: every one is told the same."""
+        """Publish an engine's statistics. With several frontends only the parent does: each receives the same."""
         if self.state.metrics is not None:
             self.state.metrics.of(engine).observe_stats(stats)
 
     def on_death(self, engine: int) -> None:
-        """Of an engine, which the client knows already."""
-        if self.config.parallel.data_parallel_size > 1:
-            self.state.client.forget(engine)
+        """Called when an engine dies, after its client was notified."""
+        if self._pool is not None:
+            self._pool.forget(engine)
         self.state.ready = self.state.client.ready  # another engine may be up
         if self.state.ready is None:
             self.progress("restarting the engine", 0.0)
@@ -189,19 +193,19 @@ class Frontend:
     # ---- end
 
     def refuse(self) -> None:
-        """No new requests from now on."""
+        """Refuse new requests from now on."""
         self.state.draining = True
 
     async def drain(self) -> None:
-        """Let what runs finish, end the rest with an error."""
+        """Wait for running requests up to the shutdown timeout, then fail the rest."""
         try:
             await asyncio.wait_for(self.state.idle.wait(), self.config.server.shutdown_timeout)
         except TimeoutError:
-            logger.warning("%d requests did not finish in time and are ended", self.state.num_in_flight)
+            logger.warning("drain: %d requests did not finish in time; aborting them", self.state.num_in_flight)
         await self._end_requests()
 
     async def fail(self, reason: str) -> None:
-        """There is no engine and will be none: end every request with an error."""
+        """Fail every request: no engine will come back."""
         self.state.failure = reason
         await self._end_requests()
 
@@ -215,20 +219,20 @@ class Frontend:
                 self.connections.abort_all()
 
     async def end(self) -> None:
-        """Have `serve` return."""
+        """Make `serve` return."""
         if self._http is not None:
             self._http.should_exit = True
 
     def kill(self) -> None:
-        """Nothing to do: it ends with its process."""
+        """Nothing to do: it has no child process."""
 
 
-def _is_busy(client: Any) -> bool:
+def _is_busy(client: EngineClient) -> bool:
     return client.ready is not None and client.load > 0
 
 
 def configure_logging(level: str, name: str = "server") -> None:
-    """Every line with the process's name."""
+    """Log to stderr; every line has the process's name."""
     logging.basicConfig(
         level=level.upper(),
         format=f"%(asctime)s %(levelname)s {name}: %(message)s",
@@ -238,7 +242,7 @@ def configure_logging(level: str, name: str = "server") -> None:
         logging.getLogger(noisy).setLevel("WARNING")
 
 
-def _http_server(app: Any, connections: Any) -> Any:
+def _http_server(app: ASGIApp, connections: Connections) -> uvicorn.Server:
     import uvicorn
 
     from quire.server.http.connections import Connection
@@ -248,10 +252,10 @@ def _http_server(app: Any, connections: Any) -> Any:
             complain_once_about_descriptors(asyncio.get_running_loop())
             await super().startup(sockets)
             for one in sockets:
-                one.listen(BACKLOG)  # to asyncio, the backlog is also how many it accepts in a turn
+                one.listen(BACKLOG)  # asyncio also accepts up to `backlog` connections per loop iteration
 
         def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-            return contextlib.nullcontext()  # the Launcher says when to end
+            return contextlib.nullcontext()  # signals are the Launcher's
 
     return Server(
         uvicorn.Config(
@@ -269,16 +273,6 @@ def _http_server(app: Any, connections: Any) -> Any:
     )
 
 
-def _tokenizer(folder: str, config: Config) -> Any:
-    from quire.server.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(
-        folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code
-    )
-    _ = tokenizer.max_token_chars  # computed once; not during the first request
-    return tokenizer
-
-
 def _version() -> str:
     try:
         return metadata.version("quire")
@@ -287,6 +281,6 @@ def _version() -> str:
 
 
 def _fingerprint(config: Config, version: str) -> str:
-    """Equal among servers whose answers may be compared: the same version, model, precision and placement."""
+    """Equal for servers whose answers are comparable: same version, model, precision and device placement."""
     parts = repr((config.model, config.parallel, config.device, config.cache.enable_prefix_caching))
     return f"quire-{version}-{hashlib.sha256(parts.encode()).hexdigest()[:8]}"

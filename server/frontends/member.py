@@ -1,8 +1,8 @@
-"""One of several frontend processes: `python -m quire.server.frontends.member LISTENER CHANNEL`, both inherited
-descriptors; the end of stdin tells it that its parent is gone.
+"""One of several frontend processes: `python -m quire.server.frontends.member LISTENER CHANNEL`, both inherited file
+descriptors. It exits when its stdin closes, because then its parent is gone.
 
-It has a connection of its own to every engine, and so its own requests, which it sends again to a new engine. What
-concerns all frontends it hears from the parent (`fleet.py`), which starts another one when this one dies.
+It has its own connection to every engine, and resubmits its own requests to a new engine. The parent (`parent.py`)
+sends it the shared state and restarts it if it dies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from quire.engine.messages import Ready
+from quire.engine.messages import Progress, Ready
 from quire.server.engines.client import EngineUnavailable
 from quire.server.frontends.channel import Channel
 from quire.server.frontends.frontend import Frontend, configure_logging
@@ -50,14 +50,14 @@ from quire.server.frontends.messages import (
 )
 
 _PR_SET_PDEATHSIG = 1
-BUSY_INTERVAL = 0.1  # seconds between looks at how much is open
-MAX_QUEUED = 1 << 20  # bytes that the parent has not taken, beyond which nothing is added that it did not ask for
-SNAPSHOT_INTERVAL = 1.0  # seconds of counts that die with this process
-SCRAPE_TIMEOUT = 5.0  # seconds for the other frontends to say what they counted
+BUSY_INTERVAL = 0.1  # seconds between reports of the number of open requests
+MAX_QUEUED = 1 << 20  # unread bytes in the channel to the parent, above which only its questions are answered
+SNAPSHOT_INTERVAL = 1.0  # seconds between reports of the counts; later ones are lost if this process dies
+SCRAPE_TIMEOUT = 5.0  # seconds for the parent to collect the counts of all frontends
 
 
-class Member:
-    """A frontend that is told by its parent what to do."""
+class ManagedFrontend:
+    """A `Frontend` controlled by messages from the parent."""
 
     def __init__(self, channel: Channel, start: Start, listener: socket.socket):
         self.channel = channel
@@ -67,12 +67,12 @@ class Member:
             client.share(start.index, start.config.server.api_server_count)
         self.frontend.state.scrape = self._scrape
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
-        self._trial_deaths = [0] * len(self.clients)  # that the parent knows of
+        self._trial_deaths = [0] * len(self.clients)  # already reported to the parent
         self._numbers = itertools.count(1)
         self._background: set[asyncio.Task] = set()
 
     async def run(self) -> None:
-        """Until the parent says so."""
+        """Run until the parent sends `End`."""
         async with asyncio.TaskGroup() as self._tasks:
             self._start(self._report_busy())
             self._start(self._report_counts())
@@ -83,7 +83,7 @@ class Member:
             await self.frontend.end()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Beside everything else. Its failure is ours; our end is its."""
+        """Run `work` in the task group: if it fails, the process fails; it is cancelled at the end."""
         task = self._tasks.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -127,11 +127,11 @@ class Member:
             self.channel.send(CannotStart(str(error)))
 
     async def _open_when_ready(self, engine: int) -> None:
-        with contextlib.suppress(EngineUnavailable):  # it died first: another one will come
+        with contextlib.suppress(EngineUnavailable):  # it died first; the parent starts another one
             await self.clients[engine].wait_ready()
             self.frontend.open()
 
-    def _on_progress(self, engine: int, progress: Any) -> None:
+    def _on_progress(self, engine: int, progress: Progress) -> None:
         if engine == 0:
             self.frontend.progress(progress.phase, progress.fraction)
 
@@ -172,7 +172,7 @@ class Member:
                 last = counts
 
     def _parent_stalls(self) -> bool:
-        """Then what we would tell it can wait: it is about the present only."""
+        """Whether the parent is not reading. Periodic reports can then be skipped."""
         return self.channel.num_queued > MAX_QUEUED
 
     def _counts(self) -> list:
@@ -205,12 +205,12 @@ async def _run(listener: socket.socket, end: socket.socket) -> None:
     configure_logging(start.config.server.log_level, f"server {start.index}")
     with contextlib.suppress(OSError):  # Linux only; the name in ps and top
         Path("/proc/self/comm").write_text(f"quire-api-{start.index}")
-    await Member(channel, start, listener).run()
+    await ManagedFrontend(channel, start, listener).run()
     channel.close()
 
 
 def _end_with_parent() -> None:
-    if sys.platform == "linux":  # also while it is stopped, or compiled code holds the interpreter
+    if sys.platform == "linux":  # works even if this process is stopped, or native code holds the GIL
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
 
@@ -222,7 +222,7 @@ def _watch_parent() -> None:
 
 
 def main() -> None:
-    """Run a frontend process. When to end is the parent's to say, whoever else is signalled with it."""
+    """Run a frontend process. It ignores signals: only the parent ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with_parent()

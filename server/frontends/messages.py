@@ -1,4 +1,4 @@
-"""What the parent of several frontend processes and each of them tell each other."""
+"""The messages between the parent of several frontend processes and each frontend."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Start(_Message):
 
 
 class Phase(_Message):
-    """How far the start is, until an engine can be asked."""
+    """Progress of the start, until an engine reports its own."""
 
     phase: str
     fraction: float
 
 
 class Load(_Message):
-    """Both folders are on this machine now; answered by `Loaded` or `CannotStart`."""
+    """Load the tokenizer: both folders are on this machine. Answered by `Loaded` or `CannotStart`."""
 
     model_folder: str
     tokenizer_folder: str
@@ -51,7 +51,7 @@ class EngineGone(_Message):
 
 
 class Elsewhere(_Message):
-    """What the other frontends have: open requests of each engine, and HTTP requests being answered."""
+    """The load of the other frontends: open requests per engine, and HTTP requests being answered."""
 
     num_open: list[int]
     num_in_flight: int

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from quire.engine.messages import TokenLogprobs
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate.generation import Delta, Generation
 
+# Transforms the deltas of one request between generation and dialect, e.g. parses reasoning and tool calls out of the
+# text. It sees all choices (`Delta.index`), and passes on every delta that has an `error` or a `finish_reason`.
+Stage = Callable[[AsyncIterator[Delta]], AsyncIterator[Delta]]
 PER_TURN = 128  # prompts of one request that are begun, or ended, before others get their turn
 
 
+def identity(deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+    """The stage that changes nothing."""
+    return deltas
+
+
 async def run(
-    generations: list[Generation], total: float | None = None, predict: float | None = None
+    generations: list[Generation],
+    total: float | None = None,
+    predict: float | None = None,
+    stage: Stage = identity,
 ) -> AsyncGenerator[Delta, None]:
-    """The deltas of all prompts, `index` counting choices across them (prompt index * n + i).
+    """The deltas of all prompts after `stage`, `index` counting choices across prompts (prompt index * n + i).
 
     `total` and `predict` are seconds until every unfinished choice ends with finish_reason "length" and stop_reason
     "timeout": from now, and from the first delta. Closing the generator aborts what still runs. Raises EngineError when
@@ -26,7 +37,7 @@ async def run(
     try:
         if total is not None or predict is not None:
             deltas = _until(deltas, len(generations) * generations[0].request.n, total, predict)
-        async for delta in deltas:
+        async for delta in stage(deltas):
             if delta.error is not None:
                 raise BadRequest(delta.error) if delta.error_kind == "invalid_request" else EngineError(delta.error)
             yield delta

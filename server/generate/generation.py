@@ -1,17 +1,18 @@
-"""One request, from its ids to its deltas: sends it to the engine, turns outputs into text, ends it at a stop string."""
+"""One request, from token ids to deltas: sends it to the engine, detokenizes outputs, ends it at a stop string."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from quire.engine.messages import AddRequest, Choice, EngineOutput, SamplingParams, TokenLogprobs
-from quire.server.engines.client import EngineClient, OutputStream
+from quire.server.engines.client import OutputStream
+from quire.server.engines.handle import EngineHandle
 from quire.server.errors import BadRequest
+from quire.server.metrics.sink import EngineMetrics, MetricsSink
 from quire.server.text.detokenizer import Detokenizer, StopStrings
 from quire.server.text.tokenizer import Tokenizer
 
@@ -20,9 +21,10 @@ SLICE = 64  # tokens of a pile that are turned into text before others get their
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """What to generate: n choices of one prompt.
+    """n choices of one prompt, checked and ready for the engine.
 
-    `sampling.seed` is that of the first choice; choice i has `seed + i`.
+    `sampling.seed` is the seed of the first choice; choice i has `seed + i`. `prompt_text` is the prompt if it was
+    given as text and not truncated.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str | None = None
     arrival_time: float = field(default_factory=time.time)
+    prompt_text: str | None = None
 
 
 @dataclass(slots=True)
@@ -65,11 +68,18 @@ class Generation:
     The request is sent when iteration begins; `aclose` aborts the rest.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, request: GenerationRequest, metrics: Any = None):
+    def __init__(
+        self,
+        client: EngineHandle,
+        tokenizer: Tokenizer,
+        request: GenerationRequest,
+        metrics: MetricsSink | None = None,
+    ):
         self.request = request
         self._client = client
         self._tokenizer = tokenizer
-        self._metrics = metrics
+        self._sink = metrics
+        self._metrics: EngineMetrics | None = None  # once an engine is chosen
         self._stream: OutputStream | None = None
         self._choices: dict[str, _Choice] = {}  # the unfinished ones, by their engine request
         self._num_output_tokens = 0  # of the longest finished choice
@@ -135,8 +145,8 @@ class Generation:
         except ValueError as error:
             raise BadRequest(str(error), param="request_id") from None
         self._choices = {request_id: _Choice(index, request, self._tokenizer) for index, request_id in enumerate(ids)}
-        if self._metrics is not None:
-            self._metrics = self._metrics.of(self._stream.engine)
+        if self._sink is not None:
+            self._metrics = self._sink.of(self._stream.engine)
 
     def _finish(self, output: EngineOutput, delta: Delta, choice: _Choice) -> None:
         del self._choices[output.request_id]
@@ -249,7 +259,7 @@ class _Choice:
         del items[:count]
         return taken
 
-    def observe(self, metrics: Any, output: EngineOutput) -> None:
+    def observe(self, metrics: EngineMetrics, output: EngineOutput) -> None:
         """Record when tokens came. A prompt counts with its first token, or at the end of a request for none."""
         num_tokens = len(output.new_token_ids)
         if not self.last_token_time and (num_tokens or output.finish_reason == "length"):

@@ -1,6 +1,6 @@
-"""The HTTP connections of one frontend: uvicorn's protocol over h11, with limits to their number, to the time that a
-request may take to arrive, and to the bytes of bodies in memory. What is wrong with a request as HTTP is answered here,
-as JSON like every other error."""
+"""The HTTP connections of one frontend: uvicorn's h11 protocol, with limits on their number, on the time a request may
+take to arrive, and on the bytes of bodies in memory. Malformed HTTP is answered here, as JSON like every other error.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from quire.server.http.middleware import PROBES
 
 logger = logging.getLogger("quire")
 
-SPARE_CONNECTIONS = 32  # beyond the limit, when all others are being answered: for probes, and to say 503
+SPARE_CONNECTIONS = 32  # above the limit, if no connection is idle: for probes, and to return 503
 BODY_BUDGET = 128 << 20  # bytes of all bodies that are being received or parsed
 MIN_PROGRESS = 1024  # bytes of a body within `body_timeout`
-LINGER_BYTES = 128 << 20  # read and dropped behind an early answer
+LINGER_BYTES = 128 << 20  # of the rest of a body, read and dropped after an early answer
 CANCEL_DELAY = 0.05  # seconds
 LARGE_BODY = 256 << 10  # bytes, after which memory is given back to the system
 TRIM_DELAY = 1.0  # seconds after a large body
@@ -42,7 +42,7 @@ class Limits:
 
 
 class Connections:
-    """What the connections of one frontend share."""
+    """The shared state of the connections of one frontend."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -52,7 +52,7 @@ class Connections:
         self._trim: asyncio.TimerHandle | None = None
 
     def close_longest_idle(self) -> bool:
-        """Make room for a connection. False if all are being answered."""
+        """Close an idle connection to make room for a new one. False if none is idle."""
         victim = next(iter(self.idle), None)
         if victim is None:
             return False
@@ -60,12 +60,12 @@ class Connections:
         return True
 
     def abort_all(self) -> None:
-        """Whatever is still to be sent."""
+        """Close all connections without sending pending data."""
         for connection in list(self.open):
             connection.transport.abort()
 
     def give_back_memory(self) -> None:
-        """Soon: what a large body took lies unused in the C library's heap."""
+        """Schedule malloc_trim: the memory of a large body stays in the C library's heap otherwise."""
         if self._trim is None and sys.platform == "linux":
             self._trim = asyncio.get_running_loop().call_later(TRIM_DELAY, self._start_trim)
 
@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         self.crowded = False  # beyond the limit: only probes are answered
         self._next_app, self.app = self.app, self._run
         self.app_state = self.app_state | {"connection": self}
-        self._expects: str | None = None  # what the client owes us: "head", "body" or nothing
+        self._expects: str | None = None  # what we wait for: "head", "body" or nothing
         self._timer: asyncio.TimerHandle | None = None
         self._progress_at, self._progress_bytes = 0.0, 0
         self._body_bytes = self._largest_body = 0
@@ -105,7 +105,7 @@ class Connection(H11Protocol):
     def _busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    # ---- what arrives
+    # ---- receiving
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(_Transport(transport, self))
@@ -123,7 +123,7 @@ class Connection(H11Protocol):
         self.forget_body()
         self.shared.open.discard(self)
         self.shared.idle.pop(self, None)
-        if self._busy and self.flow.write_paused:  # much may have piled up behind the answer: let it be cancelled first
+        if self._busy and self.flow.write_paused:  # cancel the answer first: much of it may be buffered
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             self.loop.call_later(CANCEL_DELAY, super().connection_lost, exc)
@@ -142,7 +142,7 @@ class Connection(H11Protocol):
         self._follow(len(data))
 
     def _follow(self, num_bytes: int = 0) -> None:
-        """Find out what the client owes us now, and until when; `num_bytes` have just come."""
+        """Update what we wait for, and its deadline, after `num_bytes` have arrived."""
         if self.transport.is_closing():
             self._expect(None)
         elif self._busy:
@@ -172,7 +172,7 @@ class Connection(H11Protocol):
         return self.limits.body_timeout if self._expects == "body" else self.limits.header_timeout
 
     def _on_timer(self) -> None:
-        if self.flow.read_paused:  # it is for us to read on
+        if self.flow.read_paused:  # we have stopped reading, not the client sending
             self._progress_at = self.loop.time()
         left = self._progress_at + self._timeout - self.loop.time()
         if left > 0:
@@ -195,7 +195,7 @@ class Connection(H11Protocol):
             self._refuse_for_now(f"The bodies of the requests being received exceed {self.limits.body_budget} bytes.")
 
     def forget_body(self) -> None:
-        """The present request's body is no longer in memory."""
+        """The current request's body is no longer in memory."""
         self.shared.body_bytes -= self._body_bytes
         self._body_bytes = 0
         if self._largest_body > LARGE_BODY:
@@ -204,10 +204,10 @@ class Connection(H11Protocol):
     # ---- answers
 
     async def _run(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """Between uvicorn and the application, which learns when the request came."""
+        """Wraps the application: notes the arrival time, and refuses ambiguous or excess requests."""
         scope["state"]["arrived"] = self.loop.time()
         names = {name for name, _ in scope["headers"]}
-        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may have believed the other one
+        if {b"content-length", b"transfer-encoding"} <= names:  # request smuggling: a proxy may have used the other one
             self._refuse(400, "A request must not have both Content-Length and Transfer-Encoding.")
         elif self.crowded and scope["path"] not in PROBES:
             self._refuse_for_now(f"All {self.limits.max_connections} connections of this server are in use.")
@@ -215,18 +215,18 @@ class Connection(H11Protocol):
             await self._next_app(scope, receive, send)
 
     def send_400_response(self, msg: str) -> None:
-        """What h11 does not accept; called while its error is handled."""
+        """Called by uvicorn while it handles an error of h11."""
         error = sys.exc_info()[1]
         self._refuse(getattr(error, "error_status_hint", 400), f"The request is not valid HTTP: {error}.")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade is an offer, which we do not take: that needs no line in the log."""
+        """Upgrades are ignored without a log line."""
 
     def _refuse_for_now(self, message: str) -> None:
         self._refuse(503, message, "overloaded", "Retry-After: 2\r\n")
 
     def _refuse(self, status: int, message: str, code: str | None = None, fields: str = "") -> None:
-        """Answer in place of the application, and close the connection."""
+        """Answer instead of the application, and close the connection."""
         logger.info("%s: refused with %d: %s", "{}:{}".format(*self.client) if self.client else "-", status, message)
         self._expect(None)
         self.forget_body()
@@ -263,14 +263,14 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(self.limits.linger_timeout, self.transport.abort)
 
     def give_way(self) -> None:
-        """To a new connection."""
+        """Close, to make room for a new connection."""
         self.shared.open.discard(self)
         self.shared.idle.pop(self, None)
         self._expect(None)
         self.transport.close()
 
     def shutdown(self) -> None:
-        """The server ends."""
+        """Called when the server shuts down."""
         if self._lingering:
             self.transport.abort()
         else:

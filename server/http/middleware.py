@@ -1,5 +1,5 @@
-"""Plain ASGI layers around the routes, outermost first: `Edge` (request id, access log, last resort for exceptions),
-CORS, `Hosts`, `ApiKeys`.
+"""Plain ASGI layers around the routes, outermost first: `RequestBoundary` (request id, access log, last resort for
+exceptions), CORS, `Hosts`, `ApiKeys`.
 
 Not Starlette's BaseHTTPMiddleware: that passes every chunk of a stream through a queue.
 """
@@ -38,7 +38,7 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
 
 
 def note_refusal(scope: Scope, error: ApiError) -> None:
-    """For the access log: the operator of a client that hides the message would be blind."""
+    """Show the error in the access log, because some clients hide it."""
     scope["refusal"] = f" {error.type} {error.param or '-'}: {error.message}"
 
 
@@ -47,9 +47,9 @@ async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
     await send_json(send, error.status, error.body(), error.headers)
 
 
-class Edge:
-    """Gives every request an id, repeats it as `X-Request-Id`, writes the access log, counts what is in flight, and
-    answers for unexpected exceptions.
+class RequestBoundary:
+    """The outermost layer: gives every request an id and returns it as `X-Request-Id`, writes the access log, counts
+    requests in flight, and turns unexpected exceptions into 500.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState):
@@ -83,7 +83,7 @@ class Edge:
             if status is None:
                 await send_json(send_with_headers, 500, internal_error_body(), {})
             elif not complete:
-                raise  # the server closes the connection, so that the caller cannot take half an answer for a whole one
+                raise  # uvicorn closes the connection, so that the client sees a truncated answer as an error
         finally:
             if not probe:
                 self.state.leave()
@@ -109,10 +109,9 @@ class Edge:
 
 
 class Hosts:
-    """Refuses names in the Host header that are not `allowed`: a web page whose own name was made to point here could
-    otherwise read the answers as its own.
+    """Protects against DNS rebinding: returns 403 if the name in the Host header is not `allowed`.
 
-    Addresses, and names without a dot such as localhost, are no such page's.
+    IP addresses and names without a dot, such as localhost, always pass.
     """
 
     def __init__(self, app: ASGIApp, allowed: list[str]):
@@ -122,7 +121,7 @@ class Hosts:
         if (
             scope["type"] == "http"
             and scope["path"] not in PROBES
-            and not self._ours(name := host_name(header(scope, b"host") or b""))
+            and not self._is_allowed(name := host_name(header(scope, b"host") or b""))
         ):
             await send_error(
                 scope,
@@ -135,12 +134,12 @@ class Hosts:
             return
         await self.app(scope, receive, send)
 
-    def _ours(self, name: str) -> bool:
+    def _is_allowed(self, name: str) -> bool:
         return "." not in name.rstrip(".") or name in self.allowed or name.endswith(".localhost") or _is_address(name)
 
 
 def host_name(host: bytes) -> str:
-    """Of a Host header: without the port, and an IPv6 address without its brackets."""
+    """The host of a Host header, without port and without the brackets of an IPv6 address."""
     text = host.decode("latin-1").strip().lower()
     return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
@@ -158,7 +157,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _usable(request_id: bytes | None) -> str | None:
-    """A caller's id, if it is fit for headers and logs."""
+    """The client's id, if it is safe to put into headers and logs."""
     return request_id.decode("ascii") if request_id and re.fullmatch(rb"[\x21-\x7e]{1,256}", request_id) else None
 
 
@@ -178,15 +177,15 @@ def _extra_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 
 class ApiKeys:
-    """Without one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`, only the probes and the static pages
-    answer: also unknown routes give 401.
+    """Requires one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Everything except the probes and the
+    static pages, unknown routes included, returns 401 without it.
 
-    Who has which key is noted in the scope as "tenant", unless they are to share cached prefixes.
+    With several keys, sets "tenant" in the scope per key, unless `share_prefix_cache`.
     """
 
     def __init__(self, app: ASGIApp, keys: list[str], share_prefix_cache: bool = False):
         self.app = app
-        self.apart = len(set(keys)) > 1 and not share_prefix_cache
+        self.separate_tenants = len(set(keys)) > 1 and not share_prefix_cache
         self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -200,12 +199,12 @@ class ApiKeys:
                 )
                 await send_error(scope, send, Unauthorized(what))
                 return
-            if self.apart:
+            if self.separate_tenants:
                 scope["tenant"] = hashlib.sha256(b"prefix cache of " + key).hexdigest()[:32]
         await self.app(scope, receive, send)
 
     def _known(self, key: bytes) -> bool:
-        """In a time that does not tell how much of a key was right, or which."""
+        """Compares in constant time."""
         digest = hashlib.sha256(key).digest()
         return sum(hmac.compare_digest(digest, known) for known in self.digests) > 0
 

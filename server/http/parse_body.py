@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.server.api.openai.protocol import MAX_TEMPLATE_KWARGS_BYTES
 from quire.server.errors import BadRequest
+from quire.server.generate.limits import MAX_TEMPLATE_KWARGS_BYTES
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -30,7 +30,7 @@ _list_of_members = msgspec.json.Decoder(list[_Members]).decode
 
 
 def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """The request, and the dotted names of fields nobody knows, `MAX_UNKNOWN` at most.
+    """The request, and the dotted names of unknown fields, `MAX_UNKNOWN` at most.
 
     Raises BadRequest; for unknown fields only when `strict`.
     """
@@ -48,7 +48,7 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
     except msgspec.ValidationError as error:
         if str(error).startswith("Expected `object`") and " - at" not in str(error):
             raise BadRequest("The body must be a JSON object.") from None
-        raise _bad_request(error, msgspec.json.decode(body) if len(body) <= _SHOWN_BYTES else None) from None
+        raise bad_request(error, msgspec.json.decode(body) if len(body) <= _SHOWN_BYTES else None) from None
     except (ValueError, UnicodeError) as error:  # msgspec's errors are ValueErrors
         raise BadRequest(f"The body is not valid JSON: {error}") from None
     if _deeper_than(getattr(request, "chat_template_kwargs", None), MAX_NESTING):
@@ -56,7 +56,7 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
             f"chat_template_kwargs is nested more than {MAX_NESTING} levels deep.", param="chat_template_kwargs"
         )
     unknown: list[str] = []
-    _judge_undeclared(members, request, "", unknown)
+    _check_undeclared(members, request, "", unknown)
     if unknown and strict:
         raise BadRequest(f"Unknown parameter: {', '.join(unknown[:10])}.", param=unknown[0], code="unknown_parameter")
     return request, unknown
@@ -78,7 +78,8 @@ def _deeper_than(value: Any, levels: int) -> bool:
     return any(_deeper_than(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
-def _bad_request(error: msgspec.ValidationError, data: Any) -> BadRequest:
+def bad_request(error: msgspec.ValidationError, data: Any) -> BadRequest:
+    """The error for a value that does not have its type; it names the field, and shows the value out of `data`."""
     match = _PATH.match(str(error))
     what, path = match["what"], match["path"] or ""
     keys = [
@@ -112,8 +113,8 @@ def _shown(data: Any, keys: list) -> str:
     return ""
 
 
-def _judge_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unknown: list[str]) -> None:
-    """Refuse meaningful fields that we do not support, collect the unknown ones, here and in the Structs below."""
+def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unknown: list[str]) -> None:
+    """Refuse unsupported fields and collect unknown ones, in `value` and in the Structs it contains."""
     if len(members) > MAX_FIELDS:
         raise BadRequest(
             f"{prefix.rstrip('.') or 'The body'} has {len(members)} fields, which is more than {MAX_FIELDS}.",
@@ -126,10 +127,10 @@ def _judge_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unk
         if name in declared:
             child = getattr(value, name)
             if isinstance(child, msgspec.Struct):
-                _judge_undeclared(_members(raw), child, f"{path}.", unknown)
+                _check_undeclared(_members(raw), child, f"{path}.", unknown)
             elif isinstance(child, list) and child and isinstance(child[0], msgspec.Struct):
                 for i, (item_members, item) in enumerate(zip(_list_of_members(raw), child, strict=True)):
-                    _judge_undeclared(item_members, item, f"{path}.{i}.", unknown)
+                    _check_undeclared(item_members, item, f"{path}.{i}.", unknown)
         elif name in cls.unsupported:
             if not _neutral(raw, cls.unsupported[name]):
                 raise BadRequest(f"{path} is not supported by this server.", param=path, code="unsupported_parameter")

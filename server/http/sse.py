@@ -52,7 +52,7 @@ class EventStream(Response):
     """Sends each of `frames` (bytes of whole events) as it comes. `keep_alive` is the seconds of silence after which a
     comment is sent; 0 is never.
 
-    `send` waits while the client's buffers are full; frames are not asked for meanwhile, so that what piles up below is
+    `send` waits while the client's buffers are full; no frames are requested then, so that pending outputs are
     merged into fewer of them.
     """
 
@@ -103,7 +103,7 @@ class EventStream(Response):
 
 
 class ClientGone(Exception):
-    """The client closed the connection before it had its answer."""
+    """The client closed the connection before it received its answer."""
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:

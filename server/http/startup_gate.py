@@ -1,6 +1,4 @@
-"""What answers from the first moment on: the probes, and 503 for the rest, until the routes are imported (FastAPI and
-pydantic take most of a second).
-"""
+"""Answers until the routes are imported (FastAPI and pydantic take most of a second): probes, and 503 for the rest."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from quire.server.state import ServerState
 POLL_SECONDS = 0.02
 
 
-class Door:
-    """Hands over to `app` as soon as there is one."""
+class StartupGate:
+    """Forwards to `app` once it is set."""
 
     def __init__(self, state: ServerState):
         self.state = state
@@ -27,7 +25,7 @@ class Door:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["path"].startswith("/v1/models") and self.state.status == "loading":
-            # clients ask first of all: soon it can be told
+            # the first request of many clients: hold it until the answer is known
             await self._wait()
             await self(scope, receive, send)
         elif scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):

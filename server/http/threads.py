@@ -1,5 +1,5 @@
-"""Work whose cost grows with a request: on the event loop while it is small, in a thread when it would hold up
-everyone's tokens.
+"""Runs work whose cost grows with the request: on the event loop if it is small, else in a thread, so that it does not
+delay other requests' tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What Prometheus scrapes: vLLM's metrics, under `quire:` and, so that existing dashboards work, under `vllm:` as well.
+"""The Prometheus metrics: vLLM's, under `quire:` and, for existing dashboards, under `vllm:` as well.
 
-Every value is recorded once, as a plain number; names, labels and families are made when somebody scrapes.
+Every value is recorded once, as a plain number; names, labels and families are created on scrape.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -17,6 +17,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.engine.messages import EngineStats, RequestTiming
+
+if TYPE_CHECKING:
+    from quire.server.generate.generation import GenerationRequest
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _FIRST_TOKEN = (
@@ -87,7 +90,7 @@ class Histogram:
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True):
-    """What a `Metrics` has counted, for adding to another one's."""
+    """The counts of a `Metrics`, to be added to those of another."""
 
     counters: dict[str, float]
     finished: dict[str, int]
@@ -98,7 +101,7 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
 class Metrics(Collector):
     """The metrics of one engine. Written by the event loop alone; `render` may be called from anywhere.
 
-    `registry` is ours alone, so nothing else of this process is published by accident.
+    The `registry` is private, so that no other metrics of this process are published by accident.
     """
 
     def __init__(self, model_name: str, max_model_len: int, vllm_names: bool = True, engine: int = 0):
@@ -120,13 +123,13 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def of(self, engine: int) -> Metrics:
-        """Where the requests of `engine` are recorded: here, the only one."""
+        """Where the requests of `engine` are recorded: here, because there is only one."""
         return self
 
     # ---- recording
 
     def observe_stats(self, stats: EngineStats) -> None:
-        """From the engine: gauges as they are, counts since its last message."""
+        """Record the engine's gauges, and its counts since its last message."""
         self._stats = stats
         counters = self._counters
         counters["prefix_cache_queries"] += stats.prefix_cache_queries
@@ -152,7 +155,7 @@ class Metrics(Collector):
 
     def observe_request(
         self,
-        request: Any,
+        request: GenerationRequest,
         finish_reason: str,
         num_output_tokens: int,
         first_token_time: float,
@@ -160,8 +163,8 @@ class Metrics(Collector):
     ) -> None:
         """A sequence has ended now. `request` is its GenerationRequest, `first_token_time` is 0 if it had none.
 
-        The engine does not know of stop strings and so sends no `timing` for what they end: how long those waited and
-        computed is not recorded.
+        The engine does not know stop strings, and sends no `timing` for sequences that end at one: their queue and
+        compute times are not recorded.
         """
         self._finished[finish_reason] += 1
         if finish_reason not in ("stop", "length"):
@@ -184,13 +187,13 @@ class Metrics(Collector):
         if first_token_time and num_output_tokens > 1:
             histograms["request_time_per_output_token_seconds"].observe(decode_time / (num_output_tokens - 1))
 
-    def observe_group(self, request: Any, max_num_output_tokens: int) -> None:
+    def observe_group(self, request: GenerationRequest, max_num_output_tokens: int) -> None:
         """All n sequences of a request have ended; `max_num_output_tokens` is that of the longest."""
         self._histograms["request_params_n"].observe(request.n)
         self._histograms["request_max_num_generation_tokens"].observe(max_num_output_tokens)
 
     def observe_abort(self) -> None:
-        """A sequence was given up by the server or its client."""
+        """A sequence was aborted by the server or its client."""
         self._finished["abort"] += 1
 
     def observe_http(self, handler: str, method: str, status: int) -> None:
@@ -199,7 +202,7 @@ class Metrics(Collector):
         self._http[key] = self._http.get(key, 0) + 1
 
     def set_cache_config(self, **fields: Any) -> None:
-        """Published as labels of `cache_config_info`: the settings of the KV cache and what they came to
+        """Published as labels of `cache_config_info`: the settings of the KV cache and the resulting sizes
         (`num_gpu_blocks`, `block_size`).
         """
         self._cache_config = {name: str(value) for name, value in fields.items()}
@@ -207,7 +210,7 @@ class Metrics(Collector):
     # ---- several as one
 
     def counts(self) -> Counts:
-        """All but the gauges, until now."""
+        """The counts so far, without gauges."""
         return Counts(
             dict(self._counters),
             dict(self._finished),
@@ -216,7 +219,7 @@ class Metrics(Collector):
         )
 
     def add(self, counts: Counts) -> None:
-        """What was counted elsewhere, for the same model."""
+        """Add the counts of another process, for the same model."""
         for name, count in counts.counters.items():
             self._counters[name] += count
         for reason, count in counts.finished.items():
@@ -227,7 +230,7 @@ class Metrics(Collector):
             self._histograms[name].add(buckets, total)
 
     def plus(self, others: Iterable[Counts]) -> Metrics:
-        """A new one with our gauges, and our counts and all of theirs."""
+        """A new `Metrics` with our gauges, and the sum of our counts and `others`."""
         result = Metrics(*self._made_of)
         result._stats, result._cache_config = self._stats, self._cache_config
         for counts in (self.counts(), *others):

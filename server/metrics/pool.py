@@ -1,4 +1,4 @@
-"""The metrics of several engines as one page: every family once, with the series of each engine in it."""
+"""The metrics of several engines on one page: each family once, with one series per engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.server.metrics.metrics import Metrics
 
 
 def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metrics | MetricsPool:
-    """Of as many engines as there are."""
+    """One `Metrics` per engine, pooled if there are several."""
     every = [
         Metrics(model_name, worker.max_model_len, config.server.vllm_metrics, engine)
         for engine in range(config.parallel.data_parallel_size)
@@ -28,7 +28,7 @@ def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metric
 
 
 class MetricsPool(Collector):
-    """`of(engine)` is where that engine's requests are recorded; what belongs to no engine is the first one's."""
+    """`of(engine)` records that engine's requests; metrics that belong to no engine are recorded by the first."""
 
     def __init__(self, engines: list[Metrics]):
         self.engines = engines

@@ -1,4 +1,4 @@
-"""The line that says every few seconds what the engine does, in vLLM's words, which people grep for."""
+"""Logs the engine's throughput every few seconds, in vLLM's format, which people grep for."""
 
 from __future__ import annotations
 

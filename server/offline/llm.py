@@ -1,6 +1,6 @@
 """`from quire import LLM, SamplingParams`: generate in a script, without HTTP. Names, defaults and shapes are vLLM's.
 
-The engine is the same child process that `quire serve` runs, behind the same client and the same checks; an event loop
+The engine is the same child process that `quire serve` runs, with the same client and the same checks; an event loop
 in a thread drives it.
 """
 
@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,17 +23,17 @@ from tqdm import tqdm
 from quire.configs.config import Config
 from quire.configs.options import all_options, config_from
 from quire.configs.sources import embedded_model
-from quire.server.api.openai import prepare as intake
-from quire.server.api.openai.chat import prompt_ids as chat_prompt_ids
-from quire.server.api.openai.completions import prompt_ids
 from quire.server.api.openai.logprobs import Formatter
-from quire.server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, PromptLogprob
-from quire.server.api.openai.sampling import to_sampling_params
+from quire.server.api.openai.protocol import ContentPart, Message, PromptLogprob
+from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS, template_message
 from quire.server.errors import ApiError, BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.generation import Generation, GenerationRequest
-from quire.server.http.parse_body import parse
+from quire.server.generate.prepare import prepare
+from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.http.parse_body import bad_request
 from quire.server.startup.runtime import Runtime
+from quire.server.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | dict[str, Any]
@@ -46,7 +46,7 @@ class SamplingParams:
     """How to generate. Raises ValueError naming the parameter and its limit.
 
     `max_tokens=None` is all that the context holds; `top_k` 0 or -1 is off; `logprobs` is the number of most likely
-    tokens to report beside the sampled one.
+    tokens to report in addition to the sampled one.
     """
 
     n: int = 1
@@ -76,16 +76,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        self.to_request()
+        self.to_options()
 
-    def to_request(self) -> CompletionRequest:
-        """The same as fields of a text completion, whose checks are these parameters' checks. Raises ValueError."""
-        fields = asdict(self)
+    def to_options(self) -> GenerationOptions:
+        """The same parameters in dialect-neutral form. Raises ValueError for a type or a bound."""
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
         for name, value in fields.items():
-            # JSON would turn it into null, which means the default
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name}: must be a finite number, got {value}")
-        return _checked(fields | {"prompt": ""}, CompletionRequest)
+        return _converted(fields, GenerationOptions)
 
 
 @dataclass(slots=True)
@@ -135,11 +134,11 @@ class LLM:
             raise
 
     @property
-    def tokenizer(self):
-        """The model's `quire.server.text.tokenizer.Tokenizer`."""
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
         return self._runtime.state.tokenizer
 
-    def get_tokenizer(self):
+    def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
 
     def generate(
@@ -152,11 +151,14 @@ class LLM:
         {"prompt_token_ids": ids}, each with an optional "cache_salt"; one prompt or a list. `sampling_params` are for
         all prompts, one each, or the model's defaults.
 
-        Raises ValueError for what a prompt or parameter has wrong, before anything runs; RuntimeError when the engine
-        fails.
+        Raises ValueError for an invalid prompt or parameter, before anything runs; RuntimeError if the engine fails.
         """
-        bodies = [_completion_fields(prompt) for prompt in _as_list(prompts)]
-        return self._run(self._generate(bodies, self._params(sampling_params, len(bodies)), use_tqdm))
+        inputs = [_prompt_and_salt(prompt) for prompt in _as_list(prompts)]
+        options = self._options(sampling_params, len(inputs))
+        specs = [
+            self._spec([prompt], one, cache_salt) for (prompt, cache_salt), one in zip(inputs, options, strict=True)
+        ]
+        return self._run(self._generate(specs, use_tqdm))
 
     def chat(
         self,
@@ -174,20 +176,24 @@ class LLM:
         `chat_template` stands in for the model's. Raises as `generate` does.
         """
         conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
-        options = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
-        bodies = [
-            _checked({"messages": list(conversation), **options}, ChatCompletionRequest)
-            for conversation in conversations
+        options = self._options(sampling_params, len(conversations))
+        specs = [
+            self._spec(
+                Conversation(
+                    _template_messages(conversation),
+                    add_generation_prompt,
+                    continue_final_message,
+                    chat_template,
+                    chat_template_kwargs or {},
+                ),
+                one,
+            )
+            for conversation, one in zip(conversations, options, strict=True)
         ]
-        return self._run(self._chat(bodies, self._params(sampling_params, len(bodies)), use_tqdm))
+        return self._run(self._generate(specs, use_tqdm))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False when requests are running."""
+        """Drop all cached prefixes; returns False if running requests use them."""
         return self._run(self._runtime.state.client.call("reset_prefix_cache"))
 
     def close(self) -> None:
@@ -202,23 +208,37 @@ class LLM:
 
     # ---- in the caller's thread
 
-    def _params(
+    def _options(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[CompletionRequest]:
+    ) -> list[GenerationOptions]:
+        """The options of each prompt. Raises ValueError if there are not as many `params` as prompts."""
         if params is None:
-            return [_checked({"prompt": ""}, CompletionRequest)] * num_prompts
+            return [GenerationOptions()] * num_prompts
         if isinstance(params, SamplingParams):
-            return [self._request(params)] * num_prompts
+            return [self._without_default_limit(params)] * num_prompts
         if len(params) != num_prompts:
             raise ValueError(f"sampling_params: {len(params)} for {num_prompts} prompts")
-        return [self._request(one) for one in params]
+        return [self._without_default_limit(one) for one in params]
 
-    def _request(self, params: SamplingParams) -> CompletionRequest:
-        request = params.to_request()
-        return (
-            request
-            if request.max_tokens is not None
-            else msgspec.structs.replace(request, max_tokens=self._runtime.state.model.max_model_len)
+    def _without_default_limit(self, params: SamplingParams) -> GenerationOptions:
+        """`max_tokens=None` means all that the context holds, not the default."""
+        options = params.to_options()
+        if options.max_tokens is None:
+            options.max_tokens = self._runtime.state.model.max_model_len
+        return options
+
+    def _spec(
+        self,
+        prompts: list[str] | list[list[int]] | Conversation,
+        options: GenerationOptions,
+        cache_salt: str | None = None,
+    ) -> GenerationSpec:
+        return GenerationSpec(
+            request_id=str(next(self._ids)),
+            prompts=prompts,
+            options=options,
+            default_max_tokens=COMPLETION_MAX_TOKENS,
+            cache_salt=cache_salt,
         )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -237,72 +257,36 @@ class LLM:
 
     # ---- on the loop
 
-    async def _generate(
-        self, prompts: list[dict[str, Any]], bodies: list[CompletionRequest], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        requests, texts = [], []
-        for fields, body in zip(prompts, bodies, strict=True):
-            body = msgspec.structs.replace(body, **fields)
-            _, (ids,) = prompt_ids(body, self._runtime.state)
-            requests.append(self._generation_request(ids, body))
-            texts.append(body.prompt if isinstance(body.prompt, str) and body.truncate_prompt_tokens is None else None)
-        return await self._run_all(requests, texts, bodies, use_tqdm)
-
-    async def _chat(
-        self, conversations: list[ChatCompletionRequest], bodies: list[CompletionRequest], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        requests = []
-        for conversation, body in zip(conversations, bodies, strict=True):
-            conversation.truncate_prompt_tokens = body.truncate_prompt_tokens
-            requests.append(self._generation_request(chat_prompt_ids(conversation, self._runtime.state), body))
-        texts = [self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False) for request in requests]
-        return await self._run_all(requests, texts, bodies, use_tqdm)
-
-    def _generation_request(self, ids: list[int], body: CompletionRequest) -> GenerationRequest:
-        model = self._runtime.state.model
-        sampling = to_sampling_params(body, model, self.tokenizer)
-        return intake.generation_request(
-            intake.truncate(ids, body, sampling, model),
-            body,
-            sampling,
-            model,
-            request_id=str(next(self._ids)),
-            priority=0,
-            param="prompt",
-        )
-
-    async def _run_all(
-        self,
-        requests: list[GenerationRequest],
-        texts: Iterable[str | None],
-        bodies: list[CompletionRequest],
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        """All at once; the engine queues what does not fit. The first failure aborts the others."""
+    async def _generate(self, specs: list[GenerationSpec], use_tqdm: bool) -> list[RequestOutput]:
+        """Run all requests at once; the engine queues what does not fit. The first failure aborts the others."""
+        requests = [request for spec in specs for request in prepare(spec, self._runtime.state)]
         self._runtime.require_alive()
         with _Progress(len(requests), use_tqdm) as progress:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
-                        group.create_task(self._one(*one, progress))
-                        for one in zip(requests, texts, bodies, strict=True)
+                        group.create_task(self._one(spec, request, progress))
+                        for spec, request in zip(specs, requests, strict=True)
                     ]
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _one(
-        self, request: GenerationRequest, text: str | None, body: CompletionRequest, progress: _Progress
-    ) -> RequestOutput:
+    async def _one(self, spec: GenerationSpec, request: GenerationRequest, progress: _Progress) -> RequestOutput:
         generation = Generation(self._runtime.state.client, self.tokenizer, request)
         choices = await deltas.collect(deltas.run([generation]), request.n)
         progress.add(len(request.prompt_token_ids), sum(len(choice.token_ids) for choice in choices))
+        text, options = request.prompt_text, spec.options
+        if isinstance(spec.prompts, Conversation):
+            text = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
         outputs = [
             CompletionOutput(
                 i,
                 choice.text,
                 choice.token_ids,
-                None if body.logprobs is None else Formatter(self.tokenizer, body.logprobs).prompt(choice.logprobs)[1:],
+                None
+                if options.logprobs is None
+                else Formatter(self.tokenizer, options.logprobs).prompt(choice.logprobs)[1:],
                 choice.finish_reason,
                 choice.stop_reason,
             )
@@ -310,8 +294,8 @@ class LLM:
         ]
         prompt_logprobs = (
             None
-            if body.prompt_logprobs is None
-            else Formatter(self.tokenizer, body.prompt_logprobs).prompt(choices[0].prompt_logprobs)
+            if options.prompt_logprobs is None
+            else Formatter(self.tokenizer, options.prompt_logprobs).prompt(choices[0].prompt_logprobs)
         )
         return RequestOutput(
             request.request_id,
@@ -364,15 +348,12 @@ def offline_config(model: str, settings: dict[str, Any]) -> Config:
             raise ValueError(f"{name} is a setting of the HTTP server; LLM has none")
     if settings.get("data_parallel_size", 1) != 1:
         raise ValueError(
-
-                "data_parallel_size: LLM has one engine; start several behind one port with `quire serve "
-                "--data-parallel-size`"
-
+            "data_parallel_size: LLM has one engine; start several on one port with `quire serve --data-parallel-size`"
         )
     model = model or embedded_model() or ""
     if not model:
         raise ValueError("model: name a Hugging Face folder or a Hub id; no model comes with this copy of quire")
-    # the caller of chat() is no stranger
+    # the caller of chat() is trusted
     return config_from({**settings, "model": model, "trust_request_chat_template": True})
 
 
@@ -383,16 +364,38 @@ def _close(loop: asyncio.AbstractEventLoop, runtime: Runtime) -> None:
         loop.call_soon_threadsafe(loop.stop)
 
 
-def _checked(fields: dict[str, Any], cls: type[T]) -> T:
-    """`fields` as a request of type `cls`, with the checks of the HTTP side. None is absent. Raises ValueError."""
+def _converted(value: Any, cls: type[T], path: str = "") -> T:
+    """`value` checked against the type `cls`. Raises ValueError naming the field, below `path`."""
     try:
-        return parse(
-            msgspec.json.encode({name: value for name, value in fields.items() if value is not None}), cls, strict=True
-        )[0]
-    except BadRequest as error:
-        raise ValueError(error.message) from None
-    except TypeError as error:  # not JSON
-        raise ValueError(str(error)) from None
+        return msgspec.convert(value, cls)
+    except msgspec.ValidationError as error:
+        raise ValueError(path + bad_request(error, value).message) from None
+
+
+def _template_messages(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in OpenAI's form -> in the form that templates expect. Raises ValueError."""
+    if not conversation:
+        raise ValueError("messages: a conversation must not be empty")
+    messages = []
+    for i, fields in enumerate(conversation):
+        path = f"messages.{i}"
+        message = _converted(fields, Message, f"{path}.")
+        _refuse_unknown(fields, Message, path)
+        if isinstance(message.content, list):
+            for k, part in enumerate(fields["content"]):
+                _refuse_unknown(part, ContentPart, f"{path}.content.{k}")
+        try:
+            messages.append(template_message(message, path))
+        except BadRequest as error:
+            raise ValueError(error.message) from None
+    return messages
+
+
+def _refuse_unknown(fields: dict[str, Any], cls: type[Message] | type[ContentPart], path: str) -> None:
+    for name, value in fields.items():
+        neutral = name in cls.unsupported and (value is None or value in cls.unsupported[name])
+        if name not in cls.__struct_fields__ and name not in cls.harmless and not neutral:
+            raise ValueError(f"{path}.{name} is not supported")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -402,15 +405,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [prompts] if prompts and all(isinstance(item, int) for item in prompts) else prompts
 
 
-def _completion_fields(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as fields of a text completion. Raises ValueError."""
+def _prompt_and_salt(prompt: Prompt) -> tuple[str | list[int], str | None]:
+    """A prompt as text or token ids, and its cache_salt. Raises ValueError."""
     if not isinstance(prompt, dict):
-        return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+        return prompt if isinstance(prompt, str) else list(prompt), None
     known = {"prompt", "prompt_token_ids", "cache_salt"}
     if unknown := sorted(set(prompt) - known):
         raise ValueError(f"prompts: unknown key {unknown[0]!r}; a prompt has {', '.join(sorted(known))}")
     given = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
     if len(given) != 1:
         raise ValueError("prompts: give exactly one of prompt and prompt_token_ids")
-    fields = {"prompt": given[0] if isinstance(given[0], str) else list(given[0])}
-    return fields | ({"cache_salt": prompt["cache_salt"]} if prompt.get("cache_salt") is not None else {})
+    return given[0] if isinstance(given[0], str) else list(given[0]), prompt.get("cache_salt")

@@ -1,4 +1,4 @@
-"""A log handler that never waits: whoever reads stderr may stall, and the event loop must not stall with it."""
+"""A log handler that never blocks: the reader of stderr may stall, and must not stall the event loop."""
 
 from __future__ import annotations
 

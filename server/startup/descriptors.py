@@ -1,4 +1,4 @@
-"""How many files and connections this process may have open, and what happens beyond that."""
+"""The limits of open files and connections, and their log."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ACCEPT_LOG_INTERVAL = 10.0  # seconds between complaints that no connection can 
 def raise_descriptor_limit() -> None:
     """Let this process and its children open as many files and connections as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < target:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (ValueError, OSError) as error:  # macOS has a second limit, which it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        except (ValueError, OSError) as error:  # macOS has a second, unpublished limit
             logger.warning("the limit of %d open files cannot be raised: %s", soft, error)
 
 
 def max_connections() -> int:
-    """What the limit of descriptors has room for."""
+    """The number of connections that fits into the limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     return max(soft - RESERVED_DESCRIPTORS, soft // 2)

@@ -41,7 +41,7 @@ def local_folder(model: str) -> str | None:
 
 
 def _require_reachable(path: str) -> None:
-    """Raise ValueError for a path that is there or not, which the permissions of a folder above it do not let us see."""
+    """Raises ValueError if the permissions of a parent folder hide whether the path exists."""
     try:
         os.stat(path)
     except PermissionError:

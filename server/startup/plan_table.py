@@ -1,4 +1,4 @@
-"""The table that says where the memory goes and what was chosen automatically, shown before serving and by `quire
+"""The table of memory use and of automatically chosen settings, shown before serving and by `quire
 check`.
 """
 
@@ -38,10 +38,8 @@ def plan_table(ready: WorkerReady) -> str:
         for name, size, note in rows
     ]
     lines.append(
-
-            f"  fits {num_tokens:,} tokens: {num_tokens / ready.max_model_len:.1f} requests of the full length of "
-            f"{ready.max_model_len:,}"
-
+        f"  fits {num_tokens:,} tokens: {num_tokens / ready.max_model_len:.1f} requests of the full length of "
+        f"{ready.max_model_len:,}"
     )
     if ready.choices:
         width = max(len(setting) for setting, _, _ in ready.choices)

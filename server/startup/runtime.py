@@ -1,130 +1,122 @@
-"""The engine, its client and the tokenizer behind an offline `LLM`: what `launch.py` composes for HTTP, without HTTP."""
+"""The engine, its client and the tokenizer of an offline `LLM`: started as by `quire serve`, but without HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from quire.configs.config import Config
-from quire.configs.files import check_model_folder
-from quire.server.api.openai.sampling import read_sampling_defaults
+from quire.engine.messages import EngineStats, Progress
 from quire.server.engines.client import EngineClient
-from quire.server.engines.process import EngineProcess
-from quire.server.engines.supervisor import EngineFailed, Supervisor, in_thread
-from quire.server.startup import hub
+from quire.server.engines.supervisor import EngineFailed, Supervisor
+from quire.server.generate.sampling import read_sampling_defaults
+from quire.server.startup.engine_group import EngineGroup, load_tokenizer, model_info
 from quire.server.startup.plan_table import plan_table
 from quire.server.startup.progress import StartProgress
-from quire.server.state import ModelInfo, ServerState, known_token_ids
-from quire.server.text.tokenizer import Tokenizer
+from quire.server.state import ServerState
 
 logger = logging.getLogger("quire")
-TERMINATE_TIMEOUT = 5.0  # seconds for the engine to end
 
 
 class Runtime:
     """Lives on one event loop: `start`, use `state.client` and `state.tokenizer`, `stop`.
 
-    An engine that dies is started again, as under `quire serve`.
+    An engine that dies is replaced, as under `quire serve`.
     """
 
     def __init__(self, config: Config):
         self.config = config
         self.state = ServerState(config, [config.model.model], version="", system_fingerprint="")
-        self.supervisor: Supervisor | None = None
-        self.watch: asyncio.Task | None = None
+        self.engines = EngineGroup(config)
+        self._sampling_defaults: dict[str, Any] = {}
+        self._ready = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def supervisor(self) -> Supervisor:
+        return self.engines.supervisors[0]
 
     async def start(self) -> None:
-        """Until the engine has completed a step.
+        """Returns when the engine has completed a step.
 
-        Raises ValueError for a wrong model or setting, RuntimeError when the engine cannot start.
+        Raises ValueError for a wrong model or setting, RuntimeError if the engine cannot start.
         """
         shown = StartProgress()
-        loop = asyncio.get_running_loop()
         try:
-            options = self.config.model
-            folder = await in_thread(
-                lambda: hub.resolve(
-                    options.model,
-                    revision=options.revision,
-                    download_dir=options.download_dir,
-                    progress=lambda *progress: loop.call_soon_threadsafe(shown.update, *progress),
-                )
-            )
-            check_model_folder(folder)
-            engine = EngineProcess(dataclasses.replace(self.config, model=dataclasses.replace(options, model=folder)))
-            engine.start()  # it loads while the tokenizer does
-            self.state.client = EngineClient(
-                on_stats=self._on_stats, on_progress=lambda progress: shown.update(progress.phase, progress.fraction)
-            )
-            ready = asyncio.Event()
-            self.supervisor = Supervisor(
-                engine.config, engine, self.state.client, lambda again: ready.set(), lambda: None
-            )
-            self.watch = asyncio.create_task(self._watch())
-            defaults = read_sampling_defaults(self.config, folder)
-            self.state.tokenizer = await self._load_tokenizer(folder)
-            await self._wait(ready)
+            self.engines.start_if_local()
+            self._running = asyncio.create_task(self._run(shown.update))
+            ready = asyncio.create_task(self._ready.wait())
+            await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
+            ready.cancel()
+            if self._running.done():
+                self._running.result()  # raises the ValueError
+            self.require_alive()
         finally:
             shown.close()
-        worker = self.state.client.ready.worker
-        logger.info("%s", plan_table(worker))
-        self.state.model = ModelInfo(
-            worker.max_model_len,
-            worker.vocab_size,
-            known_token_ids(self.state.tokenizer.eos_token_ids, worker.vocab_size),
-            defaults,
-            self.config.server.max_logprobs,
-            self.config.scheduler.scheduling_policy == "priority",
-        )
+        logger.info("%s", plan_table(self.state.client.ready.worker))
 
-    async def _load_tokenizer(self, folder: str) -> Any:
-        options = self.config.model
-        if options.tokenizer is not None:
-            folder = await in_thread(
-                lambda: hub.resolve(options.tokenizer, download_dir=options.download_dir, tokenizer_only=True)
-            )
-        return await in_thread(
-            lambda: Tokenizer.load(
-                folder, chat_template=self.config.server.chat_template, trust_remote_code=options.trust_remote_code
-            )
-        )
+    async def _run(self, progress: Callable[[str, float], None]) -> None:
+        """Run the engine until it cannot be kept alive; then every open request, and every later one, fails.
 
-    async def _watch(self) -> None:
-        """Over the engine's life.
-
-        When it cannot be kept alive, or watching fails, every open request ends with an error, and later ones are
-        refused.
+        Raises ValueError for a wrong model or setting.
         """
         try:
-            await self.supervisor.run()
+            await self.engines.run(self, lambda again: self._open(), lambda engine, stats: None, progress)
         except Exception as error:
-            if not isinstance(error, EngineFailed):
-                logger.exception("watching over the engine failed")
+            if not isinstance(error, EngineFailed | ValueError):
+                logger.exception("the engine's supervisor failed")
             self.state.failure = str(error) or type(error).__name__
-            await self.state.client.close()
-
-    async def _wait(self, ready: asyncio.Event) -> None:
-        waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait({waiting, self.watch}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        self.require_alive()
+            if self.state.client is not None:
+                await self.state.client.close()
+            if isinstance(error, ValueError):
+                raise
 
     def require_alive(self) -> None:
-        """Raises RuntimeError when the engine is gone for good."""
+        """Raises RuntimeError if the engine has failed for good."""
         if self.state.failure is not None:
             raise RuntimeError(f"the engine failed: {self.state.failure}")
 
-    def _on_stats(self, stats: Any) -> None:
+    # ---- called by the engine group
+
+    def connect(
+        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
+    ) -> list[EngineClient]:
+        client = EngineClient(self._observe_stats, functools.partial(on_progress, 0))
+        self.state.client = client
+        return [client]
+
+    async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
+        self._sampling_defaults = read_sampling_defaults(self.config, model_folder)
+        self.state.tokenizer = await load_tokenizer(self.config, tokenizer_folder)
+        self._open()
+
+    def on_death(self, engine: int) -> None:
+        """Nothing to do: the requests wait in the client for the next engine."""
+
+    def _open(self) -> None:
+        """Requests can run once both the engine and the tokenizer are loaded."""
+        state = self.state
+        if state.client.ready is None or state.tokenizer is None:
+            return
+        if state.model is None:
+            state.model = model_info(self.config, state.client.ready.worker, state.tokenizer, self._sampling_defaults)
+        self._ready.set()
+
+    def _observe_stats(self, stats: EngineStats) -> None:
         self.state.stats = stats
+
+    # ---- end
 
     async def stop(self) -> None:
         """End the engine. Idempotent."""
-        if self.supervisor is None:
+        if self._running is None:
             return
-        supervisor, self.supervisor = self.supervisor, None
-        await self.state.client.close()
-        self.watch.cancel()
-        await asyncio.gather(self.watch, return_exceptions=True)
-        await in_thread(lambda: supervisor.engine.terminate(TERMINATE_TIMEOUT))
+        running, self._running = self._running, None
+        if self.state.client is not None:
+            await self.state.client.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await self.engines.terminate()

@@ -47,7 +47,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _PlainDict:
-    """`dict(...)` and `dict.fromkeys(...)`, without the class behind them."""
+    """`dict(...)` and `dict.fromkeys(...)`, without access to the class."""
 
     def __call__(self, *args, **kwargs):
         return dict(*args, **kwargs)
@@ -157,7 +157,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid: {error.message} (line {error.lineno})") from error
-        except Exception as error:  # the compiler's own limits, such as RecursionError for what is nested deeply
+        except Exception as error:  # the compiler's own limits, such as RecursionError for deep nesting
             raise ValueError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         self.accepts_text, self.accepts_parts = self._probe_content()
 
@@ -175,7 +175,8 @@ class ChatTemplate:
         """The prompt for `messages` (plain JSON data). `variables` are further template variables, special tokens among
         them; `limited` bounds the time and the length (`MAX_SECONDS`, `MAX_CHARS`).
 
-        Raises ValueError for whatever the template refuses, and for what `continue_final_message` cannot continue.
+        Raises ValueError if the template refuses the messages, or if `continue_final_message` cannot continue the last
+        one.
         """
         if not messages:
             raise ValueError("messages must not be empty")
@@ -216,7 +217,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template needs a value that is missing: {error}") from error
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        except Exception as error:  # a template is a program: whatever it trips over, its input is to blame
+        except Exception as error:  # a template is a program: any error is caused by it or by its input
             raise ValueError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from error
 
     def _probe_content(self) -> tuple[bool, bool]:
@@ -255,7 +256,7 @@ class ChatTemplate:
         return "openai" if self.accepts_parts else "string"
 
     def _fit_content(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Give the content the form the template takes; parts become text by joining them with newlines, as vLLM does."""
+        """The message with its content in the form the template takes; parts are joined by newlines, as in vLLM."""
         content = message.get("content")
         if isinstance(content, str):
             if not self.accepts_text:
@@ -268,7 +269,7 @@ class ChatTemplate:
         return message
 
     def _tag_final(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """The messages with a marker behind the last one's text, and that text."""
+        """The messages with a marker after the text of the last one, and that text."""
         last = copy.deepcopy(messages[-1])
         content = last.get("content")
         if content is None:

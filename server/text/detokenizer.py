@@ -49,7 +49,7 @@ class StopStrings:
             self._hit[state] = index
 
     def _link(self) -> None:
-        """Breadth first, so that what is shorter is linked already."""
+        """Breadth first, so that shorter prefixes are linked already."""
         queue = deque([0])
         while queue:
             state = queue.popleft()

@@ -136,12 +136,12 @@ class PieceDecoding:
         return piece.encode() if isinstance(piece, str) else piece or b""
 
     def stream(self, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]) -> PieceStream:
-        """`raw_repeats`: added tokens that, behind another one, are written without the space that separates words."""
+        """`raw_repeats`: added tokens that, after another one, are written without the space that separates words."""
         return PieceStream(self, prompt_ids, skip, raw_repeats)
 
 
 class PieceStream:
-    """A run of byte tokens is held until it ends: `tokenizers` turns a whole run into U+FFFD if any of it is not UTF-8."""
+    """Holds a run of byte tokens until it ends: `tokenizers` decodes the whole run to U+FFFD if a part is not UTF-8."""
 
     def __init__(
         self, decoding: PieceDecoding, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]
@@ -230,8 +230,7 @@ class PieceStream:
 
 
 class WindowDecoding:
-    """Any tokenizer with a `decode(ids, skip)`: the text of a token is what it adds to the text of a few tokens before
-    it.
+    """For any tokenizer with `decode(ids, skip)`: a token's text is what it adds to the text of the tokens before it.
 
     Exact where a token's text depends on no more than the tokens in the window; a window of `longest` tokens that still
     ends in U+FFFD is let go.

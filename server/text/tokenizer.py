@@ -28,7 +28,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 # at least one is there, whatever the kind
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.bpe", "merges*")
 
-# Texts are encoded in threads of ours (`threads.py`), so the library's own thread pool only costs: and it warns
+# Texts are encoded in our own threads (`threads.py`), so the library's thread pool only costs time: and it warns
 # whenever the process starts the engine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -168,10 +168,8 @@ class Tokenizer:
             return templates["default"]
         if templates:
             raise ValueError(
-
-                    "this model has several chat templates and no default: set chat_template to one of "
-                    f"{', '.join(sorted(templates))}"
-
+                "this model has several chat templates and no default: set chat_template to one of "
+                f"{', '.join(sorted(templates))}"
             )
         raise ValueError(
             "this model has no chat template: start the server with --chat-template, or use the completions endpoint"

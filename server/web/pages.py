@@ -20,9 +20,8 @@ LINKS = {
     "metrics": "metrics",
 }  # relative: a proxy may serve us under a prefix
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    "base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
 }
 
@@ -36,13 +35,13 @@ async def index(request: Request) -> Response:
 
 
 async def docs(request: Request) -> Response:
-    """The page that shows openapi.json, for which it asks the reader's key where one is needed."""
+    """The page that shows openapi.json; it asks for an API key if the server requires one."""
     return HTMLResponse(_docs_page(), headers=_HEADERS)
 
 
 @cache
 def _docs_page() -> str:
-    return (Path(__file__).parent / "web" / "docs.html").read_text(encoding="utf-8")
+    return (Path(__file__).parent / "docs.html").read_text(encoding="utf-8")
 
 
 def add_pages(app: Starlette) -> None:

@@ -80,7 +80,7 @@ class RunningServer:
 
     @property
     def state(self):
-        return self.launcher.front.state
+        return self.launcher.frontend.state
 
     def wait_ready(self, timeout: float = 30.0) -> RunningServer:
         poll(lambda: self.state.status == "ready" or not self.thread.is_alive(), timeout)

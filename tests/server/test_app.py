@@ -18,10 +18,10 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from quire.server.api.openai.prepare import MIN_BODY_BYTES
 from quire.server.api.openai.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.app import ROUTES
 from quire.server.http.middleware import PROBES
+from quire.server.http.read_body import MIN_BODY_BYTES
 from tests.server.conftest import MODEL, poll, running_server
 from tests.server.test_chat import HELLO, events
 from tests.server.test_fleet import metric
@@ -348,8 +348,8 @@ def test_an_unexpected_exception_is_a_500_without_details(server, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_fails_in_the_engine_fails_alone(server, monkeypatch, stream):
     """The engine refuses what the server let pass: the error is this request's answer."""
-    monkeypatch.setattr("quire.server.api.openai.sampling.fit", None)
-    monkeypatch.setattr("quire.server.api.openai.prepare.fit", lambda sampling, *args: sampling)
+    monkeypatch.setattr("quire.server.generate.sampling.fit", None)
+    monkeypatch.setattr("quire.server.generate.prepare.fit", lambda sampling, *args: sampling)
     answer = server.http.post("/v1/completions", json={"prompt": [5] * 600, "stream": stream})
     if stream:
         error, done = events(answer)

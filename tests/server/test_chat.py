@@ -162,18 +162,18 @@ def test_continuous_usage(slow_server):
 
 def test_template_of_a_chunk_is_the_types_encoding(server):
     """The bytes joined by hand for the common chunk are what msgspec makes of the Struct."""
-    from quire.server.api.openai.chat import _Chat
+    from quire.server.api.openai.chat import ChatAnswer
     from quire.server.api.openai.protocol import ChatCompletionRequest
     from quire.server.generate.generation import Delta
     from quire.server.http.parse_body import parse
 
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         body, _ = parse(json.dumps({"messages": HELLO, **options}).encode(), ChatCompletionRequest)
-        chat = _Chat(body, server.state, "chatcmpl-x", [1])
+        chat = ChatAnswer(body, server.state, "chatcmpl-x", [1])
         chat.started.add(3)
         for text in ("plain", 'quo"te \\ \n\t\x00 é🙂 \u2028 </script>'):
-            fast = chat._frames_of(Delta(3, text, [5], None, None, None, None, 0, None))
-            slow = chat._event([ChatChunkChoice(3, ChatDelta(content=text))])
+            fast = chat.frame(Delta(3, text, [5], None, None, None, None, 0, None))
+            slow = chat.event([ChatChunkChoice(3, ChatDelta(content=text))])
             assert json.loads(fast[6:]) == json.loads(slow[6:]) and fast.endswith(b"}\n\n") and fast.count(b"\n") == 2
 
 

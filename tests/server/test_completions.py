@@ -107,16 +107,16 @@ def test_shape_of_a_stream(server):
 
 
 def test_template_of_a_chunk_is_the_types_encoding(server):
-    from quire.server.api.openai.completions import _Completion
+    from quire.server.api.openai.completions import CompletionAnswer
     from quire.server.api.openai.protocol import CompletionChoice, CompletionRequest
     from quire.server.generate.generation import Delta
     from quire.server.http.parse_body import parse
 
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         body, _ = parse(json.dumps({"prompt": "x", **options}).encode(), CompletionRequest)
-        completion = _Completion(body, server.state, "cmpl-x", [[1]], ["x"])
-        fast = completion._frame(Delta(3, 'quo"te \n é', [5], None, None, None, None, 0, None))
-        assert json.loads(fast[6:]) == json.loads(completion._event([CompletionChoice(3, 'quo"te \n é')])[6:])
+        completion = CompletionAnswer(body, server.state, "cmpl-x", [[1]], ["x"])
+        fast = completion.frame(Delta(3, 'quo"te \n é', [5], None, None, None, None, 0, None))
+        assert json.loads(fast[6:]) == json.loads(completion.event([CompletionChoice(3, 'quo"te \n é')])[6:])
 
 
 def test_logprobs(server):

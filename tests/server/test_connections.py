@@ -37,7 +37,7 @@ def own_server(model_folder) -> Iterator[RunningServer]:
 @contextmanager
 def limits(server: RunningServer, **values) -> Iterator[None]:
     """For connections that are made meanwhile."""
-    connections = server.launcher.front.connections
+    connections = server.launcher.frontend.connections
     before, connections.limits = connections.limits, Limits(**{"max_connections": 1000} | values)
     try:
         yield
@@ -176,7 +176,7 @@ def test_a_body_that_makes_no_progress(own_server):
         connection.sendall(post(b"", Content_Length="100000") + b"{" * 5000)
         assert "no progress for 0.5 seconds" in error_of(read_all(connection), 408)["message"]
     poll(lambda: own_server.state.num_in_flight == 0)
-    assert own_server.launcher.front.connections.body_bytes == 0
+    assert own_server.launcher.frontend.connections.body_bytes == 0
 
 
 def test_a_slow_body_that_progresses_is_accepted(own_server):
@@ -213,13 +213,13 @@ def test_the_bodies_in_flight_have_a_budget(own_server):
     with limits(own_server, body_budget=200_000):
         big = connect(port_of(own_server))
         big.sendall(post(b"", Content_Length="1000000") + b" " * 300_000)  # alone it may be larger
-        poll(lambda: own_server.launcher.front.connections.body_bytes > 200_000)
+        poll(lambda: own_server.launcher.frontend.connections.body_bytes > 200_000)
         with connect(port_of(own_server)) as connection:
             connection.sendall(post(b"{" * 10_000) + b"{" * 10_000)
             answer = read_all(connection)
         assert error_of(answer, 503)["code"] == "overloaded" and b"Retry-After: 2" in answer
         big.close()
-        poll(lambda: own_server.launcher.front.connections.body_bytes == 0)
+        poll(lambda: own_server.launcher.frontend.connections.body_bytes == 0)
         assert own_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
 
 
@@ -285,8 +285,8 @@ def test_all_connections_answering(own_server):
         streams = [httpx.Client(trust_env=False, base_url=own_server.url, timeout=20) for _ in range(3)]
         body = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "stream": True}
         answers = [http.send(http.build_request("POST", CHAT, json=body), stream=True) for http in streams]
-        while len(own_server.launcher.front.connections.idle):  # left by earlier tests
-            own_server.launcher.front.connections.close_longest_idle()
+        while len(own_server.launcher.frontend.connections.idle):  # left by earlier tests
+            own_server.launcher.frontend.connections.close_longest_idle()
         assert httpx.get(own_server.url + "/health", trust_env=False).status_code == 200
         refused = httpx.post(own_server.url + CHAT, json=body, trust_env=False)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"

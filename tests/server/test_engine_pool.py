@@ -140,7 +140,7 @@ def test_two_engines_serve_and_one_may_die(model_folder, tmp_path):
             assert server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 3}).status_code == 200
 
         assert asyncio.run(crowd(server.port, kill)) == expected
-        assert "the engine died (signal SIGKILL)" in server.log and gone(engines[1]) and not gone(engines[0])
+        assert "engine 1 died (signal SIGKILL)" in server.log and gone(engines[1]) and not gone(engines[0])
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0

@@ -1,6 +1,7 @@
 """Deltas from engine outputs: text, alignment, stop strings, choices, errors, and what is recorded."""
 
 import asyncio
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -431,3 +432,47 @@ def test_a_pile_is_read_in_slices(tokenizer):
     assert "".join(delta.text for delta in deltas) == tokenizer.decode(tokens) and [
         delta.finish_reason for delta in deltas
     ] == [None] * 10 + ["length"]
+
+
+def test_a_stage_transforms_the_deltas_between_generation_and_dialect(tokenizer):
+    """Where a parser of tool calls or reasoning will sit: it may hold text back, split deltas, and flush at the end."""
+
+    async def hold_back_one(stream):
+        held = {}
+        async for delta in stream:
+            text, held[delta.index] = held.get(delta.index, "") + delta.text[:-1], delta.text[-1:]
+            if delta.finish_reason is not None:
+                text += held.pop(delta.index)
+            yield dataclasses.replace(delta, text=text.upper())
+
+    async def main(stage):
+        ids = tokenizer.encode("once upon a time", add_special_tokens=False)
+        client = ScriptedClient(outputs_of([ids[:2], ids[2:3], ids[3:]]))
+        generation = Generation(client, tokenizer, GenerationRequest("r", [5], SamplingParams()))
+        return [delta async for delta in deltas.run([generation], stage=stage)]
+
+    plain, staged = asyncio.run(main(deltas.identity)), asyncio.run(main(hold_back_one))
+    assert "".join(delta.text for delta in plain) == "once upon a time"
+    assert "".join(delta.text for delta in staged) == "ONCE UPON A TIME"
+    assert [delta.text for delta in staged] != [delta.text.upper() for delta in plain]
+    assert [delta.token_ids for delta in staged] == [delta.token_ids for delta in plain]
+
+
+def test_a_stage_passes_errors_on_and_closing_aborts(tokenizer):
+    async def main():
+        client = ScriptedClient([EngineOutput("r", [5]), EngineOutput("r", [], "error", error="no")])
+        generation = Generation(client, tokenizer, GenerationRequest("r", [5], SamplingParams()))
+        with pytest.raises(EngineError, match="no"):
+            await deltas.collect(deltas.run([generation], stage=same), 1)
+        client = ScriptedClient([EngineOutput("r", [5]), EngineOutput("r", [6])])
+        generation = Generation(client, tokenizer, GenerationRequest("r", [5], SamplingParams()))
+        stream = deltas.run([generation], stage=same)
+        await anext(stream)
+        await stream.aclose()
+        return client.aborted
+
+    async def same(stream):
+        async for delta in stream:
+            yield delta
+
+    assert asyncio.run(main()) == ["r"]

@@ -275,7 +275,7 @@ def test_streams_go_on_behind_a_new_engine(model_folder, tmp_path):
         assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == whole
         assert received[-2] == "data: [DONE]" and chunks[-1]["choices"][0]["finish_reason"] == "length"
         server.wait_ready()
-        assert server.engine().pid != first.pid and "the engine died" in server.log
+        assert server.engine().pid != first.pid and "engine 0 died" in server.log
 
 
 def test_an_engine_that_keeps_dying_ends_the_server(model_folder, tmp_path):
@@ -284,7 +284,7 @@ def test_an_engine_that_keeps_dying_ends_the_server(model_folder, tmp_path):
             server.wait_ready().engine().kill()
             poll(lambda: server.status("/ready") != 200)
         assert server.wait() == 1
-        assert "cannot go on" in server.log and "3 times" in server.log
+        assert "cannot continue" in server.log and "3 times" in server.log
 
 
 NO_ROOM = """
@@ -308,7 +308,7 @@ def test_a_start_for_which_the_system_has_no_room_is_tried_again(model_folder, t
         stream = server.stream(num_tokens=100)
         server.engine().kill()
         assert "[DONE]" in stream.read().decode()
-        assert server.log.count("the engine cannot be started (Too many open files); trying again") == 2
+        assert server.log.count("engine 0 cannot be started (Too many open files); retrying") == 2
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0 and not list(tmp_path.glob("quire-*"))
 
@@ -317,7 +317,7 @@ def test_a_first_start_for_which_the_system_has_no_room(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, script=NO_ROOM.replace("[False", "[True") + SCRIPT) as server:
         assert (
             server.wait() == 1
-            and "the engine cannot be started: Too many open files" in server.log
+            and "engine 0 cannot be started: Too many open files" in server.log
             and "Traceback" not in server.log
         )
         assert not list(tmp_path.glob("quire-*"))

@@ -207,6 +207,14 @@ def test_wrong_requests_are_refused_before_anything_runs(llm, prompts, params, m
 def test_wrong_messages_are_named(llm):
     with pytest.raises(ValueError, match=r"messages.0.role"):
         llm.chat([{"role": "robot", "content": "x"}], GREEDY)
+    with pytest.raises(ValueError, match=r"messages.1.content: expected"):
+        llm.chat([{"role": "user", "content": "x"}, {"role": "user", "content": 3}], GREEDY)
+    with pytest.raises(ValueError, match=r"messages.0.tool_calls is not supported"):
+        llm.chat([{"role": "assistant", "content": "x", "tool_calls": [{}]}], GREEDY)
+    with pytest.raises(ValueError, match=r"messages.0.content.0.image_url is not supported"):
+        llm.chat([{"role": "user", "content": [{"type": "text", "text": "x", "image_url": "y"}]}], GREEDY)
+    with pytest.raises(ValueError, match="must not be empty"):
+        llm.chat([], GREEDY)
     with pytest.raises(ValueError, match="chat template is not valid"):
         llm.chat([{"role": "user", "content": "x"}], GREEDY, chat_template="{% if %}")
 
@@ -305,7 +313,7 @@ def test_a_mistake_of_who_watches_over_the_engine_is_told(folder, monkeypatch):
         LLM(folder, distributed_executor_backend="fake")
     monkeypatch.setenv("QUIRE_FAKE", "step_delay=0.02")
     with LLM(folder, distributed_executor_backend="fake", max_model_len=MAX_LEN) as llm:
-        monkeypatch.setattr(llm._runtime.supervisor, "_judge", mistake)
+        monkeypatch.setattr(llm._runtime.supervisor, "_check_restarts", mistake)
         threading.Timer(0.3, lambda: os.kill(llm._runtime.supervisor.engine.pid, signal.SIGKILL)).start()
         with pytest.raises(RuntimeError):
             llm.generate([[7, 8]], SamplingParams(seed=4, max_tokens=40, ignore_eos=True), use_tqdm=False)

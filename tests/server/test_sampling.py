@@ -11,14 +11,16 @@ import pytest
 from quire.configs.config import Config
 from quire.engine.messages import SamplingParams
 from quire.server.api.openai.protocol import ChatCompletionRequest, CompletionRequest
-from quire.server.api.openai.sampling import (
+from quire.server.api.openai.translate import chat_spec, completion_spec
+from quire.server.errors import BadRequest, ContextLengthExceeded
+from quire.server.generate.request import GenerationSpec
+from quire.server.generate.sampling import (
     MAX_BAD_WORD_TOKENS,
     check_max_tokens,
     fit,
     read_sampling_defaults,
     to_sampling_params,
 )
-from quire.server.errors import BadRequest, ContextLengthExceeded
 from quire.server.http.parse_body import parse
 from quire.server.state import ModelInfo, known_token_ids
 
@@ -46,7 +48,11 @@ def text(model: ModelInfo = MODEL, **fields) -> SamplingParams:
 def convert(cls, model, data) -> SamplingParams:
     request, unknown = parse(json.dumps(data).encode(), cls)
     assert not unknown
-    return to_sampling_params(request, model, Words())
+    return to_sampling_params(spec_of(request), model, Words())
+
+
+def spec_of(request: ChatCompletionRequest | CompletionRequest) -> GenerationSpec:
+    return (completion_spec if isinstance(request, CompletionRequest) else chat_spec)(request, request_id="x")
 
 
 PASSED_ON = [
@@ -202,9 +208,9 @@ def test_a_max_tokens_beyond_the_context_is_told_what_fits_now(cls, name):
     prompt = {"messages": [{"role": "user", "content": "x"}]} if cls is ChatCompletionRequest else {"prompt": "x"}
     request, _ = parse(json.dumps(prompt | {name: 101}).encode(), cls)
     with pytest.raises(BadRequest) as caught:
-        check_max_tokens(request, 60, MODEL)
+        check_max_tokens(spec_of(request), 60, MODEL)
     assert caught.value.param == name and all(word in caught.value.message for word in (name, "101", "100", "60", "40"))
-    check_max_tokens(parse(json.dumps(prompt | {name: 100}).encode(), cls)[0], 60, MODEL)
+    check_max_tokens(spec_of(parse(json.dumps(prompt | {name: 100}).encode(), cls)[0]), 60, MODEL)
 
 
 def test_ids_count_once_and_bias_is_clamped():
@@ -223,7 +229,9 @@ def test_bad_words_are_bounded_in_all():
 
     def convert(words: list[str]) -> SamplingParams:
         return to_sampling_params(
-            parse(json.dumps({"prompt": "x", "bad_words": words}).encode(), CompletionRequest)[0], MODEL, Long()
+            spec_of(parse(json.dumps({"prompt": "x", "bad_words": words}).encode(), CompletionRequest)[0]),
+            MODEL,
+            Long(),
         )
 
     assert len(convert(["a", "b"]).bad_words_ids) == 4
@@ -238,7 +246,8 @@ def test_a_bad_word_that_the_model_does_not_have_is_refused():
             return [[512]] * len(texts)
 
     with pytest.raises(BadRequest) as caught:
-        to_sampling_params(parse(b'{"prompt": "x", "bad_words": ["<extra>"]}', CompletionRequest)[0], MODEL, Beyond())
+        request = parse(b'{"prompt": "x", "bad_words": ["<extra>"]}', CompletionRequest)[0]
+        to_sampling_params(spec_of(request), MODEL, Beyond())
     assert caught.value.param == "bad_words" and "512" in caught.value.message
 
 

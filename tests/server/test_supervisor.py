@@ -46,7 +46,7 @@ class Client:
     """What a Supervisor needs of an `EngineClient`."""
 
     def __init__(self):
-        self.dead, self.num_messages, self.num_open, self.progress = None, 0, 0, None
+        self.dead, self.num_messages, self.load, self.progress = None, 0, 0, None
         self.num_trial_deaths = 0
         self.connected = asyncio.Event()
         self.ready: Ready | None = None
@@ -204,7 +204,7 @@ async def test_three_starts_in_a_row_that_fail(monkeypatch):
         await watched.die()
     assert not watched.task.done()
     await watched.die()
-    with pytest.raises(EngineFailed, match="could not be started again 3 times in a row"):
+    with pytest.raises(EngineFailed, match="3 restarts in a row failed"):
         await watched.task
 
 
@@ -227,5 +227,5 @@ async def test_starts_without_room_are_given_up(monkeypatch):
     await watched.up()
     failures.extend([errno.ENOMEM] * 10)
     await watched.die()
-    with pytest.raises(EngineFailed, match="no room; it could not be started again 3 times in a row"):
+    with pytest.raises(EngineFailed, match="no room; 3 restarts in a row failed"):
         await watched.task

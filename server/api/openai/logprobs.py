@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-from typing import Any
 
 from quire.engine.messages import TokenLogprobs
 from quire.server.api.openai.protocol import (
@@ -14,8 +13,9 @@ from quire.server.api.openai.protocol import (
     PromptLogprobs,
     TopLogprob,
 )
+from quire.server.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # what stands for minus infinity, which JSON lacks
+LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 class Formatter:
@@ -24,7 +24,7 @@ class Formatter:
     `top` is how many alternatives the request asked for; `as_ids` writes tokens as "token_id:N".
     """
 
-    def __init__(self, tokenizer: Any, top: int, *, as_ids: bool = False, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, top: int, *, as_ids: bool = False, skip_special_tokens: bool = True):
         self.tokenizer, self.as_ids, self.skip_special_tokens = tokenizer, as_ids, skip_special_tokens
         self.limit = None if top == -1 else 1 + top  # entries of a position to look at
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -72,7 +72,7 @@ class Formatter:
         return [None, *(self._prompt_position(position) for position in positions)]
 
     def _prompt_position(self, position: TokenLogprobs) -> dict[int, PromptLogprob]:
-        """Alternatives are ranked by their order; the token that stands there by what the engine says."""
+        """Alternatives are ranked by their order; the actual token has the rank that the engine reports."""
         ranked = {
             token_id: PromptLogprob(max(logprob, LOWEST), rank, self.tokenizer.id_to_token(token_id))
             for rank, (token_id, logprob) in enumerate(

@@ -1,11 +1,10 @@
 """Contract 1, client <-> server: the OpenAI request and response types, with vLLM's extensions under vLLM's names.
 
 A field that is `None` was absent or null, which mean the same. Every list, text and number has its range in its type,
-so that the parser, its messages and the OpenAPI document agree, and nothing behind the parser needs to fear what is
-larger. Fields a request type does not declare fall in three classes (see `parsing.py`): `harmless` ones change nothing
-about the answer and are accepted; `unsupported` ones mean something we cannot do and are refused unless they hold a
-neutral value (null, or one listed); any other is unknown, and answered with a `Warning` header, or refused under
-`--strict-params`.
+so that the parser, its messages and the OpenAPI document agree, and later code can rely on it. Fields a request type
+does not declare fall in three classes (see `parse_body.py`): `harmless` ones change nothing about the answer and are
+accepted; `unsupported` ones mean something we cannot do and are refused unless they hold a neutral value (null, or one
+listed); any other is unknown, and answered with a `Warning` header, or refused under `--strict-params`.
 """
 
 from __future__ import annotations
@@ -15,34 +14,40 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-INT64_MAX = 2**63 - 1
-MAX_N = 128
-MAX_TEXT = 2**24  # characters of any text; --max-body-size is the lower limit unless it is raised
+from quire.server.generate.limits import (
+    MAX_CHOSEN_IDS,
+    MAX_IDS,
+    MAX_PROMPTS,
+    MAX_TEMPLATE_KWARGS,
+    MAX_TEMPLATE_KWARGS_BYTES,
+    AllowedTokenIds,
+    AtLeastMinusOne,
+    BadWords,
+    Bias,
+    CacheSalt,
+    Count,
+    Int64,
+    MinP,
+    NonNegative,
+    Penalty,
+    RepetitionPenalty,
+    Stop,
+    Stops,
+    StopTokenIds,
+    Temperature,
+    Template,
+    Text,
+    TokenId,
+    TokenIds,
+    TopP,
+)
+
 MAX_TOKENIZE = 2**21  # characters of a text for /tokenize
-MAX_IDS = 2**22  # token ids of a prompt; the context is the lower limit
-MAX_PROMPTS = 2048
 MAX_MESSAGES, MAX_PARTS = 10_000, 1_000
-MAX_STOP, MAX_STOP_CHARS = 64, 256
-MAX_STOP_TOKEN_IDS = 128
-MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 256, 128
-MAX_CHOSEN_IDS = 2**14  # entries of allowed_token_ids, and of logit_bias
 MAX_DOCUMENTS, MAX_DOCUMENT_FIELDS = 1_000, 64
-MAX_TEMPLATE = 2**18  # characters of a chat template
-MAX_TEMPLATE_KWARGS, MAX_TEMPLATE_KWARGS_BYTES = 64, 2**16
 ROLES = ["system", "developer", "user", "assistant"]
 
-Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
-NonNegative = Annotated[int, Meta(ge=0, le=INT64_MAX)]
-AtLeastMinusOne = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Count = Annotated[int, Meta(ge=1, le=MAX_N)]
-Bias = Annotated[float, Meta(ge=-1e6, le=1e6, description="beyond -100 and 100 it counts as these")]
-TokenId = Annotated[int, Meta(ge=0, le=INT64_MAX)]
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, Meta(max_length=256)]
-Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
-Template = Annotated[str, Meta(max_length=MAX_TEMPLATE)]
 TemplateKwargs = Annotated[
     dict[Name, Any],
     Meta(max_length=MAX_TEMPLATE_KWARGS, description=f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"),
@@ -53,7 +58,7 @@ Document = Annotated[
 ]
 Documents = Annotated[list[Document], Meta(max_length=MAX_DOCUMENTS)]
 Prompts = Annotated[
-    list[Text | TokenId | Annotated[list[TokenId], Meta(max_length=MAX_IDS)]],
+    list[Text | TokenId | TokenIds],
     Meta(min_length=1, max_length=MAX_IDS, description=f"token ids of one prompt, or at most {MAX_PROMPTS} prompts"),
 ]
 
@@ -148,24 +153,24 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     # sampling
     n: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: AtLeastMinusOne | None = None  # -1 and 0 are off
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_p: MinP | None = None
     seed: Int64 | None = None  # -1 is none
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[Annotated[str, Meta(max_length=20)], Bias], Meta(max_length=MAX_CHOSEN_IDS)] | None = (
         None
     )
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_CHOSEN_IDS)] | None = None
-    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
     # where to stop
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
-    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOP)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     t_max_predict_ms: Annotated[float, Meta(ge=0, le=1e9)] | None = None  # from the first token on; 0 is no limit
@@ -177,11 +182,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     # the prompt
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: what the context holds
+    truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: all that the context holds
     truncation_side: Literal["left", "right"] | None = None
     # the queue and the cache
     priority: Int64 | None = None  # lower runs first
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
+    cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
 
 
@@ -284,7 +289,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /detokenize"""
 
-    tokens: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
+    tokens: TokenIds
     model: Name | None = None
 
     harmless: ClassVar = HARMLESS

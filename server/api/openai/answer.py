@@ -1,0 +1,128 @@
+"""What the answers of chat and text completions share: admission, usage, the stream of chunks, the whole body."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.api.openai.protocol import GenerationFields, Usage
+from quire.server.errors import BadRequest
+from quire.server.generate import deltas
+from quire.server.generate.generation import Delta, Generation, GenerationRequest
+from quire.server.generate.prepare import check_priority
+from quire.server.http import request_options, sse
+from quire.server.state import ServerState
+
+
+def admit(request: Request, body: GenerationFields, state: ServerState, prefix: str) -> dict[str, Any]:
+    """Check that the server can take a request now. Returns what identifies it in its `GenerationSpec`.
+
+    Raises Unavailable, NotFound for the model, BadRequest.
+    """
+    model = state.require_ready()
+    state.require_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise BadRequest("stream_options needs stream to be true.", param="stream_options")
+    priority = request_options.priority(request, body.priority)
+    check_priority(priority, model)
+    state.require_room()
+    return {
+        "request_id": prefix + request_options.request_id(request, body.request_id),
+        "priority": priority,
+        "tenant": request.scope.get("tenant"),
+    }
+
+
+async def respond(
+    request: Request, state: ServerState, answer: Answer, requests: Sequence[GenerationRequest], param: str
+) -> Response:
+    """Generate, and write the answer whole or as a stream. `param` is the field that holds the prompt.
+
+    Raises ApiError for everything that goes wrong before the first byte of the answer.
+    """
+    body = answer.body
+    total = request_options.remaining_seconds(request)
+    predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
+    request_options.reserve_room(request, state, requests, param)
+    generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
+    stream = deltas.run(generations, total, predict)
+    if body.stream:
+        return sse.EventStream(
+            sse.to_the_end(answer.frames(stream), answer.id), state.config.server.sse_keep_alive_interval
+        )
+    choices = await sse.unless_disconnected(request, deltas.collect(stream, len(requests) * answer.n))
+    return await state.threads.run(answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)))
+
+
+class Answer(ABC):
+    """The answer to one request. A subclass writes the objects of its endpoint."""
+
+    def __init__(self, body: GenerationFields, state: ServerState, answer_id: str, prompts: list[list[int]]):
+        self.body, self.state, self.id, self.prompts = body, state, answer_id, prompts
+        self.created = int(time.time())
+        self.model = state.names[0]
+        self.n = body.n or 1
+        self.counter = deltas.Counter(sum(map(len, prompts)), self.n)
+        options = body.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.running_usage = bool(options and options.continuous_usage_stats)
+        self.started: set[int] = set()  # choices that have had a chunk
+        # Most chunks differ only in index and text: the rest is encoded once.
+        empty = msgspec.json.encode(self._chunk([]))
+        self.head, self.tail = (b"data: " + empty + b"\n\n").split(b'"choices":[]')
+        self.head += b'"choices":[{"index":'
+
+    @abstractmethod
+    def whole(self, choices: list[deltas.Choice]) -> msgspec.Struct:
+        """The body of an answer that is not streamed."""
+
+    @abstractmethod
+    def frame(self, delta: Delta) -> bytes:
+        """The events for one delta; may be empty."""
+
+    @abstractmethod
+    def _chunk(self, choices: list[Any], usage: Usage | None = None) -> msgspec.Struct: ...
+
+    def size(self, choices: list[deltas.Choice]) -> int:
+        """The work of `whole`, for `Threads.run`."""
+        return deltas.answer_size(choices)
+
+    def frame_size(self, delta: Delta) -> int:
+        """The work of `frame`, for `Threads.run`; 0 runs it on the event loop."""
+        return 0
+
+    async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+        """Bytes of whole events. Closing it aborts the generation."""
+        try:
+            async for delta in stream:
+                self.counter.add(delta.index, len(delta.token_ids), delta.num_cached_tokens)
+                if size := self.frame_size(delta):
+                    frame = await self.state.threads.run(size, partial(self.frame, delta))
+                else:
+                    frame = self.frame(delta)
+                if frame:
+                    yield frame
+            if self.include_usage:
+                yield self.event([], self.usage())
+        finally:
+            await stream.aclose()
+
+    def event(self, choices: list[Any], usage: Usage | None = None) -> bytes:
+        return sse.event(msgspec.json.encode(self._chunk(choices, usage)))
+
+    def usage(self) -> Usage:
+        counter = self.counter
+        return Usage.of(counter.num_prompt_tokens, counter.num_completion_tokens, counter.num_cached_tokens)
+
+    def chunk_usage(self, choices: list[Any], usage: Usage | None) -> Usage | msgspec.UnsetType | None:
+        """The `usage` of a chunk: absent unless asked for; null until the last unless asked for in every chunk."""
+        if usage is None and self.running_usage and choices:
+            usage = self.usage()
+        return usage if self.include_usage or self.running_usage else msgspec.UNSET

@@ -1,0 +1,57 @@
+"""What the launcher needs of the HTTP side. `Frontend` serves in the launcher's own process, `FrontendGroup` in several
+child processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from quire.engine.messages import EngineStats, Progress
+
+if TYPE_CHECKING:
+    from quire.server.engines.client import EngineClient
+
+
+class FrontendHandle(Protocol):
+    @property
+    def num_in_flight(self) -> int:
+        """HTTP requests being answered, except probes."""
+
+    async def serve(self) -> None:
+        """Accept connections until `end`."""
+
+    async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
+        """Raises ValueError for missing or malformed files."""
+
+    def connect(
+        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
+    ) -> list[EngineClient]:
+        """A client per engine, not yet connected. The callbacks get the engine's index first."""
+
+    def progress(self, phase: str, fraction: float) -> None:
+        """Note how far the start is."""
+
+    def open(self) -> None:
+        """Serve requests if everything is loaded. Called whenever an engine becomes ready."""
+
+    def observe_stats(self, engine: int, stats: EngineStats) -> None:
+        """Publish an engine's statistics."""
+
+    def on_death(self, engine: int) -> None:
+        """Called when an engine dies, after its client was notified."""
+
+    def refuse(self) -> None:
+        """Refuse new requests from now on."""
+
+    async def drain(self) -> None:
+        """Wait for running requests up to the shutdown timeout, then fail the rest."""
+
+    async def fail(self, reason: str) -> None:
+        """Fail every request: no engine will come back."""
+
+    async def end(self) -> None:
+        """Make `serve` return."""
+
+    def kill(self) -> None:
+        """End child processes at once."""

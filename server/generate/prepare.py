@@ -1,0 +1,208 @@
+"""`prepare`: one `GenerationSpec` -> one `GenerationRequest` per prompt. Renders the chat template, tokenizes,
+truncates, checks every parameter against the model, and fits max_tokens into the context.
+
+A large request is prepared in a thread: nothing here waits, or writes to shared state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+from quire.engine.messages import SamplingParams
+from quire.server.errors import BadRequest
+from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.limits import MAX_CHOICES, MAX_PROMPTS
+from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.generate.sampling import check_max_tokens, fit, to_sampling_params, too_long
+from quire.server.state import ModelInfo, ServerState
+from quire.server.text.detokenizer import StopStrings
+
+# variables of a template that have fields of their own
+RESERVED_KWARGS = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "conversation",
+        "tokenize",
+    }
+)
+_serial = itertools.count()
+
+
+def prepare(spec: GenerationSpec, state: ServerState) -> list[GenerationRequest]:
+    """The requests for the engine, one per prompt. The model must be ready (`state.require_ready`).
+
+    Raises BadRequest naming the parameter and its limit.
+    """
+    check_options(spec.options)
+    sampling = to_sampling_params(spec, state.model, state.tokenizer)
+    prompts = prompt_ids(spec, state)
+    texts = _kept_texts(spec)
+    return [_request(spec, sampling, ids, text, state.model) for ids, text in zip(prompts, texts, strict=True)]
+
+
+def check_options(options: GenerationOptions) -> None:
+    """Raises BadRequest for a value that its type cannot exclude."""
+    if options.truncate_prompt_tokens == 0:
+        raise BadRequest("truncate_prompt_tokens must be at least 1, or -1.", param="truncate_prompt_tokens")
+
+
+def check_priority(priority: int, model: ModelInfo) -> None:
+    """Raises BadRequest for a priority that the scheduler would ignore."""
+    if priority and not model.priorities:
+        raise BadRequest(
+            "priority needs a server with --scheduling-policy priority; this one serves in order of arrival.",
+            param="priority",
+        )
+
+
+# ---- prompts -> token ids
+
+
+def prompt_ids(spec: GenerationSpec, state: ServerState) -> list[list[int]]:
+    """Token ids of each prompt, not yet truncated. Raises BadRequest for `spec.prompt_param`."""
+    prompts, may_truncate = spec.prompts, spec.options.truncate_prompt_tokens is not None
+    if isinstance(prompts, Conversation):
+        return [encode_conversation(prompts, state, bool(spec.add_special_tokens), may_truncate=may_truncate)]
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(f"prompt: {len(prompts)} prompts are more than {MAX_PROMPTS}.", param="prompt")
+    if len(prompts) * spec.options.n > MAX_CHOICES:
+        raise BadRequest(f"prompt: {len(prompts)} prompts times n are more than {MAX_CHOICES} choices.", param="prompt")
+    if isinstance(prompts[0], str):
+        prompts = encode_texts(
+            prompts, state, spec.add_special_tokens is not False, spec.prompt_param, may_truncate=may_truncate
+        )
+    if not all(prompts):
+        raise BadRequest("prompt must not be empty.", param="prompt")
+    return prompts
+
+
+def encode_conversation(
+    conversation: Conversation, state: ServerState, add_special_tokens: bool, *, may_truncate: bool
+) -> list[int]:
+    """Token ids of the rendered template. Raises BadRequest naming the option at fault."""
+    text = render_conversation(conversation, state)
+    return encode_texts([text], state, add_special_tokens, "messages", may_truncate=may_truncate)[0]
+
+
+def render_conversation(conversation: Conversation, state: ServerState) -> str:
+    """The prompt as text. Raises BadRequest naming the option at fault."""
+    check_conversation(conversation, state)
+    messages = conversation.messages
+    try:
+        # templates older than the role know it as system
+        if "developer" not in state.tokenizer.template_source(conversation.chat_template):
+            messages = [
+                message | {"role": "system"} if message["role"] == "developer" else message for message in messages
+            ]
+        add_generation_prompt = conversation.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not conversation.continue_final_message
+        return state.tokenizer.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            documents=conversation.documents,
+            chat_template=conversation.chat_template,
+            variables=conversation.chat_template_kwargs,
+        )
+    except ValueError as error:
+        raise BadRequest(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="messages") from error
+
+
+def check_conversation(conversation: Conversation, state: ServerState) -> None:
+    """Raises BadRequest for options that the server does not allow or that contradict each other."""
+    if conversation.chat_template is not None and not state.config.server.trust_request_chat_template:
+        raise BadRequest(
+            "chat_template is only accepted by a server with --trust-request-chat-template.", param="chat_template"
+        )
+    if conversation.continue_final_message and conversation.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+        )
+    if reserved := sorted(RESERVED_KWARGS.intersection(conversation.chat_template_kwargs)):
+        raise BadRequest(
+            f"chat_template_kwargs must not set {reserved[0]}: the request has a field for it.",
+            param="chat_template_kwargs",
+        )
+    if conversation.continue_final_message and conversation.messages[-1]["role"] != "assistant":
+        raise BadRequest(
+            "continue_final_message needs a last message of the assistant.", param="continue_final_message"
+        )
+
+
+def encode_texts(
+    texts: Sequence[str], state: ServerState, add_special_tokens: bool, param: str, *, may_truncate: bool = False
+) -> list[list[int]]:
+    """Token ids of each text.
+
+    A text too long for the context under any tokenization is refused before tokenizing, unless it may be truncated.
+    """
+    longest = state.tokenizer.max_token_chars
+    for text in texts:
+        if not may_truncate and len(text) > state.model.max_model_len * longest:
+            raise too_long(len(text) // longest, state.model, param, at_least=True)
+    return state.tokenizer.encode_batch(texts, add_special_tokens)
+
+
+def _kept_texts(spec: GenerationSpec) -> list[str | None]:
+    """The prompts given as text and used whole; None for the others."""
+    prompts = spec.prompts
+    if isinstance(prompts, Conversation):
+        return [None]
+    kept = isinstance(prompts[0], str) and spec.options.truncate_prompt_tokens is None
+    return prompts if kept else [None] * len(prompts)
+
+
+# ---- one prompt -> one request
+
+
+def _request(
+    spec: GenerationSpec, sampling: SamplingParams, ids: list[int], text: str | None, model: ModelInfo
+) -> GenerationRequest:
+    options = spec.options
+    ids = truncate(ids, options, sampling, model)
+    sampling = fit(sampling, len(ids), model, spec.prompt_param)
+    check_max_tokens(spec, len(ids), model)
+    if ids and max(ids) >= model.vocab_size:  # an added token for which the model has no embedding
+        raise BadRequest(
+            f"{spec.prompt_param}: token ids must be between 0 and {model.vocab_size - 1}, not {max(ids)}.",
+            param=spec.prompt_param,
+        )
+    return GenerationRequest(
+        request_id=f"{spec.request_id}-{next(_serial)}",  # clients may send one id twice
+        prompt_token_ids=ids,
+        prompt_text=text,
+        sampling=sampling,
+        n=options.n,
+        stop=StopStrings([options.stop] if isinstance(options.stop, str) else options.stop or []),
+        include_stop_str_in_output=bool(options.include_stop_str_in_output),
+        skip_special_tokens=options.skip_special_tokens is not False,
+        spaces_between_special_tokens=options.spaces_between_special_tokens is not False,
+        priority=spec.priority,
+        # a client's salt contains no slash, so tenants cannot collide
+        cache_salt=spec.cache_salt if spec.tenant is None else f"{spec.tenant}/{spec.cache_salt or ''}",
+        arrival_time=time.time(),
+    )
+
+
+def truncate(ids: list[int], options: GenerationOptions, sampling: SamplingParams, model: ModelInfo) -> list[int]:
+    """`ids` cut to `truncate_prompt_tokens`; -1 cuts to what leaves room for max_tokens. Raises BadRequest."""
+    size = options.truncate_prompt_tokens
+    if size is None:
+        return ids
+    if size > model.max_model_len:
+        raise BadRequest(
+            f"truncate_prompt_tokens ({size}) is more than the context length of {model.max_model_len}.",
+            param="truncate_prompt_tokens",
+        )
+    if size == -1:
+        num_output = sampling.max_tokens if sampling.max_tokens < model.max_model_len else 1
+        size = model.max_model_len - num_output
+    return ids[:size] if options.truncation_side == "right" else ids[-size:]

@@ -1,0 +1,99 @@
+"""What a client asks for, in no dialect's words. A dialect, or the offline `LLM`, fills in a `GenerationSpec`;
+`prepare.py` turns it into the requests for the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.server.generate.limits import (
+    MAX_CHOSEN_IDS,
+    AllowedTokenIds,
+    AtLeastMinusOne,
+    BadWords,
+    Bias,
+    Count,
+    Int64,
+    MinP,
+    NonNegative,
+    Penalty,
+    RepetitionPenalty,
+    Stop,
+    Stops,
+    StopTokenIds,
+    Temperature,
+    TopP,
+)
+
+
+class GenerationOptions(msgspec.Struct, kw_only=True):
+    """How to generate. None means "not given": the model's default applies, else OpenAI's.
+
+    The types carry the bounds for `msgspec.convert`; the constructor does not check them.
+    """
+
+    n: Count = 1
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: AtLeastMinusOne | None = None  # -1 and 0: off
+    min_p: MinP | None = None
+    seed: Int64 | None = None  # -1: none
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_CHOSEN_IDS)] | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
+    # where to stop
+    max_tokens: NonNegative | None = None
+    min_tokens: NonNegative | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    # what to return
+    logprobs: AtLeastMinusOne | None = None  # alternatives per sampled token; -1: the whole vocabulary
+    prompt_logprobs: AtLeastMinusOne | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    # the prompt
+    truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: leave room for max_tokens
+    truncation_side: Literal["left", "right"] | None = None
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A prompt that a chat template renders. `messages` have the form that templates expect."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationSpec:
+    """One request: `options.n` choices for each prompt.
+
+    `prompts` are texts, or token ids, or one conversation. `prompt_param`, `max_tokens_param` and `logprobs_param` are
+    the names that the client knows, for error messages.
+    """
+
+    request_id: str
+    prompts: list[str] | list[list[int]] | Conversation
+    options: GenerationOptions
+    default_max_tokens: int | None = None  # if neither the request nor the model sets one; None: what the context holds
+    add_special_tokens: bool | None = None  # default: True for texts, False for conversations
+    echo: bool = False  # the answer begins with the prompt, and with its log-probabilities if `logprobs` is set
+    priority: int = 0
+    cache_salt: str | None = None
+    tenant: str | None = None  # requests of different tenants share no cached prefixes
+    prompt_param: str = "prompt"
+    max_tokens_param: str = "max_tokens"
+    logprobs_param: str = "logprobs"

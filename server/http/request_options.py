@@ -1,0 +1,57 @@
+"""What a generation request says in its HTTP headers: id, priority, deadline; and its room in the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from quire.server.errors import BadRequest
+from quire.server.generate.generation import GenerationRequest
+from quire.server.state import ServerState
+
+
+def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
+    """Raises Unavailable when the queue is full. The outermost middleware releases the room after the answer."""
+    num_choices = sum(one.n for one in requests)
+    state.require_room(num_choices, sum(one.n * len(one.prompt_token_ids) for one in requests), param)
+    state.num_reserved += num_choices
+    request.scope["num_reserved"] = num_choices
+
+
+def priority(request: Request, given: int | None) -> int:
+    """The body's priority (`given`), else that of the X-Vllm-Priority header, else 0. Raises BadRequest."""
+    if given is not None:
+        return given
+    try:
+        value = int(request.headers.get("x-vllm-priority", "0"))
+        if not -(2**63) <= value < 2**63:
+            raise ValueError
+        return value
+    except ValueError:
+        raise BadRequest("The X-Vllm-Priority header must be a 64-bit integer.", param="priority") from None
+
+
+def remaining_seconds(request: Request) -> float | None:
+    """Seconds until the deadline of the X-Request-Timeout header, which counts from the request's arrival; None without
+    one. Raises BadRequest.
+    """
+    if (header := request.headers.get("x-request-timeout")) is None:
+        return None
+    try:
+        total = float(header)
+    except ValueError:
+        total = math.nan
+    if not 0 < total < math.inf:
+        raise BadRequest("The X-Request-Timeout header must be a number of seconds above 0.", param="X-Request-Timeout")
+    now = asyncio.get_running_loop().time()
+    return max(total - (now - request.scope.get("state", {}).get("arrived", now)), 0.001)
+
+
+def request_id(request: Request, given: str | None) -> str:
+    """The body's `request_id` (`given`), else the X-Request-Id header, else a generated id. The response repeats it."""
+    if given is not None:
+        request.scope["request_id"] = given
+    return request.scope["request_id"]

@@ -1,0 +1,163 @@
+"""The start that `quire serve` and the offline `LLM` share: model folder -> engine processes -> clients, supervisors
+and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.configs.config import Config
+from quire.configs.files import check_model_folder
+from quire.engine.messages import EngineStats, Progress, WorkerReady
+from quire.server.engines.process import EngineProcess
+from quire.server.engines.supervisor import Supervisor, in_thread
+from quire.server.startup import hub
+from quire.server.state import ModelInfo, known_token_ids
+
+if TYPE_CHECKING:  # imported late: they take time
+    from quire.server.engines.client import EngineClient
+    from quire.server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("quire")
+
+TERMINATE_TIMEOUT = 5.0  # seconds for an engine to end
+
+
+class EngineUser(Protocol):
+    """What serves the requests: `Frontend`, `FrontendGroup` or the offline `Runtime`."""
+
+    def connect(
+        self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
+    ) -> list[EngineClient]: ...
+
+    async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None: ...
+
+    def on_death(self, engine: int) -> None: ...
+
+
+class EngineGroup:
+    """The engines of one model, each with a supervisor once `run` is called."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.folder: str | None = None  # of the model, once it is on this machine
+        self.processes: list[EngineProcess] = []
+        self.supervisors: list[Supervisor] = []
+
+    def start_if_local(self) -> None:
+        """`start` if the model needs no download. Raises ValueError."""
+        if (folder := hub.local_folder(self.config.model.model)) is not None:
+            self.start(folder)
+
+    def start(self, folder: str) -> None:
+        """Start one process per engine. Raises ValueError for a folder without a model, and if the system refuses."""
+        check_model_folder(folder)
+        self.folder = folder
+        config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=folder))
+        for index in range(config.parallel.data_parallel_size):
+            engine = EngineProcess(config, index)
+            try:
+                engine.start()
+            except OSError as error:
+                engine.kill()
+                raise ValueError(f"engine {index} cannot be started: {error.strerror}") from error
+            self.processes.append(engine)
+
+    async def run(
+        self,
+        user: EngineUser,
+        on_ready: Callable[[bool], None],
+        on_stats: Callable[[int, EngineStats], None],
+        progress: Callable[[str, float], None],
+    ) -> None:
+        """Download the model if needed, load the tokenizer, and keep the engines alive.
+
+        `on_ready` is told whether the engine was ready before; `progress` gets a phase and the fraction done. Ends only
+        by raising: ValueError for a wrong model or setting, EngineFailed.
+        """
+        if self.folder is None:
+            progress("resolving model", 0.0)
+            self.start(await self._resolve(self.config.model.model, progress))
+
+        def on_progress(engine: int, message: Progress) -> None:
+            if engine == 0:  # one progress bar is enough: the others do the same
+                progress(message.phase, message.fraction)
+
+        clients = user.connect(on_stats, on_progress)
+        self.supervisors = [
+            Supervisor(engine.config, engine, client, on_ready, functools.partial(user.on_death, engine.index))
+            for engine, client in zip(self.processes, clients, strict=True)
+        ]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for supervisor in self.supervisors:
+                    tasks.create_task(supervisor.run())
+                tasks.create_task(self._load_tokenizer(user, progress))
+        except ExceptionGroup as errors:  # one error: it cancelled the other tasks
+            raise errors.exceptions[0] from None
+
+    async def _load_tokenizer(self, user: EngineUser, progress: Callable[[str, float], None]) -> None:
+        tokenizer, folder = self.config.model.tokenizer, self.folder
+        if tokenizer is not None:
+            folder = await self._resolve(tokenizer, progress, tokenizer_only=True)
+        await user.load_tokenizer(self.folder, folder)
+
+    async def _resolve(self, model: str, progress: Callable[[str, float], None], tokenizer_only: bool = False) -> str:
+        """The folder of a model on this machine, downloaded if needed. Raises ValueError."""
+        loop, options = asyncio.get_running_loop(), self.config.model
+        return await in_thread(
+            lambda: hub.resolve(
+                model,
+                revision=None if tokenizer_only else options.revision,
+                download_dir=options.download_dir,
+                tokenizer_only=tokenizer_only,
+                progress=lambda phase, fraction: loop.call_soon_threadsafe(progress, phase, fraction),
+            )
+        )
+
+    def _current(self) -> list[EngineProcess]:
+        return [supervisor.engine for supervisor in self.supervisors] or self.processes
+
+    async def terminate(self) -> None:
+        """End all engines, by force after TERMINATE_TIMEOUT."""
+        await asyncio.gather(
+            *(in_thread(functools.partial(engine.terminate, TERMINATE_TIMEOUT)) for engine in self._current())
+        )
+
+    def kill(self) -> None:
+        for engine in self._current():
+            engine.kill()
+
+
+async def load_tokenizer(config: Config, folder: str) -> Tokenizer:
+    """Raises ValueError for missing or malformed files."""
+
+    def load() -> Tokenizer:
+        from quire.server.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(
+            folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code
+        )
+        _ = tokenizer.max_token_chars  # computed once: not during the first request
+        return tokenizer
+
+    return await in_thread(load)
+
+
+def model_info(
+    config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampling_defaults: dict[str, Any]
+) -> ModelInfo:
+    """What requests are checked against."""
+    return ModelInfo(
+        worker.max_model_len,
+        worker.vocab_size,
+        known_token_ids(tokenizer.eos_token_ids, worker.vocab_size),
+        sampling_defaults,
+        config.server.max_logprobs,
+        config.scheduler.scheduling_policy == "priority",
+    )
