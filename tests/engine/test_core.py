@@ -71,7 +71,7 @@ def test_a_failing_first_step_is_not_ready(monkeypatch):
         return Result()
 
     monkeypatch.setattr(FakeExecutor, "execute", fail)
-    with pytest.raises(RuntimeError, match="the first step failed: nan"):
+    with pytest.raises(RuntimeError, match="the warm-up step failed: nan"):
         Engine(fake_config())
 
 
@@ -169,7 +169,7 @@ def test_a_queued_request_that_fails_unexpectedly_fails_alone(monkeypatch, caplo
     engine.add("bad", [1])
     engine.run()
     assert engine.last("bad").finish_reason == "error" and "division" in engine.last("bad").error
-    assert "bad cannot be added" in caplog.text
+    assert "request bad: cannot add it to the queue" in caplog.text
 
 
 def test_death_is_logged_once_and_told_to_everyone(caplog):

@@ -143,7 +143,7 @@ def test_a_life(start):
 
     engine.ask_to_end()
     assert engine.wait()[0] == 0
-    assert b"none of ours" in engine.process.stderr.read()
+    assert b"dropped a malformed message" in engine.process.stderr.read()
 
 
 def test_abort_in_the_middle(start):
@@ -277,7 +277,7 @@ def test_a_failing_step_is_the_end_of_the_engine(start, depth):
     server.until(Ready)
     server.send(AddRequest("a", [1], SamplingParams(max_tokens=100)))
     *outputs, dead = server.until(EngineDead)
-    assert dead == EngineDead("RuntimeError: step 5 was to fail")
+    assert dead == EngineDead("RuntimeError: injected failure of step 5")
     assert [t for message in outputs for output in message.outputs for t in output.new_token_ids] == expected_tokens(
         [1], SamplingParams(max_tokens=2), 4096, VOCAB
     )

@@ -234,10 +234,10 @@ def test_a_resubmitted_request_that_was_complete_ends_at_once():
     "message, words",
     [
         (AddRequest("x", [], greedy()), "prompt_token_ids is empty"),
-        (AddRequest("x", [1, VOCAB], greedy()), "outside 0 .. 999"),
-        (AddRequest("x", [-1], greedy()), "outside 0 .. 999"),
-        (AddRequest("x", [1] * 20, greedy()), "20 tokens, but a request may have 12"),
-        (AddRequest("x", [1] * 12, greedy()), "12 tokens, but a request may have 12"),
+        (AddRequest("x", [1, VOCAB], greedy()), "outside the model's vocabulary, 0 .. 999"),
+        (AddRequest("x", [-1], greedy()), "outside the model's vocabulary, 0 .. 999"),
+        (AddRequest("x", [1] * 20, greedy()), "20 tokens, but a request may have at most 12"),
+        (AddRequest("x", [1] * 12, greedy()), "12 tokens, but a request may have at most 12"),
         (AddRequest("x", [1], greedy(-1)), "max_tokens"),
         (AddRequest("x", [1], greedy(min_tokens=-1)), "min_tokens is -1"),
         (AddRequest("x", [1], greedy(), output_token_ids=[VOCAB]), "output_token_ids: token id 1000"),
@@ -247,19 +247,19 @@ def test_a_resubmitted_request_that_was_complete_ends_at_once():
         (AddRequest("x", [1], greedy(bad_words_ids=[[1, 2], [VOCAB]])), "bad_words: token id 1000"),
         (
             AddRequest("x", [1], greedy(bad_words_ids=[[1] * 13])),
-            "bad_words: one has 13 tokens, but a request may have 12",
+            "bad_words: an entry has 13 tokens, but a request may have at most 12",
         ),
         (AddRequest("x", [1], greedy(bad_words_ids=[[1] * 12] * 30_000)), "bad_words: 30000 sequences"),
         (AddRequest("x", [1], greedy(allowed_token_ids=[5, VOCAB])), "allowed_token_ids: token id 1000"),
         (
             AddRequest("x", [1], greedy(allowed_token_ids=[5] * 1001)),
-            "allowed_token_ids has 1001 entries, but may have 1000",
+            "allowed_token_ids has 1001 entries, but may have at most 1000",
         ),
         (AddRequest("x", [1], greedy(logit_bias={-1: 5.0})), "logit_bias: token id -1"),
         (AddRequest("x", [1], greedy(stop_token_ids=[VOCAB])), "stop_token_ids: token id 1000"),
         (AddRequest("x", [1], greedy(stop_token_ids=[1] * 1025)), "stop_token_ids has 1025 entries"),
         (AddRequest("x", [1], greedy(eos_token_ids=[VOCAB], min_tokens=1)), "eos_token_ids: token id 1000"),
-        (AddRequest("x", [1], greedy(logprobs_mode="loud")), "logprobs_mode 'loud'"),
+        (AddRequest("x", [1], greedy(logprobs_mode="loud")), "logprobs_mode is 'loud'"),
         (AddRequest("good", [1], greedy()), "already in use"),
     ],
 )
@@ -537,12 +537,12 @@ def test_stats_count_what_happened():
         scheduler.add(AddRequest(name, list(range(10)), greedy(3)))
         while scheduler.requests:
             run_step(scheduler, executor)
-    stats = scheduler.take_stats()
+    stats = scheduler.flush_stats()
     assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (12, 6)
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
     assert stats.iteration_tokens == [8, 2, 1, 1, 2, 1, 1]
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-    assert scheduler.take_stats().iteration_tokens == []
+    assert scheduler.flush_stats().iteration_tokens == []
 
 
 def test_gauges():
