@@ -1,4 +1,4 @@
-"""The fake finds the mistakes that it is there to find."""
+"""The fake executor detects the scheduling mistakes that it should detect."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_it_generates_the_expected_tokens():
         ),
         ("computes up to", StepInput(2, [], [0], [3], [2], [[[5]]], [0])),
         ("samples after", StepInput(2, [], [0], [2], [1], [[]], [0])),
-        # not the prefix it claims
+        # the block holds another prefix
         (
             "reads another token",
             StepInput(2, [NewRequest(2, [8, 9, 1], 3, [[1, 9]], SAMPLING)], [2], [2], [1], [[]], [0]),
         ),
-        # a live block, overwritten
+        # overwrites a block in use
         (
             "reads another token",
             StepInput(2, [NewRequest(2, [1, 1], 2, [[1]], SAMPLING)], [2, 0], [0, 3], [2, 1], [[], []], [0, 1]),

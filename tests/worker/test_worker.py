@@ -1,4 +1,4 @@
-"""A worker from configuration to tokens."""
+"""A worker, from configuration to tokens."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_initialize_reports_phases_and_what_it_found(checkpoint):
 
 
 def test_a_small_model_keeps_little_of_its_cache_resident(checkpoint):
-    """Also when it idles, and the cache is large: 8 times the model, or 64 MiB, are enough ahead of use."""
+    """Also when idle, and with a large cache: 8 times the model, or 64 MiB, are made resident ahead of use."""
     worker = _worker(checkpoint("qwen3"), max_num_seqs=64, max_model_len="512", num_gpu_blocks_override=1 << 14)
     ready = worker.initialize(lambda phase, fraction: None)
     most = (64 << 20) + (2 << 20) * 6  # whole pages, of six tensors
@@ -172,7 +172,7 @@ def test_two_ranks_sample_the_same_tokens_as_one(checkpoint, tmp_path):
 
 
 def test_the_step_that_is_measured_takes_what_sampling_can_take(checkpoint, monkeypatch):
-    """Penalties and log-probabilities of every row, of the prompt too, are part of the memory plan."""
+    """The memory plan includes penalties and log-probabilities of every row and of the prompt."""
 
     class Measured(CpuPlatform):
         measures_memory, in_use = True, 0
