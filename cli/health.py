@@ -1,4 +1,4 @@
-"""`quire health`: is the server on this machine ready? And the file in which a server writes where it listens.
+"""`quire health`: is the server on this machine ready?
 
 A container's health check runs this file every few seconds, by itself and without site-packages: it needs a little of
 the standard library and nothing else.
@@ -6,7 +6,6 @@ the standard library and nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
@@ -19,28 +18,6 @@ _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a ser
 
 class Unhealthy(Exception):
     """The server is not ready, or does not answer; the text says which."""
-
-
-def address_of(listener: socket.socket) -> str:
-    """Where this machine reaches `listener`: "127.0.0.1:8000", "[::1]:8000" or "unix:/path"."""
-    if listener.family == socket.AF_UNIX:
-        return _UNIX + os.path.abspath(listener.getsockname())
-    host, port = listener.getsockname()[:2]
-    host = _LOCAL.get(host, host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def write_address(path: str, listener: socket.socket) -> None:
-    """Replace the file `path` in one step. Raises OSError."""
-    part = f"{path}.{os.getpid()}"
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(address_of(listener))
-    os.replace(part, path)
-
-
-def remove_address(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def find_address(environ: Mapping[str, str]) -> str:

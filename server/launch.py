@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from quire.cli import health
 from quire.configs.config import Config, ServerConfig
 from quire.configs.files import check_model_folder
 from quire.configs.sources import embedded_model
@@ -28,7 +27,7 @@ from quire.engine.messages import EngineStats, Ready
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.supervisor import EngineFailed, Supervisor, in_thread
 from quire.server.frontends.frontend import Frontend, configure_logging
-from quire.server.startup import hub
+from quire.server.startup import address_file, hub
 from quire.server.startup.descriptors import BACKLOG, raise_descriptor_limit
 
 logger = logging.getLogger("quire")
@@ -65,7 +64,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
     finally:
         listener.close()
         if config.server.address_file:
-            health.remove_address(config.server.address_file)
+            address_file.remove_address(config.server.address_file)
         if config.server.uds:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(config.server.uds)
@@ -74,7 +73,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
 def _announce_address(path: str, listener: socket.socket) -> None:
     """The server is of use without the file, so that it cannot be written is no reason to end."""
     try:
-        health.write_address(path, listener)
+        address_file.write_address(path, listener)
     except OSError as error:
         logger.warning(
             "--address-file: cannot write %s: %s; `quire health` will not find this server",

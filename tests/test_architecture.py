@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("configs", "engine", "server", "worker")
-OURS = (*PACKAGES, "quire")
+FOLDERS = ("cli", "configs", "engine", "server", "worker")  # each is the package quire.<folder>
+PACKAGES = tuple(f"quire.{folder}" for folder in FOLDERS)
+MAX_LINE = 120
+# Process-wide by nature: the ambient process groups, and a library that cannot be unloaded.
+SINGLETONS = {
+    ("quire.worker.parallel", "_tp"),
+    ("quire.worker.parallel", "_pp"),
+    ("quire.worker.cpu.native", "KERNELS"),
+}
 
 
 @dataclass(frozen=True)
@@ -27,12 +35,15 @@ class Import:
     at_start: bool  # when the module is imported: not inside a function or under TYPE_CHECKING
 
     def __str__(self) -> str:
-        return f"{self.module.replace('.', '/')}.py:{self.line} imports {self.target}"
+        return f"{self.module}:{self.line} imports {self.target}"
 
 
 def modules() -> dict[str, Path]:
-    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+    found = {"quire": ROOT / "quire" / "__init__.py", "quire.__main__": ROOT / "quire" / "__main__.py"}
+    for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[f"quire.{name}"] = path
+    return found
 
 
 def imports(module: str, tree: ast.AST, packages: set[str], at_start: bool = True) -> Iterator[Import]:
@@ -64,47 +75,86 @@ def within(module: str, *prefixes: str) -> bool:
     return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
 
 
-def select(*sources: str, of: tuple[str, ...] = OURS) -> list[Import]:
+def select(*sources: str, of: tuple[str, ...] = ("quire",)) -> list[Import]:
     """Imports made by modules under `sources` of modules under `of`."""
     return [found for found in IMPORTS if within(found.module, *sources) and within(found.target, *of)]
 
 
+def outside(package: str, *allowed: str) -> list[str]:
+    """Imports of ours that `package` makes outside itself and `allowed`."""
+    return [str(found) for found in select(package) if not within(found.target, package, *allowed)]
+
+
 def test_the_walk_sees_the_project():
-    assert {"quire.engine.messages", "quire.worker.messages", "quire.configs.config"} <= set(MODULES)
+    assert {"quire.engine.messages", "quire.worker.messages", "quire.configs.config", "quire"} <= set(MODULES)
     assert any(found.module == "quire.engine.messages" and found.target == "quire.worker.messages" for found in IMPORTS)
 
 
-@pytest.mark.parametrize(
-    "package, allowed",
-    [
-        ("configs", ("configs",)),
-        ("worker", ("worker", "configs")),
-        ("engine", ("engine", "configs", "quire.worker.messages")),
-        ("server", ("server", "configs", "quire.engine.messages")),
-    ],
-)
-def test_packages_depend_in_one_direction(package, allowed):
-    wrong = [str(found) for found in select(package) if not within(found.target, *allowed)]
-    if package == "engine":  # the executors are where the worker enters
-        wrong = [text for text in wrong if not text.startswith("engine/executor/")]
-    assert not wrong
+# ---- which package may import which
 
 
-def test_executors_use_only_the_worker_itself():
+def test_configs_is_a_leaf():
+    assert not outside("quire.configs")
+
+
+def test_the_worker_knows_configs_only():
+    assert not outside("quire.worker", "quire.configs")
+
+
+def test_the_engine_knows_the_workers_messages_only():
+    wrong = outside("quire.engine", "quire.configs", "quire.worker.messages")
+    executors = [text for text in wrong if text.startswith("quire.engine.executor.")]  # where the worker enters
+    assert wrong == executors
+    assert all(" imports quire.worker.worker" in text for text in executors)
+
+
+def test_the_server_knows_the_engines_messages_only():
     assert not [
         str(found)
-        for found in select("quire.engine.executor", of=("worker", "server"))
-        if not within(found.target, "quire.worker.worker", "quire.worker.messages")
+        for found in select("quire.server")
+        if not within(found.target, "quire.server", "quire.configs", "quire.engine.messages")
+        and found.target != "quire"
     ]
+
+
+def test_nothing_imports_the_command_line():
+    below = ("quire.configs", "quire.engine", "quire.server", "quire.worker")
+    assert not [str(found) for found in select(*below, of=("quire.cli",))]
+
+
+def test_no_import_circles():
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for found in IMPORTS:
+        if found.at_start and found.target in MODULES:
+            graph[found.module].add(found.target)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for target in graph[module]:
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+# ---- inside the server
+
+
+def test_generation_knows_no_dialect_and_dialects_not_each_other():
+    assert not [str(found) for found in select("quire.server.generate", of=("quire.server.api",))]
+    dialects = {module.split(".")[3] for module in MODULES if module.startswith("quire.server.api.")}
+    for dialect in dialects:
+        others = tuple(f"quire.server.api.{other}" for other in dialects - {dialect})
+        assert not [str(found) for found in select(f"quire.server.api.{dialect}", of=others)]
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "numpy"])
-def test_configs_server_and_messages_never_import(name):
-    assert not [
-        str(found)
-        for found in select("configs", "server", "quire.engine.messages", "quire.worker.messages", of=(name,))
-        if not _fallback(found)
-    ]
+def test_the_server_and_the_contracts_load_no_tensors(name):
+    torch_free = "quire.configs", "quire.server", "quire.engine.messages", "quire.worker.messages"
+    assert not [str(found) for found in select(*torch_free, of=(name,)) if not _fallback(found)]
 
 
 def _fallback(found: Import) -> bool:
@@ -113,79 +163,91 @@ def _fallback(found: Import) -> bool:
 
 
 def test_transformers_is_not_on_the_start_path():
-    assert not [str(found) for found in select(*PACKAGES, of=("transformers",)) if found.at_start]
+    assert not [str(found) for found in select("quire", of=("transformers",)) if found.at_start]
+
+
+# ---- inside the engine and the worker
 
 
 def test_engine_layers():
-    """core -> scheduler -> kv_cache -> request, and nothing upward; only executors and the fake know tensors, if at
-    all.
-    """
-    order = ["quire.engine.core", "quire.engine.scheduler", "quire.engine.kv.manager", "quire.engine.request"]
+    """core -> scheduler -> kv -> request, and nothing upward; only executors know tensors, if at all."""
+    order = ["quire.engine.core", "quire.engine.scheduler", "quire.engine.kv", "quire.engine.request"]
     for height, lower in enumerate(order):
         assert not [str(found) for found in select(lower, of=tuple(order[:height]))]
-    assert not [
-        str(found)
-        for found in select("engine", of=("torch", "numpy"))
-        if not within(found.module, "quire.engine.executor")
-    ]
+    tensors = select("quire.engine", of=("torch", "numpy"))
+    assert not [str(found) for found in tensors if not within(found.module, "quire.engine.executor")]
 
 
 def test_worker_layers():
-    """model_runner -> {models, attention, sampler, request_table}; models -> layers -> attention.base and parallel;
-    nothing imports upward.
-    """
+    """model_runner -> models, attention, sampling, batch; models -> layers; nothing imports upward."""
     runner = ("quire.worker.model_runner", "quire.worker.worker")
-    below_the_runner = (
-        "quire.worker.models",
-        "quire.worker.layers",
-        "quire.worker.attention",
-        "quire.worker.sampling.sampler",
-        "quire.worker.sampling.processors",
-        "quire.worker.batch.request_table",
-        "quire.worker.batch.input_batch",
-        "quire.worker.kernels",
-        "quire.worker.loader",
-        "quire.worker.parallel",
-        "quire.worker.platforms.platform",
-    )
-    assert not [str(found) for found in select(*below_the_runner, of=runner)]
-    assert not [str(found) for found in select("quire.worker.layers", of=("quire.worker.models",))]
-    assert not [
-        str(found) for found in select("quire.worker.attention", "quire.worker.kernels", of=("quire.worker.models",))
-    ]
-    assert not [
+    assert not [str(found) for found in select("quire.worker", of=runner) if not within(found.module, *runner)]
+    models = ("quire.worker.models.decoder",)
+    assert not [str(found) for found in select("quire.worker.layers", "quire.worker.attention", of=models)]
+    backends = [
         str(found)
         for found in select("quire.worker.layers", "quire.worker.models", of=("quire.worker.attention",))
         if found.target != "quire.worker.attention.base"
     ]
+    assert not backends
+
+
+def test_devices_are_behind_one_seam():
+    """Only the worker and the platforms know which kernels there are; each device has its own folder."""
+    for device in ("quire.worker.cpu", "quire.worker.cuda"):
+        users = {found.module for found in select("quire", of=(device,)) if not within(found.module, device)}
+        assert all(within(user, "quire.worker.platforms") or user == "quire.worker.worker" for user in users), users
+
+
+# ---- state, names and sizes
+
+
+def test_no_module_level_state():
+    """No `global` statement, and no instance of a class of ours that modules share by importing it."""
+    stateful = set()
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                stateful.update((module, name) for name in node.names)
+    assert stateful <= SINGLETONS, stateful - SINGLETONS
+    kernels = [path for module, path in MODULES.items() if "KERNELS" in path.read_text(encoding="utf-8")]
+    assert all(path.is_relative_to(ROOT / "worker" / "cpu") for path in kernels), kernels
+
+
+def test_lines_have_at_most_120_columns():
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in MODULES.values()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > MAX_LINE and "noqa: E501" not in line
+    ]
+    assert not long
 
 
 def test_no_module_is_named_like_a_third_party_package():
     assert not {path.stem for path in (ROOT / "tests").glob("*.py")} & {"tokenizers", "queue", "openai"}
-    assert not {module.rpartition(".")[2] for module in MODULES} & {"tokenizers", "queue", "torch", "openai"}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "quire.cli.main",
-        "quire.configs.config",
-        "quire.engine.messages",
-        "quire.worker.messages",
-        "quire.server.app",
-        "quire.server.launch",
-        "quire.server.frontends.parent",
-        "quire.server.frontends.member",
-        "quire.server.offline.llm",
-        "quire.cli.chat",
-        "quire.cli.bench.main",
-    ],
-)
+LIGHT = [
+    "quire.cli.main",
+    "quire.configs.config",
+    "quire.engine.messages",
+    "quire.worker.messages",
+    "quire.server.app",
+    "quire.server.launch",
+    "quire.server.frontends.parent",
+    "quire.server.frontends.member",
+    "quire.server.offline.llm",
+    "quire.cli.chat",
+    "quire.cli.bench.main",
+]
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_load_no_torch(module):
-    code = (
-        f"import importlib, sys; importlib.import_module({module!r}); print(*sorted(m for m in sys.modules if "
-        "m.partition('.')[0] in ('torch', 'transformers')))"
-    )
+    loaded = "sorted(m for m in sys.modules if m.partition('.')[0] in ('torch', 'transformers'))"
+    code = f"import importlib, sys; importlib.import_module({module!r}); print(*{loaded})"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
@@ -199,21 +261,33 @@ def test_public_names():
         quire.Engine  # noqa: B018
 
 
+def test_the_distribution_has_one_top_level_package():
+    """Its packages are exactly the folders that have an __init__.py, all below `quire`."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = {"quire"}
+    for folder in FOLDERS:
+        for init in (ROOT / folder).rglob("__init__.py"):
+            packages.add("quire." + ".".join(init.parent.relative_to(ROOT).parts))
+    assert set(settings["packages"]) == packages
+    assert settings["package-dir"] == {"quire": "quire"} | {f"quire.{folder}": folder for folder in FOLDERS}
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/deployment.md"])
 def test_documents_name_files_that_exist(document):
-    named = re.findall(
-        r"`((?:configs|server|engine|worker|tests|tools|benchmarks)/[\w/.]*)`",
-        (ROOT / document).read_text(encoding="utf-8"),
-    )
+    folders = "quire|cli|configs|server|engine|worker|tests|tools|benchmarks"
+    named = re.findall(rf"`((?:{folders})/[\w/.]*)`", (ROOT / document).read_text(encoding="utf-8"))
     assert not [path for path in named if not (ROOT / path).exists()]
 
 
 def test_the_architecture_document_names_every_module():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    folders = re.findall(r"`((?:engine|server|worker)/\w+/)`", text)
+    folders = re.findall(r"`((?:cli|engine|server|worker)/[\w/]+/)`", text)
     missing = [path.relative_to(ROOT).as_posix() for path in MODULES.values() if path.name != "__init__.py"]
     assert not [
         path
         for path in missing
-        if f"`{path}`" not in text and not path.startswith(tuple(folders)) and not path.endswith("/messages.py")
+        if f"`{path}`" not in text
+        and not path.startswith(tuple(folders))
+        and not path.endswith("/messages.py")
+        and not path.startswith(("cli/", "quire/"))
     ]

@@ -31,7 +31,7 @@ def test_from_the_scheduler_to_the_tensors():
     assert first.input == STEP_1
     batch = worker.prepare(first.input)
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4]
-    assert batch.attn.slot_mapping.tolist() == [2, 3, 4, 6, 7, 8, 9, 10, 11, 12]
+    assert batch.attn[0].slot_mapping.tolist() == [2, 3, 4, 6, 7, 8, 9, 10, 11, 12]
     _sample(worker, batch, [13, 22])
     scheduler.update(first, StepOutput(first.input.step, [[13], [22]]))
 
@@ -40,6 +40,6 @@ def test_from_the_scheduler_to_the_tensors():
     batch = worker.prepare(second.input)
     assert batch.input_ids.tolist() == [13, 22, 35, 36, 37]
     assert batch.positions.tolist() == [3, 2, 5, 6, 7]
-    assert batch.attn.slot_mapping.tolist() == [5, 14, 13, 16, 17]
-    assert batch.attn.query_start_loc.tolist() == [0, 1, 2, 5] and batch.attn.seq_lens.tolist() == [4, 3, 8]
+    assert batch.attn[0].slot_mapping.tolist() == [5, 14, 13, 16, 17]
+    assert batch.attn[0].query_start_loc.tolist() == [0, 1, 2, 5] and batch.attn[0].seq_lens.tolist() == [4, 3, 8]
     assert batch.sampling.logits_indices.tolist() == [0, 1, 4]

@@ -20,7 +20,7 @@ from quire.configs.files import check_model_folder, damaged_weights
 from quire.server.startup import hub
 from quire.server.text.tokenizer import Tokenizer
 from quire.worker.loader import check_model
-from quire.worker.models import hf_config
+from quire.worker.models import read_model_spec
 from tests.checkpoints import build_checkpoint
 from tests.server.light_model import write_light_model
 
@@ -146,7 +146,7 @@ def test_damaged_weights_should_be_downloaded_again(weights):
     config.pop("dtype", None), config.pop("torch_dtype", None)
     (weights.parent / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="download it again"):
-        hf_config.read_model_spec(str(weights.parent))  # looks for the dtype in the header
+        read_model_spec(str(weights.parent))  # looks for the dtype in the header
 
 
 def test_weights_that_are_something_else(weights):
@@ -165,7 +165,7 @@ def test_weights_that_are_something_else(weights):
 def test_config_json_that_is_cut(folder):
     (folder / "config.json").write_text('{"architectures": [')
     with pytest.raises(ValueError, match=r"config\.json: .*download it again"):
-        hf_config.read_model_spec(str(folder))
+        read_model_spec(str(folder))
 
 
 def test_no_tokenizer_files(folder, capsys):

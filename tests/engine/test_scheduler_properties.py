@@ -7,22 +7,16 @@ from __future__ import annotations
 import os
 from unittest import mock
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import SamplingParams
+from quire.worker.messages import longest_request
 from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
 
 EOS_CHANCE = 0.05
 MAX_MODEL_LEN = 64
-
-
-@pytest.fixture(autouse=True)
-def eos():
-    with mock.patch.dict(os.environ, {"QUIRE_FAKE": f"eos_chance={EOS_CHANCE}"}):
-        yield
 
 
 @st.composite
@@ -72,12 +66,33 @@ engine_settings = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=250, deadline=None)
-@given(engine_settings, workload())
-def test_any_schedule_gives_what_each_request_gets_alone(configuration, requests):
-    engine = Engine(fake_config(max_model_len=str(MAX_MODEL_LEN), **configuration))
+# The cache groups of the pretended model. The fake executor checks that every position and state that a step reads was
+# written, by the same request or with the same tokens.
+group_mixes = st.sampled_from(
+    [
+        "full",
+        "full",
+        "window:5",
+        "full+window:9",
+        "full+state",
+        "window:3+window:20+full",
+        "state",
+        "state+window:7+full",
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(engine_settings, group_mixes, workload())
+def test_any_schedule_gives_what_each_request_gets_alone(configuration, mix, requests):
+    configuration["num_gpu_blocks_override"] *= 1 + mix.count("+")
+    with mock.patch.dict(os.environ, {"QUIRE_FAKE": f"eos_chance={EOS_CHANCE},groups={mix}"}):
+        engine = Engine(fake_config(max_model_len=str(MAX_MODEL_LEN), **configuration))
     messages = drive(engine, requests)
-    limit = min(MAX_MODEL_LEN, (configuration["num_gpu_blocks_override"] - 1) * configuration["block_size"])
+    num_usable, block_size = configuration["num_gpu_blocks_override"] - 1, configuration["block_size"]
+    chunk = configuration["max_num_batched_tokens"]
+    limit = longest_request(engine.core.ready.worker.groups, num_usable, block_size, chunk, MAX_MODEL_LEN)
+    assert mix != "full" or limit == min(MAX_MODEL_LEN, num_usable * block_size)
     for i, (_, prompt, sampling, *_, aborted) in enumerate(requests):
         outputs = engine.outputs.get((CLIENT, str(i)), [])
         if aborted is None or (outputs and outputs[-1].finish_reason):

@@ -9,9 +9,11 @@ import torch
 
 from quire.engine.messages import SamplingParams
 from quire.worker.cache import allocation as kv_cache
+from quire.worker.cache.spec import plan_cache
 from quire.worker.cuda import triton_ops
 from quire.worker.cuda.install import TritonOps
 from quire.worker.cuda.triton_paged import TritonPagedBackend
+from quire.worker.layers.attention import Attention
 from quire.worker.platforms.cpu import CpuPlatform
 from tests.in_process import InProcessEngine
 from tests.worker.interpreter import needs_loops
@@ -75,7 +77,8 @@ def test_the_kv_cache_of_a_gpu_begins_as_zeros(monkeypatch):
             return torch.zeros(shape, dtype=dtype)
 
     monkeypatch.setattr(kv_cache, "torch", Memory())
-    layers = [SimpleNamespace(num_kv_heads=2, head_dim=4) for _ in range(2)]
-    kv_cache.allocate(layers, 5, 8, torch.bfloat16, SimpleNamespace(type="cuda"))
+    layers = [Attention(2, 2, 4, i) for i in range(2)]
+    plan = plan_cache([layer.cache_spec(torch.bfloat16) for layer in layers])
+    kv_cache.allocate(layers, plan, 5, 8, torch.bfloat16, SimpleNamespace(type="cuda"))
     for cache in (cache for layer in layers for cache in (layer.k_cache, layer.v_cache)):
         assert cache.shape == (5, 8, 2, 4) and not cache.any()

@@ -234,7 +234,7 @@ def test_batches_are_their_rows_by_definition(requests, seed, data):
         requests[changed] = prompt, outputs, sampling
         for processor in setup.processors:
             processor.remove(changed)
-            processor.add(changed, NewRequest(changed, prompt + outputs, len(prompt), [1], sampling))
+            processor.add(changed, NewRequest(changed, prompt + outputs, len(prompt), [[1]], sampling))
 
 
 def test_bad_words_take_memory_for_their_tokens_alone():
@@ -244,12 +244,12 @@ def test_bad_words_take_memory_for_their_tokens_alone():
     words = [[1, 2]] * 300 + [[3] * 20_000]
     processor = next(
         p
-        for p in logits_processors(RequestTable(1, 64, 16, VOCAB_SIZE, torch.device("cpu")), CpuPlatform())
+        for p in logits_processors(RequestTable(1, 64, 16, VOCAB_SIZE, CpuPlatform()), CpuPlatform())
         if isinstance(p, module.BadWords)
     )
     tracemalloc.start()
     try:
-        processor.add(0, NewRequest(0, [1], 1, [1], SamplingParams(bad_words_ids=words)))
+        processor.add(0, NewRequest(0, [1], 1, [[1]], SamplingParams(bad_words_ids=words)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

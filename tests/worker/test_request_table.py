@@ -76,7 +76,7 @@ def test_whatever_a_request_brings_about_is_its_own_error():
     table = RequestTable(2, 10, 4, 100, CPU)
     table.register(Recorder())
     table.register(Greedy())
-    _apply(table, _step([NewRequest(1, [7, 8], 2, [5], SamplingParams())], [1], [[]]))
+    _apply(table, _step([NewRequest(1, [7, 8], 2, [[5]], SamplingParams())], [1], [[]]))
     assert table.errors == {1: "MemoryError"} and table.token_table[1, :2].tolist() == [0, 0]
 
 

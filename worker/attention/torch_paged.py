@@ -147,6 +147,12 @@ class _Rows:
         return ((blocks.long() * self.block_rows + offsets * self.slot_rows)[..., None, :] + self.heads).flatten()
 
 
+def _num_rows(cache: torch.Tensor) -> int:
+    """Rows of head_dim from the first entry of `cache` to its last, what lies between included."""
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()))
+    return last // cache.shape[3] + 1
+
+
 def _decode_piece(rows: _Rows, group: list[int], tokens: list[int], lengths: list[int], seen: list[int]) -> _Piece:
     device, width = rows.device, max(seen)
     counts = torch.tensor(seen, device=device)
@@ -201,7 +207,7 @@ def _gather(
         if len(buffer) < len(piece.rows):  # a layer with a wider window than the previous ones
             buffer = cache.new_empty(len(piece.rows), dim)
         found = buffer[: len(piece.rows)]
-        torch.index_select(cache.as_strided((cache.numel() // dim, dim), (dim, 1)), 0, piece.rows, out=found)
+        torch.index_select(cache.as_strided((_num_rows(cache), dim), (dim, 1)), 0, piece.rows, out=found)
         gathered.append(found.view(piece.num_seqs, heads, piece.num_keys, dim))
     return gathered[0], gathered[1]
 

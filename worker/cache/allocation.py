@@ -68,8 +68,7 @@ def _equal_caches(
     if device.type == "cpu":
         cache = huge_pages.zeros(2, num_blocks, heads, block_size, dim, dtype=dtype).transpose(2, 3)
     else:
-        cache = torch.empty(2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
-        cache[:, 0].zero_()
+        cache = torch.zeros(2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
     return [(cache[0], cache[1])] * len(layers)
 
 
@@ -82,7 +81,7 @@ def _caches_in_pages(
     pages = (
         huge_pages.zeros(*shape, dtype=dtype)
         if device.type == "cpu"
-        else torch.zeros(shape, dtype=dtype, device=device)
+        else torch.zeros(*shape, dtype=dtype, device=device)
     )
     views = []
     for layer in layers:
@@ -90,7 +89,7 @@ def _caches_in_pages(
         k, v = (
             pages[:, : 2 * block_size * heads * dim].unflatten(1, (2, heads, block_size, dim)).transpose(2, 3).unbind(1)
         )
-        views.append((k.transpose(1, 2), v.transpose(1, 2)))
+        views.append((k, v))
     return views
 
 

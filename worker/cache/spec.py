@@ -32,6 +32,11 @@ class Full:
         return block_size * self.num_kv_heads * (self.k_dim + self.v_dim) * self.itemsize
 
     @property
+    def row_bytes(self) -> int:
+        """A page that other layers use, too, is a multiple of this."""
+        return math.lcm(self.k_dim, self.v_dim) * self.itemsize
+
+    @property
     def group(self) -> CacheGroup:
         return CacheGroup("full")
 
@@ -61,6 +66,10 @@ class Latent:
         return block_size * self.width * self.itemsize
 
     @property
+    def row_bytes(self) -> int:
+        return self.width * self.itemsize
+
+    @property
     def group(self) -> CacheGroup:
         return CacheGroup("full")
 
@@ -74,6 +83,10 @@ class State:
 
     def page_bytes(self, block_size: int) -> int:
         return sum(math.prod(shape) for shape in self.shapes) * self.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return self.itemsize
 
     @property
     def group(self) -> CacheGroup:
@@ -93,8 +106,15 @@ class CachePlan:
     specs: tuple[CacheSpec, ...]  # one per layer
 
     def layer_page_bytes(self, block_size: int) -> int:
-        """Bytes that one page reserves per layer: the size of the largest layer."""
-        return max(spec.page_bytes(block_size) for spec in self.specs)
+        """Bytes that one page reserves per layer: the size of the largest layer, rounded up to whole rows of every
+        kind.
+        """
+        kinds = set(self.specs)
+        largest = max(spec.page_bytes(block_size) for spec in kinds)
+        if all(spec.page_bytes(block_size) == largest for spec in kinds):
+            return largest
+        row = math.lcm(*(spec.row_bytes for spec in kinds))
+        return -(-largest // row) * row
 
     def page_bytes(self, block_size: int, layers: Sequence[int] | None = None) -> int:
         """Bytes of a page on a rank that has `layers`, by default all."""
