@@ -334,7 +334,8 @@ def _kv_cache_bytes(
 ) -> tuple[int, list[Choice]]:
     """Return (bytes, choices).
 
-    `free` is what the utilization leaves to the cache, `left` what the device has after weights and activations.
+    `free` is the memory that the utilization leaves to the cache, `left` the device's memory minus weights and
+    activations.
     """
     requested = config.cache.kv_cache_memory_bytes
     if requested is not None:

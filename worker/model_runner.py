@@ -135,8 +135,8 @@ class ModelRunner:
         return known and self._reached < _SAMPLING and not self.prompt_logprobs.needed(step)
 
     def _abandon(self, batch: InputBatch, num_done: int) -> Failed:
-        """Send NaN in the remaining exchanges of the step: every rank that sees hidden states of NaN only knows that
-        the step failed.
+        """Send NaN in the remaining exchanges of the step: a rank whose hidden states are all NaN concludes that the
+        step failed.
         """
         self.platform.release_memory()
         num_tokens = len(batch.input_ids)

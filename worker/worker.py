@@ -81,7 +81,7 @@ class Worker:
             ) from error
 
     def _initialize(self, progress: ReportProgress) -> WorkerReady:
-        config = self.config
+        config, tp_size = self.config, self.config.parallel.tensor_parallel_size
         platform = get_platform(config.device.device, self.local_rank)
         num_ranks = self.local_size * config.parallel.data_parallel_size  # ranks on this machine
         threads = platform.start(
@@ -89,42 +89,19 @@ class Worker:
         )
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model)
-        parallel = config.parallel
-        init_distributed(
-            self.rank,
-            self.world_size,
-            self.init_method or "",
-            tp_size=parallel.tensor_parallel_size,
-            pp_size=parallel.pipeline_parallel_size,
-            backend=platform.dist_backend,
-        )
-
-        self._agree_on_ops(platform)
+        self._join_ranks(platform)
         limits = memory.resolve_limits(config, spec, platform)
-
-        progress("loading weights", 0.0)
-        model = build_model(
-            spec, limits.dtype, platform.device, limits.max_model_len, config.model.quantization, platform.ops
-        )
-        load_weights(
-            model,
-            spec,
-            config.model.model,
-            config.model.load_format,
-            config.model.seed,
-            lambda fraction: progress("loading weights", fraction),
-        )
-        if limits.deterministic:
-            fix_order(model)
+        model = self._load_model(spec, limits, platform, progress)
         weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
 
         progress("profiling memory", 0.0)
         depth = config.scheduler.steps_in_flight or pp().size + 1
         stage = pipeline_stage(pp(), depth, spec.hidden_size, limits.dtype, platform.device)
+        cache = memory.cache_plan(config, spec, limits)
         activations = (
-            _measure_activations(model, spec, platform, limits, memory.cache_plan(config, spec, limits), stage)
+            _measure_activations(model, spec, platform, limits, cache, stage)
             if platform.measures_memory
-            else memory.estimate_activations(spec, limits, parallel.tensor_parallel_size)
+            else memory.estimate_activations(spec, limits, tp_size)
         )
         progress("profiling memory", 1.0)
 
@@ -132,11 +109,7 @@ class Worker:
         if platform.measures_memory:
             # other processes on the GPU, and libraries, may have allocated memory meanwhile
             total, available = platform.memory(num_ranks)
-        graphs = (
-            memory.estimate_graphs(spec, limits, parallel.tensor_parallel_size)
-            if memory.uses_graphs(config, limits, platform)
-            else 0
-        )
+        has_graphs = memory.uses_graphs(config, limits, platform)
         plan, num_blocks, choices = memory.plan_memory(
             config,
             spec,
@@ -146,34 +119,55 @@ class Worker:
             available=available,
             weights=weights,
             activations=activations,
-            graphs=graphs,
+            graphs=memory.estimate_graphs(spec, limits, tp_size) if has_graphs else 0,
         )
         num_blocks = self._all_reduce_min(num_blocks, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
         plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
-        cache = memory.cache_plan(config, spec, limits)
         ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices, cache.groups, pp().size)
-        self.runner = _make_runner(
-            model,
-            spec,
-            platform,
-            limits,
-            cache,
-            num_blocks,
-            ready.max_model_len,
-            stage,
-            config.parallel.debug_check_ranks,
-        )
-        if memory.uses_graphs(config, limits, platform):
-            self.runner.use_graphs(ready.max_model_len)
+        check_ranks, max_model_len = config.parallel.debug_check_ranks, ready.max_model_len
+        self.runner = _make_runner(model, spec, platform, limits, cache, num_blocks, max_model_len, stage, check_ranks)
+        if has_graphs:
+            self.runner.use_graphs(max_model_len)
             ready = msgspec.structs.replace(ready, works_idle=True)
         if platform.device.type == "cpu":
-            ahead = max(WARM_SHARE * weights, MIN_WARM_BYTES)
-            self.warmer = kv_cache.Warmer(
-                kv_cache.attention_layers(model), min(kv_cache.IDLE_BYTES, ahead), min(kv_cache.BUSY_BYTES, ahead)
-            )
+            self.warmer = _start_warmer(model, weights)
         progress("allocating KV cache", 1.0)
         return ready
+
+    def _join_ranks(self, platform: Platform) -> None:
+        """Join the process groups, and agree with the other ranks on the operations to use."""
+        parallel = self.config.parallel
+        init_distributed(
+            self.rank,
+            self.world_size,
+            self.init_method or "",
+            tp_size=parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+            backend=platform.dist_backend,
+        )
+        self._agree_on_ops(platform)
+
+    def _load_model(
+        self, spec: ModelSpec, limits: memory.Limits, platform: Platform, progress: ReportProgress
+    ) -> CausalLM:
+        """Build this rank's share of the model and load its weights."""
+        options = self.config.model
+        progress("loading weights", 0.0)
+        model = build_model(
+            spec, limits.dtype, platform.device, limits.max_model_len, options.quantization, platform.ops
+        )
+        load_weights(
+            model,
+            spec,
+            options.model,
+            options.load_format,
+            options.seed,
+            lambda fraction: progress("loading weights", fraction),
+        )
+        if limits.deterministic:
+            fix_order(model)
+        return model
 
     def execute(self, step: StepInput) -> Output:
         """Launch a step. Another thread may wait for its result."""
@@ -234,6 +228,14 @@ class Worker:
         least = torch.tensor([num_blocks], device=platform.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
+
+
+def _start_warmer(model: CausalLM, weights: int) -> kv_cache.Warmer:
+    """Start making the KV cache on CPU resident ahead of use; `weights` are the bytes of the model."""
+    ahead = max(WARM_SHARE * weights, MIN_WARM_BYTES)
+    return kv_cache.Warmer(
+        kv_cache.attention_layers(model), min(kv_cache.IDLE_BYTES, ahead), min(kv_cache.BUSY_BYTES, ahead)
+    )
 
 
 def _make_runner(

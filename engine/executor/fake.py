@@ -338,6 +338,6 @@ def _sizes(config: Config, groups: list[CacheGroup]) -> WorkerReady:
         vocab_size,
         1,
         plan,
-        [("executor", "fake", "asked for")],
+        [("executor", "fake", "requested")],
         groups=groups,
     )

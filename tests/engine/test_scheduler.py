@@ -302,7 +302,7 @@ def test_fcfs_preempts_the_latest_and_resumes_it_first():
 
 
 def test_the_order_of_service_heeds_no_wall_clock(monkeypatch):
-    """Setting the clock back lets no request overtake. A request that waited at a server for another engine is older."""
+    """Setting the clock back lets no request overtake. A request that waited for another engine is older."""
     scheduler, _ = make()
     for number, age in enumerate([0.0, 0.0, 100.0]):
         monkeypatch.setattr("time.time", lambda number=number: 1e9 - 3600 * number)

@@ -17,7 +17,7 @@ from tests.in_process import InProcessEngine
 
 
 class Recorder:
-    """Replays by calling the function again; the model's static output is the tensor that CUDA's graph would overwrite."""
+    """Replays by calling the function again; CUDA's graph would overwrite the model's static output."""
 
     def __init__(self, model):
         self.model, self.statics, self.num_replays = model, {}, 0

@@ -1,4 +1,4 @@
-"""Memory on huge pages: zeroed, of the requested size, not resident before it is written, and returned to the system."""
+"""Memory on huge pages: zeroed, of the requested size, not resident before it is written, returned to the system."""
 
 from __future__ import annotations
 

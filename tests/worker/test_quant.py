@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: the plain torch twin against the native kernels, and both against bfloat16, in whole models."""
+"""Weights of 8 and 4 bits: the torch twin against the native kernels, and both against bfloat16, in whole models."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_dummy_weights_need_only_a_configuration(checkpoint, tmp_path):
 def test_user_errors_come_before_loading(checkpoint):
     for settings, words in (
         ({"max_model_len": "99999"}, "set it to at most 2048"),
-        ({"attention_backend": "none"}, "--attention-backend 'none' does not exist"),
+        ({"attention_backend": "none"}, "--attention-backend is 'none', but must be one of"),
     ):
         with pytest.raises(ValueError, match=words):
             _worker(checkpoint("qwen3"), **settings).initialize(lambda phase, fraction: pytest.fail("started to load"))

@@ -148,7 +148,7 @@ class _Rows:
 
 
 def _num_rows(cache: torch.Tensor) -> int:
-    """Rows of head_dim from the first entry of `cache` to its last, what lies between included."""
+    """Number of rows of head_dim from the first entry of `cache` to its last, including gaps between them."""
     last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()))
     return last // cache.shape[3] + 1
 

@@ -33,7 +33,7 @@ class Full:
 
     @property
     def row_bytes(self) -> int:
-        """A page that other layers use, too, is a multiple of this."""
+        """Granularity of shared pages: the size in bytes of a page that other layers share is a multiple of this."""
         return math.lcm(self.k_dim, self.v_dim) * self.itemsize
 
     @property

@@ -1,9 +1,9 @@
 """Linear layers that hold only this rank's share of their weights.
 
-A layer knows how its weights are split over ranks and fused from several checkpoint tensors. A `LinearMethod` knows the
-numerics: how the weights are stored and multiplied. A parameter lists its `Part`s: which slice of which checkpoint
-tensor goes where in it. The loader depends only on these parts, so that formats with scales and zero points can be
-sharded in their own way.
+A layer defines how its weights are split over ranks and fused from several checkpoint tensors. A `LinearMethod` defines
+the numerics: how the weights are stored and multiplied. A parameter lists its `Part`s: each maps a slice of a
+checkpoint tensor to a slice of the parameter. The loader depends only on these parts, so that formats with scales and
+zero points can be sharded in their own way.
 
 Parameters are created uninitialised, with torch's default dtype and device (`models.build_model` sets both).
 """

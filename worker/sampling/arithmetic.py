@@ -34,7 +34,7 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(slots=True)
 class RandomRows:
-    """Sampling parameters of S rows, each `[S]` on the device, and facts about all rows that the host knows.
+    """Sampling parameters of S rows, each `[S]` on the device, and flags on the host about all of the rows.
 
     A top_k of 0 and a top_p of 1 disable the filter.
     """
