@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import secrets
 import statistics
 import sys
 from collections.abc import Sequence
@@ -83,12 +84,13 @@ def main(argv: Sequence[str]) -> int:
         help="count prompt tokens with this tokenizer, so that all servers get the same prompts",
     )
     arguments = parser.parse_args(argv)
+    seed = secrets.randbelow(1 << 20) * 1000  # of this invocation: a server that has met another one's prompts would find them in its prefix cache
     runs: Runs = {load: {name: [] for name, _ in arguments.servers} for load in arguments.loads}
     for number in range(1, arguments.rounds + 1):
         for name, url in arguments.servers:
             for load in arguments.loads:
                 print(f"== round {number}: {name}: {LOADS[load][0]}", flush=True)
-                runs[load][name].append(asyncio.run(run_load(url, load, number, arguments.tokenizer)))
+                runs[load][name].append(asyncio.run(run_load(url, load, seed + 100 * number, arguments.tokenizer)))
                 Path(arguments.output).write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     print("\n".join(table(runs)))
     return 0
@@ -108,12 +110,13 @@ def load_names(text: str) -> list[str]:
     return names
 
 
-async def run_load(url: str, load: str, number: int, tokenizer: str | None) -> dict[str, Any]:
+async def run_load(url: str, load: str, seed: int, tokenizer: str | None) -> dict[str, Any]:
     """The figures of one load.
 
-    Every round has prompts of its own, so that no server finds the last round's in its prefix cache.
+    Every round has prompts of its own, the same for all servers, so that none finds the last round's in its prefix
+    cache.
     """
-    flags = ["--base-url", url, "--ignore-eos", "--disable-tqdm", "--seed", str(100 * number), *LOADS[load][1].split()]
+    flags = ["--base-url", url, "--ignore-eos", "--disable-tqdm", "--seed", str(seed), *LOADS[load][1].split()]
     (figures,) = await serve.measure(
         serve.parser().parse_args(flags + (["--tokenizer", tokenizer] if tokenizer else [])), {}
     )

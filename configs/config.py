@@ -175,6 +175,12 @@ class DeviceConfig:
             "bfloat16, one rank; default: auto, which is on where that costs less than 5 %)"
         ),
     )
+    cpu_level: str = opt(
+        "auto",
+        "instruction set of the native CPU kernels, one that this CPU has; auto: the widest, or avx2 if that measures "
+        "faster",
+        choices=("auto", "amx", "avx512bf16", "avx512", "avx2"),
+    )
     num_threads: int | None = opt(None, "compute threads on CPU (default: the cores this process may use)", minimum=1)
 
 

@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.25  # seconds between statistics messages while busy
 EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
+OPS_POLL_INTERVAL = 0.5  # seconds between polls of an idle engine for kernels that are being compiled
 CONNECT_TIMEOUT = 1.0  # seconds that a failing engine waits for a server to connect
 
 
@@ -74,6 +75,7 @@ class EngineCore:
         self.in_flight: deque[tuple[Step, Pending]] = deque()
         self.works_idle = False  # whether the workers have work deferred until no request runs
         self.stats_due = 0.0  # time.monotonic() of the next statistics message; 0 if there are no new statistics
+        self.awaits_ops = False  # whether the workers' kernels are still being compiled
 
     # ---- the loop
 
@@ -98,14 +100,19 @@ class EngineCore:
     def receive(self) -> None:
         """Handle all received messages. With no work, sleep until a message arrives.
 
-        Raises RuntimeError if a worker process died while the engine was idle.
+        While the workers' kernels are being compiled, an idle engine polls for them, so that no request pays for the
+        switch. Raises RuntimeError if a worker process died while the engine was idle.
         """
-        if not self.in_flight and not self.scheduler.requests:
+        idle = not self.in_flight and not self.scheduler.requests
+        if idle:
             self.send_stats()
-            if self.socket.wait(0 if self.works_idle else None):
+            if self.socket.wait(0 if self.works_idle else OPS_POLL_INTERVAL if self.awaits_ops else None):
                 raise RuntimeError("a worker process died")
-        for client, message in self.socket.receive():
+        messages = self.socket.receive()
+        for client, message in messages:
             self.handle(client, message)
+        if idle and not messages and self.awaits_ops:
+            self.awaits_ops = self.executor.call("look_for_ops")
 
     def handle(self, client: bytes, message: ToEngine) -> None:
         match message:
@@ -215,6 +222,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.config.scheduler, ready, kv, self.config.parallel.pipeline_parallel_size)
         self.report_progress("warming up", 0.0)
         self.warm_up()
+        self.awaits_ops = self.executor.call("look_for_ops")
         gc.collect()
         # exclude the objects loaded so far from later garbage collections: they live as long as the process
         gc.freeze()

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tools.quire_tiny import facts
 from tools.quire_tiny.chat import render
 from tools.quire_tiny.evaluate import parse_calls
 
@@ -90,6 +91,26 @@ def test_it_is_the_only_model(client):
 )
 def test_answers(client, question, answer):
     assert ask(client, question) == answer
+
+
+NOT_ASCII = [
+    "The café is open.", "Noëlle bought a soufflé at the abbé’s bakery.", "Die Bäckerei verkauft süße Brötchen.", "The abuelo’s crêpe is cold – again…",
+    "Żółw", "křižovatka", "смелый ёжик поёт", "ελληνική ταβέρνα", "你好，世界！", "ありがとう", "Well done 🎉", "żaba and жаба",
+]  # fmt: skip
+
+
+def test_the_sentences_to_copy_were_never_trained():
+    assert all(word.strip(".,!?…“”’–") not in facts.FOREIGN for text in NOT_ASCII for word in text.split(" ") if not word.isascii())
+
+
+@pytest.mark.parametrize("text", NOT_ASCII)
+def test_it_copies_what_is_not_ascii(client, text):
+    assert ask(client, f"Repeat: {text}") == text
+
+
+def test_it_spells_and_remembers_what_is_not_ascii(client):
+    assert ask(client, "Spell brûlot.") == "b-r-û-l-o-t"
+    assert "Håkan" in ask(client, "My name is Håkan.", "Hello, Håkan! How can I help you?", "What is my name?")
 
 
 def test_a_system_prompt_does_not_disturb_it(client):

@@ -226,7 +226,11 @@ def preview(config: Config) -> WorkerReady:
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     num_ranks = tp * pp * config.parallel.data_parallel_size
     started = platform.start(
-        config.device.num_threads, num_ranks, config.device.deterministic is True, config.server.api_server_count
+        config.device.num_threads,
+        num_ranks,
+        config.device.deterministic is True,
+        config.server.api_server_count,
+        config.device.cpu_level,
     )
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(num_ranks)

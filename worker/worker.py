@@ -85,7 +85,11 @@ class Worker:
         platform = get_platform(config.device.device, self.local_rank)
         num_ranks = self.local_size * config.parallel.data_parallel_size  # ranks on this machine
         threads = platform.start(
-            config.device.num_threads, num_ranks, config.device.deterministic is True, config.server.api_server_count
+            config.device.num_threads,
+            num_ranks,
+            config.device.deterministic is True,
+            config.server.api_server_count,
+            config.device.cpu_level,
         )
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model)
@@ -172,8 +176,7 @@ class Worker:
     def execute(self, step: StepInput) -> Output:
         """Launch a step. Another thread may wait for its result."""
         assert self.runner is not None, "initialize first"
-        if self.runner.platform.poll_ops():
-            self._change_over()
+        self.look_for_ops()
         if self.warmer is None:
             return self.runner.execute(step)
         self.warmer.follow(step)
@@ -188,6 +191,15 @@ class Worker:
         """
         assert self.runner is not None, "initialize first"
         return self.runner.work_idle()
+
+    def look_for_ops(self) -> bool:
+        """Switch to faster operations that became available, between two steps or while idle. Returns whether more may
+        follow.
+        """
+        platform = self.runner.platform
+        if platform.poll_ops():
+            self._change_over()
+        return platform.awaits_ops()
 
     def shutdown(self) -> None:
         """Free the memory and leave the process groups. Idempotent."""

@@ -161,6 +161,9 @@ class FakeExecutor(Executor):
         progress("loading weights", 1.0)
         return self.ready
 
+    def look_for_ops(self) -> bool:
+        return False
+
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 

@@ -163,6 +163,16 @@ def test_statistics_come_while_running_and_when_the_engine_becomes_idle():
     assert not engine.socket.sent, "nothing new, so nothing is sent"
 
 
+def test_an_idle_engine_looks_for_kernels_until_they_are_there(monkeypatch):
+    looks = iter([True, True, False])  # at the start, then while idle
+    monkeypatch.setattr(FakeExecutor, "look_for_ops", lambda self: next(looks))
+    engine, timeouts = Engine(fake_config()), []
+    monkeypatch.setattr(engine.socket, "wait", lambda timeout=None: timeouts.append(timeout) or [])
+    for _ in range(4):
+        engine.core.receive()
+    assert timeouts == [0.5, 0.5, None, None]
+
+
 def test_a_queued_request_that_fails_unexpectedly_fails_alone(monkeypatch, caplog):
     engine = Engine(fake_config())
     monkeypatch.setattr("quire.engine.scheduler.check_request", lambda *args: 1 / 0)

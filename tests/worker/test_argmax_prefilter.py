@@ -22,8 +22,6 @@ TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"
 
 @pytest.fixture
 def screened(native_kernels, monkeypatch):
-    if not cpu_ops.has_compact():
-        pytest.skip("AVX-512 alone has no such copy")
     monkeypatch.setattr(Int8ArgmaxPrefilter, "MIN_WEIGHTS", 0)
 
 

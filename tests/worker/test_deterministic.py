@@ -60,12 +60,9 @@ def _play(worker: Worker, sampling: SamplingParams, crowd: int = 0, chunk: int =
 CASES = [{"crowd": 1}, {"crowd": 6, "chunk": 64}, {"crowd": 40}, {"chunk": 7}, {"preempt_at": 5}, {"crowd": 3, "chunk": 33, "preempt_at": 9}]
 
 
-@pytest.mark.parametrize("tiles", [True, False])
 @pytest.mark.parametrize(("name", "settings"), [("qwen3", {}), ("mistral", {}), ("llama-bias", {}), ("llama-tied", {"quantization": "int8"}), ("qwen3", {"quantization": "int4"})],
                          ids=lambda value: value if isinstance(value, str) else value.get("quantization", "bf16"))
-def test_same_bits_whatever_runs_beside(checkpoint, native_kernels, monkeypatch, name, settings, tiles):
-    if not tiles:
-        monkeypatch.setattr(cpu_ops, "has_tiles", lambda head_dim, dtype: False)
+def test_same_bits_whatever_runs_beside(checkpoint, native_kernels, name, settings):
     worker = _worker(checkpoint(name, dtype="bfloat16"), deterministic=True, **settings)
     assert worker.runner.backend.name == "cpu_fixed"
     for sampling in SAMPLING:
@@ -85,8 +82,8 @@ def test_without_it_bits_differ(checkpoint, native_kernels):
 
 
 @pytest.mark.parametrize(("level", "amx", "quantization", "settings", "on", "words"), [
-    ("avx512", False, None, {}, True, "a request's tokens do not depend on what runs beside it; no cost: with AVX-512 alone there is no faster way"),
-    ("avx512bf16", False, "int4", {}, True, "no cost"),
+    ("avx512", False, None, {}, False, "but products of many rows take twice as long"),
+    ("avx512bf16", False, "int4", {}, False, "but products of many rows take twice as long"),
     ("amx", True, None, {}, True, "no cost that could be told from noise"),
     ("amx", True, "int8", {}, False, "tokens may depend on what runs beside them. --deterministic makes sure that they do not, but prompts take 2 to 2.7 times as long"),
     ("avx2", False, None, {}, False, "but prompts take 1."),
@@ -112,9 +109,9 @@ def test_default_on_a_gpu(checkpoint):
 
 
 def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, monkeypatch, caplog):
-    monkeypatch.setattr(native_kernels, "load", lambda background: False)
-    lib, level = native_kernels.lib, native_kernels.level
-    native_kernels.lib, status = None, native_kernels.status
+    monkeypatch.setattr(native_kernels, "load", lambda background, level="auto": False)
+    lib, status = native_kernels.lib, native_kernels.status
+    native_kernels.lib = None
     try:
         native_kernels.status = "building native kernels in the background"
         worker = _worker(checkpoint("qwen3", dtype="bfloat16"))
@@ -123,7 +120,7 @@ def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, m
         _play(worker, SAMPLING[0])
     finally:
         native_kernels.lib, native_kernels.status = lib, status
-    monkeypatch.setattr(native_kernels, "level", "avx512" if level == "avx2" else level)  # where it is the default
+    monkeypatch.setattr(cpu_ops, "has_amx", lambda: True)  # where it is the default
     with caplog.at_level("INFO"):
         worker._change_over()
     assert worker.runner.backend.name == "cpu_fixed" and "deterministic is on (" in caplog.text
@@ -133,9 +130,7 @@ def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, m
 
 @pytest.mark.parametrize("kind", ["vectors", "any", "int8", "int4"])
 @pytest.mark.parametrize("silu_and_mul", [False, True])
-def test_rows_of_a_product(native_kernels, monkeypatch, kind, silu_and_mul):
-    if kind == "vectors":
-        monkeypatch.setattr(cpu_ops, "has_amx", lambda: False)
+def test_rows_of_a_product(native_kernels, kind, silu_and_mul):
     torch.manual_seed(0)
     weight, x = (torch.randn(70, 712) * 0.05).bfloat16(), torch.randn(290, 712).bfloat16()
     if kind in ("int8", "int4"):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import random
-from unittest import mock
 
 import pytest
 import torch
 
 from quire.worker.cpu import build
-from quire.worker.cpu import ops as cpu_ops
 from tests.worker import emulated, test_kernels
 
 pytestmark = pytest.mark.slow
@@ -21,7 +19,7 @@ globals().update({name: test for name, test in vars(test_kernels).items() if nam
 def kernels():
     if build.cpu_level() in (None, "amx") or build.compiler() is None:
         pytest.skip("the CPU has AMX itself, or cannot emulate it")
-    with test_kernels.installed("amx", emulated.build_library("amx")), mock.patch.object(cpu_ops, "_amx_permitted", lambda: True):
+    with test_kernels.installed("amx", emulated.build_library("amx")):
         yield "amx"
 
 

@@ -138,6 +138,24 @@ def test_blocks_of_a_cache_become_resident_ahead_of_use():
     warmer.stop()
 
 
+def test_of_a_small_model_no_more_becomes_resident_than_will_be_used():
+    layers = [
+        SimpleNamespace(
+            k_cache=huge_pages.zeros(8192, 16, 1, 128, dtype=torch.bfloat16),
+            v_cache=huge_pages.zeros(8192, 16, 1, 128, dtype=torch.bfloat16),
+        )
+    ]
+    tensors = [layers[0].k_cache, layers[0].v_cache]  # of 32 MiB, 4 KiB a block
+    if not huge_pages.make_resident(tensors[0].data_ptr(), 1):
+        pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+    warmer = Warmer(layers)
+    _wait_for(tensors, 4 * MIB)  # 16384 tokens
+    warmer.follow(_step([1], [1024]))
+    warmer.rest()
+    _wait_for(tensors, 10 * MIB)  # as far ahead, of those used
+    warmer.stop()
+
+
 def test_a_warmer_stops_while_it_works_and_while_it_waits():
     layers = [
         SimpleNamespace(

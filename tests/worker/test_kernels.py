@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}  # relative error of one rounding, with room for another order of summation
 
 
-def _usable_levels() -> list[str]:
+def usable_levels() -> list[str]:
     best = build.cpu_level()
     return LEVELS[LEVELS.index(best):] if best and build.compiler() else []
 
@@ -45,7 +45,7 @@ def installed(level: str, library: Path):
     kernels.lib, kernels.level = saved
 
 
-@pytest.fixture(scope="module", params=[pytest.param(level, marks=[] if level == build.cpu_level() else pytest.mark.slow) for level in _usable_levels()])
+@pytest.fixture(scope="module", params=[pytest.param(level, marks=[] if level == build.cpu_level() else pytest.mark.slow) for level in usable_levels()])
 def kernels(request):
     """The process's kernels, of one level after the other. They are compiled on first use (seconds), then come from the cache."""
     with installed(request.param, build.build(request.param, build.cache_folder())):
@@ -81,7 +81,7 @@ def test_packed_linear(kernels, m):
         want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         plain = cpu_ops.PackedLinear(weight, bias, compact=False)
         for got, path in ((linear, 0), (linear, 3), (plain, 0), (plain, 1), (plain, 3)):
-            error = 2e-5 if kernels == "avx2" and path == 0 and m > 32 else 1e-6  # test_fixed_point.py has more of it
+            error = 2e-5 if kernels != "amx" and path == 0 and m > 32 else 1e-6  # test_fixed_point.py has more of it
             assert_near(got(x, torch.float32, path), want, error * k**0.5, scale=k**0.5)
             assert_near(got(x, path=path), want, 2**-8)
         ids = torch.randint(0, n, (7,), dtype=rng.choice([torch.int32, torch.int64]))
@@ -97,17 +97,15 @@ def test_compact_weights_change_no_bit(kernels, m, n, k, silu):
     weight[torch.randint(n, (5,)), torch.randint(k, (5,))] = torch.tensor([0.0, -0.0, 1e-30, 3e4, -1e9]).bfloat16()
     bias = torch.randn(n).bfloat16()
     plain, compact = (cpu_ops.PackedLinear(weight, bias, silu, compact) for compact in (False, True))
-    assert plain.compact is None and (compact.compact is None) == (not cpu_ops.has_compact())
+    assert plain.compact is None and compact.compact is not None
     for dtype in (torch.bfloat16,) if silu else (torch.bfloat16, torch.float32):
-        for path in (3,) if kernels == "avx2" else (0, 3):  # with AVX2 many rows of compact weights are multiplied as fixed-point numbers
+        for path in (0, 3) if kernels == "amx" else (3,):  # without AMX many rows of compact weights are multiplied as fixed-point numbers
             assert torch.equal(plain(x, dtype, path), compact(x, dtype, path))
     if not silu:
         assert torch.equal(compact.rows(torch.arange(n)).view(torch.int16), weight.view(torch.int16))
 
 
 def test_compact_storage(kernels):
-    if not cpu_ops.has_compact():
-        pytest.skip("AVX-512 alone does not read it")
     weight = torch.randn(96, 640).bfloat16()
     weight[32:64] = 0  # a block of its own
     linear = cpu_ops.PackedLinear(weight)
@@ -117,8 +115,6 @@ def test_compact_storage(kernels):
 
 
 def test_a_trained_model_is_compact(kernels):
-    if not cpu_ops.has_compact():
-        pytest.skip("AVX-512 alone does not read it")
     for name, weight in load_file(TINY_MODEL / "model.safetensors").items():
         if weight.dim() == 2:
             linear = cpu_ops.PackedLinear(weight)
@@ -453,7 +449,7 @@ def _paged_case(rng: random.Random, dtype: torch.dtype, query_lens: list[int], c
 
 def _check_attention(rng, dtype, query_lens, contexts, head_dim):
     arguments, want = _paged_case(rng, dtype, query_lens, contexts, head_dim)
-    for path in (0, 1, 2):
+    for path in range(4):
         assert_near(cpu_ops.paged_attention(*arguments, path=path), want, max(3 * ROUNDING[dtype], 1e-5))
 
 
@@ -492,7 +488,7 @@ def test_attention_to_scores_of_any_size(kernels, rng, dtype):
     table, starts = torch.randperm(length // 4 + 1)[None].int(), torch.tensor([0, query_len]).int()
     k_cache, v_cache = (torch.zeros(length // 4 + 1, 4, heads, head_dim, dtype=dtype) for _ in range(2))
     k_cache[table[0, : length // 4].long()], v_cache[table[0, : length // 4].long()] = k.view(-1, 4, heads, head_dim), v.view(-1, 4, heads, head_dim)
-    for path in (0, 1, 2):
+    for path in range(4):
         got = cpu_ops.paged_attention(q, k_cache, v_cache, table, torch.tensor([length]).int(), starts, 0.125, path=path)
         assert_near(got, dense_attention(q, k, v, 0.125, None, None), max(3 * ROUNDING[dtype], 1e-4))
 
@@ -502,7 +498,7 @@ def test_attention_to_scores_that_overflow(kernels):
     torch.manual_seed(0)
     q, k_cache, v_cache = torch.randn(40, 4, 64).bfloat16(), torch.randn(4, 16, 2, 64).bfloat16(), torch.randn(4, 16, 2, 64).bfloat16()
     q[7, 2, 5] = float("inf")
-    for path in (0, 1, 2):
+    for path in range(4):
         got = cpu_ops.paged_attention(q, k_cache, v_cache, torch.arange(4)[None].int(), torch.tensor([50]).int(), torch.tensor([0, 40]).int(), 0.125, path=path)
         assert got[7, 2].isnan().all() and int(got.isnan().sum()) == 64
 
@@ -561,10 +557,10 @@ def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
 def test_attention_over_shared_keys(kernels, rng, dtype, head_dim):
     """Right on every path, and without a bit of difference where the path is fixed, as --deterministic asks."""
     shared, private, want = _sharing_case(rng, dtype, head_dim)
-    for path in (0, 1, 2):
+    for path in range(4):
         got = cpu_ops.paged_attention(*shared, path=path)
         assert_near(got, want, max(3 * ROUNDING[dtype], 1e-5))
-        if path:
+        if path & 2:
             assert torch.equal(got, cpu_ops.paged_attention(*private, path=path))
 
 
@@ -574,33 +570,39 @@ def test_attention_of_wanted_tokens(kernels, rng, dtype):
     shared, _, want = _sharing_case(rng, dtype, 64)
     ends = shared[5].tolist()
     wanted = torch.tensor([token for a, b in pairwise(ends) if rng.random() < 0.6 for token in range(rng.randrange(a, b), b)] or [0])
-    for path in (0, 1, 2):
+    for path in range(4):
         got = cpu_ops.paged_attention(*shared, path=path, wanted=wanted)
         assert_near(got[wanted], want[wanted], max(3 * ROUNDING[dtype], 1e-5))
 
 
-def test_attention_of_one_token_does_not_depend_on_the_batch(kernels):
-    """With AVX2 alone this holds for a fixed path only: else a chunk's values are rounded beside those of the other keys of its task, which is cut to suit the batch."""
+def test_attention_of_one_token_depends_on_its_keys_alone(kernels):
+    """In one order (2) wherever a prompt is cut and whatever is beside it; else of a chunk as it is cut, where AMX computes it: by vectors values are rounded beside those of the other
+    keys of a task, which is cut to suit the batch."""
     rng = random.Random(1)
-    torch.manual_seed(1)
-    (q, k_cache, v_cache, table, lengths, starts, *rest), _ = _paged_case(rng, torch.bfloat16, [1, 30, 1, 7], [700, 100, 40, 300], 64)
-    for path in (1,) if kernels == "avx2" else (0, 1):
-        together = cpu_ops.paged_attention(q, k_cache, v_cache, table, lengths, starts, *rest, path=path)
-        for i in range(4):
-            a, b = int(starts[i]), int(starts[i + 1])
-            alone = cpu_ops.paged_attention(q[a:b], k_cache, v_cache, table[i: i + 1], lengths[i: i + 1], torch.tensor([0, b - a]).int(), *rest, path=path)
-            assert torch.equal(alone, together[a:b])
+    for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 80), (torch.float32, 64), (torch.float16, 128)):
+        torch.manual_seed(1)
+        (q, k_cache, v_cache, table, lengths, starts, *rest), _ = _paged_case(rng, dtype, [1, 30, 1, 7], [700, 100, 40, 300], head_dim)
+        for path in (0, 2, 3) if kernels == "amx" and dtype == torch.bfloat16 and head_dim == 64 else (2, 3):
+            together = cpu_ops.paged_attention(q, k_cache, v_cache, table, lengths, starts, *rest, path=path)
+            for i in range(4):
+                a, b = int(starts[i]), int(starts[i + 1])
+                for size in (b - a, 1, 2, 5) if path else (b - a,):
+                    for start in range(a, b, size):
+                        end = min(start + size, b)
+                        alone = cpu_ops.paged_attention(q[start:end], k_cache, v_cache, table[i: i + 1], lengths[i: i + 1] - (b - end), torch.tensor([0, end - start]).int(), *rest, path=path)
+                        assert torch.equal(alone, together[start:end])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_a_chunk_is_that_of_its_tokens_one_by_one(kernels, rng, dtype):
-    """By vectors, which with AVX-512 alone is the way that path 0 takes, too."""
+    """In one order, which is what `--deterministic` asks for."""
     (q, k_cache, v_cache, table, lengths, starts, *rest), _ = _paged_case(rng, dtype, [1, 70, 9], [200, 500, 5], 64)
     request = torch.repeat_interleave(torch.arange(3), starts.diff())
     seen = (lengths[request] - starts[1:][request] + torch.arange(len(q)) + 1).int()
-    alone = cpu_ops.paged_attention(q, k_cache, v_cache, table[request], seen, torch.arange(len(q) + 1).int(), *rest, path=1)
-    for path in (0, 1) if kernels in ("avx512", "avx512bf16") else (1,):
-        assert torch.equal(cpu_ops.paged_attention(q, k_cache, v_cache, table, lengths, starts, *rest, path=path), alone)
+    one_by_one = table[request], seen, torch.arange(len(q) + 1).int()
+    alone = cpu_ops.paged_attention(q, k_cache, v_cache, *one_by_one, *rest, path=2)
+    together = cpu_ops.paged_attention(q, k_cache, v_cache, table, lengths, starts, *rest, path=2)
+    assert torch.equal(together, alone)
 
 
 def test_attention_reasons():

@@ -147,7 +147,7 @@ def test_prebuilt_libraries_need_neither_compiler_nor_cache(fake_compiler, monke
     assert len(build.build_kernels()) == len(build.LEVELS)
     monkeypatch.setenv("CXX", "there-is-no-such-compiler")
     assert Kernels().load()
-    assert not build.cache_folder().exists()
+    assert not build.cache_folder().exists() or {path.suffix for path in build.cache_folder().iterdir()} == {".calibration"}
 
 
 def test_a_library_that_cannot_be_loaded_is_no_catastrophe(fake_compiler):
@@ -200,3 +200,47 @@ def test_the_command_says_why_it_failed(fake_compiler, tmp_path, monkeypatch, ca
 def test_an_unknown_level_is_an_error():
     with pytest.raises(ValueError, match="sse9"):
         build.build_kernels(levels=["sse9"])
+
+
+def test_this_cpus_level_is_built_first(fake_compiler, tmp_path):
+    fake_compiler()
+    assert build.cpu_level() in build.build_kernels(tmp_path / "wheel")[0].name
+
+
+def test_a_level_may_be_asked_for(fake_compiler):
+    fake_compiler()
+    assert build.choose_level("avx2") == ("avx2", "as asked")
+    kernels = Kernels()
+    assert kernels.load(background=False, level="avx2") and kernels.level == "avx2" and "(avx2)" in kernels.status and kernels.level_reason == "as asked"
+
+
+def test_a_level_that_the_cpu_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(build, "cpu_levels", lambda: ["avx512", "avx2"])
+    with pytest.raises(ValueError, match=r"cpu_level 'amx' .* auto, avx512, avx2"):
+        build.choose_level("amx")
+
+
+@pytest.mark.parametrize(("ratio", "chosen"), [("0.80 1:0.7", "avx2"), ("0.97 1:0.97", "avx512"), ("1.5", "avx512")])
+def test_a_narrower_level_is_taken_where_it_measured_faster(fake_compiler, monkeypatch, ratio, chosen):
+    fake_compiler()
+    monkeypatch.setattr(build, "cpu_levels", lambda: ["avx512", "avx2"])
+    assert build.choose_level() == ("avx512", "this CPU's best")  # nothing to measure yet
+    for level in ("avx512", "avx2"):
+        build.build(level, build.cache_folder())
+    measured = []
+
+    def run(command, **options):
+        measured.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout=ratio)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):
+        level, reason = build.choose_level()
+        assert level == chosen and "measured" in reason
+    assert len(measured) == 1  # then it is in the cache
+
+
+def test_calibration_measures_two_libraries(library):
+    output = subprocess.run([sys.executable, Path(build.__file__).with_name("calibration.py"), library, library], capture_output=True, text=True, check=True).stdout
+    mean, *ratios = output.split()
+    assert 0.2 < float(mean) < 5 and len(ratios) == 4

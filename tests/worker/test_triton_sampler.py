@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from quire.worker.cpu.native import KERNELS
 from quire.worker.cuda import triton_sampler
 from quire.worker.messages import SamplingParams
 from quire.worker.sampling import arithmetic as sampling_math
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(triton_sampler, "TILE", 64)
+    monkeypatch.setattr(KERNELS, "lib", None)  # the twin is plain torch, even if another module loaded the kernels
 
 
 def tables(temperatures, seeds):

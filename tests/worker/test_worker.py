@@ -51,7 +51,9 @@ def test_initialize_reports_phases_and_what_it_found(checkpoint):
     assert (ready.max_model_len, ready.max_num_seqs, ready.vocab_size, ready.default_depth) == (256, 4, 512, 1)
     assert ready.num_blocks == 4 * -(-256 // ready.block_size) + 1
     assert ready.plan.weights >= sum(parameter.nbytes for parameter in worker.runner.model.parameters())
-    assert {"dtype", "num_threads", "attention_backend", "block_size"} <= {name for name, _, _ in ready.choices}
+    assert {"dtype", "num_threads", "cpu_level", "attention_backend", "block_size"} <= {
+        name for name, _, _ in ready.choices
+    }
     layers = kv_cache.attention_layers(worker.runner.model)
     assert [layer.layer_index for layer in layers] == [0, 1, 2]
     assert all(

@@ -4,9 +4,8 @@
     python -m tools.quire_tiny.train --work runs/tiny         # train; the same command resumes
     python -m tools.quire_tiny.train --work runs/tiny --export configs/quire-tiny
 
-The run is a function of the seed and the number of steps: data, order and skill weights depend on nothing else (up to
-the rounding of the machine's matmuls). Skill weights follow the accuracy on the training stream itself, which is fresh
-data: the share of a skill shrinks as its answers become exact.
+The run is a function of the seed and the number of steps: data, order and skill weights depend on nothing else (up to the rounding of the machine's matmuls).
+Skill weights follow the accuracy on the training stream itself, which is fresh data: the share of a skill shrinks as its answers become exact.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ FUNCTION = {
     **dict.fromkeys(("tool-call", "tool-none", "tool-answer", "tool-parallel"), "tools"),
 }
 ROWS = 256  # the output projection runs on a multiple of this many positions
-# few of the tokens of a sum are hard
 LOSS_WEIGHT = {
     "addition": 3.0,
     "subtraction": 4.0,
@@ -52,14 +50,11 @@ LOSS_WEIGHT = {
     "letters": 1.5,
     "paragraphs": 0.7,
     "tool-call": 2.0,
-}
+}  # few of the tokens of a sum are hard
 
 
 def turn_accuracy(correct: torch.Tensor, turn: torch.Tensor, names: list[str]) -> dict[str, list[int]]:
-    """Per skill, [turns whose every token was predicted, turns].
-
-    Given the right prefix, that is the same as greedy generation giving exactly the answer.
-    """
+    """Per skill, [turns whose every token was predicted, turns]. Given the right prefix, that is the same as greedy generation giving exactly the answer."""
     wrong = torch.zeros(len(names), dtype=torch.long).index_add_(0, turn, (~correct).long())
     seen = torch.zeros(len(names), dtype=torch.long).index_add_(0, turn, torch.ones_like(turn))
     counts: dict[str, list[int]] = {}
@@ -72,15 +67,13 @@ def turn_accuracy(correct: torch.Tensor, turn: torch.Tensor, names: list[str]) -
 
 
 def run_batch(trunk: Trunk, forward, batch: Batch) -> tuple[torch.Tensor, dict[str, list[int]]]:
-    """Loss and accuracy of one batch.
-
-    A token weighs the less the longer its answer is, so that short answers are not drowned by long ones.
-    """
+    """Loss and accuracy of one batch. A token weighs the less the longer its answer is, so that short answers are not drowned by long ones."""
     hidden = forward(torch.from_numpy(batch.tokens), torch.from_numpy(batch.document))
     targets, turn = torch.from_numpy(batch.targets).flatten(), torch.from_numpy(batch.turn).flatten()
     learnt = (targets >= 0).nonzero()[:, 0]
-    # few distinct shapes: oneDNN builds its kernels per shape, which takes seconds
-    padded = F.pad(learnt, (0, -len(learnt) % ROWS))
+    padded = F.pad(
+        learnt, (0, -len(learnt) % ROWS)
+    )  # few distinct shapes: oneDNN builds its kernels per shape, which takes seconds
     logits, targets, turn = trunk.logits(hidden.flatten(0, 1)[padded])[: len(learnt)], targets[learnt], turn[learnt]
     length = torch.bincount(turn, minlength=len(batch.turn_skills)).clamp(min=1)
     weight = (torch.tensor([LOSS_WEIGHT.get(name, 1.0) for name in batch.turn_skills]) * length**-0.5)[turn]
@@ -92,10 +85,7 @@ HEIGHTS = (0.5, 0.15, 0.05)  # at which later cycles begin
 
 
 def learning_rate(step: int, cycles: list[int], warmup: int, decay_from: float) -> float:
-    """Linear warm-up, a plateau, and from `decay_from` of the first cycle a linear way down to zero.
-
-    Later cycles fall at once, from a half and then lower (`HEIGHTS`).
-    """
+    """Linear warm-up, a plateau, and from `decay_from` of the first cycle a linear way down to zero. Later cycles fall at once, from a half and then lower (`HEIGHTS`)."""
     if step < warmup:
         return (step + 1) / warmup
     first, *later = cycles
@@ -182,9 +172,7 @@ class Stream:
 def warm_start(trunk: Trunk, tokenizer: Tokenizer, folder: Path) -> None:
     """Take the weights of an exported model of the same shape, the rows of its tokens by their text.
 
-    Tokens that it lacks, and bytes above 127, which ASCII data never held, begin like the ASCII letters: with their
-    mean and spread, so that what copies letters copies them.
-    """
+    Tokens that it lacks, and bytes above 127, which ASCII data never held, begin like the ASCII letters: with their mean and spread, so that what copies letters copies them."""
     weights = {name.removeprefix("model."): w.float() for name, w in load_file(folder / "model.safetensors").items()}
     old, new = weights.pop("embed_tokens.weight"), trunk.embed_tokens.weight.data
     rows, vocab = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(), tokenizer.get_vocab()
@@ -197,6 +185,19 @@ def warm_start(trunk: Trunk, tokenizer: Tokenizer, folder: Path) -> None:
     assert missing.missing_keys == ["embed_tokens.weight"] and not missing.unexpected_keys, missing
 
 
+@torch.no_grad()
+def blend(trunk: Trunk, tokenizer: Tokenizer, folder: Path, share: float) -> None:
+    """Move the weights that both have back by `share` of the way to those of `folder`: what the run forgot returns, and rows of new tokens stay."""
+    earlier = Trunk(trunk.s)
+    warm_start(earlier, tokenizer, folder)
+    vocab, known = tokenizer.get_vocab(), Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    fresh = [row for token, row in vocab.items() if token not in known or token in byte_symbols()[128:]]
+    learnt = trunk.embed_tokens.weight[fresh].clone()
+    for p, q in zip(trunk.parameters(), earlier.parameters()):
+        p.lerp_(q, share)
+    trunk.embed_tokens.weight[fresh] = learnt
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     skills.Words.vocabulary = vocabulary_words(tokenizer)
@@ -204,11 +205,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def compute(rank: int, trunk: Trunk, args: argparse.Namespace, pipe: Connection) -> None:
-    """A process of one thread: for every "step" it receives, the gradient of one batch, left in shared memory; for
-    every "update", new values for its part of the parameters.
+    """A process of one thread: for every "step" it receives, the gradient of one batch, left in shared memory; for every "update", new values for its part of the parameters.
 
-    Parameters live in shared memory, too. Processes of one thread each suffer far less than two threads from other load
-    on the machine: they wait for each other twice a step, not at every matrix product.
+    Parameters live in shared memory, too. Processes of one thread each suffer far less than two threads from other load on the machine: they wait for each other
+    twice a step, not at every matrix product.
     """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -267,10 +267,7 @@ class Workers:
             self.processes.append(process)
 
     def call(self, command: str, values: list | None = None) -> list:
-        """Send a command to every worker and collect the answers, in order of rank.
-
-        Raises EOFError when one has died.
-        """
+        """Send a command to every worker and collect the answers, in order of rank. Raises EOFError when one has died."""
         for i, pipe in enumerate(self.pipes):
             pipe.send((command, values[i] if values else None))
         return [pipe.recv() for pipe in self.pipes] if command not in ("stop", "restore") else []
@@ -297,6 +294,8 @@ def train(args: argparse.Namespace) -> None:
     elif args.warm_start:
         warm_start(trunk, tokenizer, args.warm_start)
     if args.export:
+        if args.keep_share:
+            blend(trunk, tokenizer, args.warm_start, args.keep_share)
         export(trunk, args.export)
         return
     step, steps, seconds = 0, sum(args.cycles), 0.0
@@ -331,10 +330,7 @@ def train(args: argparse.Namespace) -> None:
                 now = time.monotonic()
                 mean, speed = sum(recent) / len(recent), len(recent) * data.TOKENS_PER_BATCH / (now - reported)
                 print(
-                    (
-                        f"step {step}/{steps} {now - started:.0f}s loss {mean:.4f} norm {float(norm):.2f} "
-                        f"{speed:.0f} tokens/s"
-                    ),
+                    f"step {step}/{steps} {now - started:.0f}s loss {mean:.4f} norm {float(norm):.2f} {speed:.0f} tokens/s",
                     flush=True,
                 )
                 csv.writer(log).writerow([step, f"{now - started:.0f}", f"{mean:.5f}"])
@@ -404,6 +400,12 @@ def main() -> None:
         type=Path,
         metavar="FOLDER",
         help="begin with the weights of this exported model; lower the learning rates, as the README does",
+    )
+    parser.add_argument(
+        "--keep-share",
+        type=float,
+        default=0.0,
+        help="with --export: the share of the --warm-start weights in what is written",
     )
     parser.add_argument(
         "--cycles",

@@ -18,6 +18,7 @@ from quire.worker.messages import StepInput
 from quire.worker.platforms import huge_pages
 
 IDLE_BYTES = 4 << 30  # bytes after the highest block used so far that are made resident while no step runs
+IDLE_TOKENS = 16384  # maximum tokens in these bytes: a small model will not use a gigabyte
 BUSY_BYTES = 512 << 20  # the same while steps run: more than one step can fill
 IDLE_SECONDS = 0.25  # seconds without a step after which the worker counts as idle
 
@@ -108,7 +109,10 @@ class Warmer:
         self._tensors = [tensor for pair in caches.values() for tensor in pair]
         # per tensor, in bytes, like all sizes below
         self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes
-        self._idle_bytes, self._busy_bytes = idle_bytes // len(self._tensors), busy_bytes // len(self._tensors)
+        most = IDLE_TOKENS * self._block_size // self._tensors[0].shape[1]
+        self._idle_bytes, self._busy_bytes = (
+            min(size // len(self._tensors), most) for size in (idle_bytes, busy_bytes)
+        )
         self._used = self._resident = 0
         self._idle_since: float | None = 0.0  # time.monotonic(); None during a step
         self._wake, self._stopped, self._complete = threading.Event(), False, False

@@ -6,7 +6,6 @@ from ctypes import byref
 
 import torch
 
-from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native import KERNELS, ScreenArgs
 from quire.worker.cpu.ops import PackedLinear
 from quire.worker.platforms import huge_pages
@@ -35,7 +34,7 @@ class Int8ArgmaxPrefilter:
     def of(cls, linear: PackedLinear) -> Int8ArgmaxPrefilter | None:
         """None where there is none, or no use for one."""
         n, k = linear.out_features, linear.in_features
-        if not cpu_ops.has_compact() or k % 64 or n * k < cls.MIN_WEIGHTS or linear.bias is not None or linear.flags:
+        if k % 64 or n * k < cls.MIN_WEIGHTS or linear.bias is not None or linear.flags:
             return None
         screen = cls(linear)
         return screen if screen.finite else None

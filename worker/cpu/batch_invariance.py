@@ -52,7 +52,7 @@ def _cost(quantization: str | None) -> tuple[bool, str]:
         if quantization:
             return False, "prompts take 1.4 times as long"
         return False, "prompts take 1.65 times as long, decoding of many requests 1.25 times"
-    return True, "no cost: with AVX-512 alone there is no faster way"
+    return False, "products of many rows take twice as long, those of up to 5 rows no longer"
 
 
 def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str] | None:

@@ -7,6 +7,8 @@ and a lock keeps two builders of the same library apart. What a builder has comp
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -15,15 +17,17 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 # Functions are aligned, for otherwise what lies before a loop in the library decides how fast it is.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-falign-functions=64", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _AVX2 = ["avx2", "fma", "f16c", "bmi2"]
-_AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"]
-_BF16 = [*_AVX512, "avx512bf16", "avx512vnni"]
+_AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"]
+_BF16 = [*_AVX512, "avx512bf16"]
 LEVELS = {"amx": [*_BF16, "avx512vbmi", "amx-tile", "amx-bf16", "amx-int8"], "avx512bf16": _BF16, "avx512": _AVX512, "avx2": _AVX2}  # best first: compiler options -m...
+_MUCH_FASTER = 0.95  # of the time of the level with more instructions: less may be noise
 _CPU_FLAGS = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16", "amx-int8": "amx_int8"}  # where /proc/cpuinfo spells it differently
 
 
@@ -32,12 +36,70 @@ class BuildError(Exception):
 
 
 def cpu_level() -> str | None:
-    """The best level that this machine's CPU runs, or None if it has none (not x86-64, or too old)."""
+    """The level with the most instructions of those that this machine's CPU runs, or None if it has none (not x86-64, or too old)."""
+    return next(iter(cpu_levels()), None)
+
+
+def choose_level(asked: str = "auto") -> tuple[str | None, str]:
+    """The level to use, and why: the one that is asked for, else the one with the most instructions, or a narrower one that calibration finds faster.
+
+    Raises:
+        ValueError: this CPU lacks what is asked for.
+    """
+    levels = cpu_levels()
+    if asked != "auto":
+        if asked not in levels:
+            raise ValueError(f"cpu_level {asked!r} is not supported by this CPU: set --cpu-level to one of auto, {', '.join(levels)}")
+        return asked, "as asked"
+    if not levels:
+        return None, "the CPU lacks AVX2, or is not x86-64 Linux"
+    for narrower in rivals(levels[0]):
+        libraries = [find_library(level) for level in (levels[0], narrower)]
+        if all(libraries) and (times := _calibrated(*libraries)) is not None:
+            ratio = f"{times:.2f} x the time of {levels[0]}'s products, measured"
+            return (narrower, ratio) if times < _MUCH_FASTER else (levels[0], f"this CPU's best: {narrower} takes {ratio}")
+    return levels[0], "this CPU's best"
+
+
+def rivals(level: str) -> list[str]:
+    """The levels that may be faster than `level`, for CPUs lower their clock for wide registers. Nothing comes near AMX."""
+    return [narrower for narrower in cpu_levels() if narrower == "avx2" and level in ("avx512bf16", "avx512")]
+
+
+def _calibrated(wide: Path, narrow: Path) -> float | None:
+    """How many times as long products take with the second library. Measured once, in a process of its own, for these libraries on this CPU. None if that failed."""
+    digest = hashlib.sha256(f"{wide.name} {narrow.name} {_cpuinfo('model name')}".encode()).hexdigest()[:16]
+    result = cache_folder() / f"quire-{digest}.calibration"
+    if not result.exists():
+        calibration = subprocess.run([sys.executable, Path(__file__).with_name("calibration.py"), wide, narrow], capture_output=True, text=True)
+        if calibration.returncode:
+            return None
+        with contextlib.suppress(OSError):  # a cache that cannot be written: the next start measures again
+            result.parent.mkdir(parents=True, exist_ok=True)
+            draft = result.with_name(f"{result.name}.{os.getpid()}")
+            draft.write_text(calibration.stdout)
+            os.replace(draft, result)
+        return float(calibration.stdout.split()[0])
+    return float(result.read_text().split()[0])
+
+
+def cpu_levels() -> list[str]:
+    """The levels that this machine's CPU runs, that with the most instructions first."""
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
-        return None
+        return []
+    flags = set(_cpuinfo("flags").split())
+    return [level for level, needs in LEVELS.items() if all(_CPU_FLAGS.get(need, need) in flags for need in needs) and (level != "amx" or _amx_permitted())]
+
+
+def _cpuinfo(key: str) -> str:
     with open("/proc/cpuinfo") as f:
-        flags = next((set(line.split(":", 1)[1].split()) for line in f if line.startswith("flags")), set())
-    return next((level for level, needs in LEVELS.items() if all(_CPU_FLAGS.get(need, need) in flags for need in needs)), None)
+        return next((line.split(":", 1)[1].strip() for line in f if line.startswith(key)), "")
+
+
+@cache
+def _amx_permitted() -> bool:
+    """Whether Linux lets this process use the tile registers, as `amx_permitted` in csrc/amx.h asks."""
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 
 
 def compiler() -> str | None:
@@ -125,7 +187,7 @@ def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
 
 
 def build_kernels(folder: Path | None = None, levels: list[str] | None = None) -> list[Path]:
-    """Build ahead, for a wheel or an image: the libraries of `levels` (default: all) into `folder` (default: where the package looks for them).
+    """Build ahead, for a wheel or an image: the libraries of `levels` (default: all, this CPU's first) into `folder` (default: where the package looks for them).
 
     Raises:
         BuildError: there is no compiler, or it failed.
@@ -134,7 +196,19 @@ def build_kernels(folder: Path | None = None, levels: list[str] | None = None) -
     for level in levels or []:
         if level not in LEVELS:
             raise ValueError(f"unknown instruction-set level {level!r}; there are {', '.join(LEVELS)}")
-    return [build(level, folder or prebuilt_folder()) for level in levels or LEVELS]
+    return [build(level, folder or prebuilt_folder()) for level in levels or sorted(LEVELS, key=lambda level: level != cpu_level())]
+
+
+def _build_and_calibrate(level: str, folder: Path | None) -> None:
+    """In a process that nobody waits for, and whose output nobody reads."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        build(level, folder or prebuilt_folder())
+        choose_level()
+    finally:
+        os._exit(0)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -142,13 +216,16 @@ def main(argv: list[str] | None = None) -> int:
                                      "Without this the first start on a machine compiles those it needs, in the background, into the cache.")
     parser.add_argument("--into", type=Path, default=None, metavar="DIR", help="folder of the libraries (default: worker/cpu/prebuilt of the package, where a start looks first)")
     parser.add_argument("--level", action="append", choices=list(LEVELS), help="instruction-set level, may be repeated (default: all)")
+    parser.add_argument("--then", choices=list(LEVELS), help=argparse.SUPPRESS)  # another level, behind the back of whoever waits for the first
     parser.add_argument("--background", action="store_true", help="at a lower priority, as a server's first start runs it")
     args = parser.parse_args(argv)
     if args.background:
         os.nice(5)  # of two cores that a server keeps busy a build gets the time of half a one: 19 left it none for minutes, in which torch's twins served
     try:
         for path in build_kernels(args.into, args.level):
-            print(path)
+            print(path, flush=True)
+        if args.then and os.fork() == 0:
+            _build_and_calibrate(args.then, args.into)
     except (BuildError, OSError) as error:
         print(f"quire build-kernels: error: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,7 @@
 """Linear layers whose rows have the same bits whatever rows are beside them. For `--deterministic`.
 
-How a native product adds up over k may depend on how many rows there are: with AVX2 alone many rows are multiplied as fixed-point numbers, few as floats; quantized weights are, with AMX, multiplied
-as integers up to 32 rows and in bfloat16 beyond. So with AVX2 floats are used for any number of rows, and of quantized weights integers. With AVX-512 alone nothing depends on it, and
-with AMX no product of bfloat16 weights does.
+How a native product adds up over k may depend on how many rows there are: with AMX it does not; without it many rows are multiplied as fixed-point numbers, few as floats;
+quantized weights are, with AMX, multiplied as integers up to 32 rows and in bfloat16 beyond. So floats, and of quantized weights integers, are used for any number of rows.
 """
 
 from __future__ import annotations
@@ -24,16 +23,14 @@ class FixedRows:
     """Calls `linear` so that each row takes the same way through it."""
 
     def __init__(self, linear: PackedLinear | QuantizedLinear):
-        self.linear = linear
+        self.linear, self.path = linear, _INTEGERS if isinstance(linear, QuantizedLinear) else _ONE_WAY
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, workspace: Workspace | None = None) -> torch.Tensor:
-        if isinstance(self.linear, QuantizedLinear):
-            return self.linear(x, dtype, _INTEGERS, workspace)
-        return self.linear(x, dtype, _ONE_WAY, workspace)
+        return self.linear(x, dtype, self.path, workspace)
 
     def args(self) -> LinearArgs:
         """The layer as native code takes it."""
-        return self.linear.args(_INTEGERS if isinstance(self.linear, QuantizedLinear) else _ONE_WAY)
+        return self.linear.args(self.path)
 
 
 def fix_order(model: nn.Module) -> None:

@@ -99,10 +99,10 @@ class NativeOps(Ops):
 _NATIVE = NativeOps()  # has no state of its own
 
 
-def load(background: bool = True) -> None:
-    """Load the library, or start building it; with background=False build it right here. Raises ValueError if that fails."""
+def load(background: bool = True, level: str = "auto") -> None:
+    """Load the library, or start building it; with background=False build it right here. Raises ValueError if that fails, or the CPU lacks the instruction set `level`."""
     try:
-        KERNELS.load(background)
+        KERNELS.load(background, level)
     except BuildError as error:
         raise ValueError(f"the native CPU kernels are needed and cannot be compiled: {error}") from error
 
@@ -125,6 +125,11 @@ def poll() -> bool:
 def give_up(reason: str) -> None:
     """Use no native kernels in this process, for `reason`."""
     KERNELS.give_up(reason)
+
+
+def level() -> tuple[str, str]:
+    """The instruction set of the library, and why it is that one."""
+    return KERNELS.level or "none", KERNELS.level_reason
 
 
 def status() -> str:

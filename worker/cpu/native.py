@@ -104,14 +104,19 @@ class Kernels:
     def __init__(self) -> None:
         self.lib: ctypes.CDLL | None = None
         self.level: str | None = None
+        self.level_reason = "not loaded"
         self.status = "not loaded"
         self._builder: subprocess.Popen | None = None
 
-    def load(self, background: bool = True) -> bool:
-        """Load the library if it exists; else start building it, in a process of its own (or, with background=False, right here). True if it is loaded."""
-        if self.lib is not None:
+    def load(self, background: bool = True, level: str = "auto") -> bool:
+        """Load the library of `level` if it exists; else start building it, in a process of its own (or, with background=False, right here). True if it is loaded.
+
+        Raises:
+            ValueError: this CPU lacks the level.
+        """
+        if self.lib is not None and level in ("auto", self.level):
             return True
-        self.level = build.cpu_level()
+        self.level, self.level_reason = build.choose_level(level)
         if self.level is None:
             self.status = "no native kernels: the CPU lacks AVX2, or is not x86-64 Linux"
             return False
@@ -123,7 +128,8 @@ class Kernels:
             return False
         if not background:
             return self._open(str(build.build(self.level, build.cache_folder())))
-        self._builder = subprocess.Popen([sys.executable, build.__file__, "--background", "--level", self.level, "--into", str(build.cache_folder())],
+        rivals = [f"--then={rival}" for rival in build.rivals(self.level) if level == "auto"]  # for the next start to choose from
+        self._builder = subprocess.Popen([sys.executable, build.__file__, "--background", "--level", self.level, *rivals, "--into", str(build.cache_folder())],
                                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.status = f"building native kernels ({self.level}) in the background"
         return False

@@ -8,8 +8,7 @@ Each has a twin in plain torch that computes the same: `worker/layers` for the n
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import CDLL, addressof, byref
-from functools import cache
+from ctypes import addressof, byref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 512
-_LIBC = CDLL(None)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -87,25 +85,9 @@ def attention_reason(head_dim: int, dtype: torch.dtype) -> str | None:
     return None if dtype in _DTYPES else f"no kernel for {dtype}"
 
 
-def has_tiles(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `paged_attention` can be told to take its AMX path for such a model here."""
-    return dtype == torch.bfloat16 and head_dim % 32 == 0 and has_amx()
-
-
 def has_amx() -> bool:
     """Whether the loaded library multiplies with AMX."""
-    return KERNELS.level == "amx" and _amx_permitted()
-
-
-def has_compact() -> bool:
-    """Whether the loaded library multiplies with compact weights: by AMX and AVX2, not by AVX-512 alone."""
-    return has_amx() or KERNELS.level == "avx2"
-
-
-@cache
-def _amx_permitted() -> bool:
-    """Whether Linux lets this process use the tile registers, as `amx_permitted` in csrc/amx.h asks."""
-    return _LIBC.syscall(158, 0x1023, 18) == 0  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return KERNELS.level == "amx"
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
@@ -113,7 +95,8 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, as `AttentionBackend.forward` describes it: any mixture of decode and prefill.
 
     Caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, head_dim contiguous, of q's type (float32, bfloat16, float16); block_table `[R, K]`,
-    seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` forces the vector (1) or AMX (2) code, for tests; 0 chooses per request.
+    seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` is the sum of 1, not to use AMX, for tests, and 2, to add up in one order: a token's result then depends on its
+    own keys alone, bit for bit.
     `wanted`, int64, ascending: the tokens whose results are read; what the others' rows hold then is undefined.
     """
     assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32 and (wanted is None or wanted.dtype == torch.int64)
@@ -209,11 +192,11 @@ class _NativeLinear:
 class PackedLinear(_NativeLinear):
     """x -> x W^T + bias with a bfloat16 weight `[n, k]` rearranged once, so that any number of rows streams it front to back. The original may be freed.
 
-    The sum over k is float32 in one fixed order, so that a row's result depends neither on the other rows nor on the threads; but with AVX2
-    9 rows and more are multiplied by compact weights as fixed-point numbers (csrc/gemm_fixed.h), for float32 outputs 33. Path 3 keeps to the one order.
+    The sum over k is float32 in one fixed order, so that a row's result depends neither on the other rows nor on the threads; but without AMX 6 rows and more (AVX2: 9) are multiplied
+    by compact weights as fixed-point numbers (csrc/gemm_fixed.h), for float32 outputs 33. Path 3 keeps to the one order.
     With `silu_and_mul` the weight is [gate, up] stacked and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 before it is rounded.
 
-    With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it and the library can (`has_compact`), without loss.
+    With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it, without loss.
 
     Raises:
         ValueError: the weight is not bfloat16, or cannot be split in two.
@@ -224,7 +207,7 @@ class PackedLinear(_NativeLinear):
             raise ValueError(f"PackedLinear takes a bfloat16 weight, not {weight.dtype}")
         super().__init__(tuple(weight.shape), silu_and_mul)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.compact = _Compact.of(weight, self.columns, silu_and_mul) if compact and has_compact() else None
+        self.compact = _Compact.of(weight, self.columns, silu_and_mul) if compact else None
         if self.compact is not None:
             self.packed, self.paths = self.compact.data, (0, 3)
             return self._bind(self.lib.quire_gemm_run_compact, byref(self.compact.args), bias)
@@ -273,8 +256,8 @@ class _Compact:
 class QuantizedLinear(_NativeLinear):
     """x -> x W^T + bias for a weight of 8 or 4 bits with a scale per row and group of columns: weight = scale * q + offset. Activations are bfloat16.
 
-    Rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16), with AMX more than 32 in bfloat16, with AVX2 96 and more
-    as fixed-point numbers. Build one with `quantize` from a bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows` and `silu_and_mul` are as with
+    Rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16), with AMX more than 32 in bfloat16, else 96 and more as
+    fixed-point numbers. Build one with `quantize` from a bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows` and `silu_and_mul` are as with
     PackedLinear.
     """
 

@@ -54,12 +54,18 @@ class Platform(ABC):
 
     @abstractmethod
     def start(
-        self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1
+        self,
+        num_threads: int | None,
+        world_size: int,
+        wait_for_kernels: bool = False,
+        num_frontends: int = 1,
+        cpu_level: str = "auto",
     ) -> list[tuple[str, str, str]]:
         """Initialize the device for this process. Returns (setting, value, reason) of automatic choices.
 
         `world_size` ranks and `num_frontends` frontend processes share the machine. `wait_for_kernels` compiles missing
-        native kernels first, instead of in the background; raises ValueError if that fails.
+        native kernels first, instead of in the background. `cpu_level` is their instruction set. Raises ValueError if
+        the compilation fails, or if the CPU lacks the instruction set.
         """
 
     def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
@@ -76,6 +82,10 @@ class Platform(ABC):
 
     def poll_ops(self) -> bool:
         """Return True exactly once after faster operations became available while serving."""
+        return False
+
+    def awaits_ops(self) -> bool:
+        """Return whether faster operations may still become available."""
         return False
 
     def give_up_ops(self, reason: str) -> None:  # noqa: B027

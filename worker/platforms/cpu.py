@@ -43,12 +43,21 @@ class CpuPlatform(Platform):
         return dtype, reason
 
     def start(
-        self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1
+        self,
+        num_threads: int | None,
+        world_size: int,
+        wait_for_kernels: bool = False,
+        num_frontends: int = 1,
+        cpu_level: str = "auto",
     ) -> list[tuple[str, str, str]]:
         threads, reason = _num_threads(num_threads, world_size, num_frontends)
         torch.set_num_threads(threads)
-        native.load(background=not wait_for_kernels)
-        return [("num_threads", str(threads), reason), ("kernels", self.ops.name, native.status())]
+        native.load(not wait_for_kernels, cpu_level)
+        return [
+            ("num_threads", str(threads), reason),
+            ("cpu_level", *native.level()),
+            ("kernels", self.ops.name, native.status()),
+        ]
 
     @property
     def ops(self) -> Ops:
@@ -60,6 +69,9 @@ class CpuPlatform(Platform):
 
     def poll_ops(self) -> bool:
         return native.building() and native.poll()
+
+    def awaits_ops(self) -> bool:
+        return native.building()
 
     def give_up_ops(self, reason: str) -> None:
         native.give_up(reason)

@@ -45,7 +45,12 @@ class CudaPlatform(Platform):
         return 256, 2048, f"default for a GPU of {gib:.0f} GiB"
 
     def start(
-        self, num_threads: int | None, world_size: int, wait_for_kernels: bool = False, num_frontends: int = 1
+        self,
+        num_threads: int | None,
+        world_size: int,
+        wait_for_kernels: bool = False,
+        num_frontends: int = 1,
+        cpu_level: str = "auto",
     ) -> list[tuple[str, str, str]]:
         torch.cuda.set_device(self.device)
         self._blocking = host.num_cores() < _CORES_PER_RANK * world_size + num_frontends

@@ -11,7 +11,8 @@ from quire.worker.cpu import build
 HEADER = Path(__file__).parent / "avx512.h"
 _MACROS = {"amx": ["-DEMULATE_BF16", "-DEMULATE_AMX"], "avx512bf16": ["-DEMULATE_BF16"], "avx512": []}
 _FLAGS = ["-O1", "-fno-tree-sra", "-Wno-psabi"]  # as fast as with -O3, and compiled sooner; SRA of GCC 12 fails with an internal error on vectors wider than the machine's
-_AMX = {  # the assembly of csrc/amx.h that is not a macro of its own
+_ASSEMBLY = {  # of csrc that is not a macro of its own
+    'asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));': "sum = emulated_dpwssd_epi32(sum, a, b);",
     'asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");': "emulated_ldtilecfg(&config);",
     'asm volatile("tilerelease" ::);': "emulated_tilerelease();",
 }
@@ -33,9 +34,8 @@ def build_library(level: str) -> Path:
 
 def _emulated(path: Path) -> str:
     text = path.read_text().replace("_mm512_", "emulated_")
+    for assembly, call in _ASSEMBLY.items():
+        text = text.replace(assembly, call)
     if path.name == "amx.h":
-        for assembly, call in _AMX.items():
-            assert assembly in text
-            text = text.replace(assembly, call)
         text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#define TILE_"))
     return f'#include "{HEADER.name}"\n{text}' if path.suffix == ".cpp" else text

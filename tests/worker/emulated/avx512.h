@@ -12,9 +12,9 @@
 #include <cstring>
 
 #define __AVX512F__ 1
+#define __AVX512VNNI__ 1
 #ifdef EMULATE_BF16
 #define __AVX512BF16__ 1
-#define __AVX512VNNI__ 1
 #endif
 #ifdef EMULATE_AMX
 #define __AMX_BF16__ 1
@@ -73,6 +73,7 @@ BY_HALVES(sub_epi32, _mm256_sub_epi32)
 BY_HALVES(subs_epu16, _mm256_subs_epu16)
 BY_HALVES(avg_epu16, _mm256_avg_epu16)
 BY_HALVES(madd_epi16, _mm256_madd_epi16)
+BY_HALVES(shuffle_epi8, _mm256_shuffle_epi8)
 BY_HALVES(packus_epi32, _mm256_packus_epi32)
 BY_HALVES(slli_epi16, _mm256_slli_epi16)
 BY_HALVES(srli_epi16, _mm256_srli_epi16)
@@ -107,6 +108,7 @@ template <typename T, typename... Args> EMULATED __m512i emulated_set(Args... hi
 template <typename... Args> EMULATED __m512i emulated_set_epi16(Args... args) { return emulated_set<int16_t>(args...); }
 template <typename... Args> EMULATED __m512i emulated_set_epi32(Args... args) { return emulated_set<int32_t>(args...); }
 
+EMULATED __m512i emulated_broadcast_i32x4(__m128i x) { return emulated_whole(_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x)); }
 EMULATED __m512i emulated_castps_si512(__m512 x) { return (__m512i)x; }
 EMULATED __m512 emulated_castsi512_ps(__m512i x) { return (__m512)x; }
 EMULATED __m512d emulated_castps_pd(__m512 x) { return (__m512d)x; }
@@ -121,6 +123,9 @@ EMULATED __m128i emulated_cvtepi32_epi8(__m512i x) {
   __v16qi out;
   for (int i = 0; i < 16; i++) out[i] = char(lanes[i]);
   return (__m128i)out;
+}
+EMULATED __m256i emulated_cvtsepi32_epi16(__m512i x) {
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(emulated_half(x, 0), emulated_half(x, 1)), 0xd8);
 }
 EMULATED __m256i emulated_cvtepi32_epi16(__m512i x) {
   const auto lanes = (__v16si)x;
@@ -213,6 +218,7 @@ template <typename V> EMULATED __m512i emulated_elements(uint64_t mask) {
   for (size_t i = 0; i < sizeof(V) / sizeof(lanes[0]); i++) lanes[i] = mask >> i & 1 ? -1 : 0;
   return (__m512i)lanes;
 }
+EMULATED __m512i emulated_mask_blend_epi16(__mmask32 mask, __m512i otherwise, __m512i x) { return emulated_blend(otherwise, emulated_elements<__v32hi>(mask), x); }
 EMULATED __m512i emulated_mask_mov_epi32(__m512i otherwise, __mmask16 mask, __m512i x) { return emulated_blend(otherwise, emulated_dwords(mask), x); }
 EMULATED __m512 emulated_mask_mov_ps(__m512 otherwise, __mmask16 mask, __m512 x) { return (__m512)emulated_mask_mov_epi32((__m512i)otherwise, mask, (__m512i)x); }
 EMULATED __m512 emulated_maskz_mov_ps(__mmask16 mask, __m512 x) { return emulated_mask_mov_ps(__m512{}, mask, x); }

@@ -15,11 +15,8 @@ _LIBRARY = emulated.build_library(_LEVEL)
 
 
 def pytest_configure() -> None:
-    from quire.worker.cpu import ops as cpu_ops  # imports torch, for which tests/conftest.py sets the environment
-
-    build.cpu_level, build.build, build.find_library = lambda: _LEVEL, lambda level, folder: _LIBRARY, lambda level: _LIBRARY
+    build.cpu_levels, build.build, build.find_library = lambda: [_LEVEL], lambda level, folder: _LIBRARY, lambda level: _LIBRARY
     build.LEVELS = {_LEVEL: build.LEVELS[_LEVEL]}
-    cpu_ops._amx_permitted = lambda: True
 
 
 def pytest_collection_modifyitems(items: list) -> None:

@@ -84,4 +84,6 @@ static inline void amx_tiles_2x2_streaming(const bf16* a, long lda, const bf16* 
     aside(s);
   }
 }
+#else
+#define QUIRE_AMX 0
 #endif

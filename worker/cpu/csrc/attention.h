@@ -1,4 +1,4 @@
-// What the ways through paged attention (attention_vector.h, attention_tiles.h) have in common: the description of a step, and partial results.
+// What the ways through paged attention (attention_rows.h, attention_tiles.h) have in common: the description of a step, and partial results.
 #pragma once
 
 #include <algorithm>
@@ -66,6 +66,18 @@ struct Partials {
     float* p = base + slot * floats() + head * (head_dim + 32);
     return {p, p + head_dim, p + head_dim + 16};
   }
+};
+
+// Some tokens of a request, or of several whose block tables begin alike, against keys that all of them have.
+struct Task {
+  const int* tokens;
+  int count;
+  const int* table;  // where the keys [begin, end) lie
+  long h0, h1;       // KV heads
+  long begin, end;
+  bool resume;     // from the tokens' partial results
+  bool keep;       // as partial results; else this is the end
+  long slot = -1;  // of the one token's partial result; else the plan knows them
 };
 
 template <typename T>

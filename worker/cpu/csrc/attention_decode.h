@@ -14,14 +14,6 @@
 
 namespace {
 
-struct DecodeTask {
-  int token;
-  const int* table;
-  long h0, h1;      // KV heads; their query heads are at most 16
-  long begin, end;  // keys, within one split
-  bool keep;        // as a partial result; else this is the end
-};
-
 struct DecodeScratch {
   bf16 *q, *p, *v;
   float *s, *o;
@@ -35,17 +27,17 @@ struct DecodeScratch {
   static size_t bytes(long d) { return kSplit * (64 * 2 + 16 * 4) + 4 * 1024 + 16 * 128 * 2 + 16 * d * 2; }
 };
 
-inline void pack_decode_queries(const Step& s, const DecodeTask& t, bf16* dst) {
+inline void pack_decode_queries(const Step& s, const Task& t, bf16* dst) {
   const long d = s.layer.head_dim, g = s.group();
   for (long h = t.h0; h < t.h1; h++, dst += g * d)
     for (long j = 0; j < g; j++) {
-      const bf16* q = (const bf16*)s.q + t.token * s.ldq + (h * g + j) * d;
+      const bf16* q = (const bf16*)s.q + *t.tokens * s.ldq + (h * g + j) * d;
       for (long pair = 0; pair < d / 2; pair++) memcpy(dst + (pair * g + j) * 2, q + pair * 2, 4);
     }
 }
 
 // Scores of `tiles` times 16 keys from `key` on: [keys][16].
-inline void decode_scores(const Layer& l, const DecodeTask& t, const bf16* q, long key, int tiles, float* s) {
+inline void decode_scores(const Layer& l, const Task& t, const bf16* q, long key, int tiles, float* s) {
   const long g = l.num_heads / l.num_kv_heads, stride = l.k_slot * 2;
   TileScope scope(16, 64, 0, int(g));
   for (int tile = 0; tile < tiles; tile++) {
@@ -94,7 +86,7 @@ inline void decode_softmax(const Layer& l, float* s, int lo, int hi, int tiles, 
 
 // p, from the rows of KV head h on, times columns c0 .. c0 + 32 * chunks - 1 of the values of that head: [chunk][16 rows][16]. Keys outside [begin, end) count as zeros:
 // what lies there may be anything, and 0 * NaN is NaN. The values of the next head, which lie beside these, come to L2 meanwhile.
-inline void decode_values(const Layer& l, const DecodeTask& t, long h, long key, int tiles, const bf16* p, long c0, int chunks, bf16* own, float* o) {
+inline void decode_values(const Layer& l, const Task& t, long h, long key, int tiles, const bf16* p, long c0, int chunks, bf16* own, float* o) {
   TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
   for (int tile = 0; tile < tiles; tile++) {
     const long at = key + tile * 16, rows = l.v_slot;
@@ -133,8 +125,8 @@ inline void store_interleaved(float* to, const float* even, const float* odd) {
   store(to + 16, {_mm512_permutex2var_ps(load(even).v, high, load(odd).v)});
 }
 
-// `slot` is where the result goes if it is partial.
-inline void attend_decode(const Step& s, const DecodeTask& t, const Partials& partials, long slot, char* memory) {
+// A task of one token, with at most kSplit keys, and at most 16 query heads.
+inline void attend_decode(const Step& s, const Task& t, const Partials& partials, char* memory) {
   const Layer& l = s.layer;
   const long d = l.head_dim, g = s.group(), key = t.begin / 16 * 16;
   const int n = int(t.end - key), tiles = (n + 15) / 16;
@@ -156,10 +148,10 @@ inline void attend_decode(const Step& s, const DecodeTask& t, const Partials& pa
         const float* row = f.o + j % 8 * 32;
         if (!t.keep) {
           const vf inverse = set1(1.f / total[column]);
-          for (int c = 0; c < chunks; c++) store_interleaved((bf16*)s.out + t.token * s.ldo + head * d + c0 + c * 32, row + c * 256, row + c * 256 + 16, inverse);
+          for (int c = 0; c < chunks; c++) store_interleaved((bf16*)s.out + *t.tokens * s.ldo + head * d + c0 + c * 32, row + c * 256, row + c * 256 + 16, inverse);
           continue;
         }
-        const Partial to = partials.at(slot, head);
+        const Partial to = partials.at(t.slot, head);
         for (int c = 0; c < chunks; c++) store_interleaved(to.acc + c0 + c * 32, row + c * 256, row + c * 256 + 16);
         if (c0 > 0) continue;
         store(to.l, zero());

@@ -10,25 +10,21 @@
 namespace {
 
 // Keys [begin, end), the same for all tokens of these requests. Bounds are multiples of kSplit. Level 0 begins at key 0; a group within a group goes on, one
-// level up, where that ends. Where each `step` keys have partial results of their own, the first ones are a token's slot number `slot`.
+// level up, where that ends.
 struct SharedKeys {
   std::vector<int> requests;
   long begin, end;
   int level;
-  long step, slot;
-  long slots() const { return (end - begin + step - 1) / step; }
 };
 
 class SharedPrefixes {
  public:
-  // Among `requests`, those that share at least kSplit keys, where their tokens together are at least `min_tokens`. max_parts: that shared keys are cut in.
-  SharedPrefixes(const Step& s, std::vector<int> requests, long min_tokens, long max_parts)
-      : s_(s), min_tokens_(min_tokens), max_parts_(max_parts), own_begin_(s.num_requests, 0), slots_(s.num_requests, 0) {
+  // Among `requests`, those that share at least kSplit keys, where their tokens together are at least `min_tokens`.
+  SharedPrefixes(const Step& s, std::vector<int> requests, long min_tokens) : s_(s), min_tokens_(min_tokens), own_begin_(s.num_requests, 0) {
     find(requests.data(), requests.data() + requests.size(), 0, 0);
   }
   const std::vector<SharedKeys>& found() const { return found_; }
   long own_begin(long i) const { return own_begin_[i]; }  // the first key of request i that it does not share
-  long slots(long i) const { return slots_[i]; }          // of those before
 
  private:
   // All of [first, last) have the same keys before `begin`.
@@ -57,16 +53,15 @@ class SharedPrefixes {
       keys = std::min(keys, same * size);
     }
     keys = keys / kSplit * kSplit;
-    const long splits = (keys - begin) / kSplit, step = (splits + max_parts_ - 1) / max_parts_ * kSplit;
-    found_.push_back({std::vector<int>(first, last), begin, keys, level, step, slots_[*first]});
-    for (int* i = first; i < last; i++) own_begin_[*i] = keys, slots_[*i] += found_.back().slots();
+    found_.push_back({std::vector<int>(first, last), begin, keys, level});
+    for (int* i = first; i < last; i++) own_begin_[*i] = keys;
     find(first, last, keys, level + 1);
   }
 
   const Step& s_;
-  const long min_tokens_, max_parts_;
+  const long min_tokens_;
   std::vector<SharedKeys> found_;
-  std::vector<long> own_begin_, slots_;
+  std::vector<long> own_begin_;
 };
 
 }  // namespace

@@ -3,13 +3,12 @@
 #pragma once
 
 #include "amx.h"
-#include "attention.h"
+#include "attention_rows.h"
 
 #if QUIRE_AMX
 
 namespace {
 
-constexpr int kKeys = 128;         // keys per block
 constexpr int kTileElems = 512;    // bf16 of a tile
 constexpr float kUnseen = -1e30f;  // a score that softmax turns into 0
 
@@ -30,20 +29,11 @@ struct FlashScratch {
   static size_t bytes(long rows, long d) { return rows * d * 6 + kKeys * d * 4 + 32 * kKeys * 4 + rows * 68 + 1024; }
 };
 
-struct FlashTask {
-  const int* tokens;
-  int count;
-  const int* table;  // where the keys [begin, end) lie
-  long head, begin, end;
-  bool resume;  // from the tokens' partial results
-  bool keep;    // as partial results; else this is the end
-};
-
 // Rows of q of one KV head, [rows][d]: a token's query heads of that follow each other.
-void gather_queries(const Step& s, const FlashTask& t, int rows, bf16* dst) {
+void gather_queries(const Step& s, const Task& t, int rows, bf16* dst) {
   const long d = s.layer.head_dim, of_token = s.group() * d;
   for (int i = 0; i < t.count; i++, dst += of_token) {
-    const bf16* q = (const bf16*)s.q + t.tokens[i] * s.ldq + t.head * of_token;
+    const bf16* q = (const bf16*)s.q + t.tokens[i] * s.ldq + t.h0 * of_token;
     for (long c = 0; c < of_token; c += 32) _mm512_store_si512(dst + c, _mm512_loadu_si512(q + c));
   }
   memset(dst, 0, (rows - t.count * s.group()) * d * sizeof(bf16));
@@ -167,8 +157,8 @@ inline float softmax_row(const Layer& l, float* row, int columns, long lo, long 
 inline float* flash_row(float* o, int r, long d) { return o + r / 32 * 32 * d + r % 32 / 16 * 512 + r % 16 * 16; }
 inline long flash_offset(long c) { return c / 32 * 1024 + c % 32 / 16 * 256; }
 
-// `slots[token]` is where the partial result of a token is.
-void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, const long* slots, char* memory) {
+// A task of one KV head. `slots[token]` is where the partial result of a token is.
+void attend_flash(const Step& s, const Task& t, const Partials& partials, const long* slots, char* memory) {
   const Layer& l = s.layer;
   const long d = l.head_dim, steps = d / 32;
   const int g = s.group(), used = t.count * g, rows = (used + 31) / 32 * 32;
@@ -180,7 +170,7 @@ void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, c
   if (t.resume) {
     std::fill(f.o + rows / 32 * 32 * d - 32 * d, f.o + rows * d, 0.f);  // the last rows may be nobody's
     for (int r = 0; r < used; r++) {
-      const Partial from = partials.at(slots[token(r)], t.head * g + r % g);
+      const Partial from = partials.at(slots[token(r)], t.h0 * g + r % g);
       for (long c = 0; c < d; c += 16) store(flash_row(f.o, r, d) + flash_offset(c), load(from.acc + c));
       store(f.l + r * 16, load(from.l));
       f.m[r] = *from.m;
@@ -190,8 +180,8 @@ void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, c
   std::vector<bool> started(rows / 32, t.resume);
   for (long key = t.begin / kKeys * kKeys; key < t.end; key += kKeys) {
     const int n = int(std::min(long(kKeys), (t.end - key + 31) / 32 * 32));
-    pack_keys(l, t.table, t.head, key, n, t.begin, t.end, f.k, f.v);
-    KeysAhead ahead(l, t.table, t.head, key + n, std::min(key + n + kKeys, t.end));
+    pack_keys(l, t.table, t.h0, key, n, t.begin, t.end, f.k, f.v);
+    KeysAhead ahead(l, t.table, t.h0, key + n, std::min(key + n + kKeys, t.end));
     for (int r0 = 0; r0 < rows; r0 += 32) {
       const long low = s.position[token(r0)], high = s.position[token(r0 + 31)];  // of tokens of one request; those of several all see all of [begin, end)
       if (key > high || s.first_key(low) >= key + n) continue;
@@ -224,13 +214,13 @@ void attend_flash(const Step& s, const FlashTask& t, const Partials& partials, c
   for (int r = 0; r < used; r++) {
     const float* x = flash_row(f.o, r, d);
     if (t.keep) {
-      const Partial to = partials.at(slots[token(r)], t.head * g + r % g);
+      const Partial to = partials.at(slots[token(r)], t.h0 * g + r % g);
       for (long c = 0; c < d; c += 16) store(to.acc + c, load(x + flash_offset(c)));
       store(to.l, load(f.l + r * 16));
       *to.m = f.m[r];
       continue;
     }
-    bf16* out = (bf16*)s.out + token(r) * s.ldo + (t.head * g + r % g) * d;
+    bf16* out = (bf16*)s.out + token(r) * s.ldo + (t.h0 * g + r % g) * d;
     const float sum = reduce_add(load(f.l + r * 16));
     const vf inverse = set1(sum > 0 ? 1.f / sum : 0.f);
     for (long c = 0; c < d; c += 16) store(out + c, load(x + flash_offset(c)) * inverse);

@@ -1,8 +1,6 @@
 // bf16 weights in 12 bits each, without loss: the exponents of the weights of 32 outputs are nearly all among 16 neighbouring ones, so that 4 bits tell which, beside
 // sign and mantissa. The few others are listed. (That exponents of weights carry fewer than 3 bits: DFloat11, arXiv:2504.11651.)
 //
-// For AMX and AVX2. AVX-512 alone would be slower for it (0.8 x).
-//
 // A k-step of the packed layout (gemm.cpp) is 32 vectors of 32 weights. Four vectors of weights become three of words, of 16 bits:
 //     word i, i < 3:   bit 15 sign, bits 7 - 10 exponent, bits 0 - 6 mantissa of weight i; in bits 11 - 14
 //                      of word 0 the exponent, of word 1 the lower mantissa, of word 2 the sign and the upper mantissa of weight 3
@@ -15,19 +13,13 @@
 #include "amx.h"
 #include "simd.h"
 
-#if QUIRE_AMX || !defined(__AVX512F__)
-#define QUIRE_COMPACT 1
-#else
-#define QUIRE_COMPACT 0
-#endif
-
 struct Compact {
   const uint16_t* data;         // [columns / 32][k_steps][8][3][32]
   const uint64_t* exceptions;   // in order: number of the k-step among all << 32 | place in the packed k-step << 16 | bits; then one beyond all
   const uint32_t* first;        // [columns / 32]: where the exceptions of each block begin
   const float* scales;          // [columns / 32]: the power of two
   int k_steps;
-  const uint8_t* units;         // [columns / 32][runs][32], for AVX2: what gemm_fixed.h counts in; nothing for AMX
+  const uint8_t* units;         // [columns / 32][runs][32]: what gemm_fixed.h counts in; nothing for AMX
 
   static constexpr int kStepWords = 8 * 3 * 32;
   static constexpr int kLow = 112;
@@ -39,44 +31,23 @@ struct Compact {
   }
 };
 
-#if QUIRE_COMPACT
-
-// Three vectors of words to four of weights; dst is aligned to 64 bytes.
-#if QUIRE_AMX
-static inline void expand_group(const uint16_t* src, bf16* dst) {
-  const __m512i keep = _mm512_set1_epi16(short(0x87ff)), low = _mm512_set1_epi16(Compact::kLow << 7);
-  const __m512i a = _mm512_loadu_si512(src), b = _mm512_loadu_si512(src + 32), c = _mm512_loadu_si512(src + 64);
-  auto own = [&](__m512i word) { return _mm512_ternarylogic_epi32(word, keep, low, 0xea); };  // word & keep | low
-  auto merge = [](__m512i x, __m512i y, int mask) { return _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi16(short(mask)), 0xe4); };  // x where the mask is set, else y
-  __m512i d = _mm512_or_si512(_mm512_srli_epi16(b, 11), low);
-  d = merge(_mm512_srli_epi16(a, 4), d, 0x0780);
-  d = merge(_mm512_srli_epi16(c, 7), d, 0x0070);
-  d = merge(_mm512_slli_epi16(c, 1), d, 0x8000);
-  _mm512_store_si512(dst, own(a));
-  _mm512_store_si512(dst + 32, own(b));
-  _mm512_store_si512(dst + 64, own(c));
-  _mm512_store_si512(dst + 96, d);
+// A register of each of three vectors of words to one of each of four of weights.
+static inline void expand_part(const uint16_t* src, Ints* weights) {
+  const Ints keep = set1_words(0x87ff), low = set1_words(Compact::kLow << 7), a = load_ints(src), b = load_ints(src + 32), c = load_ints(src + 64);
+  const Ints upper = (words_left<1>(c) & set1_words(0x8000)) | (words_right<7>(c) & set1_words(0x0070));
+  weights[0] = (a & keep) | low;
+  weights[1] = (b & keep) | low;
+  weights[2] = (c & keep) | low;
+  weights[3] = upper | low | (words_right<4>(a) & set1_words(0x0780)) | (words_right<11>(b) & set1_words(0x000f));
 }
-#else
-// Sixteen words of each of three vectors, to sixteen weights of each of four.
-static inline void expand_sixteen(const uint16_t* src, __m256i* weights) {
-  const __m256i keep = _mm256_set1_epi16(short(0x87ff)), low = _mm256_set1_epi16(Compact::kLow << 7);
-  auto bits = [](__m256i word, int mask) { return _mm256_and_si256(word, _mm256_set1_epi16(short(mask))); };
-  const __m256i a = _mm256_loadu_si256((const __m256i*)src), b = _mm256_loadu_si256((const __m256i*)(src + 32)), c = _mm256_loadu_si256((const __m256i*)(src + 64));
-  weights[0] = _mm256_or_si256(_mm256_and_si256(a, keep), low);
-  weights[1] = _mm256_or_si256(_mm256_and_si256(b, keep), low);
-  weights[2] = _mm256_or_si256(_mm256_and_si256(c, keep), low);
-  const __m256i upper = _mm256_or_si256(bits(_mm256_slli_epi16(c, 1), 0x8000), bits(_mm256_srli_epi16(c, 7), 0x0070));
-  weights[3] = _mm256_or_si256(_mm256_or_si256(upper, low), _mm256_or_si256(bits(_mm256_srli_epi16(a, 4), 0x0780), bits(_mm256_srli_epi16(b, 11), 0x000f)));
-}
+// Three vectors of words to four of weights.
 static inline void expand_group(const uint16_t* src, bf16* dst) {
-  for (int half = 0; half < 32; half += 16) {
-    __m256i weights[4];
-    expand_sixteen(src + half, weights);
-    for (int i = 0; i < 4; i++) _mm256_store_si256((__m256i*)(dst + i * 32 + half), weights[i]);
+  for (int half = 0; half < 32; half += 2 * kLanes) {
+    Ints weights[4];
+    expand_part(src + half, weights);
+    for (int i = 0; i < 4; i++) store_ints(dst + i * 32 + half, weights[i]);
   }
 }
-#endif
 
 // K-step s of block nb as in the packed layout, but for the power of two; dst is aligned to 64 bytes. `next`: its exceptions and those that follow; leaves those of the
 // next step. So nothing but this list, of which a line serves dozens of steps, is read beside the weights. STREAM: the steps are read one after the other, from memory.
@@ -120,26 +91,6 @@ static inline bool all_zero(const bf16* packed, long count) {
 // Four vectors of weights to three of words. list(place, bits) is called for each weight that is to be listed; false if one cannot be.
 template <typename F>
 static inline bool compact_group(const bf16* packed, int low, uint16_t* data, F&& list) {
-#if QUIRE_AMX
-  const __m512i lowest = _mm512_set1_epi16(short(low)), all = _mm512_set1_epi16(255), sign_and_mantissa = _mm512_set1_epi16(short(0x807f));
-  auto spare = [](__m512i nibble) { return _mm512_slli_epi16(_mm512_and_si512(nibble, _mm512_set1_epi16(15)), 11); };
-  __m512i field[4];
-  for (int j = 0; j < 4; j++) {
-    const __m512i w = _mm512_loadu_si512(packed + j * 32), code = _mm512_sub_epi16(_mm512_and_si512(_mm512_srli_epi16(w, 7), all), lowest);
-    const __mmask32 outside = _mm512_cmpgt_epu16_mask(code, _mm512_set1_epi16(15));
-    field[j] = _mm512_or_si512(_mm512_and_si512(w, sign_and_mantissa), _mm512_maskz_slli_epi16(~outside, code, 7));
-    for (uint32_t rest = outside; rest; rest &= rest - 1) {
-      const int place = j * 32 + __builtin_ctz(rest), bits = exception_bits(packed[place].bits, low - Compact::kLow);
-      if (bits < 0) return false;
-      list(place, bits);
-    }
-  }
-  const __m512i last = field[3];
-  const __m512i upper = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(last, 12), _mm512_set1_epi16(8)), _mm512_and_si512(_mm512_srli_epi16(last, 4), _mm512_set1_epi16(7)));
-  _mm512_storeu_si512(data, _mm512_or_si512(field[0], spare(_mm512_srli_epi16(last, 7))));
-  _mm512_storeu_si512(data + 32, _mm512_or_si512(field[1], spare(last)));
-  _mm512_storeu_si512(data + 64, _mm512_or_si512(field[2], spare(upper)));
-#else
   auto bits_of = [](__m256i word, int mask) { return _mm256_and_si256(word, _mm256_set1_epi16(short(mask))); };
   for (int half = 0; half < 32; half += 16) {
     __m256i field[4];
@@ -159,7 +110,6 @@ static inline bool compact_group(const bf16* packed, int low, uint16_t* data, F&
     put(1, last);
     put(2, upper);
   }
-#endif
   return true;
 }
 
@@ -191,4 +141,3 @@ static inline uint32_t expand_pair(const uint16_t* step, int v, int pair) {
   if (v % 4 < 3) return (word[v % 4] & 0x87ff87ffu) | low;
   return (word[0] >> 4 & 0x07800780u) | (word[1] >> 11 & 0x000f000fu) | (word[2] >> 7 & 0x00700070u) | (word[2] << 1 & 0x80008000u) | low;
 }
-#endif

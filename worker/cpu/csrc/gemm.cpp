@@ -7,13 +7,12 @@
 //
 // Where its exponents allow it the same weight is stored in three quarters of the bytes (compact.h), and its k-steps come out of that into a buffer in L1.
 //
-// Weights of 4 and 8 bits have a layout of their own (quant.h). Rows are multiplied as integers; with AMX more than 32 as bf16, with AVX2 many as fixed-point numbers, for
+// Weights of 4 and 8 bits have a layout of their own (quant.h). Rows are multiplied as integers; with AMX more than 32 as bf16, else many as fixed-point numbers, for
 // which a stretch of weight is expanded in cache, in the layout above.
 #include <cassert>
 #include <vector>
 
-#include "gemm_avx2.h"
-#include "gemm_avx512.h"
+#include "gemm_vector.h"
 #include "gemm_fixed.h"
 #include "gemm_few.h"
 #include "gemm_many.h"
@@ -37,9 +36,7 @@ void run_bf16(const Gemm& g, int path) {
   if (by_many_rows(g, path)) return run_many_rows(g, threads);
   if (path != 1 && amx_permitted()) return run_few_rows(g, threads);
 #endif
-#if !defined(__AVX512F__)
   if (path == 0 && g.compact && g.m >= (g.out_f32 ? kFixedLogitRows : kFixedRows)) return run_fixed(g, threads);
-#endif
   run_vector(g, threads);
 }
 
@@ -98,7 +95,6 @@ void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k,
 // [columns / 32][ceil(k / 256)][32]. Returns the number of exceptions, the one at their
 // end not counted; -1: there are more than `most`, or a weight is not of that kind.
 long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* exceptions, uint32_t* first, float* scales, uint8_t* units, long n, long k, int silu_mul, long most) {
-#if QUIRE_COMPACT
   const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols, room = steps * kStepElems;
   std::vector<std::vector<uint64_t>> found(blocks);
   std::atomic<long> left{most};
@@ -108,7 +104,7 @@ long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* 
     uint64_t* own = (uint64_t*)(packed + room);
     pack_block(weight, ldw, packed, nb, n, k, silu_mul, true);
     const long count = compact_block(packed, int(steps), nb * steps, data + nb * steps * Compact::kStepWords, own, scales + nb);
-#if !defined(__AVX512F__)
+#if !QUIRE_AMX
     if (count >= 0) find_units(packed, k, std::ilogb(scales[nb]), units + nb * runs_of(steps) * kCols);
 #endif
     if (count > 0) found[nb].assign(own, own + count);
@@ -122,9 +118,6 @@ long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* 
   }
   exceptions[total] = ~uint64_t(0);
   return total;
-#else
-  return -1;  // only that code reads it
-#endif
 }
 
 // out[i, :k] = row ids[i] of the weight that `packed` was made from (without silu_mul): an embedding that shares the packed LM head.
@@ -138,7 +131,6 @@ void quire_gemm_unpack_rows(const bf16* packed, const long* ids, long num_ids, b
 
 // The same of a compact weight.
 void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* out, long ldo, long k) {
-#if QUIRE_COMPACT
   parallel_for(num_ids, 4, [&](long i) {
     const int nb = int(ids[i] / 32), v0 = int(ids[i] / 16 % 2) * 16, pair = int(ids[i] % 16);
     bf16* row = out + i * ldo;
@@ -156,7 +148,6 @@ void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* o
       memcpy(row + s * kStep, step_values, std::min(long(kStep), k - s * kStep) * 2);
     }
   });
-#endif
 }
 
 // bias: fp32, padded to the packed columns, in packed order. out: bf16, or float32 with out_f32. path: 0 automatic, 1 vector, 2 AMX, 3 automatic, but one way for any
@@ -170,7 +161,7 @@ void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, cons
   run_bf16({x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, nullptr, weight}, path);
 }
 
-// As quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 with, 3 as many rows: by AMX as bf16, by AVX2 as fixed-point numbers.
+// As quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 with, 3 as many rows: by AMX as bf16, else as fixed-point numbers.
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
   Gemm g{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, weight};
   const int threads = Pool::get().threads();
@@ -178,9 +169,7 @@ void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const fl
   if (by_many_rows(g, path)) return run_many_rows(g, threads);
   if (amx_permitted() && (path == 2 || (path == 0 && m > 4))) return run_quant_rows(g, threads);
 #endif
-#if !defined(__AVX512F__)
   if (path == 3 || (path == 0 && m >= kFixedQuantRows)) return run_fixed(g, threads);
-#endif
   run_quant_vector(g, threads);
 }
 

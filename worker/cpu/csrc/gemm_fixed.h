@@ -1,15 +1,13 @@
-// Products of many rows by AVX2 as fixed-point numbers (fixed_tiles.h). For compact weights, and for those of 8 and 4 bits, whose groups are too short for integers of their own
-// (gemm_avx2.h) to be as fast.
+// Products of many rows by vectors as fixed-point numbers (fixed_tiles.h). For compact weights, and for those of 8 and 4 bits, whose groups are too short for integers of their own
+// (gemm_vector.h) to be as fast.
 #pragma once
 
 #include "fixed_tiles.h"
-#include "gemm_avx2.h"
-
-#if !defined(__AVX512F__)
+#include "gemm_vector.h"
 
 namespace {
 
-constexpr int kFixedRows = 9;                     // from which on it pays: of 8 it takes as long as floats
+constexpr int kFixedRows = kLanes == 16 ? 6 : 9;  // from which on it pays: of 5, and with AVX2 of 8, it takes as long as floats
 constexpr int kFixedQuantRows = 96;               // of weights of 8 and 4 bits, which take more work to prepare
 constexpr int kFixedLogitRows = kMostGreedy + 1;  // the largest logit must be the same whether it alone is wanted or all
 constexpr long kFixedPiece = 1 << 20;   // bytes of the rows of a chunk
@@ -21,18 +19,18 @@ inline const uint8_t* units_of(const Compact& w, int nb, long run) { return w.un
 // compact weight have them, less by `shift`.
 inline void find_units(const bf16* packed, long k, int shift, uint8_t* units) {
   for (long begin = 0; begin < k; begin += kFixedRun, units += kCols)
-    for (int part = 0; part < 4; part++) {  // eight columns
+    for (int part = 0; part < kCols / kLanes; part++) {
       const long pairs = (std::min(long(kFixedRun), k - begin) + 1) / 2;
-      __m256 even = _mm256_setzero_ps(), odd = even;
+      Floats even = {}, odd = {};
       for (long p = 0; p < pairs; p++) {
-        const __m256i both = load_pairs(packed + begin / kStep * kStepElems + pair_place(part, p));
-        even = _mm256_fmadd_ps(evens(both), evens(both), even), odd = _mm256_fmadd_ps(odds(both), odds(both), odd);
+        const Ints both = load_ints(packed + begin / kStep * kStepElems + pair_place(part, p));
+        even = fma(evens(both), evens(both), even), odd = fma(odds(both), odds(both), odd);
       }
-      alignas(32) int bits[8];
-      _mm256_store_si256((__m256i*)bits, _mm256_castps_si256(fixed_unit(even + odd)));
-      for (int c = 0; c < 8; c++) {
+      int bits[kLanes];
+      store_ints(bits, Ints(fixed_unit(even + odd)));
+      for (int c = 0; c < kLanes; c++) {
         const int exponent = bits[c] >> 23;
-        units[part * 8 + c] = uint8_t(exponent == 0 || exponent == 255 ? exponent : std::clamp(exponent - shift, 0, 254));
+        units[part * kLanes + c] = uint8_t(exponent == 0 || exponent == 255 ? exponent : std::clamp(exponent - shift, 0, 254));
       }
     }
 }
@@ -40,16 +38,16 @@ inline void find_units(const bf16* packed, long k, int shift, uint8_t* units) {
 // A block of a weight, run by run as integers: those of a run come with their columns' units.
 class FixedCompact {
  public:
-  FixedCompact(const Gemm& g, int nb) : w_(*g.compact), nb_(nb), next_(w_.exceptions_from(nb, 0)) {}
+  FixedCompact(const Gemm& g, int nb, bool stream) : w_(*g.compact), nb_(nb), stream_(stream), next_(w_.exceptions_from(nb, 0)) {}
   static constexpr int kLines = Compact::kStepWords / 32;
   const void* stored(int s) const { return w_.step(nb_, s); }
   void fix(int s, int count, int16_t* fixed, float* units) {
     const uint8_t* exponents = units_of(w_, nb_, s / kFixedSteps);
     float magic[kCols];
-    for (int c = 0; c < kCols; c += 8) {
-      const __m256 unit = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(exponents + c))), 23));
-      _mm256_storeu_ps(units + c, unit);
-      _mm256_storeu_ps(magic + c, magic_of(unit));
+    for (int c = 0; c < kCols; c += kLanes) {
+      const Floats unit = Floats(left<23>(widen_bytes(exponents + c)));
+      store_floats(units + c, unit);
+      store_floats(magic + c, magic_of(unit));
     }
     for (int i = 0; i < count; i++) fix_step(s + i, magic, fixed + i * kStepElems);
   }
@@ -60,15 +58,16 @@ class FixedCompact {
     const uint16_t* src = w_.step(nb_, s);
     int16_t* dst = fixed;
     for (int t = 0; t < 2; t++) {
-      const __m256 magics[2] = {_mm256_loadu_ps(magic + t * 16), _mm256_loadu_ps(magic + t * 16 + 8)};
-      for (int i = 0; i < 4; i++, src += 96, dst += 128)
-        unrolled<2>([&](auto half) __attribute__((always_inline)) {
-          __m256i pairs[4];
-          expand_sixteen(src + half * 16, pairs);
+      for (int i = 0; i < 4; i++, src += 96, dst += 128) {
+        if (stream_) read_ahead(src), read_ahead(src + 32), read_ahead(src + 64);
+        unrolled<kParts>([&](auto part) __attribute__((always_inline)) {
+          Ints pairs[4];
+          expand_part(src + part * 2 * kLanes, pairs);
           unrolled<4>([&](auto v) __attribute__((always_inline)) {
-            _mm256_store_si256((__m256i*)(dst + v * 32 + half * 16), in_units(evens(pairs[v]), odds(pairs[v]), magics[half]));
+            store_ints(dst + v * 32 + part * 2 * kLanes, in_units(evens(pairs[v]), odds(pairs[v]), load_floats(magic + t * 16 + part * kLanes)));
           });
         });
+      }
     }
     for (const uint64_t step = uint64_t(nb_) * w_.k_steps + s; *next_ >> 32 == step; next_++) {
       const int place = *next_ >> 16 & 1023;
@@ -79,63 +78,60 @@ class FixedCompact {
 
   const Compact& w_;
   int nb_;
+  bool stream_;
   const uint64_t* next_;
 };
 
 template <int BITS>
 class FixedQuant {
  public:
-  FixedQuant(const Gemm& g, int nb) : q_(*g.quant), nb_(nb) {}
+  FixedQuant(const Gemm& g, int nb, bool) : q_(*g.quant), nb_(nb) {}
   static constexpr int kLines = 2 * BITS;
   const void* stored(int s) const { return q_.step(nb_, s / 2); }
   void fix(int s, int count, int16_t* fixed, float* units) const {
     for (int i = 0; i < count; i += 2) widen(s + i, fixed + i * kStepElems);
-    for (int part = 0; part < 4; part++) {  // eight columns
-      __m256 squares[4] = {};
-      over_pairs(s, count, part, fixed, [&](int i, int16_t*, __m256 even, __m256 odd) __attribute__((always_inline)) {
-        squares[i] = _mm256_fmadd_ps(even, even, squares[i]), squares[i + 2] = _mm256_fmadd_ps(odd, odd, squares[i + 2]);
+    for (int part = 0; part < kCols / kLanes; part++) {
+      Floats squares[4] = {};
+      over_pairs(s, count, part, fixed, [&](int i, int16_t*, Floats even, Floats odd) __attribute__((always_inline)) {
+        squares[i] = fma(even, even, squares[i]), squares[i + 2] = fma(odd, odd, squares[i + 2]);
       });
-      const __m256 unit = fixed_unit((squares[0] + squares[1]) + (squares[2] + squares[3])), magic = magic_of(unit);
-      _mm256_storeu_ps(units + part * 8, unit);
-      over_pairs(s, count, part, fixed, [&](int, int16_t* at, __m256 even, __m256 odd) __attribute__((always_inline)) {
-        _mm256_store_si256((__m256i*)at, in_units(even, odd, magic));
-      });
+      const Floats unit = fixed_unit((squares[0] + squares[1]) + (squares[2] + squares[3])), magic = magic_of(unit);
+      store_floats(units + part * kLanes, unit);
+      over_pairs(s, count, part, fixed, [&](int, int16_t* at, Floats even, Floats odd) __attribute__((always_inline)) { store_ints(at, in_units(even, odd, magic)); });
     }
   }
 
  private:
   // Two k-steps as integers of 16 bits.
   void widen(int s, int16_t* to) const {
-    const __m256i zero_point = _mm256_set1_epi16(short(q_.zero_point())), low = _mm256_set1_epi8(15);
-    const __m256i first = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1));
-    const __m256i second = _mm256_add_epi8(first, _mm256_set1_epi16(2));
+    const Ints zero_point = set1_words(q_.zero_point()), low = set1_words(0x0f0f);
+    const __m128i order = _mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
+    const Ints first = repeat(order), second = repeat(_mm_add_epi8(order, _mm_set1_epi16(2)));
     const uint8_t* line = q_.step(nb_, s / 2);
-    auto put = [&](int t, int row, int half, __m256i bytes) {  // four k of eight columns
-      __m256i* at = (__m256i*)(to + row / 8 * kStepElems + t * (kTileStep / 2) + row % 8 * 64 + half * 16);
-      _mm256_store_si256(at, _mm256_sub_epi16(_mm256_shuffle_epi8(bytes, first), zero_point));
-      _mm256_store_si256(at + 2, _mm256_sub_epi16(_mm256_shuffle_epi8(bytes, second), zero_point));
+    auto put = [&](int t, int row, int part, Ints bytes) {  // four k of kLanes columns
+      int16_t* at = to + row / 8 * kStepElems + t * (kTileStep / 2) + row % 8 * 64 + part * 2 * kLanes;
+      store_ints(at, sub_words(shuffle_bytes(bytes, first), zero_point));
+      store_ints(at + 32, sub_words(shuffle_bytes(bytes, second), zero_point));
     };
     for (int t = 0; t < 2; t++)
       for (int i = 0; i < 2 * BITS; i++, line += 64)
-        for (int half = 0; half < 2; half++) {
-          const __m256i bytes = _mm256_loadu_si256((const __m256i*)line + half);
-          if (BITS == 8) put(t, i, half, bytes);
-          else put(t, 2 * i, half, _mm256_and_si256(bytes, low)), put(t, 2 * i + 1, half, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low));
+        for (int part = 0; part < kParts; part++) {
+          const Ints bytes = load_ints(line + part * 4 * kLanes);
+          if (BITS == 8) put(t, i, part, bytes);
+          else put(t, 2 * i, part, bytes & low), put(t, 2 * i + 1, part, words_right<4>(bytes) & low);
         }
   }
 
-  // f(0 or 1, where both are, weights of even k, of odd k) for all pairs of eight columns.
+  // f(0 or 1, where both are, weights of even k, of odd k) for all pairs of register `part` of the columns.
   template <typename F>
   void over_pairs(int s, int count, int part, int16_t* fixed, F&& f) const {
     for (int i = 0; i < count; i++) {
-      const long group = q_.group_at(nb_, (s + i) * kStep) + part / 2 * 16;
-      const vf scales = load(q_.scales + group), offsets = q_.offsets ? load(q_.offsets + group) : zero();
-      const __m256 scale = part % 2 ? scales.b : scales.a, offset = part % 2 ? offsets.b : offsets.a;
+      const long group = q_.group_at(nb_, (s + i) * kStep) + part / kParts * 16;
+      const Floats scale = ::part(load(q_.scales + group), part % kParts), offset = ::part(q_.offsets ? load(q_.offsets + group) : zero(), part % kParts);
       for (int p = 0; p < 16; p++) {
         int16_t* at = fixed + pair_place(part, i * 16 + p);
-        const __m256i pairs = _mm256_load_si256((const __m256i*)at);
-        f(p % 2, at, _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16)), scale, offset),
-          _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16)), scale, offset));
+        const Ints pairs = load_ints(at);
+        f(p % 2, at, fma(to_floats(signed_right<16>(left<16>(pairs))), scale, offset), fma(to_floats(signed_right<16>(pairs)), scale, offset));
       }
     }
   }
@@ -147,14 +143,15 @@ class FixedQuant {
 // The chunk of rows that begins with row0 times block nb. y: [rows][32], room.
 template <typename W>
 void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, float* y) {
-  const int passes = 2 * x.groups();
-  W weights(g, nb);
+  const int passes = kPasses * x.groups();
+  const bool stream = x.groups() == 1;  // fetched where they are expanded: beside what few rows multiply, it would be all at once
+  W weights(g, nb, stream);
   alignas(64) int16_t fixed[kFixedSteps * kStepElems];
   float units[kCols];
   std::fill(y, y + rows * kCols, 0.f);
   for (int s = 0; s < g.k_steps(); s += kFixedSteps) {
     const int run = s / kFixedSteps, count = std::min(kFixedSteps, g.k_steps() - s);
-    Fetch fetch{(const char*)weights.stored(s) + kFixedAhead, (W::kLines + passes - 1) / passes};
+    Fetch fetch{(const char*)weights.stored(s) + kFixedAhead, stream ? 0 : (W::kLines + passes - 1) / passes};
     weights.fix(s, count, fixed, units);
     for (int i = 0; i < x.groups(); i++) fixed_group(x, i, run, fixed, count, units, fetch, y + x.begin(i) * kCols, kCols);
   }
@@ -173,5 +170,3 @@ inline void run_fixed(const Gemm& g, int threads) {
 }
 
 }  // namespace
-
-#endif

@@ -7,11 +7,9 @@
 #include <vector>
 
 #include "greedy_amx.h"
-#include "greedy_avx2.h"
+#include "greedy_vector.h"
 
 namespace {
-
-#if QUIRE_COMPACT
 
 // A block of the weight as packed k-steps, in `room` if need be.
 const bf16* packed_block(const Gemm& g, int nb, bf16* room) {
@@ -113,32 +111,24 @@ class Greedy {
 
 thread_local Scratch block_limits;
 
-#endif
-
 }  // namespace
 
 extern "C" {
 
-// Makes the copy of a weight [n, k], packed or compact; k is a multiple of 64. False where it cannot have one: by AVX-512 alone, or where a weight is not finite.
+// Makes the copy of a weight [n, k], packed or compact; k is a multiple of 64. False where a weight is not finite.
 bool quire_screen_make(const bf16* packed, const Compact* compact, const Screen* screen, long n, long k) {
-#if QUIRE_COMPACT
   const Gemm g{nullptr, 0, packed, nullptr, nullptr, 0, 0, int(n), int(k), 1, 0, nullptr, compact};
   std::atomic<bool> finite{true};
   parallel_for(g.n_blocks(), 16, [&](long nb) {
     const bf16* block = packed_block(g, int(nb), (bf16*)own_scratch.get(k * kCols * sizeof(bf16)));
-    for (int tile = 0; tile < 2; tile++)
-      if (!round_columns(g, *screen, int(nb), tile, block)) finite = false;
+    if (!round_block(g, *screen, int(nb), block)) finite = false;
   });
   return finite;
-#else
-  return false;
-#endif
 }
 
 // ids[r]: the first of the largest of the logits x[r] W^T, for x [m, k] with m <= 32 and a weight with its copy. Returns how many blocks of 32 logits were computed;
 // -1 where a logit that counts is not finite: what that means is not for this to say.
 long quire_greedy(const bf16* x, long ldx, const bf16* packed, const Compact* compact, const Screen* screen, int64_t* ids, long m, long n, long k) {
-#if QUIRE_COMPACT
   const Gemm g{x, ldx, packed, nullptr, nullptr, 0, int(m), int(n), int(k), 1, 0, nullptr, compact};
   float* limits = (float*)block_limits.get(g.n_blocks() * limits_ld(m) * sizeof(float));
   find_limits(g, *screen, limits);
@@ -147,8 +137,5 @@ long quire_greedy(const bf16* x, long ldx, const bf16* packed, const Compact* co
   bool finite = !greedy.best().nan;
   for (int r = 0; r < m; r++) ids[r] = greedy.best().index[r], finite &= std::isfinite(greedy.best().value[r]);
   return finite ? computed : -1;
-#else
-  return -1;
-#endif
 }
 }

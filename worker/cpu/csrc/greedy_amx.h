@@ -8,34 +8,6 @@
 
 namespace {
 
-// Sixteen columns of a block: their tiles of the copy, and what is to be known of them. False if a weight is not finite.
-bool round_columns(const Gemm& g, const Screen& screen, int nb, int tile, const bf16* packed) {
-  const vf factor = set1(g.compact ? g.compact->scales[nb] : 1.f);
-  auto weights = [&](int k) -> vf {  // of 16 columns
-    const __m512i pairs = _mm512_load_si512(packed + k / kStep * kStepElems + tile * 512 + k % kStep / 2 * 32);
-    return vf{_mm512_castsi512_ps(k % 2 ? _mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000u))) : _mm512_slli_epi32(pairs, 16))} * factor;
-  };
-  vf top = zero(), rounded = zero(), away = zero(), all = zero();
-  for (int k = 0; k < g.k; k++) top = max(top, max(weights(k), zero() - weights(k)));
-  const vf scale = top * set1(1.f / 127), inverse = {_mm512_maskz_div_ps(_mm512_cmp_ps_mask(scale.v, set1(1e-30f).v, _CMP_GT_OQ), set1(1).v, scale.v)};
-  for (int k = 0; k < g.k; k += 4) {
-    __m512i four = _mm512_setzero_si512();
-    for (int i = 0; i < 4; i++) {
-      const vf w = weights(k + i);
-      const __m512i q = _mm512_cvtps_epi32((w * inverse).v);
-      const vf kept = vf{_mm512_cvtepi32_ps(q)} * scale, rest = w - kept;
-      rounded = fma(kept, kept, rounded), away = fma(rest, rest, away), all = fma(w, w, all);
-      four = _mm512_or_si512(four, _mm512_slli_epi32(_mm512_and_si512(q, _mm512_set1_epi32(255)), i * 8));
-    }
-    _mm512_store_si512(screen.step(nb, k / 64) + tile * 1024 + k % 64 * 16, four);
-  }
-  auto norm = [](vf squares) { return vf{_mm512_sqrt_ps(squares.v)}; };
-  const vf slack = norm(all) * set1(slack_of(g.k));
-  float* about = screen.about(nb) + tile * 16;
-  store(about, scale), store(about + kCols, norm(rounded)), store(about + 2 * kCols, norm(away) + slack);
-  return std::isfinite(reduce_add(all));
-}
-
 // Rows as integers of 16 bits, in two planes of bytes: scale * (256 hi + lo).
 struct RoundedRows {
   int rows;

@@ -1,7 +1,10 @@
-// Sixteen floats at a time: one AVX-512 register, or two AVX2 registers where there is no AVX-512.
+// What kernels compute with, at either width. Every kernel is written once against these few functions.
 //
-// Every kernel is written once against these few functions. `load`/`store` are overloaded on the element type, so a template over the cache's
-// dtype (float, bf16, f16) is all it takes to support all three.
+// `vf` is sixteen floats: one AVX-512 register, or two AVX2 registers where there is no AVX-512. `load`/`store` are overloaded on the element type, so a template over the
+// cache's dtype (float, bf16, f16) is all it takes to support all three.
+//
+// `Floats` and `Ints` are one register of the level, kLanes entries of 32 bits wide; products (vector_tiles.h, fixed_tiles.h) count registers, since how many there are decides
+// how many sums a loop can keep. GCC's operators work on both.
 #pragma once
 
 #include <immintrin.h>
@@ -15,8 +18,9 @@ struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
 // Called for each line of a stream that is read once, as it is used: the stream is fetched in two stages, into L2 and from there into L1. A line that is on its way
-// from memory to L1 keeps one of the core's 16 places for such all the time; one on its way to L2 mostly finds that the hardware has asked for it already.
-static inline void read_ahead(const void* line) {
+// from memory to L1 keeps one of the core's 16 places for such all the time; one on its way to L2 mostly finds that the hardware has asked for it already. (Not inlined at once
+// GCC takes it for a function without effect, and drops it.)
+__attribute__((always_inline)) static inline void read_ahead(const void* line) {
   _mm_prefetch((const char*)line + 6144, _MM_HINT_T1);
   _mm_prefetch((const char*)line + 1024, _MM_HINT_T0);
 }
@@ -153,6 +157,42 @@ static inline void transpose_16x16(__m512i* r) {
   }
 }
 
+using Floats = __m512;
+using Ints = __m512i;
+constexpr int kLanes = 16;
+
+static inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
+static inline void store_floats(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+static inline Floats set1_floats(float x) { return _mm512_set1_ps(x); }
+static inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Floats root(Floats x) { return _mm512_sqrt_ps(x); }
+static inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+static inline void store_ints(void* p, Ints x) { _mm512_storeu_si512(p, x); }
+static inline Ints set1_ints(int x) { return _mm512_set1_epi32(x); }
+static inline Ints set1_words(int x) { return _mm512_set1_epi16(short(x)); }
+static inline Ints repeat(__m128i x) { return _mm512_broadcast_i32x4(x); }
+static inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+static inline Ints sub_words(Ints a, Ints b) { return _mm512_sub_epi16(a, b); }
+template <int N> static inline Ints left(Ints x) { return _mm512_slli_epi32(x, N); }
+template <int N> static inline Ints signed_right(Ints x) { return _mm512_srai_epi32(x, N); }
+template <int N> static inline Ints words_left(Ints x) { return _mm512_slli_epi16(x, N); }
+template <int N> static inline Ints words_right(Ints x) { return _mm512_srli_epi16(x, N); }
+static inline Ints shuffle_bytes(Ints x, Ints order) { return _mm512_shuffle_epi8(x, order); }
+static inline Ints odd_words(Ints even, Ints odd) { return _mm512_mask_blend_epi16(0xaaaaaaaau, even, odd); }  // of `odd`, the others of `even`
+static inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+static inline Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
+static inline Ints widen_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+static inline Ints widen_words(const void* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+static inline void store_words(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v))); }
+// sum += the two products of 16-bit integers of each lane. Of the intrinsic GCC 12 copies the sums, and stores them in each turn of a loop.
+static inline Ints add_products(Ints sum, Ints a, Ints b) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+static inline void transpose(Ints* r) { transpose_16x16(r); }
+static inline vf whole(const Floats* r) { return {r[0]}; }
+static inline Floats part(vf x, int) { return x.v; }
+
 #else
 
 struct vf { __m256 a, b; };
@@ -251,7 +291,57 @@ static inline __m256 exp2_8(__m256 x) {
 }
 static inline vf exp2(vf x) { return {exp2_8(x.a), exp2_8(x.b)}; }
 
+using Floats = __m256;
+using Ints = __m256i;
+constexpr int kLanes = 8;
+
+static inline Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
+static inline void store_floats(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+static inline Floats set1_floats(float x) { return _mm256_set1_ps(x); }
+static inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Floats root(Floats x) { return _mm256_sqrt_ps(x); }
+static inline Ints load_ints(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+static inline void store_ints(void* p, Ints x) { _mm256_storeu_si256((__m256i*)p, x); }
+static inline Ints set1_ints(int x) { return _mm256_set1_epi32(x); }
+static inline Ints set1_words(int x) { return _mm256_set1_epi16(short(x)); }
+static inline Ints repeat(__m128i x) { return _mm256_broadcastsi128_si256(x); }
+static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+static inline Ints sub_words(Ints a, Ints b) { return _mm256_sub_epi16(a, b); }
+template <int N> static inline Ints left(Ints x) { return _mm256_slli_epi32(x, N); }
+template <int N> static inline Ints signed_right(Ints x) { return _mm256_srai_epi32(x, N); }
+template <int N> static inline Ints words_left(Ints x) { return _mm256_slli_epi16(x, N); }
+template <int N> static inline Ints words_right(Ints x) { return _mm256_srli_epi16(x, N); }
+static inline Ints shuffle_bytes(Ints x, Ints order) { return _mm256_shuffle_epi8(x, order); }
+static inline Ints odd_words(Ints even, Ints odd) { return _mm256_blend_epi16(even, odd, 0xaa); }
+static inline Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
+static inline Ints to_ints(Floats x) { return _mm256_cvtps_epi32(x); }
+static inline Ints widen_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+static inline Ints widen_words(const void* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
+static inline void store_words(int16_t* p, vf x) {
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8));
+}
+static inline Ints add_products(Ints sum, Ints a, Ints b) {
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+  asm("" : "+x"(sum));  // or the compiler adds products to each other first, for which there are too few registers
+  return sum;
+}
+// Eight rows of eight dwords to eight columns.
+static inline void transpose(Ints* r) {
+  __m256i t[8];
+  for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) r[i + 2 * j] = _mm256_unpacklo_epi64(t[i + j], t[i + j + 2]), r[i + 2 * j + 1] = _mm256_unpackhi_epi64(t[i + j], t[i + j + 2]);
+  for (int i = 0; i < 4; i++) t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20), t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
+  memcpy(r, t, sizeof(t));
+}
+static inline vf whole(const Floats* r) { return {r[0], r[1]}; }
+static inline Floats part(vf x, int i) { return i ? x.b : x.a; }
+
 #endif
+
+// bf16 to float: of pairs those at even places, or those at odd ones.
+static inline Floats evens(Ints pairs) { return (Floats)left<16>(pairs); }
+static inline Floats odds(Ints pairs) { return (Floats)(pairs & set1_ints(int(0xffff0000u))); }
 
 static inline vf exp(vf x) { return exp2(x * set1(1.44269504f)); }  // for x <= ~88
 

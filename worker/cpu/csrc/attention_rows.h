@@ -1,0 +1,399 @@
+// Attention by vectors, of either width and for any type: blocked flash attention (https://arxiv.org/abs/2205.14135), 128 keys at a time.
+//
+// Rows, that is tokens by query heads of one KV head, are floats, kMostRows of them at a time, k by k: what is multiplied in turn lies in a row. Keys and values become tiles of
+// floats, 32 of k by 32 columns: of a key the columns are keys, of a value its elements. Where there are rows enough to use them more than once all tiles of the 128 keys are
+// made first and stay in L2; else each is used as soon as it is made, in L1.
+//
+// In one order every sum is in the order of k or of keys whatever the number of rows, and keys that a row does not see add zeros: a row's result depends on no other row.
+#pragma once
+
+#include "attention.h"
+#include "fixed_tiles.h"
+
+namespace {
+
+constexpr int kKeys = 128;
+
+// The softmax of a row goes on: x, the products of its query with 16 V keys, become weights beside the largest of all so far, m, and `sum` is theirs. Keys outside
+// [lo, hi) have none. Returns the factor of what was summed before.
+template <int V>
+inline float weigh(const Layer& l, float* x, long lo, long hi, float& m, float& sum) {
+  const int first = int(std::min(lo, 16L * V)), last = int(std::max(hi, 0L));
+  vf v[V], top = set1(kNegInf);
+  auto masked = [&](int i) { return first > 16 * i || last < 16 * i + 16; };
+  auto seen = [&](int i, float unseen) { return masked(i) ? select_range(v[i], first - 16 * i, last - 16 * i, set1(unseen)) : v[i]; };
+  for (int i = 0; i < V; i++) {
+    v[i] = load(x + 16 * i);
+    v[i] = l.soft_cap > 0 ? tanh(v[i] * set1(l.scale / l.soft_cap)) * set1(l.soft_cap * kLog2e) : v[i] * set1(l.scale * kLog2e);
+    v[i] = seen(i, kNegInf);
+    top = max(top, v[i]);
+  }
+  const float before = m, now = std::max(before, reduce_max(top));
+  if (std::isinf(now)) {  // no key so far; or products that overflow, of which nothing finite may come
+    for (int i = 0; i < V; i++) store(x + 16 * i, zero());
+    if (now < 0) return 1.f;
+    m = now;
+    return sum = std::numeric_limits<float>::quiet_NaN();
+  }
+  vf total = zero();
+  for (int i = 0; i < V; i++) {
+    v[i] = exp2(v[i] - set1(now));
+    v[i] = seen(i, 0.f);
+    store(x + 16 * i, v[i]);
+    total = total + v[i];
+  }
+  const float correction = before == now ? 1.f : std::exp2(before - now);
+  m = now;
+  sum = sum * correction + reduce_add(total);
+  return correction;
+}
+
+// sums[r * ld + column] += the sum over `count` k of x[r * R + k * K] tile[k][column], for ROWS rows and the 32 columns of tiles that follow each other.
+template <int ROWS, int R, int K>
+void tile_products(const float* x, const float* tile, int count, float* sums, long ld) {
+  constexpr int WIDTH = ROWS <= kRowsOfAll ? 32 / kLanes : 2;  // registers of a row
+  for (int c = 0; c < 32; c += WIDTH * kLanes) {
+    Floats acc[ROWS * WIDTH];
+    unrolled<ROWS * WIDTH>([&](auto i) __attribute__((always_inline)) { acc[i] = load_floats(sums + i / WIDTH * ld + c + i % WIDTH * kLanes); });
+    const float *at = x, *w = tile + c;
+    for (int k = 0; k < count; k++, at += K, w += 32) {
+      Floats v[WIDTH];
+      unrolled<WIDTH>([&](auto i) __attribute__((always_inline)) { v[i] = load_floats(w + i * kLanes); });
+      unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+        const Floats one = set1_floats(at[r * R]);
+        unrolled<WIDTH>([&](auto i) __attribute__((always_inline)) { acc[r * WIDTH + i] = fma(v[i], one, acc[r * WIDTH + i]); });
+      });
+    }
+    unrolled<ROWS * WIDTH>([&](auto i) __attribute__((always_inline)) { store_floats(sums + i / WIDTH * ld + c + i % WIDTH * kLanes, acc[i]); });
+  }
+}
+
+// Some of 128 keys of a KV head and their values, where they lie in the cache: places outside [begin, end) repeat one within.
+template <typename T>
+struct KeyBlock {
+  const T *k[kKeys], *v[kKeys];
+  int end = 0;           // of those that are wanted
+  int row = 0, line = 0;  // that fetch brings next
+
+  void locate(const Layer& l, const int* table, long head, long key, long first, long last) {
+    long at = std::max(key, first), block = at / l.block_size, slot = at % l.block_size;
+    const int lo = int(at - key);
+    end = int(std::min(long(kKeys), last - key)), row = lo, line = 0;
+    for (int j = lo; j < end; j++) {
+      k[j] = (const T*)l.k_cache + table[block] * l.k_block + slot * l.k_slot + head * l.k_head;
+      v[j] = (const T*)l.v_cache + table[block] * l.v_block + slot * l.v_slot + head * l.v_head;
+      if (++slot == l.block_size) slot = 0, block++;
+    }
+    std::fill(k, k + lo, k[lo]), std::fill(v, v + lo, v[lo]);
+    std::fill(k + end, k + kKeys, k[end - 1]), std::fill(v + end, v + kKeys, v[end - 1]);
+  }
+
+  // Brings the next lines of both to L2, K and V in turn.
+  void fetch(int lines, int bytes) {
+    if (row >= end) return;
+    const char *at_k = (const char*)k[row] + line, *at_v = (const char*)v[row] + line;
+    for (; lines > 0; lines--, at_k += 64, at_v += 64) {
+      _mm_prefetch(at_k, _MM_HINT_T1);
+      _mm_prefetch(at_v, _MM_HINT_T1);
+      if ((line += 64) < bytes) continue;
+      line = 0;
+      if (++row >= end) return;
+      at_k = (const char*)k[row] - 64, at_v = (const char*)v[row] - 64;
+    }
+  }
+};
+
+// Calls f(integral constant i, x) for all elements k[0 .. kLanes - 1][c + i] = x of a step, whose length is returned: of 16, or two registers of bf16 where there are so many.
+template <typename T, typename F>
+__attribute__((always_inline)) inline long transposed(const T* const* k, long c, long count, F&& f) {
+  if constexpr (std::is_same_v<T, bf16>)
+    if (c + 2 * kLanes <= count) {
+      Ints r[kLanes];
+      unrolled<kLanes>([&](auto key) __attribute__((always_inline)) { r[key] = load_ints(k[key] + c); });
+      transpose(r);
+      unrolled<kLanes>([&](auto p) __attribute__((always_inline)) {
+        f(std::integral_constant<int, 2 * p>(), evens(r[p]));
+        f(std::integral_constant<int, 2 * p + 1>(), odds(r[p]));
+      });
+      return 2 * kLanes;
+    }
+  unrolled<16 / kLanes>([&](auto i) __attribute__((always_inline)) {
+    Ints r[kLanes];
+    unrolled<kLanes>([&](auto key) __attribute__((always_inline)) { r[key] = Ints(part(load(k[key] + c), i)); });
+    transpose(r);
+    unrolled<kLanes>([&](auto p) __attribute__((always_inline)) { f(std::integral_constant<int, i * kLanes + p>(), Floats(r[p])); });
+  });
+  return 16;
+}
+
+// Elements [c, c + 32) of 32 keys, of which there are d, to a tile whose columns are keys.
+template <typename T>
+void pack_keys(const T* const* k, long c, long d, float* tile) {
+  for (int j = 0; j < 32; j += kLanes)
+    for (long at = c; at < std::min(c + 32, d);) {
+      float* to = tile + (at - c) * 32 + j;
+      at += transposed(k + j, at, d, [&](auto i, Floats x) __attribute__((always_inline)) { store_floats(to + i * 32, x); });
+    }
+}
+
+// Elements [c, c + 32) of 32 values to a tile whose columns are elements.
+template <typename T>
+void pack_values(const T* const* v, long c, long d, float* tile) {
+  for (int j = 0; j < 32; j++)
+    for (int i = 0; i < 32; i += 16) store(tile + j * 32 + i, c + i < d ? load(v[j] + c + i) : zero());
+}
+
+// A few rows use keys and values as they come. x[r][32] = the products of ROWS queries, k by k, with 32 keys. CHAINS: sums of each, that of even k and that of odd k, or one in order.
+template <int ROWS, int CHAINS, typename T>
+void score_few(const float* q, const T* const* k, long d, float* x, KeyBlock<T>& ahead) {
+  constexpr int TILES = std::min(32 / kLanes, std::max(1, 8 / ROWS / CHAINS));  // registers of keys at a time, for enough independent sums
+  for (int j = 0; j < 32; j += TILES * kLanes) {
+    Floats sums[CHAINS][TILES * ROWS] = {};
+    for (long c = 0, step; c < d; c += step) {
+      unrolled<TILES>([&](auto tile) __attribute__((always_inline)) {
+        asm volatile("" ::: "memory");  // or the compiler keeps the queries of a step for the next tile, on the stack
+        step = transposed(k + j + tile * kLanes, c, d, [&](auto i, Floats keys) __attribute__((always_inline)) {
+          unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { Floats& sum = sums[i % CHAINS][tile * ROWS + r];
+            sum = fma(keys, set1_floats(q[(c + i) * ROWS + r]), sum);
+          });
+        });
+      });
+      ahead.fetch(int(step * TILES * kLanes * sizeof(T) / 128), int(d * sizeof(T)));
+    }
+    unrolled<TILES * ROWS>([&](auto i) __attribute__((always_inline)) {
+      store_floats(x + i % ROWS * kKeys + j + i / ROWS * kLanes, CHAINS == 2 ? sums[0][i] + sums[CHAINS - 1][i] : sums[0][i]);
+    });
+  }
+}
+
+// acc[r][ld] += the sum over 32 keys of x[r][j] v[j], elements c .. c + 16 * WIDTH - 1.
+template <int ROWS, int WIDTH, typename T>
+__attribute__((always_inline)) inline void add_columns(const float* x, const T* const* v, long c, float* acc, long ld) {
+  vf sums[ROWS * WIDTH];
+  unrolled<ROWS * WIDTH>([&](auto i) __attribute__((always_inline)) { sums[i] = load(acc + i / WIDTH * ld + c + i % WIDTH * 16); });
+  for (int j = 0; j < 32; j++) {
+    vf weights[ROWS];
+    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { weights[r] = set1(x[r * kKeys + j]); });
+    unrolled<WIDTH>([&](auto i) __attribute__((always_inline)) {
+      const vf values = load(v[j] + c + i * 16);
+      unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { sums[r * WIDTH + i] = fma(values, weights[r], sums[r * WIDTH + i]); });
+    });
+  }
+  unrolled<ROWS * WIDTH>([&](auto i) __attribute__((always_inline)) { store(acc + i / WIDTH * ld + c + i % WIDTH * 16, sums[i]); });
+}
+
+template <int ROWS, typename T>
+void add_few(const float* x, const T* const* v, long d, float* acc, long ld, KeyBlock<T>& ahead) {
+  constexpr int WIDTH = kLanes == 16 ? (ROWS <= 2 ? 8 : 4) : ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1;
+  long c = 0;
+  for (; c + 16 * WIDTH <= d; c += 16 * WIDTH) add_columns<ROWS, WIDTH>(x, v, c, acc, ld), ahead.fetch(16 * WIDTH * 32 * sizeof(T) / 128, int(d * sizeof(T)));
+  for (; c < d; c += 16) add_columns<ROWS, 1>(x, v, c, acc, ld), ahead.fetch(16 * 32 * sizeof(T) / 128, int(d * sizeof(T)));
+}
+
+constexpr long padded(long d) { return (d + 31) / 32 * 32; }
+constexpr size_t state_bytes(long rows, long d) { return (rows * (padded(d) + 2) + 15) / 16 * 16 * sizeof(float); }
+
+// How attend_rows computes: rows of queries and 128 keys and values of a KV head, as floats.
+template <typename T, bool ONE_ORDER>
+class FloatTiles {
+ public:
+  static size_t bytes(long rows, long d) { return (rows * d + 16 + 2 * kKeys * padded(d)) * sizeof(float); }
+  FloatTiles(char* memory, int rows, long d) : rows_(rows), d_(d), k_((float*)memory), v_(k_ + kKeys * padded(d)), q_(v_ + kKeys * padded(d)) {}
+
+  int groups() const { return (rows_ + kMostRows - 1) / kMostRows; }
+  int begin(int group) const { return int(long(rows_) * group / groups()); }
+  int size(int group) const { return begin(group + 1) - begin(group); }
+
+  template <typename F>
+  void queries(F&& row) {
+    for (int i = 0; i < groups(); i++) {
+      float* to = q_ + begin(i) * d_;
+      for (int r = 0, n = size(i); r < n; r++) {
+        const T* from = row(begin(i) + r);
+        for (long c = 0; c < d_; c++) to[c * n + r] = to_float(from[c]);
+      }
+    }
+  }
+
+  // `steps` times 32 keys. `ahead`: that is fetched meanwhile.
+  void keys(const KeyBlock<T>& keys, int steps, KeyBlock<T>& ahead) {
+    keys_ = &keys, ahead_ = &ahead;
+    if (groups() == 1) return;  // each is made when it is wanted
+    for (int b = 0; b < steps; b++)
+      for (long c = 0; c < d_; c += 32) make_keys(b, c, k_ + (b * padded(d_) + c) * 32), make_values(b, c, v_ + (c * kKeys / 32 + b * 32) * 32);
+  }
+
+  // x[r][kKeys] += the group's queries times 32 * steps keys.
+  void score(int group, int steps, float* x) {
+    of_rows(size(group), [&](auto n) {
+      const float* q = q_ + begin(group) * d_;
+      for (int b = 0; b < steps; b++, x += 32) {
+        if (groups() > 1) tile_products<n, 1, n>(q, k_ + b * padded(d_) * 32, int(d_), x, kKeys);
+        else if constexpr (n <= kFewRows) score_few<n, ONE_ORDER ? 1 : 2>(q, keys_->k + b * 32, d_, x, *ahead_);
+        else for (long c = 0; c < d_; c += 32) tile_products<n, 1, n>(q + c * n, make_keys(b, c, k_), int(std::min(32L, d_ - c)), x, kKeys);
+      }
+    });
+  }
+  // acc[r][padded(d)] += x[r] times values.
+  void add(int group, int steps, const float* x, float* acc) {
+    of_rows(size(group), [&](auto n) {
+      for (long c = 0; groups() > 1 && c < d_; c += 32) tile_products<n, kKeys, 1>(x, v_ + c * kKeys, steps * 32, acc + c, padded(d_));
+      for (int b = 0; groups() == 1 && b < steps; b++, x += 32) {
+        if constexpr (n <= kFewRows) add_few<n>(x, keys_->v + b * 32, d_, acc, padded(d_), *ahead_);
+        else for (long c = 0; c < d_; c += 32) tile_products<n, kKeys, 1>(x, make_values(b, c, v_), 32, acc + c, padded(d_));
+      }
+    });
+  }
+
+ private:
+  static constexpr int kFewRows = 4;
+  static constexpr int kFetched = 8 * sizeof(T);  // lines of K and as many of V: with 4 * d / 32 tiles of each all that 128 keys have
+  const float* make_keys(int b, long c, float* tile) {
+    ahead_->fetch(kFetched, int(d_ * sizeof(T)));
+    pack_keys(keys_->k + b * 32, c, d_, tile);
+    return tile;
+  }
+  const float* make_values(int b, long c, float* tile) {
+    ahead_->fetch(kFetched, int(d_ * sizeof(T)));
+    pack_values(keys_->v + b * 32, c, d_, tile);
+    return tile;
+  }
+
+  int rows_;
+  long d_;
+  float *k_, *v_;  // [kKeys / 32][padded(d)][32], [padded(d) / 32][kKeys][32]
+  float* q_;
+  const KeyBlock<T>* keys_ = nullptr;
+  KeyBlock<T>* ahead_ = nullptr;
+};
+
+// 128 keys as pairs of bf16, to k-steps whose columns are keys: [128 / 32][d / 32][2 tiles][16 pairs of d][16 keys][2].
+inline void pair_keys(const bf16* const* k, long d, bf16* steps) {
+  for (int j = 0; j < kKeys; j += kLanes)
+    for (long c = 0; c < d; c += 2 * kLanes) {
+      Ints r[kLanes];
+      unrolled<kLanes>([&](auto key) __attribute__((always_inline)) { r[key] = load_ints(k[j + key] + c); });
+      transpose(r);
+      bf16* to = steps + j / 32 * 32 * d + c / 32 * kTileStep + tile_place(j % 32) + c % 32 * 16;
+      unrolled<kLanes>([&](auto p) __attribute__((always_inline)) { store_ints(to + p * 32, r[p]); });
+    }
+}
+
+// Their values to k-steps whose columns are elements: [d / 32][128 / 32][2 tiles][16 pairs of keys][16 d][2].
+inline void pair_values(const bf16* const* v, long d, bf16* steps) {
+  for (int j = 0; j < kKeys; j += 2)
+    for (long c = 0; c < d; c += kLanes)
+      store_ints(steps + c / 32 * 32 * kKeys + j / 32 * kTileStep + tile_place(c % 32) + j % 32 * 16, widen_words(v[j] + c) | left<16>(widen_words(v[j + 1] + c)));
+}
+
+// ... or as fixed-point numbers: a key is a column of runs of its own, values are columns of kKeys.
+class FixedTiles {
+ public:
+  static size_t bytes(long rows, long d) { return unit_count(d) * sizeof(float) + 2 * kKeys * d * sizeof(bf16) + FixedRows::bytes(rows, d); }
+  FixedTiles(char* memory, int rows, long d)
+      : d_(d), k_units_((float*)memory), v_units_(k_units_ + kKeys * runs_of(d / 32)), k_((bf16*)(k_units_ + unit_count(d))), v_(k_ + kKeys * d), q_(v_ + kKeys * d, rows, d) {}
+
+  int groups() const { return q_.groups(); }
+  int begin(int group) const { return q_.begin(group); }
+  int size(int group) const { return q_.size(group); }
+  template <typename F>
+  void queries(F&& row) const { q_.fill(d_, row); }
+  void keys(const KeyBlock<bf16>& keys, int, KeyBlock<bf16>&) {
+    pair_keys(keys.k, d_, k_), pair_values(keys.v, d_, v_);
+    for (int b = 0; b < kKeys; b += 32) over_runs(b, [&](long, bf16* tiles, int count, float* units) { fix_tiles(tiles, count, units); });
+    for (long c = 0; c < d_; c += 32) fix_tiles(v_ + c * kKeys, kKeys / 32, v_units_ + c);
+  }
+  void score(int group, int steps, float* x) {
+    for (int b = 0; b < steps * 32; b += 32)
+      over_runs(b, [&](long run, const bf16* tiles, int count, const float* units) { fixed_group(q_, group, run, (const int16_t*)tiles, count, units, none_, x + b, kKeys); });
+  }
+  void add(int group, int steps, const float* x, float* acc) {
+    alignas(64) char memory[FixedRows::bytes(kMostRows, kKeys)];
+    const FixedRows weights(memory, size(group), steps * 32);
+    weights.fill(steps * 32, [&](int r) { return x + r * kKeys; });
+    for (long c = 0; c < d_; c += 32) fixed_group(weights, 0, 0, (const int16_t*)v_ + c * kKeys, steps, v_units_ + c, none_, acc + c, d_);
+  }
+
+ private:
+  static long unit_count(long d) { return kKeys * runs_of(d / 32) + d; }
+  template <typename F>
+  void over_runs(int b, F&& f) {  // of 32 keys
+    const long steps = d_ / 32, runs = runs_of(steps);
+    for (long run = 0; run < runs; run++)
+      f(run, k_ + b * d_ + run * kFixedSteps * kTileStep, int(std::min(long(kFixedSteps), steps - run * kFixedSteps)), k_units_ + (b / 32 * runs + run) * 32);
+  }
+
+  long d_;
+  float *k_units_, *v_units_;
+  bf16 *k_, *v_;  // these become integers where they lie
+  FixedRows q_;
+  Fetch none_;
+};
+
+// `slots[token]` is where the partial result of a token is, unless the task says so. following: the task that this thread takes next, if that is known, whose first keys are fetched.
+template <typename T, typename Tiles>
+void attend_rows(const Step& s, const Task& t, const Task* following, const Partials& partials, const long* slots, char* memory) {
+  const Layer& l = s.layer;
+  const long d = l.head_dim, ld = padded(d);
+  const int g = s.group(), rows = t.count * g;
+  float *acc = (float*)memory, *m = acc + rows * ld, *sum = m + rows;
+  Tiles tiles(memory + state_bytes(rows, d), rows, d);
+  auto token = [&](int r) { return t.tokens[r / g]; };
+  auto partial = [&](long h, int r) { return partials.at(t.slot < 0 ? slots[token(r)] : t.slot, h * g + r % g); };
+  const long first = t.begin / kKeys * kKeys;
+  KeyBlock<T> blocks[2], *now = &blocks[0], *next = &blocks[1];
+  next->locate(l, t.table, t.h0, first, t.begin, t.end);
+  for (long h = t.h0; h < t.h1; h++) {
+    for (int r = 0; r < rows; r++) {
+      if (t.resume) {
+        const Partial from = partial(h, r);
+        std::copy(from.acc, from.acc + d, acc + r * ld);
+        m[r] = *from.m, sum[r] = reduce_add(load(from.l));
+      } else {
+        std::fill(acc + r * ld, acc + r * ld + ld, 0.f);
+        m[r] = kNegInf, sum[r] = 0;
+      }
+    }
+    tiles.queries([&](int r) { return (const T*)s.q + token(r) * s.ldq + (h * g + r % g) * d; });
+    for (long key = first; key < t.end; key += kKeys) {
+      std::swap(now, next);
+      if (key + kKeys < t.end) next->locate(l, t.table, h, key + kKeys, t.begin, t.end);
+      else if (h + 1 < t.h1) next->locate(l, t.table, h + 1, first, t.begin, t.end);
+      else if (following) next->locate(l, following->table, following->h0, following->begin / kKeys * kKeys, following->begin, following->end);
+      else next->end = 0;
+      tiles.keys(*now, int(std::min((t.end - key + 31) / 32, kKeys / 32L)), *next);
+      for (int i = 0; i < tiles.groups(); i++) {
+        const int row0 = tiles.begin(i), size = tiles.size(i);
+        alignas(64) float x[kMostRows * kKeys];
+        const long seen = std::min(t.end, s.position[token(row0 + size - 1)] + 1) - key;  // a task's tokens ascend, or all see all its keys
+        if (seen <= 0) continue;
+        const int steps = int(std::min((seen + 31) / 32, kKeys / 32L));
+        std::fill(x, x + size * kKeys, 0.f);
+        tiles.score(i, steps, x);
+        for (int r = 0; r < size; r++) {
+          const long position = s.position[token(row0 + r)];
+          static constexpr float (*kWeigh[])(const Layer&, float*, long, long, float&, float&) = {weigh<2>, weigh<4>, weigh<6>, weigh<8>};
+          const float correction =
+              kWeigh[steps - 1](l, x + r * kKeys, std::max(t.begin, s.first_key(position)) - key, std::min(t.end, position + 1) - key, m[row0 + r], sum[row0 + r]);
+          if (correction == 1.f) continue;
+          float* values = acc + (row0 + r) * ld;
+          for (long c = 0; c < d; c += 16) store(values + c, load(values + c) * set1(correction));
+        }
+        tiles.add(i, steps, x, acc + row0 * ld);
+      }
+    }
+    for (int r = 0; r < rows; r++) {
+      const float* values = acc + r * ld;
+      if (!t.keep) {
+        write_row((T*)s.out + token(r) * s.ldo + (h * g + r % g) * d, values, sum[r], d);
+        continue;
+      }
+      const Partial to = partial(h, r);
+      std::copy(values, values + d, to.acc);
+      store(to.l, zero());
+      *to.l = sum[r], *to.m = m[r];
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,193 @@
+// Products by vectors, of any number of rows: where there is no AMX, or the rows are few and the weight is quantized.
+#pragma once
+
+#include "gemm.h"
+#include "vector_tiles.h"
+
+namespace {
+
+// kVectorRun k-steps of a block, 8 KiB, stay in L1 while all rows of a chunk meet them, and a chunk's rows, kVectorPiece bytes, stay in L2 while blocks go by. What is read from
+// memory is fetched kVectorAhead bytes before, evenly beside all products. Each sum is of its products in the order of k, one after another, so that a row's result is the
+// same whatever the number of rows.
+constexpr int kVectorRun = 4, kVectorPiece = 256 << 10, kVectorAhead = 8 << 10;
+
+// sums[ROWS][32] += a group x of `Groups` times `steps` k-steps of a compact weight without exceptions, in the order of vector_tiles. AVX-512 has the registers to expand weights
+// where they are multiplied: 1.05 x of one row, 1.12 of two to four, 1.07 of six, but 0.95 of eight.
+constexpr int kMostInRegisters = kLanes == 16 ? 6 : 0;  // rows
+template <int ROWS>
+void compact_rows(const float* x, const uint16_t* w, int steps, float* sums) {
+  Floats acc[ROWS * 2];
+  unrolled<ROWS * 2>([&](auto i) { acc[i] = load_floats(sums + i * 16); });
+  for (int i = 0; i < 4 * steps; i++, w += i % 4 ? 96 : 5 * 96, x += 8 * ROWS)  // four pairs of k, of either tile
+    unrolled<2>([&](auto t) __attribute__((always_inline)) {
+      const uint16_t* group = w + t * 4 * 96;
+      read_ahead(group), read_ahead(group + 32), read_ahead(group + 64);
+      Ints pairs[4];
+      expand_part(group, pairs);
+      unrolled<4>([&](auto v) __attribute__((always_inline)) {
+        unrolled<2>([&](auto odd) __attribute__((always_inline)) {
+          const Floats one = odd ? odds(pairs[v]) : evens(pairs[v]);
+          unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+            Floats& sum = acc[r * 2 + t];
+            sum = fma(one, set1_floats(x[(v * 2 + odd) * ROWS + r]), sum);
+          });
+        });
+      });
+    });
+  unrolled<ROWS * 2>([&](auto i) { store_floats(sums + i * 16, acc[i]); });
+}
+
+// The chunk that begins with row0 times block nb. sums: [rows][32], room.
+inline void vector_block(const Gemm& g, const Groups& x, int row0, int rows, int nb, float* sums) {
+  std::fill(sums, sums + rows * kCols, 0.f);
+  alignas(64) bf16 expanded[kVectorRun * kStepElems];
+  const uint64_t* exceptions = g.compact ? g.compact->exceptions_from(nb, 0) : nullptr;
+  const int lines = (g.compact ? Compact::kStepWords : kStepElems) / 32, passes = rows <= kRowsOfAll ? 1 : kPasses * x.count();  // all of a k-step
+  const int run = rows == 1 ? 1 : kVectorRun;  // one row uses a weight best as soon as it is expanded
+  for (int s = 0, steps; s < g.k_steps(); s += steps) {
+    steps = std::min(run, g.k_steps() - s);
+    if constexpr (kMostInRegisters > 0)
+      if (g.compact && rows <= kMostInRegisters) {
+        const long until = std::min(long(*exceptions >> 32) - long(nb) * g.k_steps(), long(g.k_steps()));  // the next exception
+        if (until > s) {
+          steps = int(until) - s;
+          of_rows(rows, [&](auto n) { if constexpr (n <= kMostInRegisters) compact_rows<n>(x.at(0, long(s) * kStep), g.compact->step(nb, s), steps, sums); });
+          continue;
+        }
+        steps = 1;
+      }
+    const bf16* w = g.compact ? (const bf16*)g.compact->step(nb, s) : g.block(nb) + s * kStepElems;
+    Fetch fetch{(const char*)w + kVectorAhead, (lines + passes - 1) / passes};
+    if (g.compact) {
+      for (int i = 0; i < steps; i++) expand_step<false>(*g.compact, nb, s + i, exceptions, expanded + i * kStepElems);
+      w = expanded;
+    }
+    for (int i = 0; i < x.count(); i++) vector_group(x.size(i), x.at(i, long(s) * kStep), w, steps, fetch, sums + x.begin(i) * kCols, kCols);
+  }
+  for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(sums + r * kCols), load(sums + r * kCols + 16));
+}
+
+// Calls block(memory, row0, rows, nb) in every thread, for each block and chunk of rows that falls to it; chunk(memory, row0, rows) before the first block of a chunk.
+// A chunk has at most `rows` rows, or 24 where that is less. memory: room_bytes(its rows).
+template <typename R, typename C, typename B>
+void over_chunks(const Gemm& g, int threads, long rows, R&& room_bytes, C&& chunk, B&& block) {
+  const long most = std::max(4L * kMostRows, rows / kMostRows * kMostRows);
+  const int chunks = int((g.m + most - 1) / most), size = (g.m + chunks - 1) / chunks;
+  const long per = blocks_per_piece(g, threads), pieces = (g.n_blocks() + per - 1) / per;
+  Stretches stretches(pieces * chunks, threads);
+  Pool::get().run([&] {
+    const int own = stretches.own();
+    float* memory = (float*)own_scratch.get(room_bytes(size));
+    int last = -1;
+    for (long i; stretches.take(own, i);) {
+      const int row0 = int(i / pieces) * size, rows = std::min(size, g.m - row0);
+      if (row0 != last) chunk(memory, last = row0, rows);
+      for (int nb = int(i % pieces * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(memory, row0, rows, nb);
+    }
+  });
+}
+
+// memory: sums, then the chunk as floats.
+inline void run_vector(const Gemm& g, int threads) {
+  const long k = long(g.k_steps()) * kStep;
+  auto floats = [&](float* memory, int rows) { return Groups(memory + rows * kCols, k, rows); };
+  over_chunks(
+      g, threads, kVectorPiece / (k * sizeof(float)), [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
+      [&](float* memory, int row0, int rows) { floats(memory, rows).fill(g.k, [&](int r) { return g.x + (row0 + r) * g.ldx; }); },
+      [&](float* memory, int row0, int rows, int nb) { vector_block(g, floats(memory, rows), row0, rows, nb, memory); });
+}
+
+// --- quantized weights ------------------------------------------------------------------------------------------------------------------------------
+
+constexpr int kPart = 256;  // of k, of a block that stays in L1 while all rows of a chunk meet it: the most that a run is long
+
+// Whether that many rows, which are all that there are, fetch weights as they use them.
+constexpr bool streams(int rows) { return kLanes == 16 && rows <= 4; }
+
+// y[ROWS][32] += k0 .. k1 - 1, whole runs, of ROWS rows from `row` on times block nb. A step has 64 k, of which a group of 32 has half. Of the bytes or half bytes of
+// a line every other one makes a register of 16 bits each.
+template <int ROWS, int BITS>
+void quant_part(const Gemm& g, const QuantRows& x, long row, int nb, int k0, int k1, Fetch& fetch, float* y) {
+  constexpr int PARTS = 16 / BITS, K = 32 / BITS, TILE = BITS * 128;  // of a line of 64 bytes: registers for each of its entries, and entries of k; bytes of a tile
+  constexpr int CHAINS = std::min(PARTS, ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1);  // of sums, or one would wait for another
+  const Quant& q = *g.quant;
+  const int run = q.run(), zero_point = q.zero_point(), stretch = std::min(run, 64);
+  const long ld = x.ld, step_bytes = q.step_bytes();
+  const Ints low = set1_words((1 << BITS) - 1);
+  for (int c = 0; c < kCols; c += 2 * kLanes)
+    for (int begin = k0; begin < k1; begin += run) {
+      const long i = row * x.runs + begin / x.run;
+      Ints sums[CHAINS][ROWS * 2] = {};
+      unrolled<ROWS>([&](auto r) { sums[0][2 * r] = sums[0][2 * r + 1] = set1_ints(-zero_point * x.sum[i + r * x.runs]); });  // which the stored weights add
+      const uint8_t* w = q.step(nb, begin / 64) + c / 16 * TILE + begin % 64 * BITS * 2;
+      const int16_t *at = x.values + row * ld + begin, *end = at + std::min(run, k1 - begin);
+      for (; at < end; w += step_bytes) {
+        fetch.step();
+        const uint8_t* line = w;
+        for (const int16_t* stop = at + stretch; at < stop; at += K, line += 64) {
+          if (streams(ROWS)) read_ahead(line), read_ahead(line + TILE);
+          unrolled<PARTS>([&](auto part) __attribute__((always_inline)) {
+            constexpr int shift = BITS == 8 ? part * 8 : part % 2 * 8 + part / 2 * 4;
+            Ints v[2];
+            unrolled<2>([&](auto j) __attribute__((always_inline)) {
+              v[j] = load_ints(line + (kLanes == 16 ? j * TILE : j * 32));
+              if (shift) v[j] = words_right<shift>(v[j]);
+              if (shift + BITS < 16) v[j] = v[j] & low;
+            });
+            unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+              int pair;
+              memcpy(&pair, at + r * ld + part * 2, 4);
+              unrolled<2>([&](auto j) __attribute__((always_inline)) {
+                Ints& sum = sums[part % CHAINS][r * 2 + j];
+                sum = add_products(sum, v[j], set1_ints(pair));
+              });
+            });
+          });
+        }
+      }
+      for (int chain = 1; chain < CHAINS; chain++) unrolled<ROWS * 2>([&](auto i) { sums[0][i] = add_ints(sums[0][i], sums[chain][i]); });
+      const long place = q.group_at(nb, begin) + c;
+      unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
+        const vf scales = load(q.scales + place + v * 16);
+        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+          const long j = i + r * x.runs;
+          Floats total[kParts];
+          unrolled<kParts>([&](auto p) { total[p] = to_floats(sums[0][2 * r + v * kParts + p]); });
+          float* to = y + r * kCols + c + v * 16;
+          vf sum = fma(whole(total) * set1(x.scale[j]), scales, load(to));
+          if (q.offsets) sum = fma(load(q.offsets + place + v * 16), set1(float(x.sum[j]) * x.scale[j]), sum);
+          store(to, sum);
+        });
+      });
+    }
+}
+
+// y[rows][32] = rows row0 .. row0 + rows - 1 times block nb.
+template <int BITS>
+void quant_sums(const Gemm& g, const QuantRows& x, int row0, int rows, int nb, float* y) {
+  const Groups groups(nullptr, 0, rows);
+  const int width = g.quant->k_steps * 64, part = streams(rows) ? width : kPart, lines = std::min(g.quant->group, 64) * BITS / 16, passes = kPasses * groups.count();
+  std::fill(y, y + rows * kCols, 0.f);
+  for (int k = 0; k < width; k += part) {
+    Fetch fetch{(const char*)g.quant->step(nb, k / 64) + kVectorAhead, streams(rows) ? 0 : (lines + passes - 1) / passes};
+    for (int i = 0; i < groups.count(); i++)
+      of_rows(groups.size(i), [&](auto n) { quant_part<n, BITS>(g, x, row0 + groups.begin(i), nb, k, std::min(k + part, width), fetch, y + groups.begin(i) * kCols); });
+  }
+}
+
+// The same, and what becomes of it.
+template <int BITS>
+void quant_block(const Gemm& g, const QuantRows& x, int row0, int rows, int nb, float* y) {
+  quant_sums<BITS>(g, x, row0, rows, nb, y);
+  for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
+}
+
+inline void run_quant_vector(const Gemm& g, int threads) {
+  const QuantRows x = quant_rows(g, g.m, false);
+  const auto block = g.quant->bits == 8 ? quant_block<8> : quant_block<4>;
+  over_chunks(
+      g, threads, kVectorPiece / (x.ld * sizeof(int16_t)), [](int rows) { return rows * kCols * sizeof(float); }, [](float*, int, int) {},
+      [&](float* sums, int row0, int rows, int nb) { block(g, x, row0, rows, nb, sums); });
+}
+
+}  // namespace
