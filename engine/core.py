@@ -1,10 +1,10 @@
-"""The engine process: receive -> schedule -> execute -> update -> send.
+"""The engine process: receive, schedule, execute, update, send.
 
-Started as `python -m quire.engine.core ADDRESS`. On stdin the parent writes its `Config` (4 bytes of length,
-big-endian, then msgpack) and keeps stdin open: its end means that the parent is gone, and the engine with it; anything
-written there later ends the engine in order, with code 0. SIGINT and SIGTERM are left to the parent, which may have
-requests to finish when a whole process group is signalled. A failure of the engine itself is logged once, told to every
-server as `EngineDead`, and ends the process with code 1.
+Started as `python -m quire.engine.core ADDRESS`. The parent writes its `Config` to stdin (4 bytes of length,
+big-endian, then msgpack) and keeps stdin open. EOF means that the parent died: the engine kills itself. Any later byte
+asks the engine to shut down, with exit code 0. The engine ignores SIGINT and SIGTERM and leaves them to the parent,
+which may have requests to finish when a whole process group is signalled. A failure of the engine is logged once, sent
+to every server as `EngineDead`, and ends the process with exit code 1.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ from quire.engine.scheduler import Outputs, Scheduler, Step
 
 logger = logging.getLogger(__name__)
 
-STATS_INTERVAL = 0.25  # seconds between statistics while busy
-END_SIGNAL = signal.SIGUSR1  # to the main thread, from the one that watches stdin
-LOOK_INTERVAL = 0.5  # seconds between looks of an idle engine for what its workers wait for
-GRACE = 1.0  # seconds that a dying engine waits for a server to tell
+STATS_INTERVAL = 0.25  # seconds between statistics messages while busy
+EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
+OPS_POLL_INTERVAL = 0.5  # seconds between polls of an idle engine for kernels that are being compiled
+CONNECT_TIMEOUT = 1.0  # seconds that a failing engine waits for a server to connect
 
 
 class EngineCore:
-    """The loop of one engine. `start`, then `run`; both raise what the engine cannot survive."""
+    """The loop of one engine: call `start`, then `run`. Both raise the errors that end the engine."""
 
     def __init__(self, config: Config, socket: ServerSocket):
         self.config = config
         self.socket = socket
-        self.clients: set[bytes] = set()  # servers that said Hello
+        self.clients: set[bytes] = set()  # ROUTER identities of servers that sent Hello
         self.progress = Progress("starting", 0.0)
         self.ready: Ready | None = None
-        self.early: list[tuple[bytes, ToEngine]] = []  # what arrived before we were ready
+        self.early_messages: list[tuple[bytes, ToEngine]] = []  # messages that arrived before the engine was ready
         self.executor: Executor | None = None
         self.in_flight: deque[tuple[Step, Pending]] = deque()
-        self.works_idle = False  # whether the workers have put something off until there is nothing to run
-        self.stats_due = 0.0  # time.monotonic() of the next statistics; 0 when there is nothing new to tell
+        self.works_idle = False  # whether the workers have work deferred until no request runs
+        self.stats_due = 0.0  # time.monotonic() of the next statistics message; 0 if there are no new statistics
         self.awaits_ops = False  # whether the workers' kernels are still being compiled
 
     # ---- the loop
@@ -85,7 +85,7 @@ class EngineCore:
             self.step()
 
     def step(self) -> None:
-        """Keep `depth` steps in flight; once they are, wait for the oldest."""
+        """Schedule one step; when `depth` steps are in flight, wait for the oldest and process its results."""
         if len(self.in_flight) < self.depth and (step := self.scheduler.schedule()):
             self.in_flight.append((step, self.executor.execute(step.input)))
             if len(self.in_flight) < self.depth:
@@ -98,11 +98,15 @@ class EngineCore:
             self.works_idle = self.works_idle and self.executor.call("work_idle")
 
     def receive(self) -> None:
-        """Handle what has arrived. With nothing to run, sleep until something does, but for looks at whether the workers' kernels have become ready, lest a request pay for that."""
+        """Handle all received messages. With no work, sleep until a message arrives.
+
+        While the workers' kernels are being compiled, an idle engine polls for them, so that no request pays for the
+        switch. Raises RuntimeError if a worker process died while the engine was idle.
+        """
         idle = not self.in_flight and not self.scheduler.requests
         if idle:
             self.send_stats()
-            if self.socket.wait(0 if self.works_idle else LOOK_INTERVAL if self.awaits_ops else None):
+            if self.socket.wait(0 if self.works_idle else OPS_POLL_INTERVAL if self.awaits_ops else None):
                 raise RuntimeError("a worker process died")
         messages = self.socket.receive()
         for client, message in messages:
@@ -116,12 +120,12 @@ class EngineCore:
                 self.clients.add(client)
                 self.post(client, self.ready or self.progress)
             case _ if self.ready is None:
-                self.early.append((client, message))
+                self.early_messages.append((client, message))
             case AddRequest():
                 self.add(client, message)
             case AbortRequests():
                 self.scheduler.abort(message.request_ids, client)
-                self.note_stats()
+                self.schedule_stats()
             case Call():
                 self.post(client, self.call(message))
 
@@ -130,7 +134,7 @@ class EngineCore:
             outputs = self.scheduler.add(message, client)
         except Exception as error:
             if not isinstance(error, ValueError):
-                logger.exception("request %s cannot be added", message.request_id)
+                logger.exception("request %s: cannot add it to the queue", message.request_id)
             kind = "invalid_request" if isinstance(error, ValueError) else "engine"
             outputs = [
                 EngineOutput(choice.request_id, [], "error", error=str(error), error_kind=kind)
@@ -138,70 +142,70 @@ class EngineCore:
             ]
         if outputs:
             self.post(client, StepOutputs(outputs))
-        self.note_stats()
+        self.schedule_stats()
 
     def call(self, message: Call) -> CallResult:
-        """Run a utility method. Its failure is the caller's alone."""
+        """Run a utility method. Its error is returned to the caller and does not affect the engine."""
         methods = {
             "reset_prefix_cache": self.scheduler.kv.reset_prefix_cache,
             "stats": lambda: msgspec.structs.asdict(self.scheduler.stats()),
         }
         if message.method not in methods:
             return CallResult(
-                message.call_id, error=f"unknown method {message.method!r}; there are {', '.join(methods)}"
+                message.call_id, error=f"unknown method {message.method!r}: use one of {', '.join(methods)}"
             )
         try:
             return CallResult(message.call_id, methods[message.method](*message.args))
         except Exception as error:
-            logger.exception("call of %s failed", message.method)
+            logger.exception("call %d: %s failed", message.call_id, message.method)
             return CallResult(message.call_id, error=f"{type(error).__name__}: {error}")
 
-    # ---- messages out
+    # ---- sending messages
 
     def send(self, outputs: Outputs) -> None:
-        """One message per server, with statistics when they are due."""
-        self.note_stats()
+        """Send each server its outputs, with statistics when they are due."""
+        self.schedule_stats()
         if time.monotonic() >= self.stats_due:
             self.send_stats(outputs)
         else:
             for client, client_outputs in outputs.items():
                 self.post(client, StepOutputs(client_outputs))
 
-    def note_stats(self) -> None:
-        """There is something new to tell."""
+    def schedule_stats(self) -> None:
+        """Schedule a statistics message, unless one is already scheduled."""
         self.stats_due = self.stats_due or time.monotonic() + STATS_INTERVAL
 
     def send_stats(self, outputs: Outputs | None = None) -> None:
-        """Tell every server what changed since the last time, together with its `outputs`."""
+        """Send statistics since the last message to every server, together with its `outputs`."""
         if not self.stats_due:
             return
-        self.stats_due, stats, outputs = 0.0, self.scheduler.take_stats(), outputs or {}
+        self.stats_due, stats, outputs = 0.0, self.scheduler.flush_stats(), outputs or {}
         for client in self.clients | outputs.keys():
             self.post(client, StepOutputs(outputs.get(client, []), stats))
 
     def post(self, client: bytes, message: FromEngine) -> None:
-        """Send to one server; if it is gone, so are its requests."""
+        """Send a message to one server. If the server disconnected, abort its requests."""
         if not self.socket.send(client, message):
             self.clients.discard(client)
             if self.ready:
                 self.abort_client(client)
 
     def abort_client(self, client: bytes) -> None:
-        """That server is gone. One without requests has ended as it should."""
-        if any(owner == client for owner, _ in self.scheduler.requests):
-            logger.warning("a server has gone away; its requests are aborted")
+        """Abort the requests of a disconnected server. A server without requests shut down normally."""
+        if num_requests := sum(owner == client for owner, _ in self.scheduler.requests):
+            logger.warning("server %s disconnected: aborting its %d requests", client.hex(), num_requests)
             self.scheduler.abort_client(client)
 
     def broadcast(self, message: FromEngine) -> None:
         for client in list(self.clients):
             self.post(client, message)
 
-    # ---- start and end
+    # ---- start and shutdown
 
     def start(self) -> None:
-        """Load, run a first request through everything, and tell the servers that we are ready.
+        """Load the model, run a warm-up request, and send `Ready` to the servers.
 
-        Raises ValueError for what the user can correct.
+        Raises ValueError for errors that the user can correct.
         """
         self.executor = get_executor(self.config)
         ready = self.executor.initialize(self.report_progress)
@@ -220,27 +224,29 @@ class EngineCore:
         self.warm_up()
         self.awaits_ops = self.executor.call("look_for_ops")
         gc.collect()
-        gc.freeze()  # what is loaded now stays: leave it out of every later collection
+        # exclude the objects loaded so far from later garbage collections: they live as long as the process
+        gc.freeze()
         self.ready = Ready(ready, self.depth)
         self.broadcast(self.ready)
-        for client, message in self.early:
+        for client, message in self.early_messages:
             self.handle(client, message)
-        self.early.clear()
+        self.early_messages.clear()
 
     def report_progress(self, phase: str, fraction: float) -> None:
-        """Called while loading: tell it to the servers, and answer those that connect meanwhile."""
+        """Called while loading: send progress to the servers and answer those that connect meanwhile."""
         last, self.progress = self.progress, Progress(phase, fraction)
         for client, message in self.socket.receive():
             self.handle(client, message)
         if phase != last.phase or fraction - last.fraction >= 0.01 or fraction >= 1:
             self.broadcast(self.progress)
         else:
-            self.progress = last  # too small a change to tell
+            self.progress = last  # too small a change to report
 
     def warm_up(self) -> None:
-        """One request of a few tokens, prompt and decode, through scheduler and workers.
+        """Run one short request, prefill and decode, through scheduler and workers, then clear the prefix cache and the
+        counts.
 
-        Raises RuntimeError if it fails. Leaves nothing behind.
+        Raises RuntimeError if it fails.
         """
         prompt = [0] * min(4, max(self.scheduler.max_model_len - 2, 1))
         sampling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True)
@@ -248,26 +254,27 @@ class EngineCore:
         while step := self.scheduler.schedule():
             for output in self.scheduler.update(step, self.executor.execute(step.input).result()).get(b"", []):
                 if output.error:
-                    raise RuntimeError(f"the first step failed: {output.error}")
+                    raise RuntimeError(f"the warm-up step failed: {output.error}")
         self.scheduler.kv.reset_prefix_cache()
-        self.scheduler.take_stats()
+        self.scheduler.flush_stats()
 
     def die(self, error: Exception) -> None:
-        """The engine cannot go on: tell the servers why, and the log what they cannot know."""
-        correctable = self.ready is None and isinstance(error, ValueError)  # by the user: our stack does not help
+        """Log a fatal error and send its reason to the servers."""
+        # the user can correct it: a traceback does not help
+        correctable = self.ready is None and isinstance(error, ValueError)
         reason = str(error) if correctable else f"{type(error).__name__}: {error}"
         if not correctable:
             logger.critical("the engine failed", exc_info=error)
         if not self.clients:
-            self.socket.wait(GRACE)  # a failure at once, before the server has connected: it wants to know why
+            self.socket.wait(CONNECT_TIMEOUT)  # the server may not have connected yet, and must learn the reason
         self.clients.update(client for client, message in self.socket.receive() if isinstance(message, Hello))
-        if correctable and not self.clients:  # otherwise they say it
+        if correctable and not self.clients:  # otherwise the servers log it
             logger.error("cannot start: %s", reason)
         self.broadcast(EngineDead(reason))
 
     def kill(self) -> None:
-        """End this process, and all that it started, at once, from any thread: the parent is gone, and cannot tidy up
-        either.
+        """Kill this process and all its descendants at once, from any thread. Called when the parent died and cannot
+        clean up.
         """
         kill_descendants()
         remove_files()
@@ -278,7 +285,7 @@ class EngineCore:
 
 
 def read_config(fd: int) -> Config:
-    """Read the length-prefixed configuration from `fd`. Raises EOFError if it ends early."""
+    """Read the length-prefixed configuration from `fd`. Raises EOFError if it is incomplete."""
 
     def read(count: int) -> bytes:
         data = b""
@@ -291,27 +298,27 @@ def read_config(fd: int) -> Config:
     return msgspec.msgpack.decode(read(int.from_bytes(read(4), "big")), type=Config)
 
 
-def _end(*_: Any) -> None:
+def _exit_on_signal(*_: Any) -> None:
     sys.exit(0)
 
 
-def _ask_to_end() -> None:
-    """From another thread: the signal also interrupts a sleep or a poll of the main one."""
-    signal.pthread_kill(threading.main_thread().ident, END_SIGNAL)
+def _request_exit() -> None:
+    """Ask the main thread to shut down, from another thread. The signal also interrupts a sleep or a poll."""
+    signal.pthread_kill(threading.main_thread().ident, EXIT_SIGNAL)
 
 
 def _flush_stderr() -> None:
-    # a full disk, or a reader that is gone, must not keep us from ending
+    # a full disk or a closed pipe must not prevent the exit
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
 
 
 def main() -> None:
     """Run the engine process. Does not return."""
-    # Ctrl-C reaches the whole process group; the parent decides what it means
+    # Ctrl-C reaches the whole process group; the parent decides when to shut down
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(END_SIGNAL, _end)
+    signal.signal(EXIT_SIGNAL, _exit_on_signal)
     end_with_parent()
     dump_stacks_on(signal.SIGUSR2, "engine")
     set_name("quire-engine")
@@ -320,7 +327,7 @@ def main() -> None:
     config = read_config(sys.stdin.fileno())
     start_logging(config.server.log_level, "engine")
     core = EngineCore(config, socket)
-    watch_parent(sys.stdin.fileno(), _ask_to_end, core.kill)
+    watch_parent(sys.stdin.fileno(), _request_exit, core.kill)
     exit_code = 1
     try:
         core.start()
@@ -330,16 +337,16 @@ def main() -> None:
     except Exception as error:
         core.die(error)
         if core.executor:
-            # not `shutdown`, which waits: a rank may wait for one that is dead, a thread for a device that is
+            # not `shutdown`, which waits: a rank may wait for a dead rank, a thread for a failed device
             core.executor.kill()
         kill_descendants()
     finally:
-        signal.signal(END_SIGNAL, signal.SIG_IGN)
+        signal.signal(EXIT_SIGNAL, signal.SIG_IGN)
         socket.close()
         if core.executor and exit_code == 0:
             core.executor.shutdown()
         _flush_stderr()
-        os._exit(exit_code)  # nothing is left to tidy up, and an interpreter with torch takes long to take down
+        os._exit(exit_code)  # everything is cleaned up, and tearing down an interpreter with torch is slow
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The engine's side of its sockets: one ROUTER to which every server connects."""
+"""The engine's socket: one ROUTER to which every server connects."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 class ServerSocket:
-    """Bound at `address`. A server is known by its ROUTER identity, which is also the return address, so there may be
-    several.
+    """A ROUTER socket bound at `address`. A server is identified by its ROUTER identity, so several may connect.
 
-    Every message is one msgpack frame. Single-threaded, like any ZeroMQ socket.
+    Every message is one msgpack frame. Not thread-safe, like any ZeroMQ socket.
     """
 
     def __init__(self, address: str):
         self._path = address.removeprefix("ipc://")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a server that is gone fails instead of being dropped
-        # the engine never waits for a slow server; what is queued is bounded by its open requests
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a disconnected server fails instead of being dropped
+        # the engine never waits for a slow server; its queue is bounded by its open requests
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.bind(address)
@@ -36,16 +35,18 @@ class ServerSocket:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     def watch(self, fd: int) -> None:
-        """Let `wait` return when `fd` becomes readable, too."""
+        """Let `wait` also return when `fd` becomes readable."""
         self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout: float | None = None) -> list[int]:
-        """Sleep until a message, or one of the watched descriptors, is there. Returns the readable descriptors."""
+        """Sleep until a message arrives or a watched descriptor is readable, at most `timeout` seconds. Returns the
+        readable descriptors.
+        """
         events = self._poller.poll(None if timeout is None else timeout * 1000)
         return [source for source, _ in events if source is not self._socket]
 
     def receive(self) -> list[tuple[bytes, ToEngine]]:
-        """All messages that have arrived, without waiting. What does not decode is logged and dropped."""
+        """Return all received messages, without waiting. Messages that do not decode are logged and dropped."""
         messages = []
         while True:
             try:
@@ -55,10 +56,12 @@ class ServerSocket:
             try:
                 messages.append((client, self._decoder.decode(payload)))
             except msgspec.DecodeError as error:
-                logger.error("dropped a message of %d bytes that is none of ours: %s", len(payload), error)
+                logger.error(
+                    "server %s: dropped a malformed message of %d bytes: %s", client.hex(), len(payload), error
+                )
 
     def send(self, client: bytes, message: FromEngine) -> bool:
-        """Queue a message. False if that server is gone."""
+        """Queue a message. Returns False if the server disconnected."""
         try:
             self._socket.send_multipart((client, self._encoder.encode(message)))
             return True
@@ -68,15 +71,15 @@ class ServerSocket:
             return False
 
     def unlink(self) -> None:
-        """Remove the socket's file, and the folder that was made for it, without closing the socket.
+        """Remove the socket's file and the folder created for it, without closing the socket.
 
-        Callable from any thread.
+        Thread-safe.
         """
         with contextlib.suppress(OSError):
             os.unlink(self._path)
             os.rmdir(os.path.dirname(self._path))
 
     def close(self, linger: float = 1.0) -> None:
-        """Close, giving queued messages up to `linger` seconds to leave."""
+        """Close the socket, allowing queued messages up to `linger` seconds to be sent."""
         self._socket.close(linger=int(linger * 1000))
         self._context.term()

@@ -1,8 +1,8 @@
-"""Contract 2, server <-> engine. Torch-free; the server imports it, nothing else of `engine`.
+"""Contract 2, server <-> engine. Torch-free; the only module of `engine` that the server imports.
 
-The engine binds one ROUTER socket, each server connects one DEALER. Every message is one msgpack frame, a tagged array;
-the type is the tag. Every `AddRequest` is answered by exactly one `EngineOutput` with a `finish_reason`, whatever
-happens, unless it was aborted by its client.
+The engine binds one ROUTER socket and each server connects one DEALER socket. Every message is one msgpack frame, a
+tagged array; the tag is the type. Every `AddRequest` is answered by exactly one `EngineOutput` with a `finish_reason`
+per choice, unless its client aborts it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-# the environment variable that tells an engine's processes where to write their stacks down, each to a file
+# environment variable that names the folder in which an engine's processes write their stack dumps, one file each
 STACKS_FOLDER = "QUIRE_STACKS_FOLDER"
 STACKS_SUFFIX = ".stacks"
 
@@ -51,13 +51,14 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True,
 
 
 class Hello(_Message):
-    """Sent on connecting; answered by `Progress` messages until `Ready`."""
+    """Sent when a server connects; answered by `Progress` messages until `Ready`."""
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One sequence to generate.
 
-    `output_token_ids` are outputs it already has: a resubmission after an engine restart goes on behind them.
+    `output_token_ids` are outputs it already has: when a request is resubmitted after an engine restart, generation
+    continues after them.
     """
 
     request_id: str
@@ -66,26 +67,27 @@ class Choice(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class AddRequest(_Message):
-    """A prompt to continue: by the sequence `request_id`, and by `siblings`, which differ from it in what a `Choice`
-    has. So the prompt is sent once.
+    """A prompt to continue, as the sequence `request_id` and as `siblings`, which differ from it only in the fields of
+    `Choice`. The prompt is sent once.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     output_token_ids: list[int] = []
-    age: float = 0.0  # seconds since the server got it, by the server's monotonic clock: the older is served first
+    # seconds since the server received it, by the server's monotonic clock; older requests are served first
+    age: float = 0.0
     priority: int = 0  # lower runs first
-    cache_salt: str | None = None  # prefixes are shared only among equal salts
-    siblings: list[Choice] = []  # they share their prompt's blocks even when prefix caching is off
+    cache_salt: str | None = None  # requests share prefixes only if their salts are equal
+    siblings: list[Choice] = []  # choices share their prompt's blocks even when prefix caching is off
 
     @property
     def choices(self) -> list[Choice]:
-        """All sequences, the first one included."""
+        """All sequences, including the first."""
         return [Choice(self.request_id, self.sampling.seed, self.output_token_ids), *self.siblings]
 
     def having(self, choices: Iterable[Choice], age: float) -> AddRequest:
-        """The same with other choices."""
+        """Return a copy of this request with other choices and a new age."""
         first, *others = choices
         sampling = (
             self.sampling
@@ -111,7 +113,7 @@ class AbortRequests(_Message):
 
 
 class Call(_Message):
-    """A utility call, answered by `CallResult`: reset_prefix_cache() -> bool, stats() -> EngineStats fields as a dict."""
+    """A utility call, answered by `CallResult`: reset_prefix_cache() -> bool, stats() -> dict of EngineStats fields."""
 
     call_id: int
     method: str
@@ -122,25 +124,25 @@ class Call(_Message):
 
 
 class Progress(_Message):
-    """While starting."""
+    """Sent while the engine starts."""
 
     phase: str  # "starting", "loading weights", "profiling memory", "allocating KV cache", "warming up"
     fraction: float  # of this phase, 0 to 1
 
 
 class Ready(_Message):
-    """The engine has completed a step and takes requests."""
+    """The engine completed its first step and accepts requests."""
 
     worker: WorkerReady
     depth: int
 
 
 class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Engine-side clock readings of one request (time.time() seconds) and counts, sent with its last output."""
+    """Times of one request by the engine's clock (time.time() seconds) and counts, sent with its last output."""
 
     queued: float
-    scheduled: float  # first time it ran (0 if never)
-    first_token: float  # 0 if none
+    scheduled: float  # first time it ran, 0 if never
+    first_token: float  # 0 if it has no output
     finished: float
     num_preemptions: int
     num_prefill_computed: int  # prompt tokens computed rather than found in the prefix cache
@@ -149,23 +151,23 @@ class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """New tokens of one request, in order.
 
-    `finish_reason` is stop, length, abort or error, and set exactly once, on the last.
+    `finish_reason` is stop, length, abort or error; it is set exactly once, on the last output.
     """
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
-    stop_reason: int | None = None  # the stop token id, when one of stop_token_ids ended it
+    stop_reason: int | None = None  # the stop token id, if one of stop_token_ids ended the request
     logprobs: list[TokenLogprobs] | None = None  # parallel to new_token_ids
     prompt_logprobs: list[TokenLogprobs] | None = None  # the next prompt positions, in order
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when the request was first scheduled
     error: str | None = None
     timing: RequestTiming | None = None  # with the last output
-    error_kind: str = "engine"  # whose fault an error is: the engine's, or, with "invalid_request", the request's
+    error_kind: str = "engine"  # "engine" or "invalid_request": what caused the error, the engine or the request
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Gauges now, and counts since the previous message."""
+    """Current gauges, and counts since the previous message."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -179,7 +181,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
 
 
 class StepOutputs(_Message):
-    """All outputs of one step for one server. `outputs` may be empty when only stats changed."""
+    """All outputs of one step for one server. `outputs` is empty if only the statistics changed."""
 
     outputs: list[EngineOutput]
     stats: EngineStats | None = None
@@ -192,7 +194,7 @@ class CallResult(_Message):
 
 
 class EngineDead(_Message):
-    """The last message of an engine that cannot go on."""
+    """The last message of an engine that failed."""
 
     reason: str
 

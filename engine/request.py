@@ -1,4 +1,4 @@
-"""One sequence inside the engine, and the ordered collection that holds the waiting and the running ones."""
+"""One sequence in the engine, and the queue that keeps waiting and running sequences in order of service."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from quire.engine.messages import AddRequest, Choice, RequestTiming
 
 
 class Status(Enum):
-    WAITING = "waiting"  # new, or preempted
+    WAITING = "waiting"  # new or preempted
     RUNNING = "running"  # has a row and blocks
-    FINISHED = "finished"  # ended or aborted; steps still in flight skip it
+    FINISHED = "finished"  # finished, failed or aborted; steps in flight skip it
 
 
 class Request:
-    """Counts and ids of one sequence. Written by `Scheduler` only, but for the block fields, which belong to
-    `KVCacheManager`.
+    """Counts and ids of one sequence. Only `Scheduler` changes it, except for the block fields, which only
+    `KVCacheManager` changes.
 
     `token_ids` are the known tokens, prompt then outputs; until the first output they are the prompt's list, which the
-    n choices of a request share. Three counts tell its progress:
+    n choices of a request share. Three counts describe its progress:
 
         |<------------- num_tokens ------------->|<- num_in_flight ->|
         |<-- num_computed_tokens -->|<--------- num_new ------------>|
 
-    `num_computed_tokens` includes the steps still in flight; `num_in_flight` tokens are sampled by such steps but their
-    ids have not come back.
+    `num_computed_tokens` includes the steps in flight. `num_in_flight` tokens are sampled by such steps, but their ids
+    have not been received.
     """
 
     __slots__ = (
@@ -72,10 +72,10 @@ class Request:
         max_model_len: int,
         by_priority: bool,
     ):
-        """`sequence` is its number in the engine, `group` that of the first of its siblings; `arrival` is by the
-        engine's monotonic clock.
+        """`sequence` is its serial number in the engine, `group` the serial number of the first choice of its request.
+        `arrival` is a time of the engine's monotonic clock.
         """
-        self.client = client  # the return address: the ROUTER identity of its server
+        self.client = client  # the ROUTER identity of its server, used to address outputs
         self.request_id = choice.request_id
         sampling = message.sampling
         self.sampling = (
@@ -85,13 +85,13 @@ class Request:
         self.cache_salt = message.cache_salt
         self.group = group
         self.queued_time = time.time()
-        self.key = (self.priority if by_priority else 0, arrival, sequence)  # unique: the order of service
+        self.key = (self.priority if by_priority else 0, arrival, sequence)  # order of service; unique
 
         self.token_ids = (
             message.prompt_token_ids + choice.output_token_ids if choice.output_token_ids else message.prompt_token_ids
         )
         self.num_prompt_tokens = len(message.prompt_token_ids)
-        # known when reached: length stops are predicted
+        # length stops are predicted from it
         self.max_total_tokens = min(self.num_prompt_tokens + message.sampling.max_tokens, max_model_len)
 
         self.status = Status.WAITING
@@ -99,14 +99,14 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight = 0
         self.block_ids: list[list[int]] = []  # per cache group
-        # per cache group: blocks at the front that no token sees any more, NULL_BLOCK in block_ids
+        # per cache group: number of blocks at the front that no later token attends to, NULL_BLOCK in block_ids
         self.num_given_back: list[int] = []
-        self.block_hashes: list[bytes] = []  # of the full blocks of token_ids, as far as computed
-        self.num_published = 0  # of block_ids, from the front
+        self.block_hashes: list[bytes] = []  # hashes of the full blocks of token_ids computed so far
+        self.num_published = 0  # number of published blocks at the front of block_ids
 
-        # Delivered prompt logprobs. The prompt of a resubmitted request was complete, or it would have no outputs.
+        # Number of delivered prompt logprobs. A resubmitted request with outputs has delivered all of them.
         self.num_prompt_logprobs = self.num_prompt_tokens - 1 if choice.output_token_ids else 0
-        self.num_cached_tokens = -1  # not scheduled yet
+        self.num_cached_tokens = -1  # -1: not scheduled yet
         self.num_prefill_computed = 0
         self.num_preemptions = 0
         self.scheduled_time = 0.0
@@ -122,15 +122,17 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Prompt logprobs need the logits of every prompt position, so such a request computes its whole prompt once."""
+        """Whether the request may use the prefix cache. Prompt logprobs need the logits of every prompt position, so
+        such a request computes its whole prompt once.
+        """
         return self.sampling.prompt_logprobs is None or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
 
     def finish_reason(self) -> str | None:
-        """ "stop" if the last output is an EOS or stop id that counts, "length" if there is no room for another token,
-        else None.
+        """Return "stop" if the last output is an EOS or stop id that counts, "length" if no further token fits, else
+        None.
         """
         sampling, num_tokens = self.sampling, len(self.token_ids)
-        # A stop id among the first min_tokens outputs does not count; the sampler bans it there, too.
+        # Stop ids among the first min_tokens outputs do not count; the sampler also bans them there.
         if num_tokens - self.num_prompt_tokens > sampling.min_tokens:
             last = self.token_ids[-1]
             if (last in sampling.eos_token_ids and not sampling.ignore_eos) or last in sampling.stop_token_ids:
@@ -138,7 +140,7 @@ class Request:
         return "length" if num_tokens >= self.max_total_tokens else None
 
     def stop_reason(self) -> int | None:
-        """The stop id that ended a request with finish reason "stop"; None if it was the end-of-sequence token."""
+        """Return the stop id that ended a request with finish reason "stop", or None if it was an EOS token."""
         last = self.token_ids[-1]
         return None if last in self.sampling.eos_token_ids and not self.sampling.ignore_eos else last
 
@@ -157,7 +159,7 @@ _key = attrgetter("key")
 
 
 class RequestQueue:
-    """Requests in order of service (`Request.key`): the first is served first, the last is preempted first."""
+    """Requests in order of service (`Request.key`): the first is served first and preempted last."""
 
     def __init__(self) -> None:
         self._items: list[Request] = []

@@ -1,19 +1,19 @@
-"""Who runs in the next step, and what its results mean.
+"""Decide which requests run in the next step and process the results of each step.
 
-There is no prefill phase and no decode phase: a request has some tokens (`num_tokens`, and `num_in_flight` whose ids
-are still on the device), some of them computed, and every step lets `num_computed_tokens` catch up within one token
-budget. Prompts in chunks, mixed batches, prefix hits and resuming after preemption are all this one rule.
+There is no prefill phase and no decode phase. A request has known tokens (`num_tokens`) and tokens whose ids are still
+on the device (`num_in_flight`); some of them are computed. Every step lets `num_computed_tokens` catch up within one
+token budget. Chunked prompts, mixed batches, prefix cache hits and resumption after preemption all follow from this
+rule.
 
-Only counts are needed to schedule the next step, never a token id. So several steps may be in flight, under four rules:
-(a) `num_in_flight` counts sampled but unseen tokens;
-(b) length stops are predicted; only EOS, stop ids and aborts overshoot, by at most depth - 1 steps, whose outputs
-`update` skips;
-(c) a preempted request keeps `num_in_flight`, still receives those tokens, and is admitted again once it reaches 0;
-(d) blocks and rows are reusable as soon as they are freed, because the worker runs steps in order.
+Scheduling needs counts only, never token ids, so several steps may be in flight, under four rules:
+(a) `num_in_flight` counts sampled tokens whose ids are not known yet.
+(b) Length stops are predicted. Only EOS, stop ids and aborts overshoot, by at most depth - 1 steps; `update` skips the
+outputs of those steps.
+(c) A preempted request keeps `num_in_flight`, still receives those tokens, and is admitted again when it reaches 0.
+(d) Blocks and rows can be reused as soon as they are freed, because the worker runs steps in order.
 
-Blocks are shared before anybody knows whether the step that fills them succeeds. When it fails a request, whoever built
-on the blocks that this request filled, in the same step or in later ones that are in flight, is computed again
-(`_recompute_dependents`).
+Blocks are shared before the step that fills them is known to succeed. When a step fails a request, every request that
+read blocks filled by it, in the same step or in later steps in flight, is recomputed (`_recompute_dependents`).
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ SCORED_CHUNK = 256  # prompt tokens with log-probabilities in a step that others
 
 @dataclass(slots=True)
 class Step:
-    """What runs, and whose it is: `requests[i]` is at batch position i of `input`.
+    """One scheduled step. `requests[i]` is at batch position i of `input`.
 
-    `published` are the blocks that others could find since this step was scheduled: this step or an earlier one fills
-    them.
+    `published` lists, per request, the blocks that became visible to other requests when this step was scheduled. This
+    step or an earlier one fills them.
     """
 
     input: StepInput
     requests: list[Request]
     num_tokens: int = 0
     published: dict[Request, list[int]] = field(default_factory=dict)
-    # batch positions whose results are void, because they were computed from blocks of a failed request
+    # batch positions whose results are discarded because they were computed from blocks of a failed request
     ignored: set[int] = field(default_factory=set)
 
 
 class Scheduler:
-    """The only writer of requests. `schedule` and `update` are called in turn, with up to `depth` steps scheduled
-    before the first is updated.
+    """Owns all requests; no other class changes them. `schedule` and `update` are called in turn, with up to `depth`
+    steps scheduled before the first is updated.
 
-    With several pipeline `stages` the requests that decode form as many groups, which take turns: while the last stage
-    computes the next tokens of one group, the first one works on another, whose tokens are known. Prompts need not take
-    turns: their tokens are all known.
+    With several pipeline `stages`, decoding requests form as many groups, which take turns: while the last stage
+    computes the next tokens of one group, the first stage works on another group, whose tokens are known. Prefills need
+    no turns, because all their tokens are known.
     """
 
     def __init__(self, config: SchedulerConfig, ready: WorkerReady, kv: KVCacheManager, stages: int = 1):
@@ -66,9 +66,9 @@ class Scheduler:
         self.by_priority = config.scheduling_policy == "priority"
         self.long_prefill_token_threshold = config.long_prefill_token_threshold
         self.token_budget = ready.max_num_batched_tokens
-        # so that no running request is ever left without a token
+        # every running request gets at least one token per step
         self.max_running = min(ready.max_num_seqs, ready.max_num_batched_tokens)
-        # so that a request alone always fits
+        # a request that runs alone always fits
         self.max_model_len = longest_request(
             ready.groups, kv.pool.num_usable, kv.block_size, self.token_budget, ready.max_model_len
         )
@@ -76,20 +76,20 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.requests: dict[tuple[bytes, str], Request] = {}
-        self.free_rows = list(range(ready.max_num_seqs))  # a heap: rows are handed out lowest first
-        self._in_flight: deque[Step] = deque()  # scheduled and not updated
+        self.free_rows = list(range(ready.max_num_seqs))  # a heap: the lowest free row is used first
+        self._in_flight: deque[Step] = deque()  # scheduled, results not processed yet
         self.counts = Counts()
         self._num_added = 0
         self._num_steps = 0
 
-    # ---- requests come and go
+    # ---- adding and aborting requests
 
     def add(self, message: AddRequest, client: bytes = b"") -> list[EngineOutput]:
-        """Queue the choices of a request. Returns the only outputs of those that need no step (resubmissions that were
-        complete already).
+        """Queue the choices of a request. Returns the outputs of choices that need no step: resubmissions that were
+        already complete.
 
-        Raises ValueError for what can never run, and then adds none of them. Everything in a message that could fail is
-        used here, so that `schedule` cannot fail for one request.
+        Raises ValueError for a request that can never run, and then adds none of its choices. Every field of the
+        message that could cause an error is used here, so that `schedule` cannot fail because of one request.
         """
         choices = message.choices
         for choice in choices:
@@ -115,27 +115,27 @@ class Scheduler:
         return complete
 
     def abort(self, request_ids: list[str], client: bytes = b"") -> None:
-        """Free these requests at once; unknown and finished ones are ignored.
+        """Free these requests at once. Unknown and finished ids are ignored.
 
-        Steps in flight that contain them are skipped by `update`.
+        `update` skips aborted requests in steps that are still in flight.
         """
         for request_id in request_ids:
             if request := self.requests.get((client, request_id)):
                 self._remove(request)
 
     def abort_client(self, client: bytes) -> None:
-        """Free all requests of a server that is gone."""
+        """Abort all requests of a server that disconnected."""
         self.abort([request_id for owner, request_id in self.requests if owner == client], client)
 
-    # ---- a step
+    # ---- scheduling a step
 
     def schedule(self) -> Step | None:
-        """Choose what runs in the next step and advance the counters; None if nothing can run."""
+        """Choose the requests of the next step and advance their counters. Returns None if nothing can run."""
         step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], []), [])
         self.kv.start_step()
         if self.by_priority and self.waiting:
-            self._make_way()
-        for _ in range(self.num_groups):  # until one has something to run
+            self._preempt_for_waiting()
+        for _ in range(self.num_groups):  # stop at the first group that has work
             self.turn = (self.turn + 1) % self.num_groups
             self._schedule_running(step)
             if step.requests:
@@ -149,14 +149,14 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: Step) -> None:
-        """Decodes first, so that no prompt, however long, delays another request's next token; then prompts with what
-        is left of the budget.
+        """Schedule decodes first, so that a long prompt never delays another request's next token, then prefills with
+        the remaining budget.
         """
-        batch: dict[Request, int] = {}  # number of tokens, in batch order
-        grown: dict[Request, list[list[int]]] = {}  # blocks added
+        batch: dict[Request, int] = {}  # number of tokens per request, in batch order
+        new_blocks: dict[Request, list[list[int]]] = {}  # new block ids per request and group
         budget, prefills = self.token_budget, []
         for request in list(self.running):
-            if request.status is not Status.RUNNING:  # preempted by one before it
+            if request.status is not Status.RUNNING:  # preempted by an earlier request in this loop
                 continue
             num_tokens = len(request.token_ids) + request.num_in_flight
             num_new = num_tokens - request.num_computed_tokens
@@ -166,27 +166,27 @@ class Scheduler:
                 num_new == 1
                 and request.row % self.num_groups == self.turn
                 and not (request.num_in_flight and num_tokens >= request.max_total_tokens)
-                and self._grow(request, num_tokens, batch, grown)
+                and self._allocate(request, num_tokens, batch, new_blocks)
             ):
                 batch[request] = 1
                 budget -= 1
         for request in prefills:
             if request.status is Status.RUNNING and budget > 0:
-                num_new = self._chunk(request, budget, alone=len(self.running) == 1)
-                if self._grow(request, request.num_computed_tokens + num_new, batch, grown):
+                num_new = self._chunk_size(request, budget, alone=len(self.running) == 1)
+                if self._allocate(request, request.num_computed_tokens + num_new, batch, new_blocks):
                     batch[request] = num_new
                     budget -= num_new
         for request, num_new in batch.items():
-            self._commit(step, request, num_new, grown.get(request, []))
+            self._add_to_step(step, request, num_new, new_blocks.get(request, []))
 
-    def _grow(
-        self, request: Request, num_tokens: int, batch: dict[Request, int], grown: dict[Request, list[list[int]]]
+    def _allocate(
+        self, request: Request, num_tokens: int, batch: dict[Request, int], new_blocks: dict[Request, list[list[int]]]
     ) -> bool:
-        """Give a running request blocks for its first `num_tokens` tokens, if need be from those served after it.
-        False: it sits this step out.
+        """Allocate blocks for the first `num_tokens` tokens of a running request, preempting later requests if needed.
+        Returns False if the request must skip this step.
 
-        The last one never preempts itself: what it has stays useful until somebody before it needs the blocks. The
-        first one always gets what it needs.
+        The last request never preempts itself: its blocks stay useful until an earlier request needs them. The first
+        request always gets its blocks.
         """
         if self.kv.has_room(request, num_tokens):
             return True
@@ -196,20 +196,21 @@ class Scheduler:
                 return False
             batch.pop(victim, None)
             self._preempt(victim)
-        grown[request] = block_ids
+        new_blocks[request] = block_ids
         return True
 
     def _admit_waiting(self, step: Step) -> None:
-        """Admit in order of service while budget, rows and blocks last.
+        """Admit waiting requests in order of service while budget, rows and blocks last.
 
-        Nobody overtakes a request that does not fit.
+        A request that does not fit is never overtaken.
         """
         if not self.waiting:
             return
         reserve = self._reserve()
         while self.waiting and step.num_tokens < self.token_budget and len(self.running) < self.max_running:
             request = self.waiting.first
-            if request.num_in_flight or reserve >= self.kv.pool.num_free:  # rule (c); and each needs a block at least
+            # rule (c); every request needs at least one block
+            if request.num_in_flight or reserve >= self.kv.pool.num_free:
                 return
             matched = self.kv.match(request)
             if self.kv.num_missing(request, matched) + reserve > self.kv.pool.num_free:
@@ -224,8 +225,8 @@ class Scheduler:
         request.row = heappop(self.free_rows)
         self.kv.attach(request, matched)
         if request.num_cached_tokens < 0:
-            self._note_first_scheduling(request)
-        num_new = self._chunk(request, self.token_budget - step.num_tokens, alone=not self.running)
+            self._count_first_scheduling(request)
+        num_new = self._chunk_size(request, self.token_budget - step.num_tokens, alone=not self.running)
         block_ids = self.kv.allocate(request, request.num_computed_tokens + num_new)
         assert block_ids is not None, "admitted without enough free blocks"
         self.running.add(request)
@@ -238,10 +239,10 @@ class Scheduler:
                 request.sampling,
             )
         )
-        self._commit(step, request, num_new, [])
+        self._add_to_step(step, request, num_new, [])
 
-    def _chunk(self, request: Request, budget: int, alone: bool) -> int:
-        """How many tokens of a request run in this step."""
+    def _chunk_size(self, request: Request, budget: int, alone: bool) -> int:
+        """Number of tokens of a request to run in this step."""
         num_new = min(request.num_tokens + request.num_in_flight - request.num_computed_tokens, budget)
         if self.long_prefill_token_threshold and not alone:
             num_new = min(num_new, self.long_prefill_token_threshold)
@@ -250,8 +251,8 @@ class Scheduler:
         start = request.num_computed_tokens
         return self.kv.chunk_end(request, start + num_new) - start
 
-    def _commit(self, step: Step, request: Request, num_new: int, new_blocks: list[list[int]]) -> None:
-        """Put a chunk into the step. From here on it counts as computed: whatever comes later runs after it."""
+    def _add_to_step(self, step: Step, request: Request, num_new: int, new_blocks: list[list[int]]) -> None:
+        """Add a chunk to the step and count it as computed: later steps run after it."""
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_new
         batch = step.input
@@ -265,25 +266,25 @@ class Scheduler:
         step.requests.append(request)
         step.num_tokens += num_new
         if start < request.num_prompt_tokens:
-            self._note_prefill(request, start, min(end, request.num_prompt_tokens))
+            self._count_prefill(request, start, min(end, request.num_prompt_tokens))
         if end >= (request.num_published + 1) * self.kv.block_size:
             step.published[request] = self.kv.publish(request)
 
     # ---- memory pressure
 
     def _reserve(self) -> int:
-        """Free blocks that admission leaves to the running requests, so that it does not take what they are about to
-        need and preempt in turn.
+        """Number of free blocks that admission leaves to running requests, so that a new request does not take blocks
+        that they need soon, which would cause a preemption.
         """
         return sum(map(self._num_expected_blocks, self.running))
 
     def _num_expected_blocks(self, request: Request) -> int:
-        """Blocks for the rest of its prompt, and for outputs."""
+        """Number of blocks that a request still needs for the rest of its prompt and for outputs."""
         return self.kv.num_expected(request)
 
-    def _make_way(self) -> None:
-        """If the first waiting request outranks running ones and does not fit, preempt from the last of these, unless
-        even all of them would not do.
+    def _preempt_for_waiting(self) -> None:
+        """Preempt lower-priority running requests, last ones first, until the first waiting request fits. Preempt none
+        if even all of them would not free enough.
         """
         request = self.waiting.first
         outranked = [other for other in self.running if other.priority > request.priority]
@@ -292,44 +293,46 @@ class Scheduler:
         )
         if request.num_in_flight or obtainable < self.kv.num_missing(request, Match()) + self._reserve():
             return
-        while outranked and not self._fits(request):
+        while outranked and not self._can_admit(request):
             self._preempt(outranked.pop())
 
-    def _fits(self, request: Request) -> bool:
-        """Whether there is a row and memory to admit a request."""
+    def _can_admit(self, request: Request) -> bool:
+        """Return whether a row and enough blocks are free to admit a request."""
         return (
             len(self.running) < self.max_running
             and self.kv.num_missing(request, self.kv.match(request)) + self._reserve() <= self.kv.pool.num_free
         )
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from a running request; it will be computed again, or found in the prefix cache."""
-        self._vacate(request)
-        self._wait_again(request)
+        """Take the row and all blocks from a running request and queue it again. Its tokens are recomputed later, or
+        found in the prefix cache.
+        """
+        self._free_row_and_blocks(request)
+        self._requeue(request)
 
-    def _wait_again(self, request: Request) -> None:
+    def _requeue(self, request: Request) -> None:
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.counts.num_preemptions += 1
         self.waiting.add(request)
 
-    def _vacate(self, request: Request, discard: bool = False) -> None:
+    def _free_row_and_blocks(self, request: Request, discard: bool = False) -> None:
         published = self.kv.free(request, discard)
         if published and self._in_flight:
             self._in_flight[-1].published.setdefault(request, []).extend(published)
-        self._leave_row(request)
+        self._free_row(request)
 
-    def _leave_row(self, request: Request) -> None:
+    def _free_row(self, request: Request) -> None:
         self.running.remove(request)
         heappush(self.free_rows, request.row)
         request.row = -1
 
-    # ---- results
+    # ---- processing results
 
     def update(self, step: Step, output: StepOutput) -> Outputs:
-        """Take in what a step sampled; the steps come in the order in which they were scheduled.
+        """Process the results of a step. Steps are updated in the order in which they were scheduled.
 
-        Returns the outputs it brings, by client.
+        Returns the new outputs by client.
         """
         assert self._in_flight[0] is step, "a step was skipped"
         now, outputs = time.time(), {}
@@ -362,11 +365,11 @@ class Scheduler:
         now: float,
         outputs: Outputs,
     ) -> None:
-        """Append the sampled tokens of one request, up to one that ends it."""
+        """Append the sampled tokens of one request, up to the token that finishes it."""
         request.num_in_flight -= 1
         num_received, reason = 0, None
         if len(request.token_ids) == request.num_prompt_tokens:
-            request.token_ids = list(request.token_ids)  # the prompt's, which other choices share
+            request.token_ids = list(request.token_ids)  # copy: the sibling choices share the prompt's list
         while num_received < len(token_ids) and not reason:
             request.token_ids.append(token_ids[num_received])
             num_received += 1
@@ -385,8 +388,8 @@ class Scheduler:
             outputs.setdefault(request.client, []).append(output)
 
     def _new_prompt_logprobs(self, step: Step, output: StepOutput) -> dict[Request, list[TokenLogprobs]]:
-        """The prompt logprobs of this step that were not delivered before: after a preemption the first ones come
-        again.
+        """Return the prompt logprobs of this step that were not delivered before. After a preemption the worker sends
+        the first ones again.
 
         The chunk of prompt tokens [a, b) predicts tokens a + 1 .. min(b, num_prompt_tokens - 1), which are entries a ..
         of the whole list.
@@ -403,7 +406,7 @@ class Scheduler:
     def _finish_unsampled(
         self, step: Step, prompt_logprobs: dict[Request, list[TokenLogprobs]], now: float, outputs: Outputs
     ) -> None:
-        """max_tokens=0: a request ends when its prompt is computed."""
+        """Finish requests with max_tokens=0 whose prompt is computed, and deliver their prompt logprobs."""
         if len(step.input.samples) == len(step.requests):
             return
         for i, request in enumerate(step.requests):
@@ -418,12 +421,12 @@ class Scheduler:
                 )
 
     def _recompute_dependents(self, step: Step, failed: Collection[int]) -> None:
-        """Nobody may keep anything that was computed from blocks which the requests at the positions `failed` filled in
-        `step` or later.
+        """Recompute every request that read blocks filled, in `step` or later, by the requests at batch positions
+        `failed`.
 
-        Such a block was found by others only since `step`, all of whose successors are still in flight: no token that
-        depends on it has been told. So it suffices to follow, through these steps and in the order of computation, who
-        was admitted on such blocks and what they published in turn.
+        Other requests can find such a block only since `step`, and all later steps are still in flight, so no token
+        that depends on it has been delivered. It is enough to walk these steps in order and track which requests were
+        admitted on such blocks and which blocks those requests published in turn.
         """
         failing = {step.requests[i] for i in failed}
         tainted, blocks = set(failing), set()
@@ -431,25 +434,26 @@ class Scheduler:
             entered = {new.row: new.block_ids for new in later.input.new}
             for i, request in enumerate(later.requests):
                 if later is not step or i not in failed:
-                    self._judge_entry(
+                    self._update_tainted(
                         request, entered.get(later.input.rows[i]), later.input.num_computed[i], tainted, blocks
                     )
                     if request in tainted and i not in later.ignored:
-                        self._ignore(later, i)
+                        self._ignore_result(later, i)
                 if request in tainted:
                     blocks.update(later.published.get(request, ()))
                 else:
-                    blocks.difference_update(later.published.get(request, ()))  # the same block, filled anew
+                    # the same block, filled again with valid data
+                    blocks.difference_update(later.published.get(request, ()))
             for request in later.published.keys() & tainted:
-                blocks.update(later.published[request])  # also what was published when it had left
+                blocks.update(later.published[request])  # blocks published after the request left the batch
         self.kv.forget(list(blocks))
         for request in tainted - failing:
             if request.status is Status.RUNNING:
                 self.kv.release(request)
-                self._leave_row(request)
-                self._wait_again(request)
+                self._free_row(request)
+                self._requeue(request)
 
-    def _judge_entry(
+    def _update_tainted(
         self,
         request: Request,
         block_ids: list[list[int]] | None,
@@ -457,7 +461,9 @@ class Scheduler:
         tainted: set[Request],
         blocks: set[int],
     ) -> None:
-        """A request that enters with `block_ids` depends on those of its cached prefix, and on nothing from before."""
+        """Mark or clear a request that enters the batch with `block_ids`: it is tainted only if its cached prefix
+        contains a tainted block, whatever it computed before.
+        """
         if block_ids is None:
             return
         if blocks.isdisjoint(self.kv.shared_prefix(block_ids, num_computed)):
@@ -465,7 +471,7 @@ class Scheduler:
         else:
             tainted.add(request)
 
-    def _ignore(self, step: Step, position: int) -> None:
+    def _ignore_result(self, step: Step, position: int) -> None:
         request = step.requests[position]
         step.ignored.add(position)
         if request.status is not Status.FINISHED and position in step.input.samples:
@@ -505,32 +511,34 @@ class Scheduler:
         )
 
     def _remove(self, request: Request, discard: bool = False) -> None:
-        """A request ends, wherever it is."""
+        """Finish a request, whether it is running or waiting."""
         if request.status is Status.RUNNING:
-            self._vacate(request, discard)
+            self._free_row_and_blocks(request, discard)
         else:
             self.waiting.remove(request)
         request.status = Status.FINISHED
         del self.requests[request.client, request.request_id]
 
-    # ---- counting
+    # ---- statistics
 
-    def _note_first_scheduling(self, request: Request) -> None:
+    def _count_first_scheduling(self, request: Request) -> None:
         request.scheduled_time = time.time()
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if request.reads_cache and self.kv.enable_prefix_caching:
             self.counts.prefix_cache_queries += request.num_prompt_tokens
             self.counts.prefix_cache_hits += request.num_cached_tokens
 
-    def _note_prefill(self, request: Request, start: int, end: int) -> None:
-        """Prompt tokens [start, end) run; `num_prefill_computed` counts each once, the metric every time."""
+    def _count_prefill(self, request: Request, start: int, end: int) -> None:
+        """Count prompt tokens [start, end). `num_prefill_computed` counts each token once; the metric also counts
+        recomputation.
+        """
         self.counts.num_prompt_tokens += end - start
         request.num_prefill_computed = max(request.num_prefill_computed, end - request.num_cached_tokens)
 
     def stats(self) -> EngineStats:
-        """Gauges now, and counts since `take_stats`."""
+        """Current gauges, and counts since the last `flush_stats`."""
         return self.counts.snapshot(len(self.running), len(self.waiting), self.kv.usage)
 
-    def take_stats(self) -> EngineStats:
+    def flush_stats(self) -> EngineStats:
         stats, self.counts = self.stats(), Counts()
         return stats

@@ -1,4 +1,4 @@
-"""What the scheduler counts for `/metrics` and the log."""
+"""Counters of the scheduler for `/metrics` and the log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quire.engine.messages import EngineStats
 
 @dataclass(slots=True)
 class Counts:
-    """Counts since they were last sent."""
+    """Counts since the last statistics message."""
 
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
     num_preemptions: int = 0
-    num_prompt_tokens: int = 0  # computed, again after a preemption
+    num_prompt_tokens: int = 0  # computed prompt tokens, including those recomputed after a preemption
     num_generation_tokens: int = 0
     iteration_tokens: list[int] = field(default_factory=list)  # tokens of each step
 

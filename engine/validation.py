@@ -1,6 +1,6 @@
-"""What a request must be like to run at all.
+"""Check requests before they are queued.
 
-Whatever the scheduler and the workers could trip over is refused here, before it touches anything shared.
+Every value that would raise in the scheduler or in a worker is rejected here, before the request touches shared state.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Collection
 from quire.engine.messages import AddRequest
 from quire.worker.messages import LOGPROBS_MODES, SamplingParams
 
-# number of bad words times the length of the longest: the workers compare that many tokens per step
+# number of bad words times the length of the longest: the number of tokens that workers compare per step
 MAX_BAD_WORDS_SIZE = 1 << 18
 
-MAX_STOP_TOKEN_IDS = 1024  # looked through for each token
+MAX_STOP_TOKEN_IDS = 1024  # searched for every sampled token
 
 
 def check_request(message: AddRequest, max_model_len: int, vocab_size: int) -> None:
-    """Raises ValueError naming the parameter and its limit."""
+    """Raise ValueError, naming the parameter and its limit, for a request that cannot run."""
     prompt, sampling = message.prompt_token_ids, message.sampling
     if not prompt:
         raise ValueError("prompt_token_ids is empty")
@@ -25,49 +25,45 @@ def check_request(message: AddRequest, max_model_len: int, vocab_size: int) -> N
     for choice in message.choices:
         _check_token_ids("output_token_ids", choice.output_token_ids, vocab_size)
     if len({choice.request_id for choice in message.choices}) < len(message.choices):
-        raise ValueError("request_id: two choices of a request have the same")
+        raise ValueError("request_id: two choices of a request have the same id")
     check_sampling(sampling, max_model_len, vocab_size)
     if len(prompt) + min(sampling.max_tokens, 1) > max_model_len:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens, but a request may have {max_model_len} in all, "
-            "prompt and output (the model's context length, or all the KV cache holds)"
+            f"the prompt has {len(prompt)} tokens, but a request may have at most {max_model_len} tokens in total, "
+            "prompt and output (limited by the model's context length or the KV cache)"
         )
 
 
 def check_sampling(sampling: SamplingParams, max_model_len: int, vocab_size: int) -> None:
-    """Raises ValueError naming the parameter and its limit."""
+    """Raise ValueError, naming the parameter and its limit, for sampling parameters out of range."""
     for name in ("max_tokens", "min_tokens"):
         if (value := getattr(sampling, name)) < 0:
-            raise ValueError(f"{name} is {value}, which is less than 0")
+            raise ValueError(f"{name} is {value}, but must be at least 0")
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "eos_token_ids"):
         token_ids = getattr(sampling, name) or ()
         limit = MAX_STOP_TOKEN_IDS if name in ("stop_token_ids", "eos_token_ids") else vocab_size
         if len(token_ids) > limit:
-            raise ValueError(f"{name} has {len(token_ids)} entries, but may have {limit}")
+            raise ValueError(f"{name} has {len(token_ids)} entries, but may have at most {limit}")
         _check_token_ids(name, token_ids, vocab_size)
     _check_bad_words(sampling.bad_words_ids or [], max_model_len, vocab_size)
     if sampling.logprobs_mode not in LOGPROBS_MODES:
-        raise ValueError(
-            f"logprobs_mode {sampling.logprobs_mode!r} does not exist: choose one of {', '.join(LOGPROBS_MODES)}"
-        )
+        raise ValueError(f"logprobs_mode is {sampling.logprobs_mode!r}, but must be one of {', '.join(LOGPROBS_MODES)}")
 
 
 def _check_bad_words(words: list[list[int]], max_model_len: int, vocab_size: int) -> None:
     longest = max(map(len, words), default=0)
     if longest > max_model_len:
-        raise ValueError(f"bad_words: one has {longest} tokens, but a request may have {max_model_len} in all")
+        raise ValueError(f"bad_words: an entry has {longest} tokens, but a request may have at most {max_model_len}")
     if len(words) * longest > MAX_BAD_WORDS_SIZE:
         raise ValueError(
-
-                f"bad_words: {len(words)} sequences, the longest of {longest} tokens; the product must not exceed "
-                f"{MAX_BAD_WORDS_SIZE}"
-
+            f"bad_words: {len(words)} sequences, the longest of {longest} tokens; the product must not exceed "
+            f"{MAX_BAD_WORDS_SIZE}"
         )
     for word in words:
         _check_token_ids("bad_words", word, vocab_size)
 
 
-def _check_token_ids(what: str, token_ids: Collection[int], vocab_size: int) -> None:
+def _check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise ValueError(f"{what}: token id {bad} is outside 0 .. {vocab_size - 1}, the model's vocabulary")
+        raise ValueError(f"{name}: token id {bad} is outside the model's vocabulary, 0 .. {vocab_size - 1}")

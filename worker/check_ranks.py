@@ -1,5 +1,5 @@
-"""`--debug-check-ranks`: the ranks of a tensor-parallel group repeat each other's sampling and never compare notes;
-this does, after every step.
+"""`--debug-check-ranks`: compare the tokens that the ranks of a tensor-parallel group sample, after every step. Without
+it, ranks repeat each other's sampling and never compare results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.worker.sampling.sampler import Sampled, Sampler
 
 
 class CheckedSampler(Sampler):
-    """Raises RuntimeError when the ranks of `group` sample different tokens. Waits for the device in every step."""
+    """Raises RuntimeError if the ranks of `group` sample different tokens. Waits for the device in every step."""
 
     def __init__(self, table: RequestTable, platform: Platform, group: Group) -> None:
         super().__init__(table, platform)
@@ -25,9 +25,7 @@ class CheckedSampler(Sampler):
         by_rank = self.group.all_gather(sampled.token_ids[None], dim=0).tolist()
         if any(token_ids != by_rank[0] for token_ids in by_rank):
             raise RuntimeError(
-
-                    f"the tensor-parallel ranks sampled different tokens for rows {batch.rows} at positions "
-                    f"{batch.positions}: {by_rank}"
-
+                f"the tensor-parallel ranks sampled different tokens for rows {batch.rows} at positions "
+                f"{batch.positions}: {by_rank}"
             )
         return sampled

@@ -1,8 +1,8 @@
-"""Fills a model's parameters from safetensors files or with random numbers.
+"""Fill a model's parameters from safetensors files or with random numbers.
 
-Every parameter says which slices of which checkpoint tensors it is made of (`layers.linear.Part`; a parameter that says
-nothing is the tensor of its own name). Files are memory-mapped and each slice is copied once, from the mapping straight
-into its place, so a rank reads only its share. What a layer repacks it may read from the mapping.
+Every parameter lists the slices of checkpoint tensors it consists of (`layers.linear.Part`); a parameter without a list
+is the tensor of its own name. Files are memory-mapped and each slice is copied once, from the mapping to its
+destination, so a rank reads only its share. A layer that repacks a weight may read it directly from the mapping.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms import huge_pages
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints carry these tables
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints contain these tables
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One slice to be copied, and the parameter that it belongs to."""
+    """A slice to copy, and the parameter it belongs to."""
 
     part: Part
     parameter: torch.nn.Parameter
 
     @property
     def target(self) -> torch.Tensor:
-        """Where in the parameter."""
+        """The destination inside the parameter."""
         return narrowed(self.parameter.data, self.part.target)
 
 
@@ -54,18 +54,18 @@ def load_weights(
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Fill all parameters of `model`, and finalize each linear layer as soon as it has its own: what repacking one
-    frees, the next one takes. Then `model.finalize()`.
+    """Fill all parameters of `model`, and finalize each linear layer as soon as its parameters are complete, so that
+    the next layer can reuse memory that repacking frees. Then call `model.finalize()`.
 
-    `auto` is safetensors; `dummy` needs no files and fills in random numbers that depend on `seed` and the tensor's
-    name only, so that ranks agree. `progress` is called with the fraction of bytes done, at most about a hundred times.
+    `auto` means safetensors. `dummy` needs no files: its random numbers depend only on `seed` and the tensor's name, so
+    that ranks agree. `progress` is called with the fraction of bytes loaded, at most about a hundred times.
 
     Raises:
         ValueError: unknown format, no safetensors in `folder`, or tensors that are missing, superfluous, or of the
         wrong shape or type, by name.
     """
     if load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format {load_format!r} is unknown; known: {', '.join(LOAD_FORMATS)}")
+        raise ValueError(f"load_format is {load_format!r}, but must be one of {', '.join(LOAD_FORMATS)}")
     placements = deque(_placements(model))
     with torch.inference_mode(), ExitStack() as stack:
         if load_format == "dummy":
@@ -80,8 +80,8 @@ def load_weights(
 
 
 def check_model(config: Config, *, files: bool = True) -> None:
-    """Raise the ValueError that building the model and, with `files`, loading its weights would raise, from the shapes
-    alone: nothing is allocated or read.
+    """Raise the ValueError that building the model and, with `files`, loading its weights would raise. Checks shapes
+    only: allocates and reads no weights.
     """
     spec, group = read_model_spec(config.model.model), Group()
     group.size = config.parallel.tensor_parallel_size
@@ -93,7 +93,7 @@ def check_model(config: Config, *, files: bool = True) -> None:
 
 
 def _placements(model: torch.nn.Module) -> Iterable[Placement]:
-    for name, parameter in model.named_parameters():  # a shared parameter comes once
+    for name, parameter in model.named_parameters():  # a shared parameter is listed once
         for part in getattr(parameter, "parts", None) or [Part(name, tuple(parameter.shape))]:
             yield Placement(part, parameter)
 
@@ -104,9 +104,9 @@ def _fill_all(
     fill: Callable[[Placement, bool], bool],
     progress: Callable[[float], None] | None,
 ) -> None:
-    """Empties `placements`: they would keep the memory of parameters that have been repacked.
+    """Fill all placements. Empties the queue, which would otherwise keep the memory of repacked parameters alive.
 
-    `fill` copies a slice, or, where it may, lends the file's memory as the parameter's; whether it did is its result.
+    `fill` copies a slice or, if allowed, lends the file's memory to the parameter; it returns whether it did.
     """
     total = sum(p.target.nbytes for p in placements)
     done, reported = 0, 0.0
@@ -122,31 +122,32 @@ def _fill_all(
 
 
 class _IncompleteLayers:
-    """Finalizes each linear layer of `model` when all slices of its parameters are there.
+    """Finalizes each linear layer of `model` when all slices of its parameters are filled.
 
-    The system takes longer to hand out memory than copying into it takes. So of the parameters that a layer gives up
-    then, the memory goes to those of the same kind; and what has been lent is copied only if the layer keeps it.
+    Allocating memory takes longer than copying into it. So the memory of parameters that a finalized layer gives up is
+    reused for parameters of the same shape and dtype, and lent memory is copied only if the layer keeps it.
     """
 
     def __init__(self, model: torch.nn.Module, placements: Collection[Placement]):
-        self._layers: dict[int, list[Linear]] = defaultdict(list)  # by the id of a parameter, which two may share
+        # by the id of a parameter, which two layers may share
+        self._layers: dict[int, list[Linear]] = defaultdict(list)
         for layer in model.modules():
             if isinstance(layer, Linear):
                 for parameter in layer.parameters(recurse=False):
                     self._layers[id(parameter)].append(layer)
         self._missing = Counter(layer for placement in placements for layer in self.of(placement))
-        # of the parameters of which none has been filled
+        # number of slices of each parameter that has none filled yet
         self._slices = Counter(id(placement.parameter) for placement in placements)
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()
 
     def of(self, placement: Placement) -> list[Linear]:
-        """The layers that want this slice."""
+        """The layers that use this slice."""
         return self._layers.get(id(placement.parameter), [])
 
     def prepare(self, placement: Placement) -> None:
-        """To be called before the slice is filled: a fused parameter, which is never lent, may get other memory before
-        its first.
+        """Call this before a slice is filled. A fused parameter, which is never lent, may get reused memory before its
+        first slice.
         """
         parameter = placement.parameter
         if self._slices.pop(id(parameter), 0) > 1 and (spare := self._spare[parameter.shape, parameter.dtype]):
@@ -173,16 +174,16 @@ class _IncompleteLayers:
 
 
 class Checkpoint:
-    """The safetensors files of a folder: those of model.safetensors.index.json, or model.safetensors.
+    """The safetensors files of a folder: those listed in model.safetensors.index.json, or model.safetensors.
 
-    A context manager, open while it is used.
+    A context manager; the files are open inside it.
     """
 
     def __init__(self, folder: str):
         self.folder = folder
         self._stack = ExitStack()
         self._file_of: dict[str, safe_open] = {}  # tensor name -> open file
-        self.position: dict[str, int] = {}  # tensor name -> rank in the order of the files
+        self.position: dict[str, int] = {}  # tensor name -> position in the order of the files
 
     def __enter__(self) -> Checkpoint:
         for path in _weight_files(Path(self.folder)):
@@ -210,7 +211,7 @@ class Checkpoint:
             if name not in parts and not _IGNORED.search(name) and not model.has_elsewhere(name)
         ]
         if spec.tie_word_embeddings:
-            superfluous = [name for name in superfluous if name != "lm_head.weight"]  # a copy of the embedding
+            superfluous = [name for name in superfluous if name != "lm_head.weight"]  # it is a copy of the embedding
         misshapen = []
         for name in parts.keys() & self._file_of.keys():
             found = self._file_of[name].get_slice(name)
@@ -227,9 +228,11 @@ class Checkpoint:
             raise ValueError(f"the weights in {self.folder} do not fit {spec.architecture}; {'; '.join(problems)}")
 
     def fill(self, placement: Placement, may_lend: bool) -> bool:
-        """Copy one slice, or, where a parameter is a whole tensor, let it use the mapping itself and return True."""
+        """Copy one slice and return False or, if a parameter is a whole tensor, let it use the mapping itself and
+        return True.
+        """
         part, parameter = placement.part, placement.parameter
-        tensor = self._file_of[part.name].get_tensor(part.name)  # a view of the mapping: nothing is read yet
+        tensor = self._file_of[part.name].get_tensor(part.name)  # a view of the mapping, not read yet
         tensor = narrowed(tensor, part.source)
         if (
             lend := may_lend
@@ -254,7 +257,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ValueError(unreadable(index, error)) from error
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"cannot read {index}: it should be a JSON object with a weight_map; download it again"
+                f"cannot read {index}: it must be a JSON object with a weight_map; download it again"
             ) from error
     single = folder / "model.safetensors"
     if single.is_file():
@@ -274,10 +277,10 @@ def _some(names: list[str], limit: int = 8) -> str:
 
 
 class DummyWeights:
-    """Random weights, fast: entry i of a checkpoint tensor is entry `offset(name) + i` of one fixed block of noise,
-    repeated without end.
+    """Random weights, generated fast: entry i of a checkpoint tensor is entry `offset(name) + i` of one fixed block of
+    noise, repeated indefinitely.
 
-    The block's length is prime, so that the rows of a matrix start at different places in it.
+    The block's length is prime, so that the rows of a matrix start at different positions in it.
     """
 
     BLOCK = 1_000_003
@@ -289,7 +292,9 @@ class DummyWeights:
         self._blocks: dict[tuple[bool, torch.dtype, torch.device], torch.Tensor] = {}
 
     def fill(self, placement: Placement, may_lend: bool) -> bool:
-        """Matrices and biases are Gaussian around 0, norm weights around 1. Nothing is lent."""
+        """Fill a slice: matrices and biases are Gaussian around 0, norm weights around 1. Returns False, because no
+        memory is lent.
+        """
         part, target = placement.part, placement.target
         is_norm = len(part.shape) == 1 and not part.name.endswith("bias")
         block = self._block(is_norm, target.dtype, target.device)
@@ -312,7 +317,7 @@ class DummyWeights:
 
 
 def _repeat(block: torch.Tensor, offset: int, out: torch.Tensor) -> None:
-    """`out[i] = block[(offset + i) % len(block)]`, in long copies."""
+    """Compute `out[i] = block[(offset + i) % len(block)]` in long copies."""
     done = 0
     while done < len(out):
         start = (offset + done) % len(block)

@@ -1,7 +1,6 @@
-"""Where the device's memory goes, and the limits that follow from it: blocks of KV cache, context length, requests and
-tokens per step.
+"""Plan the device's memory, and derive limits from it: KV cache blocks, context length, requests and tokens per step.
 
-Nothing here needs weights, so `quire check` asks the same functions with sizes taken from config.json.
+No function here needs weights, so `quire check` calls the same functions with sizes taken from config.json.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ Choice = tuple[str, str, str]  # setting, value, reason
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is settled before weights are loaded.
+    """Limits that are fixed before weights are loaded.
 
-    `max_model_len` is the most that may be asked for; memory may still lower it when it is automatic.
+    `max_model_len` is the maximum context length; if it is automatic, the available memory may still lower it.
     """
 
     dtype: torch.dtype
@@ -46,9 +45,9 @@ class Limits:
 
 
 def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limits:
-    """Settle dtype, attention backend and the sizes of a step.
+    """Resolve dtype, attention backend and the sizes of a step.
 
-    Raises ValueError for what does not fit the model or the device.
+    Raises ValueError for settings that do not fit the model or the device.
     """
     choices: list[Choice] = []
     tp, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
@@ -73,7 +72,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
         choices.append(("max_num_seqs", str(num_seqs), reason))
     if config.scheduler.max_num_batched_tokens is None:
         choices.append(("max_num_batched_tokens", str(num_tokens), reason))
-    model_len, auto = _asked_model_len(config.model.max_model_len, spec.max_model_len)
+    model_len, auto = _requested_model_len(config.model.max_model_len, spec.max_model_len)
     return Limits(
         dtype,
         attention,
@@ -87,29 +86,29 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
 
 
 def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None) -> int:
-    """Bytes of the weights on each rank, before they are loaded; with `quantization`, when they have been."""
+    """Bytes of the weights on each rank, estimated before loading; with `quantization`, their quantized size."""
     return weight_bytes(spec, dtype, quantization) // world_size
 
 
 def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes a step needs at its largest besides weights and KV cache: the widest layer, the logits, gathered keys and
-    values, tables.
+    """Bytes that the largest step needs in addition to weights and KV cache: the widest layer, the logits, gathered
+    keys and values, and tables.
 
-    Of the logits there are three copies: in the model's type or of this rank's share, as float32, and those from before
-    penalties and masks, for log-probabilities.
+    The logits exist in three copies: in the model's dtype or this rank's share, in float32, and raw, before penalties
+    and masks, for log-probabilities.
     """
     layer = limits.max_num_batched_tokens * _layer_bytes(spec, limits, tp)
     logits = limits.max_num_seqs * spec.vocab_size * 4 * 3
     # the torch backend's copy of one long sequence
     gathered = max(8192, limits.max_model_len) * _kv_width(spec, tp) * limits.dtype.itemsize
     tables = limits.max_num_seqs * limits.max_model_len * 4 * 2
-    scratch = 256 << 20  # sampling of some rows, prompt logprobs of some positions, attention scores of some queries
+    scratch = 256 << 20  # sampling some rows, prompt logprobs of some positions, attention scores of some queries
     return layer + logits + gathered + tables + scratch
 
 
 def estimate_graphs(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes that CUDA graphs come to need when all sizes have been recorded: their results, one set of activations
-    (they share a pool, in which pieces stay unused), workspaces, and what the driver keeps of each.
+    """Bytes that CUDA graphs need once all sizes are recorded: their results, one set of activations (they share a
+    pool, which fragments), workspaces, and the driver's memory per graph.
     """
     sizes = padded_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
     results = sum(sizes) * spec.hidden_size * limits.dtype.itemsize
@@ -131,8 +130,8 @@ def _kv_width(spec: ModelSpec, tp: int) -> int:
 
 
 def uses_graphs(config: Config, limits: Limits, platform: Platform) -> bool:
-    """Whether steps will be recorded: on a device that can, with a backend that may, in one pipeline stage, unless
-    --enforce-eager.
+    """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
+    stage, and --enforce-eager is off.
     """
     return (
         platform.has_graphs
@@ -166,10 +165,10 @@ def plan_memory(
     activations: int,
     graphs: int = 0,
 ) -> tuple[MemoryPlan, int, list[Choice]]:
-    """(plan, number of KV blocks with the null block, choices) for one rank. `available` is what it may have in all:
-    its weights, and what is free.
+    """Return (plan, number of KV blocks including the null block, choices) for one rank. `available` is the memory that
+    the rank may use in total: its weights plus free memory.
 
-    Raises ValueError when not even one block fits, saying which number to change.
+    Raises ValueError, naming the settings to change, if not even one block fits.
     """
     block = bytes_per_block(config, spec, limits)
     utilization = config.cache.gpu_memory_utilization
@@ -182,9 +181,8 @@ def plan_memory(
     if num_blocks < 2:
         raise ValueError(
             f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} "
-            f"may be used; weights take {_size(weights)}, "
-            f"activations {_size(activations + graphs)}, and a KV cache needs {_size(2 * block)} at least. Lower "
-            f"--max-num-batched-tokens ({limits.max_num_batched_tokens}) "
+            f"may be used; weights take {_size(weights)}, activations {_size(activations + graphs)}, and a KV cache "
+            f"needs at least {_size(2 * block)}. Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) "
             f"or --max-num-seqs ({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
         )
     used = num_blocks * block
@@ -195,7 +193,9 @@ def plan_memory(
 def fit_model_len(
     limits: Limits, num_blocks: int, plan: MemoryPlan, groups: Sequence[CacheGroup]
 ) -> tuple[int, list[Choice]]:
-    """The context length that `num_blocks` allow. Raises ValueError when one was asked for that does not fit."""
+    """Return (context length that fits into `num_blocks`, choices). Raises ValueError if the requested length does not
+    fit.
+    """
     block_size, chunk = limits.attention.block_size, limits.max_num_batched_tokens
     fitting = longest_request(
         groups, num_blocks - 1, block_size, chunk, max(limits.max_model_len, (num_blocks - 1) * block_size)
@@ -205,20 +205,19 @@ def fit_model_len(
             needed = (most_blocks(groups, limits.max_model_len, block_size, chunk) + 1) * plan.bytes_per_block
             raise ValueError(
                 f"--max-model-len {limits.max_model_len} needs {_size(needed)} of KV cache, but it has "
-                f"{_size(plan.kv_cache)}: set --max-model-len to at most "
-                f"{fitting} (or auto), or give the KV cache more with --kv-cache-memory-bytes {needed} or a "
-                "higher --gpu-memory-utilization"
+                f"{_size(plan.kv_cache)}: set --max-model-len to at most {fitting} (or auto), or enlarge the KV cache "
+                f"with --kv-cache-memory-bytes {needed} or a higher --gpu-memory-utilization"
             )
         return limits.max_model_len, []
     if limits.max_model_len <= fitting:
-        return limits.max_model_len, [("max_model_len", str(limits.max_model_len), "what the model allows")]
+        return limits.max_model_len, [("max_model_len", str(limits.max_model_len), "the model's maximum")]
     return fitting, [
-        ("max_model_len", str(fitting), f"what fits into the KV cache; the model allows {limits.max_model_len}")
+        ("max_model_len", str(fitting), f"fits into the KV cache; the model's maximum is {limits.max_model_len}")
     ]
 
 
 def preview(config: Config) -> WorkerReady:
-    """What a worker would report, estimated from config.json and the memory that is free now, without loading weights.
+    """Estimate what a worker would report, from config.json and the memory that is free now, without loading weights.
 
     Raises ValueError as the worker would.
     """
@@ -261,12 +260,12 @@ def report(
     groups: Sequence[CacheGroup],
     pp: int = 1,
 ) -> WorkerReady:
-    """Everything together, with the context length that fits, for `pp` pipeline stages.
+    """Combine limits, plan and choices into `WorkerReady`, with the context length that fits, for `pp` pipeline stages.
 
-    Raises ValueError as `fit_model_len`.
+    Raises ValueError as `fit_model_len` does.
     """
     max_model_len, fitted = fit_model_len(limits, num_blocks, plan, groups)
-    depth = platform.default_depth if pp == 1 else pp + 1  # a step for every stage, and one for the scheduler
+    depth = platform.default_depth if pp == 1 else pp + 1  # one step per stage, and one for the scheduler
     return WorkerReady(
         num_blocks=num_blocks,
         block_size=limits.attention.block_size,
@@ -282,7 +281,7 @@ def report(
 
 
 def _check_divisible(spec: ModelSpec, tp: int, stages: int) -> None:
-    """Raise ValueError naming the size that the ranks do not divide, before anything is loaded."""
+    """Raise ValueError, naming the size, if the ranks do not divide it."""
     group = Group()
     group.size = tp
     split_size("num_attention_heads", spec.num_attention_heads, group)
@@ -298,13 +297,13 @@ def _quantized_dtype(config: Config, platform: Platform) -> tuple[torch.dtype, s
     quantization = config.model.quantization
     if platform.name != "cpu":
         raise ValueError(
-            f"--quantization {quantization} has no kernels for {platform.name} yet: leave it off, or set --device cpu"
+            f"--quantization {quantization} has no kernels for {platform.name} yet: omit it, or set --device cpu"
         )
     if config.model.dtype not in ("auto", "bfloat16"):
         raise ValueError(
-            f"--quantization {quantization} goes with bfloat16 activations only: leave --dtype {config.model.dtype} off"
+            f"--quantization {quantization} supports bfloat16 activations only: omit --dtype {config.model.dtype}"
         )
-    return torch.bfloat16, f"what --quantization {quantization} starts from and computes with"
+    return torch.bfloat16, f"required by --quantization {quantization}"
 
 
 def _attention_spec(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> AttentionSpec:
@@ -321,43 +320,41 @@ def _attention_spec(config: Config, spec: ModelSpec, platform: Platform, dtype: 
     )
 
 
-def _asked_model_len(asked: str, most: int) -> tuple[int, bool]:
-    """(most tokens, whether it is for us to lower it)."""
-    if asked == "auto":
+def _requested_model_len(requested: str, most: int) -> tuple[int, bool]:
+    """Return (maximum number of tokens, whether memory may lower it)."""
+    if requested == "auto":
         return most, True
-    if not asked.isdigit() or int(asked) == 0:
-        raise ValueError(f"--max-model-len {asked!r}: give a positive number of tokens, or auto")
-    if int(asked) > most:
+    if not requested.isdigit() or int(requested) == 0:
+        raise ValueError(f"--max-model-len {requested!r} must be a positive number of tokens, or auto")
+    if int(requested) > most:
         raise ValueError(
-            f"--max-model-len {asked} is more than this model's {most} tokens: set it to at most {most}, or auto"
+            f"--max-model-len {requested} is more than this model's {most} tokens: set it to at most {most}, or auto"
         )
-    return int(asked), False
+    return int(requested), False
 
 
 def _kv_cache_bytes(
     config: Config, limits: Limits, groups: Sequence[CacheGroup], block: int, free: int, left: int
 ) -> tuple[int, list[Choice]]:
-    """(bytes, choices).
+    """Return (bytes, choices).
 
-    `free` is what the utilization leaves to the cache, `left` what the device has after weights and activations.
+    `free` is the memory that the utilization leaves to the cache, `left` the device's memory minus weights and
+    activations.
     """
-    asked = config.cache.kv_cache_memory_bytes
-    if asked is not None:
-        if asked > left:
+    requested = config.cache.kv_cache_memory_bytes
+    if requested is not None:
+        if requested > left:
             raise ValueError(
-
-                    f"--kv-cache-memory-bytes {asked} ({_size(asked)}) is more than what weights and activations "
-                    f"leave: set it to at most {max(left, 0)}"
-
+                f"--kv-cache-memory-bytes {requested} ({_size(requested)}) is more than weights and activations "
+                f"leave: set it to at most {max(left, 0)}"
             )
-        if asked < 2 * block and not config.cache.num_gpu_blocks_override:
+        if requested < 2 * block and not config.cache.num_gpu_blocks_override:
             whole = (-(-limits.max_model_len // limits.attention.block_size) + 1) * block
             raise ValueError(
-                f"--kv-cache-memory-bytes {asked} is too small for two KV blocks of {block} bytes: set it to at "
-                f"least {2 * block}, "
-                f"or to {whole} for a whole context of {limits.max_model_len} tokens"
+                f"--kv-cache-memory-bytes {requested} is too small for two KV blocks of {block} bytes: set it to at "
+                f"least {2 * block}, or to {whole} for a full context of {limits.max_model_len} tokens"
             )
-        return asked, []
+        return requested, []
     if config.cache.num_gpu_blocks_override:
         return config.cache.num_gpu_blocks_override * block, []
     per_request = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens)
@@ -367,14 +364,14 @@ def _kv_cache_bytes(
             (
                 "KV cache",
                 _size(most),
-                f"what {limits.max_num_seqs} requests of {limits.max_model_len} tokens fill; more would lie idle",
+                f"{limits.max_num_seqs} requests of {limits.max_model_len} tokens fill it; more would be unused",
             )
         ]
     return free, [
         (
             "KV cache",
             _size(free // block * block),
-            f"gpu_memory_utilization {config.cache.gpu_memory_utilization:g}, less weights and activations",
+            f"gpu_memory_utilization {config.cache.gpu_memory_utilization:g} minus weights and activations",
         )
     ] if free > 0 else []
 

@@ -1,9 +1,9 @@
-"""Contract 3, engine -> worker: what a step runs and what comes back. Torch-free; the engine imports it, nothing else
-of `worker`.
+"""Contract 3, engine <-> worker: the input of a step and its output. Torch-free; the only module of `worker` that the
+engine imports.
 
-A request lives in the worker as a `row` of its tables, handed out by the scheduler. `rows`, `num_computed`,
-`num_scheduled` and `new_blocks` of a `StepInput` are parallel lists in batch order. Nothing names a finished request: a
-row is freed by being overwritten by a `NewRequest`.
+A request occupies a `row` of the worker's tables, assigned by the scheduler. `rows`, `num_computed`, `num_scheduled`
+and `new_blocks` of a `StepInput` are parallel lists in batch order. No message announces a finished request: its row is
+free until a `NewRequest` overwrites it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     """How one sequence is sampled. The server fills in every default, so that a request can be replayed after a
     restart: `seed` is always a number.
 
-    Raises nothing: what is out of range is refused where the request enters the server
-    (`server/api/openai/protocol.py`) and the engine (`engine/validation.py`).
+    Values are not checked here: the server (`server/api/openai/protocol.py`) and the engine (`engine/validation.py`)
+    reject values out of range.
     """
 
     max_tokens: int = 16
@@ -35,45 +35,46 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    bad_words_ids: list[list[int]] | None = None  # token sequences whose last token must not follow the others
-    stop_token_ids: list[int] = []  # end the output, and are reported as `stop_reason`
-    eos_token_ids: list[int] = []  # end the output unless `ignore_eos`; banned, like stop_token_ids, below `min_tokens`
+    bad_words_ids: list[list[int]] | None = None  # token sequences; a token that would complete one is excluded
+    stop_token_ids: list[int] = []  # end the output and are reported as `stop_reason`
+    # end the output unless `ignore_eos`; banned below `min_tokens`, as stop_token_ids are
+    eos_token_ids: list[int] = []
     ignore_eos: bool = False
-    # None: none; 0: of the sampled token only; k: and the k most likely; -1: the whole vocabulary
+    # None: none; 0: the sampled token only; k: also the k most likely tokens; -1: the whole vocabulary
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for every prompt token but the first
+    prompt_logprobs: int | None = None  # the same for every prompt token except the first
     logprobs_mode: str = "raw_logprobs"
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position.
 
-    The first entry is the token that stands there; then come the most likely ones, in order (it may be among them).
+    The first entry is the actual token; the most likely tokens follow in order and may include it.
     """
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int  # of the first entry, 1 is the most likely
+    rank: int  # rank of the first entry; 1 is the most likely
 
 
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What the scheduler knows of the layers that share a block table (`worker/cache/spec.py`).
+    """The scheduler's view of a group of layers that share a block table (`worker/cache/spec.py`).
 
-    full: every token's block is kept. window: a token at position p sees p - window + 1 .. p. state: one page per
-    request, which a step reads and writes; its block table has two entries, the page that the next step reads (0: start
-    anew) and the page that it writes.
+    full: the blocks of all tokens are kept. window: a token at position p attends to p - window + 1 .. p. state: one
+    page per request, which a step reads and writes; its block table has two entries, the page that the next step reads
+    (0: start from the initial state) and the page that it writes.
     """
 
     kind: str = "full"
     window: int = 0
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Index of the first block that a token at `position` or later sees."""
+        """Index of the first block that a token at `position` or later attends to."""
         return max(position - self.window + 1, 0) // block_size if self.kind == "window" else 0
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
-        """The most blocks that a request of `num_tokens` holds at once while it is computed in chunks of at most
-        `chunk` tokens.
+        """Maximum number of blocks that a request of `num_tokens` tokens holds at once while it is computed in chunks
+        of at most `chunk` tokens.
         """
         if self.kind == "state":
             return 2
@@ -84,12 +85,14 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 def most_blocks(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, chunk: int) -> int:
-    """The most blocks of all groups that a request of `num_tokens` holds at once, see `CacheGroup.most_blocks`."""
+    """Maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, see
+    `CacheGroup.most_blocks`.
+    """
     return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups)
 
 
 def longest_request(groups: Sequence[CacheGroup], num_blocks: int, block_size: int, chunk: int, limit: int) -> int:
-    """The most tokens, at most `limit`, of a request that `num_blocks` blocks hold; 0 if they hold none."""
+    """Maximum number of tokens, at most `limit`, of a request that fits into `num_blocks` blocks; 0 if none fits."""
     low, high = 0, limit  # a request of `low` tokens fits
     while low < high:
         middle = (low + high + 1) // 2
@@ -100,18 +103,19 @@ def longest_request(groups: Sequence[CacheGroup], num_blocks: int, block_size: i
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A request enters row `row`, for the first time or again after preemption."""
+    """A request is assigned to row `row`, for the first time or again after preemption."""
 
     row: int
     token_ids: list[int]  # prompt, then the outputs so far
     num_prompt_tokens: int
-    # per cache group all blocks it has, those of this step included; 0 stands for a block that no token sees any more
+    # per cache group all blocks of the request, including those of this step; 0 for a block that no later token attends
+    # to
     block_ids: list[list[int]]
     sampling: SamplingParams
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """One forward pass over `num_scheduled[i]` tokens of row `rows[i]`, which follow its `num_computed[i]` tokens
+    """One forward pass over `num_scheduled[i]` tokens of row `rows[i]`, which follow the row's `num_computed[i]` tokens
     already in the KV cache.
     """
 
@@ -120,38 +124,39 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     rows: list[int]
     num_computed: list[int]
     num_scheduled: list[int]
-    # per row and cache group, appended to the row's block table; [] for rows with none, and for rows in `new`
+    # blocks per row and cache group to append to the row's block table; [] for rows with none and for rows in `new`
     new_blocks: list[list[list[int]]]
-    samples: list[int]  # ascending batch positions whose chunk reaches their last known token, and so are sampled
+    # ascending batch positions whose chunk ends at their last known token, so that the next token is sampled
+    samples: list[int]
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What a step sampled: one entry per entry of `StepInput.samples`."""
+    """The results of a step: one entry per entry of `StepInput.samples`."""
 
     step: int
-    token_ids: list[list[int]]  # one list per sampling row (more than one token only when speculating)
+    token_ids: list[list[int]]  # one list per sampling row (several tokens only with speculative decoding)
     logprobs: list[list[TokenLogprobs] | None] | None = None  # parallel to token_ids
     # batch position -> entries for the prompt tokens that this chunk's logits predict
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
-    errors: dict[int, str] | None = None  # batch position -> why this request alone failed
+    errors: dict[int, str] | None = None  # batch position -> error of this request alone
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the device's memory goes, in bytes."""
+    """How the device's memory is used, in bytes."""
 
     device: str
     total: int
-    available: int  # to this process: what it holds already, and what is free
+    available: int  # available to this process: memory it holds already plus free memory
     weights: int
     activations: int
     kv_cache: int
     reserve: int
     bytes_per_block: int
-    graphs: int = 0  # what CUDA graphs may come to need, an estimate
+    graphs: int = 0  # estimate of what CUDA graphs will need
 
 
 class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What `initialize` found: the numbers the scheduler needs, and what was chosen automatically and why."""
+    """The result of `initialize`: sizes for the scheduler, and settings chosen automatically, with reasons."""
 
     num_blocks: int  # including the null block 0
     block_size: int
@@ -162,5 +167,5 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     default_depth: int  # steps in flight
     plan: MemoryPlan
     choices: list[tuple[str, str, str]] = []  # (setting, value, reason)
-    works_idle: bool = False  # whether `Worker.work_idle` has something to do
+    works_idle: bool = False  # whether `Worker.work_idle` has work to do
     groups: list[CacheGroup] = msgspec.field(default_factory=lambda: [CacheGroup()])

@@ -1,4 +1,6 @@
-"""One step on the device: apply, prepare, forward, sample, append. Nothing here waits for the device."""
+"""Run one step on the device: update tables, prepare inputs, forward, sample, append. No code here waits for the
+device.
+"""
 
 from __future__ import annotations
 
@@ -23,31 +25,31 @@ from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
 
 logger = logging.getLogger(__name__)
 
-_FORWARD, _LOGITS, _SAMPLING = range(3)  # what a step has reached
+_FORWARD, _LOGITS, _SAMPLING = range(3)  # phase that a step has reached
 _NOT_FINITE = (
     "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, "
-    "logit_bias) leave no token"
+    "logit_bias) exclude every token"
 )
 
 
 @dataclass(slots=True)
 class AsyncOutput:
-    """A step's results on their way to the host.
+    """A step's results, being copied to the host.
 
-    Reading it waits for them; safe in another thread than the one that launches steps.
+    `result` waits for them; any thread may call it.
     """
 
     step: StepInput
     token_ids: torch.Tensor | None  # [S], None when nothing was sampled
     logprobs: list[RowLogprobs]
     prompt_logprobs: dict[int, tuple[int, list[Entries]]]
-    errors: dict[int, str]  # batch position -> what was wrong with the request from the start
+    errors: dict[int, str]  # batch position -> error found when the request was admitted
     event: Event
-    abandoned: torch.Tensor | None = None  # with several ranks: whether one of them had no memory for this step
-    failed: bool = False  # for lack of memory; see split_step.py
+    abandoned: torch.Tensor | None = None  # with several ranks: whether one of them ran out of memory in this step
+    failed: bool = False  # because memory ran out; see split_step.py
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return whether `result` would return at once."""
         return self.event.query()
 
     def result(self) -> StepOutput:
@@ -72,9 +74,9 @@ class AsyncOutput:
 
 
 class ModelRunner:
-    """Runs `model`, or the stage of it that this rank has, over the request table.
+    """Runs `model`, or the pipeline stage of it that this rank holds, over the request table.
 
-    Its attention layers must be bound to a KV cache of `table.block_size`.
+    Its attention layers must be bound to a KV cache with blocks of `table.block_size` tokens.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ModelRunner:
         self.model, self.table, self.backend, self.platform = model, table, backend, platform
         self.stage = stage or SingleStage()
         self.group = tp()
-        # Ranks that work together cannot each cut a step as they like.
+        # Ranks that communicate cannot each split a step on their own.
         self.alone = self.group.size == 1 and self.stage.first and self.stage.last
         self._reached = _FORWARD
         self.buffers = InputBuffers(
@@ -99,15 +101,15 @@ class ModelRunner:
         self.sampler = sampler or Sampler(table, platform)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
-        self.logits = Workspace(torch.float32)  # of one step; when that is sampled, nothing refers to them any more
+        self.logits = Workspace(torch.float32)  # logits of one step; no tensor refers to them after sampling
         self.forward: Callable[[InputBatch], torch.Tensor] = self.run_eagerly
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Output:
-        """Launch `step`; in parts, if memory does not suffice.
+        """Launch `step`, in parts if memory runs out.
 
-        What one request alone causes is reported in the output's `errors`. Only the last stage's output says what was
-        sampled.
+        Errors of single requests are reported in the output's `errors`. Only the last stage's output contains sampled
+        tokens.
         """
         self.stage.await_token_ids(step, self.table)
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend)
@@ -117,37 +119,39 @@ class ModelRunner:
         except RuntimeError as error:
             if not is_out_of_memory(error) or not (self.alone or self._can_abandon(step)):
                 raise
-            what = "is cut in two" if self.alone else "its requests fail"
-            logger.warning("step %d needs more memory than there is, and %s: %s", step.step, what, error)
-        # Out here nothing refers to the failed attempt's tensors any more.
+            action = "retrying in two halves" if self.alone else f"failing its {len(step.rows)} requests"
+            logger.warning("out of memory in step %d: %s: %s", step.step, action, error)
+        # Outside the except block no frame refers to the failed attempt's tensors.
         return self._run_halves(step) if self.alone else self._abandon(batch, self.group.num_exchanges - before)
 
     def _can_abandon(self, step: StepInput) -> bool:
-        """Whether the other ranks' part of the step can be brought to an end without this rank's, so that they learn of
-        it: not once they may have sampled, nor where they exchange more than is known here (a pipeline, prompt
-        logprobs, --debug-check-ranks).
+        """Return whether this rank can drop the step and still finish the other ranks' exchanges, so that they learn of
+        the failure.
+
+        False once the other ranks may have sampled, and if they exchange more than `_abandon` knows of (a pipeline,
+        prompt logprobs, --debug-check-ranks).
         """
         known = self.stage.first and self.stage.last and type(self.sampler) is Sampler
-        return known and self._reached < _SAMPLING and not self.prompt_logprobs.concern(step)
+        return known and self._reached < _SAMPLING and not self.prompt_logprobs.needed(step)
 
     def _abandon(self, batch: InputBatch, num_done: int) -> Failed:
-        """Take part with NaN in what the step still exchanges: from all hidden states being NaN every rank knows that
-        the step has failed.
+        """Send NaN in the remaining exchanges of the step: a rank whose hidden states are all NaN concludes that the
+        step failed.
         """
         self.platform.release_memory()
         num_tokens = len(batch.input_ids)
         if self._reached == _FORWARD:
             like = next(tensor for tensor in self.model.parameters() if tensor.is_floating_point())
-            num_wanted = num_tokens if batch.needed_rows is None else len(batch.needed_rows)
-            for rows in self.model.exchanges(num_tokens, num_wanted)[num_done:]:
+            num_needed = num_tokens if batch.needed_rows is None else len(batch.needed_rows)
+            for rows in self.model.exchanges(num_tokens, num_needed)[num_done:]:
                 self.group.all_reduce(like.new_full((rows, self.model.spec.hidden_size), float("nan")))
         if batch.step.samples:
             self.model.lm_head.abstain(len(batch.step.samples))
         return Failed(batch.step)
 
     def _run_halves(self, step: StepInput) -> Output:
-        """Once a part has found no memory at all, the parts after it, which may build on what it should have computed,
-        are not tried.
+        """Run a step in two halves. If a part fails for lack of memory, skip the later parts: they may read what it
+        should have computed.
         """
         self.platform.release_memory()
         parts = halves(step)
@@ -165,8 +169,8 @@ class ModelRunner:
             if self.table.errors
             else {}
         )
-        scored = self.prompt_logprobs.concern(step)
-        batch.needed_rows = None if scored or not self.stage.last else self._sampled(batch)
+        scored = self.prompt_logprobs.needed(step)
+        batch.needed_rows = None if scored or not self.stage.last else self._sampled_rows(batch)
         hidden = self.forward(batch)
         self._reached = _LOGITS
         if not self.stage.last:
@@ -177,7 +181,7 @@ class ModelRunner:
         abandoned = self.platform.to_host(hidden.isnan().all()) if self.group.size > 1 else None
         if step.samples:
             sampled = self._sample(hidden[batch.sampling.logits_indices] if scored else hidden, batch.sampling)
-            # The copy starts before the table is written, so that nothing of the next step delays it.
+            # Start the copy before writing the table, so that work of the next step does not delay it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
             self.table.append(
                 batch.sampling.rows_tensor,
@@ -189,35 +193,35 @@ class ModelRunner:
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event(), abandoned)
 
     def _sample(self, hidden: torch.Tensor, sampling: SamplingBatch) -> Sampled:
-        token_ids = self.model.largest(hidden) if self.sampler.only_largest(sampling) else None
+        token_ids = self.model.largest(hidden) if self.sampler.only_argmax(sampling) else None
         if token_ids is not None:
             return Sampled(token_ids, [])
         logits = self.model.logits(hidden, self.logits)
         self._reached = _SAMPLING
         return self.sampler.sample(logits, sampling)
 
-    def _sampled(self, batch: InputBatch) -> torch.Tensor | None:
-        """Indices of the tokens whose successor is sampled, None for all; never empty, because kernels take no empty
-        batch.
+    def _sampled_rows(self, batch: InputBatch) -> torch.Tensor | None:
+        """Indices of the tokens whose successor is sampled, or None for all tokens. Never empty, because kernels take
+        no empty batch.
         """
-        if len(batch.step.samples) == len(batch.input_ids):  # each token is a request that samples
+        if len(batch.step.samples) == len(batch.input_ids):  # every token is a request that samples
             return None
         return batch.sampling.logits_indices if batch.step.samples else self.buffers.arange[:1]
 
     def use_graphs(self, max_model_len: int, record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
-        """From now on replay recorded forward passes where every request has one token.
+        """From now on replay recorded forward passes in steps where every request has one token.
 
-        `record` is for tests without a GPU.
+        `record` replaces the CUDA recorder in tests without a GPU.
         """
         self.forward = CudaGraphs(self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record)
 
     @torch.inference_mode()
     def work_idle(self) -> bool:
-        """Do a piece of what was put off until no request is there: record a graph. Whether more is left."""
+        """Record one graph while no request runs. Returns whether more are left."""
         return isinstance(self.forward, CudaGraphs) and self.forward.record_next()
 
     def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
-        """Hidden states `[T, H]` of the step's tokens, or those that are needed, after this stage's layers."""
+        """Hidden states `[T, H]` of the step's tokens, or of `needed_rows`, after this stage's layers."""
         for meta in batch.attn:
             self.backend.build(meta)
         return self.model(

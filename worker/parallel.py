@@ -1,7 +1,7 @@
-"""Process groups. A layer asks for `tp()` when it is built and keeps that group, so that layers build in a bare Python
-prompt: the default is one rank.
+"""Process groups. A layer gets its group from `tp()` when it is built and keeps it. The default is one rank, so that
+layers build in a bare Python prompt.
 
-Ranks are numbered `pp_rank * tp_size + tp_rank`, so that the ranks of one tensor-parallel group are neighbours.
+Ranks are numbered `pp_rank * tp_size + tp_rank`: the ranks of one tensor-parallel group are consecutive.
 """
 
 from __future__ import annotations
@@ -13,49 +13,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# the newer name, since torch 2.13; None in a build without distributed
+# name since torch 2.13, then the older one; None in a build without distributed
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 class Group:
-    """`size` ranks that communicate; this one needs no communication, and is the base of those that do."""
+    """`size` ranks that communicate. This class is a group of one rank, which needs no communication, and the base of
+    the others.
+    """
 
     rank = 0
     size = 1
-    num_exchanges = 0  # sums and gathers that this rank has taken part in
+    num_exchanges = 0  # number of all-reduces and all-gathers of this rank
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, of the same shape. May reuse x."""
+        """Return the sum over all ranks, of the same shape. May overwrite x."""
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' tensors, all of the same shape, joined along `dim` in rank order."""
+        """Return the ranks' tensors, all of the same shape, concatenated along `dim` in rank order."""
         return x
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Rank `src`'s tensor, written into x on the others."""
+        """Return rank `src`'s tensor, written into x on the other ranks."""
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> Any:
-        """Start sending a contiguous x, which must not change before it has arrived; the result's `wait()` waits for
-        that. Messages arrive in order.
+        """Start sending a contiguous x. x must not change until the returned handle's `wait()` returns. Messages arrive
+        in order.
         """
-        raise AssertionError("a group of one has nobody to send to")
+        raise AssertionError("a group of one rank cannot send")
 
     def receive(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        """The next tensor that `src` sends, of x's shape and type, written into x."""
-        raise AssertionError("a group of one has nobody to receive from")
+        """Receive the next tensor from rank `src`, of x's shape and dtype, into x."""
+        raise AssertionError("a group of one rank cannot receive")
 
     def twin(self) -> Group:
-        """The same ranks over connections of their own, for messages that must not queue behind this group's.
+        """Return a group of the same ranks over separate connections, for messages that must not queue behind this
+        group's.
 
-        All its ranks call it together.
+        All ranks of the group must call it together.
         """
         return self
 
 
 class ProcessGroup(Group):
-    """A group of processes over torch.distributed. `ranks` are global, in group order."""
+    """A group of processes over torch.distributed. `ranks` are global ranks, in group order."""
 
     def __init__(self, ranks: list[int], backend: str):
         self.ranks, self.size, self._backend = ranks, len(ranks), backend
@@ -93,31 +96,29 @@ _pp: Group = Group()
 
 
 def tp() -> Group:
-    """The ranks that share every layer with this one."""
+    """The tensor-parallel group of this rank: the ranks that share every layer."""
     return _tp
 
 
 def pp() -> Group:
-    """The pipeline's stages, as seen from this rank."""
+    """The pipeline group of this rank: one rank per stage."""
     return _pp
 
 
 def init_distributed(
     rank: int, world_size: int, init_method: str, *, tp_size: int, pp_size: int = 1, backend: str = "gloo"
 ) -> None:
-    """Join `world_size` processes (e.g. `init_method="tcp://127.0.0.1:PORT"` or `"file:///PATH"`) and make their groups
-    the ambient ones.
+    """Join `world_size` processes (e.g. `init_method="tcp://127.0.0.1:PORT"` or `"file:///PATH"`) and set the groups
+    that `tp()` and `pp()` return.
 
     Raises:
-        ValueError: the sizes do not multiply to `world_size`.
+        ValueError: the product of the sizes is not `world_size`.
     """
     global _tp, _pp
     if tp_size * pp_size != world_size:
         raise ValueError(
-
-                f"tensor_parallel_size {tp_size} x pipeline_parallel_size {pp_size} is not the number of processes, "
-                f"{world_size}"
-
+            f"tensor_parallel_size {tp_size} x pipeline_parallel_size {pp_size} is not the number of processes, "
+            f"{world_size}"
         )
     if world_size == 1:
         return
@@ -130,7 +131,7 @@ def init_distributed(
 
 
 def shutdown_distributed() -> None:
-    """Leave the groups. Safe to call when there are none."""
+    """Destroy the groups. Does nothing if there are none."""
     global _tp, _pp
     _tp, _pp = Group(), Group()
     if dist.is_available() and dist.is_initialized():
@@ -139,7 +140,7 @@ def shutdown_distributed() -> None:
 
 @contextmanager
 def use_groups(tp: Group | None = None, pp: Group | None = None) -> Iterator[None]:
-    """Build layers for other groups than the ambient ones: how tests play several ranks in one process."""
+    """Build layers for the given groups. Tests use it to simulate several ranks in one process."""
     global _tp, _pp
     saved = _tp, _pp
     _tp, _pp = tp or _tp, pp or _pp
@@ -150,13 +151,14 @@ def use_groups(tp: Group | None = None, pp: Group | None = None) -> Iterator[Non
 
 
 def split_size(name: str, size: int, group: Group) -> int:
-    """A rank's share of `size`. Raises ValueError naming the size and the tensor-parallel sizes that would do."""
+    """Return a rank's share of `size`.
+
+    Raises ValueError naming the size and the tensor-parallel sizes that divide it.
+    """
     if size % group.size:
         fitting = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
         raise ValueError(
-
-                f"{name} {size} cannot be split over tensor_parallel_size {group.size}; sizes that divide it: "
-                f"{', '.join(fitting)}"
-
+            f"{name} {size} cannot be split over tensor_parallel_size {group.size}; sizes that divide it: "
+            f"{', '.join(fitting)}"
         )
     return size // group.size

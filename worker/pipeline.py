@@ -1,8 +1,8 @@
-"""This rank's place among the pipeline's stages: what it gets from the stage before, and what it owes the others.
+"""This rank's pipeline stage: the tensors it receives from the previous stage and those it sends to others.
 
-Hidden states go from stage to stage; the last stage samples, and sends the ids to the first, which alone embeds them.
-No other stage needs to know a token. Nothing here waits longer than it must: a stage goes on with the next step while
-what it sent is still on its way.
+Hidden states travel from stage to stage. The last stage samples and sends the token ids to the first stage, the only
+one that embeds them; no other stage needs token ids. Waiting is minimal: a stage starts the next step while its
+messages are still in transit.
 """
 
 from __future__ import annotations
@@ -19,43 +19,47 @@ from quire.worker.parallel import Group
 
 
 class SingleStage:
-    """The whole model on this rank (or on every rank of its tensor-parallel group): nothing to send or to wait for."""
+    """The whole model on this rank (or on every rank of its tensor-parallel group): no communication between stages."""
 
     first = last = True
 
     def await_token_ids(self, step: StepInput, table: RequestTable) -> None:
-        """See that `table` holds every token that `step` reads, and that no token which is still to come falls upon
-        another request.
+        """Wait until `table` holds every token that `step` reads, and until no outstanding token can be written to a
+        row that `step` reuses.
         """
 
     def receive_hidden(self, num_tokens: int) -> torch.Tensor | None:
-        """The previous stage's result `[T, H]`; None on the first stage."""
+        """Return the previous stage's result `[T, H]`, or None on the first stage."""
         return None
 
     def send_hidden(self, batch: InputBatch, hidden: torch.Tensor) -> None:
-        """Hand this stage's result `[T, H]` on, which must not change any more. Not on the last stage."""
-        raise AssertionError("the only stage has no next")
+        """Send this stage's result `[T, H]` to the next stage; the tensor must not change afterwards. Not on the last
+        stage.
+        """
+        raise AssertionError("a single stage has no next stage")
 
     def send_token_ids(self, token_ids: torch.Tensor) -> None:
-        """Tell the first stage what was sampled, `[S]` int64, as `RequestTable.append` takes it. On the last stage."""
+        """Send the sampled ids `[S]` int64 to the first stage, for `RequestTable.append`. On the last stage only."""
 
     def finish(self, table: RequestTable) -> None:
-        """Receive what is still owed to this stage. Between runs over different tables."""
+        """Receive all outstanding token ids. Call it between runs over different tables."""
 
 
 class PipelineStage(SingleStage):
     """One of several stages.
 
-    `depth` is how many steps may be in flight: what was sent that many steps ago has arrived.
+    `depth` is the maximum number of steps in flight: messages sent that many steps ago have arrived.
     """
 
     def __init__(self, stages: Group, depth: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        # ids must not queue behind hidden states that nobody reads before it has the ids
+        # token ids must not queue behind hidden states, which their receiver reads only after it has the ids
         self.stages, self.tokens = stages, stages.twin()
         self.first, self.last = stages.rank == 0, stages.rank == stages.size - 1
         self.depth, self.hidden_size, self.dtype, self.device = depth, hidden_size, dtype, device
-        self._sent: deque[tuple[Any, torch.Tensor]] = deque()  # (its end, what must stay alive until then)
-        self._awaited: deque[InputBatch] = deque()  # on the first stage: steps whose ids are to come, the oldest first
+        # (send handle, tensor that must stay alive until the send completes)
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        # on the first stage: steps whose token ids are outstanding, oldest first
+        self._awaited: deque[InputBatch] = deque()
 
     def await_token_ids(self, step: StepInput, table: RequestTable) -> None:
         rows = set(step.rows)
@@ -99,5 +103,5 @@ class PipelineStage(SingleStage):
 def pipeline_stage(
     stages: Group, depth: int, hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> SingleStage:
-    """What stands for this rank's place. All ranks of `stages` call it together."""
+    """Return this rank's stage. All ranks of `stages` must call it together."""
     return SingleStage() if stages.size == 1 else PipelineStage(stages, depth, hidden_size, dtype, device)

@@ -1,4 +1,4 @@
-"""One rank: its device, its share of the model, its KV cache, and the runner that steps over them."""
+"""The worker of one rank: its device, its share of the model, its KV cache and the model runner."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ from quire.worker.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
-_MEASURED_LOGPROBS = 20  # of each token, when memory is measured: the default of --max-logprobs
+_MEASURED_LOGPROBS = 20  # log-probabilities per token when memory is measured: the default of --max-logprobs
 
 ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
-# times the model's size: so much of the KV cache on CPU is made resident ahead of use; a small model should not take a
-# machine's memory unasked
+# the part of the KV cache made resident ahead of use on CPU, as a multiple of the size of the weights: a small model
+# should not take a large share of the machine's memory
 WARM_SHARE = 8
 MIN_WARM_BYTES = 64 << 20
 
 
 class Worker:
-    """Construction starts nothing.
-
-    `initialize`, then `execute` any number of steps in order, then `shutdown`; all from threads of this process.
+    """The constructor starts nothing. Call `initialize`, then `execute` any number of steps in order, then `shutdown`,
+    from threads of this process.
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class Worker:
         local_rank: int | None = None,
         local_size: int | None = None,
     ) -> None:
-        """`local_size` ranks share this machine, of which this one drives the GPU number `local_rank`; by default all
-        ranks are here.
+        """`local_size` ranks share this machine, and this one drives GPU number `local_rank`; by default all ranks are
+        on this machine.
         """
         self.config, self.rank, self.world_size, self.init_method = config, rank, world_size, init_method
         self.local_rank = rank if local_rank is None else local_rank
@@ -66,9 +65,9 @@ class Worker:
         self.warmer: kv_cache.Warmer | None = None
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
-        """Load the model and make the KV cache, reporting (phase, fraction).
+        """Load the model and allocate the KV cache, reporting (phase, fraction).
 
-        Raises ValueError for what the user can correct.
+        Raises ValueError for errors that the user can correct.
         """
         try:
             return self._initialize(progress)
@@ -76,16 +75,15 @@ class Worker:
             if not is_out_of_memory(error):
                 raise
             raise ValueError(
-                "the device has too little free memory to start: free some, or lower --gpu-memory-utilization "
-                "(for the KV cache), "
-                "--max-num-batched-tokens and --max-num-seqs (for activations); a model too large for one GPU "
-                f"needs --tensor-parallel-size. {error}"
+                "out of device memory during start: free memory on the device, lower --gpu-memory-utilization "
+                "(for the KV cache) or --max-num-batched-tokens and --max-num-seqs (for activations), or split the "
+                f"model over several GPUs with --tensor-parallel-size. {error}"
             ) from error
 
     def _initialize(self, progress: ReportProgress) -> WorkerReady:
-        config = self.config
+        config, tp_size = self.config, self.config.parallel.tensor_parallel_size
         platform = get_platform(config.device.device, self.local_rank)
-        num_ranks = self.local_size * config.parallel.data_parallel_size  # on this machine
+        num_ranks = self.local_size * config.parallel.data_parallel_size  # ranks on this machine
         threads = platform.start(
             config.device.num_threads,
             num_ranks,
@@ -95,54 +93,27 @@ class Worker:
         )
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model)
-        parallel = config.parallel
-        init_distributed(
-            self.rank,
-            self.world_size,
-            self.init_method or "",
-            tp_size=parallel.tensor_parallel_size,
-            pp_size=parallel.pipeline_parallel_size,
-            backend=platform.dist_backend,
-        )
-
-        self._agree_on_kernels(platform)
+        self._join_ranks(platform)
         limits = memory.resolve_limits(config, spec, platform)
-
-        progress("loading weights", 0.0)
-        model = build_model(
-            spec, limits.dtype, platform.device, limits.max_model_len, config.model.quantization, platform.ops
-        )
-        load_weights(
-            model,
-            spec,
-            config.model.model,
-            config.model.load_format,
-            config.model.seed,
-            lambda fraction: progress("loading weights", fraction),
-        )
-        if limits.deterministic:
-            fix_order(model)
+        model = self._load_model(spec, limits, platform, progress)
         weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
 
         progress("profiling memory", 0.0)
         depth = config.scheduler.steps_in_flight or pp().size + 1
         stage = pipeline_stage(pp(), depth, spec.hidden_size, limits.dtype, platform.device)
+        cache = memory.cache_plan(config, spec, limits)
         activations = (
-            _measure_activations(model, spec, platform, limits, memory.cache_plan(config, spec, limits), stage)
+            _measure_activations(model, spec, platform, limits, cache, stage)
             if platform.measures_memory
-            else memory.estimate_activations(spec, limits, parallel.tensor_parallel_size)
+            else memory.estimate_activations(spec, limits, tp_size)
         )
         progress("profiling memory", 1.0)
 
         progress("allocating KV cache", 0.0)
         if platform.measures_memory:
-            # other processes on the card, and libraries, have taken more meanwhile
+            # other processes on the GPU, and libraries, may have allocated memory meanwhile
             total, available = platform.memory(num_ranks)
-        graphs = (
-            memory.estimate_graphs(spec, limits, parallel.tensor_parallel_size)
-            if memory.uses_graphs(config, limits, platform)
-            else 0
-        )
+        has_graphs = memory.uses_graphs(config, limits, platform)
         plan, num_blocks, choices = memory.plan_memory(
             config,
             spec,
@@ -152,37 +123,58 @@ class Worker:
             available=available,
             weights=weights,
             activations=activations,
-            graphs=graphs,
+            graphs=memory.estimate_graphs(spec, limits, tp_size) if has_graphs else 0,
         )
-        num_blocks = self._agree(num_blocks, platform)
+        num_blocks = self._all_reduce_min(num_blocks, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
         plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
-        cache = memory.cache_plan(config, spec, limits)
         ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices, cache.groups, pp().size)
-        self.runner = _make_runner(
-            model,
-            spec,
-            platform,
-            limits,
-            cache,
-            num_blocks,
-            ready.max_model_len,
-            stage,
-            config.parallel.debug_check_ranks,
-        )
-        if memory.uses_graphs(config, limits, platform):
-            self.runner.use_graphs(ready.max_model_len)
+        check_ranks, max_model_len = config.parallel.debug_check_ranks, ready.max_model_len
+        self.runner = _make_runner(model, spec, platform, limits, cache, num_blocks, max_model_len, stage, check_ranks)
+        if has_graphs:
+            self.runner.use_graphs(max_model_len)
             ready = msgspec.structs.replace(ready, works_idle=True)
         if platform.device.type == "cpu":
-            ahead = max(WARM_SHARE * weights, MIN_WARM_BYTES)
-            self.warmer = kv_cache.Warmer(
-                kv_cache.attention_layers(model), min(kv_cache.IDLE_BYTES, ahead), min(kv_cache.BUSY_BYTES, ahead)
-            )
+            self.warmer = _start_warmer(model, weights)
         progress("allocating KV cache", 1.0)
         return ready
 
+    def _join_ranks(self, platform: Platform) -> None:
+        """Join the process groups, and agree with the other ranks on the operations to use."""
+        parallel = self.config.parallel
+        init_distributed(
+            self.rank,
+            self.world_size,
+            self.init_method or "",
+            tp_size=parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+            backend=platform.dist_backend,
+        )
+        self._agree_on_ops(platform)
+
+    def _load_model(
+        self, spec: ModelSpec, limits: memory.Limits, platform: Platform, progress: ReportProgress
+    ) -> CausalLM:
+        """Build this rank's share of the model and load its weights."""
+        options = self.config.model
+        progress("loading weights", 0.0)
+        model = build_model(
+            spec, limits.dtype, platform.device, limits.max_model_len, options.quantization, platform.ops
+        )
+        load_weights(
+            model,
+            spec,
+            options.model,
+            options.load_format,
+            options.seed,
+            lambda fraction: progress("loading weights", fraction),
+        )
+        if limits.deterministic:
+            fix_order(model)
+        return model
+
     def execute(self, step: StepInput) -> Output:
-        """Launch a step. Its result may be awaited in another thread."""
+        """Launch a step. Another thread may wait for its result."""
         assert self.runner is not None, "initialize first"
         self.look_for_ops()
         if self.warmer is None:
@@ -194,16 +186,15 @@ class Worker:
             self.warmer.rest()
 
     def work_idle(self) -> bool:
-        """Do a piece of what was put off until no step is in flight, some tenths of a second at most. Whether more is
-        left.
+        """Do one piece of deferred work, some tenths of a second at most, while no step is in flight. Returns whether
+        more is left.
         """
         assert self.runner is not None, "initialize first"
         return self.runner.work_idle()
 
     def look_for_ops(self) -> bool:
-        """Use faster operations that have become ready, between two steps or while there are none.
-
-        Returns whether some may still come.
+        """Switch to faster operations that became available, between two steps or while idle. Returns whether more may
+        follow.
         """
         platform = self.runner.platform
         if platform.poll_ops():
@@ -211,21 +202,21 @@ class Worker:
         return platform.awaits_ops()
 
     def shutdown(self) -> None:
-        """Give the memory back and leave the process groups. Idempotent."""
+        """Free the memory and leave the process groups. Idempotent."""
         if self.warmer is not None:
             self.warmer.stop()
         self.runner = self.warmer = None
         shutdown_distributed()
 
-    def _agree_on_kernels(self, platform: Platform) -> None:
-        """Ranks repeat some of each other's work and must get the same results: all use the platform's faster
-        operations, or none does while this process lives.
+    def _agree_on_ops(self, platform: Platform) -> None:
+        """Use the platform's faster operations only if all ranks have them now: ranks repeat parts of each other's work
+        and must get the same results.
         """
-        if self.world_size > 1 and not self._agree(int(platform.ops.name != "torch"), platform):
-            platform.give_up_ops("not all ranks had them when they started")
+        if self.world_size > 1 and not self._all_reduce_min(int(platform.ops.name != "torch"), platform):
+            platform.give_up_ops("not all ranks had them at start")
 
     def _change_over(self) -> None:
-        """Use the native CPU kernels, which were being built while plain torch served, from the next step on."""
+        """Use the native CPU kernels, which were compiled while plain torch served, from the next step on."""
         model, platform = self.runner.model, self.runner.platform
         model.use(platform.ops)
         model.finalize()
@@ -235,20 +226,28 @@ class Worker:
             fix_order(model)
         value, reason = next(choice[1:] for choice in limits.choices if choice[0] == "deterministic")
         logger.info(
-            "%s ready, attention backend is now %s, deterministic is %s (%s)",
+            "%s ready: switched attention backend to %s, deterministic %s (%s)",
             platform.ops_status(),
             self.runner.backend.name,
             value,
             reason,
         )
 
-    def _agree(self, num_blocks: int, platform: Platform) -> int:
-        """The least of all ranks' numbers: each found its own memory, but block ids are common."""
+    def _all_reduce_min(self, num_blocks: int, platform: Platform) -> int:
+        """Return the minimum over all ranks: each rank measures its own memory, but block ids are common to all."""
         if self.world_size == 1:
             return num_blocks
         least = torch.tensor([num_blocks], device=platform.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
+
+
+def _start_warmer(model: CausalLM, weights: int) -> kv_cache.Warmer:
+    """Start making the KV cache on CPU resident ahead of use; `weights` are the bytes of the model."""
+    ahead = max(WARM_SHARE * weights, MIN_WARM_BYTES)
+    return kv_cache.Warmer(
+        kv_cache.attention_layers(model), min(kv_cache.IDLE_BYTES, ahead), min(kv_cache.BUSY_BYTES, ahead)
+    )
 
 
 def _make_runner(
@@ -262,7 +261,7 @@ def _make_runner(
     stage: SingleStage,
     check_ranks: bool = False,
 ) -> ModelRunner:
-    """Allocate the KV cache and the tables, and put the runner over them."""
+    """Allocate the KV cache and the request table, and build the model runner."""
     block_size = limits.attention.block_size
     kv_cache.allocate(kv_cache.attention_layers(model), cache, num_blocks, block_size, limits.dtype, platform.device)
     table = RequestTable(limits.max_num_seqs, max_model_len, block_size, spec.vocab_size, platform, cache.groups)
@@ -273,11 +272,11 @@ def _make_runner(
 def _measure_activations(
     model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, cache: CachePlan, stage: SingleStage
 ) -> int:
-    """Bytes of device memory that the largest step needs besides weights and KV cache, found by running it over a cache
-    of a few blocks.
+    """Bytes of device memory that the largest step needs in addition to weights and KV cache, measured by running it
+    over a cache of a few blocks.
 
-    All requests share the same blocks: what is computed means nothing. Every row is sampled in the way that takes most:
-    at random, with penalties and with log-probabilities of the logits before these, of which a copy is kept; and one
+    All requests share the same blocks, so the results are meaningless. Every row samples in the way that takes the most
+    memory: at random, with penalties, and with raw log-probabilities, which need a copy of the logits. One request
     scores its prompt, so that the hidden states of all tokens are kept.
     """
     num_reqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)

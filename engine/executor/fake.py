@@ -1,10 +1,9 @@
-"""An executor without a model, for tests of the scheduler and the server and for measuring the engine's own overhead.
-No torch.
+"""An executor without a model, for tests of the scheduler and the server and for measuring engine overhead. No torch.
 
-The next token is a pure function of all tokens before it, so `expected_tokens` knows the output of any request without
-running the engine, and any mistake in scheduling changes it. With `validate` the fake also keeps a paged KV cache: it
-stores in every slot what a real cache would depend on (a hash of the token and all before it) and checks, for every
-token that a step relies on, that the block table still leads to it.
+The next token is a pure function of all tokens before it, so `expected_tokens` predicts the output of any request
+without running the engine, and any scheduling mistake changes the output. With `validate` the fake also simulates a
+paged KV cache: each slot stores a hash of its token and all tokens before it, and the fake checks, for every token that
+a step reads, that the block table still leads to that hash.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ _MASK = (1 << 61) - 1
 
 
 def extend(state: int, token_id: int) -> int:
-    """The hash of a context and one more token."""
+    """Return the hash of a context extended by one token."""
     return (state * 6364136223846793005 + (token_id + 1) * 1442695040888963407) & _MASK
 
 
 def next_token(state: int, sampling: SamplingParams, num_outputs: int, vocab_size: int, eos_chance: float) -> int:
-    """The token that follows a context.
+    """Return the token that follows a context.
 
     With probability `eos_chance` it is an end-of-sequence token, except below `min_tokens`.
     """
-    # spread: the low bits are dropped below
+    # mix all bits, because the low bits are dropped below
     mixed = (state ^ (state >> 29)) * 0xBF58476D1CE4E5B9 + sampling.seed * 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 32)) & _MASK
     if sampling.eos_token_ids and num_outputs >= sampling.min_tokens and mixed % 9973 < eos_chance * 9973:
@@ -52,9 +51,9 @@ def next_token(state: int, sampling: SamplingParams, num_outputs: int, vocab_siz
 
 
 def token_logprobs(token_id: int, num_logprobs: int, vocab_size: int) -> TokenLogprobs:
-    """Log-probabilities of a made-up distribution in which `token_id` is the most likely.
+    """Return log-probabilities of an invented distribution in which `token_id` is the most likely token.
 
-    `num_logprobs` as in `SamplingParams.logprobs`.
+    `num_logprobs` is as in `SamplingParams.logprobs`.
     """
     count = vocab_size if num_logprobs < 0 else num_logprobs
     return TokenLogprobs(
@@ -65,7 +64,7 @@ def token_logprobs(token_id: int, num_logprobs: int, vocab_size: int) -> TokenLo
 def expected_tokens(
     prompt_token_ids: list[int], sampling: SamplingParams, max_model_len: int, vocab_size: int, eos_chance: float = 0.0
 ) -> list[int]:
-    """What one request alone generates: the reference for any schedule."""
+    """Return the tokens that one request generates alone: the reference output for any schedule."""
     state, outputs = 0, []
     for token_id in prompt_token_ids:
         state = extend(state, token_id)
@@ -81,20 +80,20 @@ def expected_tokens(
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """How the fake behaves. A process reads them from QUIRE_FAKE, e.g. "step_delay=0.01,eos_chance=0.05,validate=0"."""
+    """Behaviour of the fake. A process reads it from QUIRE_FAKE, e.g. "step_delay=0.01,eos_chance=0.05,validate=0"."""
 
     validate: bool = True
     eos_chance: float = 0.0
-    step_delay: float = 0.0  # seconds on the pretended device; steps in flight queue up there
-    load_delay: float = 0.0  # seconds that loading takes
-    hang_at_step: float = 0.0  # never end this step
-    fail_at_step: float = 0.0  # raise in the result of this step (the engine's first request takes steps 1 and 2)
-    fail_on_token: float = -1.0  # raise when a prompt with this token enters
-    groups: str = "full"  # the cache groups of the pretended model, e.g. "full+window:24+state"
+    step_delay: float = 0.0  # seconds per step on the simulated device; steps in flight queue up there
+    load_delay: float = 0.0  # duration of loading in seconds
+    hang_at_step: float = 0.0  # this step never ends
+    fail_at_step: float = 0.0  # the result of this step raises (the engine's warm-up request takes steps 1 and 2)
+    fail_on_token: float = -1.0  # the first step of a prompt with this token raises
+    groups: str = "full"  # cache groups of the simulated model, e.g. "full+window:24+state"
 
     @classmethod
     def from_text(cls, text: str) -> FakeOptions:
-        """Raises ValueError for a name that is no option."""
+        """Parse options. Raises ValueError for an unknown name."""
         pairs = dict(pair.split("=", 1) for pair in text.split(",") if pair)
         if unknown := pairs.keys() - {f.name for f in fields(cls)}:
             raise ValueError(f"QUIRE_FAKE: unknown option {', '.join(sorted(unknown))}")
@@ -110,7 +109,7 @@ _READ: dict[str, Any] = {"validate": lambda text: text not in ("0", "false"), "g
 
 @dataclass(slots=True)
 class _Row:
-    """What a worker keeps of a request: its tokens, as hashes of the context up to each, and its block table."""
+    """State of a request in the worker: its tokens, as hashes of the context up to each, and its block tables."""
 
     sampling: SamplingParams
     num_prompt_tokens: int
@@ -128,7 +127,7 @@ class _Result:
 
     def result(self) -> StepOutput:
         if self.fails:
-            raise RuntimeError(f"step {self.output.step} was to fail")
+            raise RuntimeError(f"injected failure of step {self.output.step}")
         if self.hangs:
             time.sleep(1e9)
         if (delay := self.ready_at - time.monotonic()) > 0:
@@ -137,12 +136,12 @@ class _Result:
 
 
 class FakeExecutor(Executor):
-    """Follows every `StepInput` as a worker would. Raises AssertionError when `validate` finds a step that no worker
-    could have run correctly.
+    """Processes every `StepInput` as a worker would. Raises AssertionError if `validate` finds a step that no worker
+    could run correctly.
 
     Sizes come from the configuration: `num_gpu_blocks_override` (1024), `block_size` (16), `max_model_len` (4096),
-    `max_num_seqs` (64), `max_num_batched_tokens` (2048). `vocab_size` is that of the model folder's config.json, if
-    there is one, else 1000.
+    `max_num_seqs` (64), `max_num_batched_tokens` (2048). `vocab_size` is that of the model folder's config.json if it
+    exists, else 1000.
     """
 
     def __init__(self, config: Config, options: FakeOptions | None = None):
@@ -150,8 +149,8 @@ class FakeExecutor(Executor):
         self.ready = _sizes(config, self.options.cache_groups())
         self.num_steps = 0
         self._rows: dict[int, _Row] = {}
-        # What each slot of each page holds: a token's context, or, in the first slot of a state's page, that of all
-        # tokens it has seen. As a page may serve any group, what it holds is told apart by the group.
+        # Contents of each slot of each page: the hash of a token's context or, in the first slot of a state page, of
+        # all tokens that the state has processed. Entries include the group, because any group may use a page.
         self._slots: list[tuple[int, int] | None] = [None] * (self.ready.num_blocks * self.ready.block_size)
         self._free_at = 0.0
 
@@ -212,7 +211,9 @@ class FakeExecutor(Executor):
             row = batch[i]
             if self.options.validate:
                 end = step.num_computed[i] + step.num_scheduled[i]
-                assert end == len(row.states), f"position {i} is sampled after {end} tokens, but has {len(row.states)}"
+                assert end == len(row.states), (
+                    f"batch position {i} samples after {end} tokens, but its row has {len(row.states)}"
+                )
             token_id = next_token(
                 row.states[-1],
                 row.sampling,
@@ -222,19 +223,19 @@ class FakeExecutor(Executor):
             )
             self._append(row, (token_id,))
             token_ids.append([token_id])
-            wanted = row.sampling.logprobs
-            any_logprobs = any_logprobs or wanted is not None
-            logprobs.append(None if wanted is None else [token_logprobs(token_id, wanted, self.ready.vocab_size)])
+            num = row.sampling.logprobs
+            any_logprobs = any_logprobs or num is not None
+            logprobs.append(None if num is None else [token_logprobs(token_id, num, self.ready.vocab_size)])
         return token_ids, logprobs if any_logprobs else None
 
     def _prompt_logprobs(self, step: StepInput, batch: list[_Row]) -> dict[int, list[TokenLogprobs]] | None:
         entries = {}
         for i, row in enumerate(batch):
-            wanted, start = row.sampling.prompt_logprobs, step.num_computed[i] + 1
-            if wanted is not None and start < row.num_prompt_tokens:
+            num, start = row.sampling.prompt_logprobs, step.num_computed[i] + 1
+            if num is not None and start < row.num_prompt_tokens:
                 end = min(start + step.num_scheduled[i], row.num_prompt_tokens)
                 entries[i] = [
-                    token_logprobs(token_id, wanted, self.ready.vocab_size) for token_id in row.token_ids[start:end]
+                    token_logprobs(token_id, num, self.ready.vocab_size) for token_id in row.token_ids[start:end]
                 ]
         return entries or None
 
@@ -245,23 +246,23 @@ class FakeExecutor(Executor):
         assert size == len(step.num_computed) == len(step.num_scheduled) == len(step.new_blocks), (
             "the lists of a step differ in length"
         )
-        assert 0 < size <= ready.max_num_seqs, f"{size} requests in a step"
+        assert 0 < size <= ready.max_num_seqs, f"a step has {size} requests"
         assert len(set(step.rows)) == size, f"a row appears twice: {step.rows}"
-        assert all(0 <= row < ready.max_num_seqs for row in step.rows), f"there is no such row: {step.rows}"
-        assert all(count > 0 for count in step.num_scheduled), f"nothing to do for a row: {step.num_scheduled}"
-        assert sum(step.num_scheduled) <= ready.max_num_batched_tokens, f"{sum(step.num_scheduled)} tokens in a step"
+        assert all(0 <= row < ready.max_num_seqs for row in step.rows), f"row out of range: {step.rows}"
+        assert all(count > 0 for count in step.num_scheduled), f"a row has no scheduled tokens: {step.num_scheduled}"
+        assert sum(step.num_scheduled) <= ready.max_num_batched_tokens, f"a step has {sum(step.num_scheduled)} tokens"
         assert step.samples == sorted(set(step.samples)) and all(0 <= i < size for i in step.samples), (
             f"samples: {step.samples}"
         )
         position_of = {row: i for i, row in enumerate(step.rows)}
         for new in step.new:
-            assert new.row in position_of, f"row {new.row} enters but does not run"
-            assert not step.new_blocks[position_of[new.row]], "the blocks of a new row belong into block_ids"
+            assert new.row in position_of, f"row {new.row} is new but does not run"
+            assert not step.new_blocks[position_of[new.row]], "a new row has blocks in new_blocks instead of block_ids"
             assert 0 < new.num_prompt_tokens <= len(new.token_ids) <= ready.max_model_len
 
     def _write_and_check(self, step: StepInput, batch: list[_Row]) -> None:
-        """Read states, write the whole step, then read what attention sees, as every layer does: so a request may share
-        blocks that this same step fills.
+        """Read states, write the whole step, then read the tokens that attention reads, as every layer does. So a
+        request may share blocks that the same step fills.
         """
         written: set[int] = set()
         spans = [(start, start + count) for start, count in zip(step.num_computed, step.num_scheduled)]
@@ -282,12 +283,13 @@ class FakeExecutor(Executor):
                 first = group.first_block(start, 1)
                 for position in range(first, 0 if group.kind == "state" else end):
                     assert self._slots[self._slot(g, row, position)] == (g, row.states[position]), (
-                        f"step {step.step}: row {step.rows[i]} reads something else than its own token at "
-                        f"position {position}"
+                        f"step {step.step}: row {step.rows[i]} reads another token than its own at position {position}"
                     )
 
     def _check_table(self, g: int, row: _Row, start: int) -> None:
-        """Blocks that no token from `start` on sees may be stale: given back, and perhaps used for something else."""
+        """Check a block table from the first block that a token from `start` on attends to. Earlier entries may be
+        stale: their blocks were released and may be reused.
+        """
         group = self.ready.groups[g]
         ids = row.block_ids[g][group.first_block(start, self.ready.block_size) :]
         if group.kind == "state":
@@ -304,13 +306,13 @@ class FakeExecutor(Executor):
             self._slots[slot] = (g, row.states[position])
 
     def _step_state(self, g: int, row: _Row, start: int, end: int, written: set[int]) -> None:
-        """A state is read before the step and written after it; a step never reads a page that another request of the
-        step writes.
+        """Read a state before the step and write it after the step. A step never reads a page that another request of
+        the step writes.
         """
         read, write = (block_id * self.ready.block_size for block_id in row.block_ids[g])
         assert read not in written and write not in written, f"the page of slot {write} is written twice in one step"
         if start == 0:
-            assert read == 0, "a request without computed tokens starts from a state"
+            assert read == 0, "a request without computed tokens reads a state"
         else:
             assert read and self._slots[read] == (g, row.states[start - 1]), (
                 f"the state of {start} tokens was never written to slot {read}"
@@ -321,7 +323,7 @@ class FakeExecutor(Executor):
     def _slot(self, g: int, row: _Row, position: int) -> int:
         block, offset = divmod(position, self.ready.block_size)
         ids = row.block_ids[g]
-        assert block < len(ids) and ids[block], f"no block for position {position}: {ids}"
+        assert block < len(ids) and ids[block], f"position {position} has no block: {ids}"
         return ids[block] * self.ready.block_size + offset
 
 
@@ -339,6 +341,6 @@ def _sizes(config: Config, groups: list[CacheGroup]) -> WorkerReady:
         vocab_size,
         1,
         plan,
-        [("executor", "fake", "asked for")],
+        [("executor", "fake", "requested")],
         groups=groups,
     )

@@ -1,10 +1,9 @@
-"""One process per rank, each at the end of a pipe.
+"""One worker process per rank, connected by a pipe.
 
 A pipe is a FIFO, which is all the ordering that steps need. (A ring in shared memory would deliver a step of 256
-requests some 25 us to 75 us earlier, to processes that look for it instead of sleeping.
-Against steps of milliseconds that is not worth a second mechanism.) Its end is the signal to stop, in both directions:
-a worker whose pipe ends exits, and a worker that dies ends its pipe. A message is one byte that says what it is, and a
-payload.
+requests 25 us to 75 us earlier, to processes that poll it instead of sleeping. For steps that take milliseconds, that
+does not justify a second mechanism.) EOF is the signal to stop, in both directions: a worker exits when its pipe ends,
+and a worker that dies ends its pipe. A message is one byte that names its kind, and a payload.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from quire.worker.messages import StepInput, StepOutput, WorkerReady
 STEP, CALL = b"S", b"C"  # to a worker
 PROGRESS, READY, OUTPUT, VALUE, USER_ERROR, ERROR = b"P", b"R", b"O", b"V", b"U", b"E"  # from a worker
 
-SHUTDOWN_TIMEOUT = 5.0  # seconds until workers that do not end are killed
+SHUTDOWN_TIMEOUT = 5.0  # seconds after which workers that do not exit are killed
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_step = msgspec.msgpack.Decoder(StepInput).decode
@@ -43,7 +42,7 @@ _decode_output = msgspec.msgpack.Decoder(StepOutput).decode
 
 
 class MultiprocExecutor(Executor):
-    """Starts one worker process per rank. Every rank gets every message; the first rank of the last pipeline stage
+    """Starts one worker process per rank. Every rank receives every message; the first rank of the last pipeline stage
     answers.
 
     The death of any rank is an error of the executor.
@@ -57,9 +56,9 @@ class MultiprocExecutor(Executor):
         self._answering = self._world_size - config.parallel.tensor_parallel_size
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._outputs: deque[StepOutput] = deque()  # arrived, not asked for yet
+        self._outputs: deque[StepOutput] = deque()  # received, not requested yet
         self._rendezvous: Path | None = None
-        self._folder: tempfile.TemporaryDirectory | None = None  # of the rendezvous, when the engine has none
+        self._folder: tempfile.TemporaryDirectory | None = None  # folder of the rendezvous file, if the engine has none
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks and a CUDA context
@@ -92,9 +91,10 @@ class MultiprocExecutor(Executor):
         return found[0]
 
     def _make_rendezvous(self) -> Path:
-        """Where the ranks find each other: a file in a folder that only we can enter, the engine's own if it has one.
+        """Return the path of the file through which the ranks find each other. It is in the engine's folder, or in a
+        new one, which only this user can enter.
 
-        A port anybody on this machine could join.
+        A port would be open to every user of this machine.
         """
         folder = os.environ.get(STACKS_FOLDER)
         if folder is None:
@@ -121,7 +121,7 @@ class MultiprocExecutor(Executor):
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT
         for process in self._processes:
             process.join(max(deadline - time.monotonic(), 0))
-            if process.exitcode is None:  # stuck, perhaps waiting for another rank
+            if process.exitcode is None:  # stuck, possibly waiting for another rank
                 process.kill()
                 process.join()
         self._pipes, self._processes = [], []
@@ -138,7 +138,9 @@ class MultiprocExecutor(Executor):
         return [process.sentinel for process in self._processes]
 
     def next_output(self) -> StepOutput:
-        """The output of the oldest step that was not asked for yet. Raises RuntimeError when a worker fails or dies."""
+        """Return the output of the oldest step that was not requested yet. Raises RuntimeError when a worker fails or
+        dies.
+        """
         while not self._outputs:
             self._receive_answer()
         return self._outputs.popleft()
@@ -151,7 +153,7 @@ class MultiprocExecutor(Executor):
                 raise self._death(rank) from None
 
     def _receive_answer(self) -> tuple[bytes, bytes]:
-        """A message of the rank that answers; outputs are kept aside."""
+        """Return the next message of the answering rank; outputs are also queued."""
         rank, kind, payload = self._receive()
         assert rank == self._answering, f"rank {rank} answered"
         if kind == OUTPUT:
@@ -161,7 +163,7 @@ class MultiprocExecutor(Executor):
     def _receive(self) -> tuple[int, bytes, bytes]:
         """Wait for the next message of any rank: (rank, kind, payload).
 
-        Raises ValueError or RuntimeError for one that reports an error or dies.
+        Raises ValueError or RuntimeError if the rank reports an error or dies.
         """
         pipe = wait(self._pipes)[0]
         rank = self._pipes.index(pipe)
@@ -185,7 +187,7 @@ class MultiprocExecutor(Executor):
 
 
 class _Reply:
-    """A step in the pipes. Replies come in the order of the steps."""
+    """A step in flight. Replies arrive in the order of the steps."""
 
     def __init__(self, executor: MultiprocExecutor):
         self._executor = executor
@@ -203,16 +205,16 @@ def worker_main(
     pipe: Connection,
     answers: bool,
 ) -> None:
-    """The process of one rank; one of them `answers`.
+    """Run the process of one rank. Exactly one rank `answers`.
 
-    Ends when its pipe does, or with an error that it reports first.
+    Exits when its pipe ends, or after reporting an error.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when we end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when workers stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dump_stacks_on(signal.SIGUSR2, f"worker {rank}")
     die_with_parent()
     set_name(f"quire-worker-{rank}")
-    # all ranks are on this machine: others need not reach them
+    # all ranks are on this machine, so loopback is enough
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     start_logging(config.server.log_level, f"worker {rank}")
     exit_code = 0
@@ -229,9 +231,9 @@ def worker_main(
 
 
 def _serve(worker: Any, pipe: Connection, answers: bool) -> None:
-    """Initialize, then run steps and calls until the pipe ends.
+    """Initialize the worker, then run steps and calls until the pipe ends.
 
-    Results are awaited and sent by a thread, so that the next step is launched while the device still runs this one.
+    A thread awaits and sends results, so that the next step is launched while the device still runs this one.
     """
     try:
         ready = worker.initialize(lambda phase, fraction: pipe.send_bytes(PROGRESS + _encode((phase, fraction))))
@@ -251,7 +253,7 @@ def _serve(worker: Any, pipe: Connection, answers: bool) -> None:
 
 
 def _reply(results: SimpleQueue, pipe: Connection, answers: bool) -> None:
-    """Wait for each result in turn, and send it if this rank is the one that answers."""
+    """Wait for each result in turn, and send it if this rank answers."""
     try:
         while True:
             kind, value = results.get()
@@ -269,4 +271,4 @@ def _report(pipe: Connection, error: BaseException) -> None:
     try:
         pipe.send_bytes(ERROR + "".join(traceback.format_exception(error)).encode())
     except OSError:
-        traceback.print_exception(error)  # nobody is left to hear it
+        traceback.print_exception(error)  # the engine is gone: print to stderr

@@ -1,7 +1,7 @@
-"""One Ray actor per rank, on whichever nodes of a cluster have room: for a model that is larger than one machine.
+"""One Ray actor per rank, on any nodes of a cluster with room: for models larger than one machine.
 
-Ray places, starts and watches the processes; steps travel as arguments of actor calls, which keep their order. The
-ranks talk to each other over NCCL or gloo, as elsewhere.
+Ray places, starts and watches the processes. Steps travel as arguments of actor calls, which keep their order. The
+ranks communicate over NCCL or gloo, as with the other executors.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ except ImportError as error:
         f"distributed_executor_backend 'ray' needs the package ray ({error}): pip install 'quire[ray]'"
     ) from error
 
-PLACEMENT_TIMEOUT = 60.0  # seconds until the cluster must have room
-POLL_INTERVAL = 0.2  # seconds between looks at the progress of loading
+PLACEMENT_TIMEOUT = 60.0  # seconds that the cluster has to provide the resources
+POLL_INTERVAL = 0.2  # seconds between polls of the loading progress
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_step = msgspec.msgpack.Decoder(StepInput).decode
@@ -38,17 +38,17 @@ _decode_output = msgspec.msgpack.Decoder(StepOutput).decode
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, at any address of this machine."""
+    """Return a port that is unused at every address of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 class Rank:
-    """The actor.
+    """The actor of one rank.
 
-    `initialize`, `launch` and `call` run in one thread, in order; `collect` and `watch` have one each, so that results
-    are awaited beside the launching.
+    `initialize`, `launch` and `call` run in one thread, in order. `collect` and `watch` have a thread each, so that
+    results are awaited while the next step is launched.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class Rank:
         self._failure: SimpleQueue = SimpleQueue()
 
     def address(self) -> tuple[str, str, int]:
-        """(id of the node, its address, a free port on it)"""
+        """Return (node id, node address, a free port on the node)."""
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
     def initialize(self, config: bytes, rank: int, world_size: int, init_method: str, local_size: int) -> bytes:
-        """Raises ValueError as the worker does. The rank's GPU is the only one that Ray shows it."""
+        """Initialize the worker; raises ValueError as the worker does. Ray shows the rank its own GPU only."""
         from quire.worker.worker import Worker
 
         self._worker = Worker(
@@ -72,9 +72,9 @@ class Rank:
             local_rank=0,
             local_size=local_size,
         )
-        return _encode(self._worker.initialize(self._note_progress))
+        return _encode(self._worker.initialize(self._report_progress))
 
-    def _note_progress(self, phase: str, fraction: float) -> None:
+    def _report_progress(self, phase: str, fraction: float) -> None:
         self._progress = (phase, fraction)
 
     def progress(self) -> tuple[str, float]:
@@ -83,7 +83,7 @@ class Rank:
     def launch(self, step: bytes, answers: bool) -> None:
         """Start a step.
 
-        Its result is kept for `collect` on the rank that answers; on the others only its failure matters.
+        On the answering rank the result is kept for `collect`; on the other ranks only its failure matters.
         """
         try:
             output = self._worker.execute(_decode_step(step))
@@ -95,7 +95,7 @@ class Rank:
             self._failure.put(traceback.format_exc())
 
     def collect(self) -> bytes:
-        """The result of the oldest step that was not collected yet."""
+        """Return the result of the oldest step that was not collected yet."""
         try:
             return _encode(self._launched.get().result())
         except BaseException:
@@ -106,15 +106,15 @@ class Rank:
         return getattr(self._worker, method)(*args)
 
     def watch(self) -> str:
-        """Blocks until something fails, and returns what."""
+        """Block until something fails, and return the traceback."""
         return self._failure.get()
 
 
 class RayExecutor(Executor):
-    """Places the ranks with a placement group and runs every step on all of them; the first rank of the last pipeline
+    """Places the ranks with a placement group and runs every step on all of them. The first rank of the last pipeline
     stage answers.
 
-    Connects to the cluster that RAY_ADDRESS names or that this machine belongs to; if there is none, Ray starts one
+    Connects to the cluster that RAY_ADDRESS names or that this machine belongs to. If there is none, Ray starts one
     here.
     """
 
@@ -124,12 +124,12 @@ class RayExecutor(Executor):
         self._answering = self._world_size - config.parallel.tensor_parallel_size
         self._group: PlacementGroup | None = None
         self._ranks: list[Any] = []
-        self._watches: list[Any] = []  # a reference per rank that becomes ready when it fails or dies
+        self._watches: list[Any] = []  # one reference per rank, ready when the rank fails or dies
         self._death, self._death_writer = os.pipe()
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         progress("starting", 0.0)
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that starts here reports nothing to anybody
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster started here sends no usage reports
         ray.init(logging_level="warning", ignore_reinit_error=True)
         self._place()
         addresses = ray.get([rank.address.remote() for rank in self._ranks])
@@ -146,7 +146,7 @@ class RayExecutor(Executor):
         left = list(pending)
         while left:
             done, left = ray.wait(left, num_returns=1, timeout=POLL_INTERVAL)
-            self._get(done)  # an error at once: the other ranks may wait for this one
+            self._get(done)  # raise an error at once: the other ranks may wait for this one
             progress(*self._get([self._ranks[0].progress.remote()])[0])
         found = [msgspec.msgpack.decode(ready, type=WorkerReady) for ready in self._get(pending)]
         if len({(ready.num_blocks, ready.block_size, ready.max_model_len) for ready in found}) > 1:
@@ -155,16 +155,16 @@ class RayExecutor(Executor):
         return found[0]
 
     def _place(self) -> None:
-        """Reserve a CPU, and a GPU where there are any, for each rank, on as few nodes as possible, and start the
+        """Reserve one CPU per rank, and one GPU if the cluster has any, on as few nodes as possible, and start the
         actors there.
         """
         has_gpus = self._config.device.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
         bundle = {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}
         self._group = placement_group([bundle] * self._world_size, strategy="PACK")
         if not self._group.wait(PLACEMENT_TIMEOUT):
-            there = {name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")}
+            available = {name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise ValueError(
-                f"the Ray cluster has no room for {self._world_size} ranks of {bundle} each: available are {there}"
+                f"the Ray cluster has no room for {self._world_size} ranks of {bundle} each: available {available}"
             )
         actor = ray.remote(concurrency_groups={"launch": 1, "collect": 1, "watch": 1})(Rank)
         environment = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}} if os.environ.get("PYTHONPATH") else {}
@@ -192,14 +192,16 @@ class RayExecutor(Executor):
         ]
 
     def wait(self, reference: Any) -> bytes:
-        """What `reference` stands for. Raises RuntimeError when a rank fails or dies first."""
+        """Return the value of `reference`. Raises RuntimeError if a rank fails or dies first."""
         done, _ = ray.wait([reference, *self._watches], num_returns=1)
         if done[0] is not reference:
             self._raise_failure(done[0])
         return self._get([reference])[0]
 
     def _get(self, references: list[Any]) -> list[Any]:
-        """Raises ValueError for what the user can correct, RuntimeError otherwise."""
+        """Return the values of `references`. Raises ValueError for errors that the user can correct, RuntimeError
+        otherwise.
+        """
         try:
             return ray.get(references)
         except ray.exceptions.RayTaskError as error:
@@ -218,7 +220,7 @@ class RayExecutor(Executor):
         raise RuntimeError(f"worker {rank} failed:\n{failure}")
 
     def _watch(self) -> None:
-        """Make the first failure readable for an engine that rests."""
+        """Make the first failure wake an idle engine."""
         ray.wait(self._watches, num_returns=1)
         os.write(self._death_writer, b"x")
 
@@ -239,7 +241,7 @@ class RayExecutor(Executor):
 
 
 class _Reply:
-    """A step that was handed over."""
+    """A step in flight."""
 
     def __init__(self, executor: RayExecutor, reference: Any):
         self._executor, self._reference = executor, reference

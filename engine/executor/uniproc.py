@@ -1,4 +1,4 @@
-"""The worker in the engine's own process."""
+"""Run the worker in the engine's process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire.worker.worker import Worker
 
 
 class UniprocExecutor(Executor):
-    """With one step in flight the worker runs inline; with more it runs in a thread of its own, so that the next step
-    is scheduled meanwhile.
+    """With one step in flight the worker runs inline. With more it runs in its own thread, so that the next step is
+    scheduled meanwhile.
     """
 
     def __init__(self, config: Config):
@@ -44,9 +44,9 @@ class UniprocExecutor(Executor):
 
 
 class _Launched:
-    """A step given to the thread.
+    """A step submitted to the worker thread.
 
-    The thread only launches it: waiting there for the device would keep the next step from being launched.
+    The thread only launches it: waiting there for the device would delay the launch of the next step.
     """
 
     def __init__(self, launch: Future):

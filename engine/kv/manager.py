@@ -1,21 +1,21 @@
-"""The KV blocks of every request: match, allocate, publish, free, over groups of layers that keep their blocks alike.
+"""Manage the KV cache blocks of every request: match prefixes, allocate, publish and free.
 
-A block holds what `block_size` consecutive tokens leave in the layers of one group (`worker.messages.CacheGroup`); it
-is a page of the pool that all groups share. A *full* block whose tokens are known has a hash that covers every token
-before it (its parent's hash, its ids, and at the root of the chain whatever else the values depend on), so equal hashes
-mean equal contents. Such a block is *published* as soon as it is scheduled: steps run in order, and a layer writes all
-keys and values of a step before it attends, so even a request of the same step may read it. If that step fails, the
-scheduler computes again whatever was built on the block (`Scheduler._recompute_dependents`).
+The model's layers form groups whose layers use the same block list. A block holds the cache entries of `block_size`
+consecutive tokens for the layers of one group (`worker.messages.CacheGroup`); it is a page of the pool that all groups
+share. A *full* block whose tokens are known has a hash that covers every token before it: its parent's hash, its token
+ids and, at the root of the chain, everything else that the values depend on. So equal hashes mean equal contents. Such
+a block is *published* as soon as it is scheduled: steps run in order, and a layer writes all keys and values of a step
+before it attends, so even a request in the same step may read it. If that step fails, the scheduler recomputes every
+request that read the block (`Scheduler._recompute_dependents`).
 
-What each kind of group holds for a request, by block index:
+What a request holds per kind of group, by block index:
 
     full      0 .. last
-    window    those that the next token sees; older ones are given back, and NULL_BLOCK stands in their place
-    state     two pages: the one that the next step reads, and the one that it writes. A page that is published is never
-    written again, so it is a checkpoint:
-              the prefix up to its boundary can be resumed from there.
+    window    the blocks that the next token attends to; older blocks are released and replaced by NULL_BLOCK
+    state     two pages: the next step reads one and writes the other. A published page is never written again, so it
+              is a checkpoint: a request can resume from the prefix that ends at its boundary.
 
-A prefix hit is the longest prefix on which every group agrees.
+A prefix cache hit is the longest prefix that is cached in every group.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from quire.worker.messages import CacheGroup, most_blocks
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of a request: `num_blocks` blocks, and per group the ids to hold (NULL_BLOCK for those
-    that no later token sees).
+    """The longest cached prefix of a request: its number of blocks and, per group, the block ids to hold (NULL_BLOCK
+    for blocks that no later token attends to).
     """
 
     num_blocks: int = 0
@@ -43,14 +43,14 @@ class Match:
 
     @property
     def held(self) -> list[int]:
-        """The ids of all groups without NULL_BLOCK."""
+        """Block ids of all groups, without NULL_BLOCK."""
         return [block_id for ids in self.block_ids for block_id in ids if block_id != NULL_BLOCK]
 
 
 class KVCacheManager:
     """The only writer of the block fields of requests.
 
-    `chunk` is the most tokens that one step computes of a request.
+    `chunk` is the maximum number of tokens of one request that a step computes.
     """
 
     def __init__(
@@ -66,37 +66,38 @@ class KVCacheManager:
         self.groups = tuple(groups)
         self.chunk = chunk
         self.pool = BlockPool(num_blocks)
-        # a group's blocks are found by its tag and their hash
+        # a published block is looked up by its group's tag and its hash
         self._tags = [bytes([g]) for g in range(len(self.groups))]
-        # pages of states that the step being scheduled writes: found from the next step on
+        # state pages that the step being scheduled writes; visible to other requests from the next step on
         self._checkpoints: dict[int, bytes] = {}
-        self._asked: Request | None = None  # whom `match` was for last, and what it found for it in each full group
+        # the request that `match` looked up last, and the blocks it found per full group
+        self._asked: Request | None = None
         self._found: dict[int, list[int]] = {}
         self._has_state = any(group.kind == "state" for group in self.groups)
 
     @property
     def usage(self) -> float:
-        """Fraction of the blocks that requests hold."""
+        """Fraction of blocks that requests hold, 0 to 1."""
         return 1 - self.pool.num_free / self.pool.num_usable
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request of `num_tokens` holds at once."""
+        """Maximum number of blocks that a request of `num_tokens` tokens holds at once."""
         return most_blocks(self.groups, num_tokens, self.block_size, self.chunk)
 
     def start_step(self) -> None:
-        """To be called before a step is scheduled.
+        """Publish the state checkpoints of the previous step. Call this before scheduling a step.
 
-        Keys and values may be read in the step that writes them, but not a state.
+        A request may read keys and values in the step that writes them, but not a state.
         """
         for block_id, tagged_hash in self._checkpoints.items():
             self.pool.publish(block_id, tagged_hash)
         self._checkpoints.clear()
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Make sure that nobody finds these blocks any more."""
+        """Unpublish these blocks, so that no later request finds them."""
         for block_id in block_ids:
             self._checkpoints.pop(block_id, None)
         self.pool.forget(list(block_ids))
@@ -104,11 +105,11 @@ class KVCacheManager:
     # ---- prefix hits
 
     def match(self, request: Request) -> Match:
-        """Its longest known prefix on which all groups agree. At least the last token is left out: its logits have to
-        be computed.
+        """Return the longest cached prefix on which all groups agree. It excludes at least the last token, whose logits
+        must be computed.
 
-        A request that waits for room is asked about in every step: what was found for it in full groups is looked up
-        again only after one of these blocks was taken for something else.
+        A request that waits for room is matched in every step. Its blocks in full groups are looked up again only if
+        one of them was reused since.
         """
         if not request.reads_cache:
             return Match()
@@ -117,7 +118,7 @@ class KVCacheManager:
         num_full = (request.num_tokens - 1) // self.block_size
         self._extend_hashes(request, num_full)
         hashes = request.block_hashes[:num_full]
-        # full groups: ids up to the first that is missing, which bounds what the other groups need to be asked for
+        # full groups first: they end at the first missing block, which bounds the lookups in the other groups
         found: dict[int, list[int]] = {}
         for g in sorted(range(len(self.groups)), key=lambda g: self.groups[g].kind != "full"):
             found[g] = self._find(g, hashes)
@@ -131,8 +132,8 @@ class KVCacheManager:
         )
 
     def _find(self, g: int, hashes: list[bytes]) -> list[int]:
-        """Ids of the published blocks of group g, NULL_BLOCK for one that is missing; of a full group only those before
-        the first such.
+        """Ids of the published blocks of group g, NULL_BLOCK for a missing one. In a full group the list ends before
+        the first missing block.
         """
         tag, find = self._tags[g], self.pool.find
         if self.groups[g].kind != "full":
@@ -144,13 +145,13 @@ class KVCacheManager:
         return ids[: len(hashes)]
 
     def _agreed(self, found: dict[int, list[int]], longest: int) -> int:
-        """The largest number of blocks, at most `longest`, after which every group can go on."""
+        """Return the largest number of blocks, at most `longest`, from which every group can continue."""
         others = [g for g, group in enumerate(self.groups) if group.kind != "full"]
         if not others:
             return longest
         fits = [True] * (longest + 1)
         for g in others:
-            run = 0  # blocks in a row that are there
+            run = 0  # number of consecutive cached blocks
             for n in range(1, longest + 1):
                 run = run + 1 if found[g][n - 1] != NULL_BLOCK else 0
                 needed = (
@@ -162,19 +163,19 @@ class KVCacheManager:
         return max(n for n in range(longest + 1) if fits[n])
 
     def _to_hold(self, g: int, ids: list[int], num_blocks: int) -> list[int]:
-        """What a request holds of group g after a hit of `num_blocks`."""
+        """Block ids of group g that a request holds after a hit of `num_blocks` blocks."""
         if self.groups[g].kind == "state":
             return [ids[num_blocks - 1]]
         first = self.groups[g].first_block(num_blocks * self.block_size, self.block_size)
         return [NULL_BLOCK] * first + ids[first:num_blocks]
 
     def num_missing(self, request: Request, match: Match) -> int:
-        """Free blocks that a request without blocks would use up until all its known tokens are computed."""
+        """Number of free blocks that a request without blocks would use until all its known tokens are computed."""
         held = match.held
         return max(self.most_blocks(request.num_tokens) - len(held), 0) + self.pool.num_free_among(held)
 
     def attach(self, request: Request, match: Match) -> None:
-        """Give a request without blocks those that `match` found."""
+        """Give the matched blocks to a request that holds no blocks."""
         assert not any(request.block_ids)
         self.pool.share(match.held)
         request.block_ids = [list(ids) for ids in match.block_ids] or [[] for _ in self.groups]
@@ -185,28 +186,28 @@ class KVCacheManager:
         request.num_computed_tokens = match.num_blocks * self.block_size
 
     def shared_prefix(self, block_ids: list[list[int]], num_computed: int) -> list[int]:
-        """Of the blocks with which a request entered, those of its cached prefix of `num_computed` tokens."""
+        """Of the blocks with which a request was admitted, those of its cached prefix of `num_computed` tokens."""
         num_blocks = num_computed // self.block_size
         shared = []
         for group, ids in zip(self.groups, block_ids):
             shared += ids[:1] if group.kind == "state" else ids[:num_blocks]
         return [block_id for block_id in shared if block_id != NULL_BLOCK]
 
-    # ---- growing
+    # ---- allocation
 
     def chunk_end(self, request: Request, end: int) -> int:
-        """Where a chunk that could end at `end` ends: with a state group a prompt's chunk stops at the last block
-        boundary in it, to leave a checkpoint.
+        """Return where a chunk that could end at token `end` ends. With a state group, a prompt's chunk stops at its
+        last block boundary, to leave a checkpoint there.
         """
         if not self._has_state or not self.enable_prefix_caching or end > request.num_prompt_tokens:
             return end
-        # a hit leaves out the last token, so a checkpoint behind it would not be found
+        # a hit excludes the last token, so a checkpoint after it would never be found
         last = end - (end == request.num_prompt_tokens)
         boundary = last // self.block_size * self.block_size
         return boundary if boundary > request.num_computed_tokens else end
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
-        """Whether its blocks hold its first `num_tokens` tokens already."""
+        """Return whether the request's blocks already hold its first `num_tokens` tokens."""
         for group, ids in zip(self.groups, request.block_ids):
             if group.kind == "state":
                 if len(ids) < 2 or ids[0] != ids[1] or self._is_checkpoint(ids[1]):
@@ -216,11 +217,11 @@ class KVCacheManager:
         return True
 
     def allocate(self, request: Request, num_tokens: int) -> list[list[int]] | None:
-        """Make room for the chunk that ends at its token `num_tokens`, and give back what this chunk does not see.
-        Called once per chunk.
+        """Allocate blocks for the chunk that ends at token `num_tokens`, and release blocks that this chunk does not
+        read. Called once per chunk.
 
-        Returns the blocks added per group (of a state group its two pages, if they change), [] if nothing changes; or
-        None, and nothing added, if too few are free.
+        Returns the blocks added per group (for a state group its two pages, if they change), [] if nothing changes, or
+        None, without adding any, if too few blocks are free.
         """
         self._give_back(request)
         counts = [self._num_to_add(g, request, num_tokens) for g in range(len(self.groups))]
@@ -232,7 +233,7 @@ class KVCacheManager:
     def _num_to_add(self, g: int, request: Request, num_tokens: int) -> int:
         ids = request.block_ids[g]
         if self.groups[g].kind == "state":
-            return int(len(ids) < 2 or self._is_checkpoint(ids[1]))  # a checkpoint is not written again
+            return int(len(ids) < 2 or self._is_checkpoint(ids[1]))  # a checkpoint is never overwritten
         return max(self.num_blocks(num_tokens) - len(ids), 0)
 
     def _extend(self, g: int, request: Request, count: int) -> list[int]:
@@ -240,7 +241,7 @@ class KVCacheManager:
         if self.groups[g].kind != "state":
             ids += added
             return added
-        before, read = list(ids), ids[-1] if ids else NULL_BLOCK  # what the last chunk wrote, or a checkpoint
+        before, read = list(ids), ids[-1] if ids else NULL_BLOCK  # the page that the last chunk wrote, or a checkpoint
         self._release([block_id for block_id in ids[:-1] if block_id != read])
         ids[:] = [read, added[0] if added else read]
         return list(ids) if ids != before else []
@@ -255,8 +256,8 @@ class KVCacheManager:
         return block_id in self._checkpoints or self.pool.is_published(block_id)
 
     def _give_back(self, request: Request) -> None:
-        """Release the blocks of window groups that no token from `num_computed_tokens` on sees: steps run in order, so
-        what is in flight has read them.
+        """Release the blocks of window groups that no token from `num_computed_tokens` on attends to. Steps run in
+        order, so the steps in flight read these blocks before they are reused.
         """
         for g, (group, ids) in enumerate(zip(self.groups, request.block_ids)):
             if group.kind != "window":
@@ -269,7 +270,7 @@ class KVCacheManager:
                 request.num_given_back[g] = first
 
     def num_held(self, request: Request) -> int:
-        """Blocks that it holds, of all groups."""
+        """Number of blocks that a request holds, over all groups."""
         return sum(self._num_held(g, request) for g in range(len(request.block_ids)))
 
     def _num_held(self, g: int, request: Request) -> int:
@@ -277,7 +278,9 @@ class KVCacheManager:
         return len(set(ids) - {NULL_BLOCK}) if self.groups[g].kind == "state" else len(ids) - request.num_given_back[g]
 
     def num_expected(self, request: Request) -> int:
-        """Blocks that a running request still needs for the rest of its prompt, and one for outputs in each group."""
+        """Number of blocks that a running request still needs for the rest of its prompt, plus one per group for
+        outputs.
+        """
         expected = 0
         for g, group in enumerate(self.groups):
             if group.kind == "state":
@@ -293,9 +296,10 @@ class KVCacheManager:
     # ---- publishing and freeing
 
     def publish(self, request: Request) -> list[int]:
-        """Publish its full blocks that are scheduled (`num_computed_tokens` says so) and whose token ids are known.
+        """Publish the request's full blocks that are scheduled (up to `num_computed_tokens`) and whose token ids are
+        known.
 
-        Returns those that are new.
+        Returns the newly published blocks.
         """
         first, num_full = request.num_published, min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if num_full <= first:
@@ -315,7 +319,9 @@ class KVCacheManager:
         return published
 
     def _publish_state(self, g: int, request: Request, num_full: int) -> list[int]:
-        """The page that the last scheduled chunk writes is a checkpoint if the chunk ends a prompt's block."""
+        """Register the page that the last scheduled chunk writes as a checkpoint if the chunk ends on a block boundary
+        of the prompt.
+        """
         ids, end = request.block_ids[g], request.num_computed_tokens
         if (
             not self.enable_prefix_caching
@@ -328,21 +334,20 @@ class KVCacheManager:
         return [ids[1]]
 
     def free(self, request: Request, discard: bool = False) -> list[int]:
-        """Release its blocks.
+        """Release the request's blocks and return those that this publishes.
 
-        They stay findable unless `discard`: after an error nobody knows what they hold. Returns the blocks that this
-        publishes.
+        Released blocks stay in the prefix cache, unless `discard` is set: after an error their contents are unknown.
         """
         published = []
         if discard:
             self.forget([block_id for ids in request.block_ids for block_id in ids if block_id != NULL_BLOCK])
         else:
-            published = self.publish(request)  # ids that came back since its last step may have completed a block
+            published = self.publish(request)  # token ids received since its last step may have completed a block
         self.release(request)
         return published
 
     def release(self, request: Request) -> None:
-        """Release its blocks. What is not published by now will not be."""
+        """Release the request's blocks without publishing any."""
         for g, ids in enumerate(request.block_ids):
             held = dict.fromkeys(ids) if self.groups[g].kind == "state" else ids
             self._release(list(held))
@@ -354,16 +359,16 @@ class KVCacheManager:
         self.pool.release([block_id for block_id in block_ids if block_id != NULL_BLOCK])
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all published blocks; False, and nothing done, while requests hold any."""
+        """Unpublish all blocks. Returns False, and does nothing, while requests hold any block."""
         forgotten = self.pool.forget_all()
         if forgotten:
             self._checkpoints.clear()
         return forgotten
 
     def _extend_hashes(self, request: Request, num_full: int) -> None:
-        """Hash each full block once, chained to the one before.
+        """Hash each full block once, chained to the previous block.
 
-        sha256 of 16 ids takes 0.5 us, no slower than blake2b here, and of long blocks less.
+        sha256 takes 0.5 us for 16 ids, no slower than blake2b here, and is faster than it for long blocks.
         """
         hashes, size = request.block_hashes, self.block_size
         for i in range(len(hashes), num_full):
@@ -371,9 +376,9 @@ class KVCacheManager:
             hashes.append(sha256(parent + array("I", request.token_ids[i * size : (i + 1) * size]).tobytes()).digest())
 
     def _root(self, request: Request) -> bytes:
-        """The start of the chain: what the values depend on besides tokens.
+        """The start of the hash chain: everything besides tokens that the values depend on.
 
-        Without prefix caching that includes the group, so nobody else can match.
+        Without prefix caching this includes the group of choices, so that no other request can match.
         """
         group = None if self.enable_prefix_caching else request.group
         return sha256(msgspec.msgpack.encode((request.cache_salt, group))).digest()

@@ -1,30 +1,29 @@
-"""The pages of the KV cache as numbers: who holds which, which are free, and which can be found by a hash of their
-contents.
+"""The pool of KV cache pages: reference counts, the free queue and the map from content hash to page.
 
-    ref_count > 0              held by that many requests
-    ref_count = 0, published   free, but still found by its hash until it is taken for something else (least recently
-    used first)
-    ref_count = 0              free
+ref_count > 0              held by that many requests
+ref_count = 0, published   free, but still found by its hash until it is reused (least recently used first)
+ref_count = 0              free
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-NULL_BLOCK = 0  # never handed out: padding rows read and write it
+NULL_BLOCK = 0  # never allocated: padding rows read and write it
 
 
 class BlockPool:
-    """Ref counts, free order and hash map of the blocks 1 .. num_blocks - 1. All operations are O(1) per block."""
+    """Reference counts, free queue and hash map of blocks 1 .. num_blocks - 1. All operations are O(1) per block."""
 
     def __init__(self, num_blocks: int):
-        assert num_blocks > 1, "no block besides the null block"
+        assert num_blocks > 1, "the pool needs at least one block in addition to the null block"
         self.num_usable = num_blocks - 1
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        self.watched: set[int] = set()  # published blocks; emptied as soon as one of them no longer is
-        # The free queue, next to be taken first. An OrderedDict is a hash map into a doubly linked list, in C.
+        # published blocks that a caller watches; cleared when one of them is unpublished
+        self.watched: set[int] = set()
+        # The free queue, next block to allocate first. An OrderedDict is a hash map over a doubly linked list, in C.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 
     @property
@@ -32,7 +31,7 @@ class BlockPool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` free blocks, forgetting what they held. The caller has checked `num_free`."""
+        """Allocate `count` free blocks and unpublish them. The caller has checked `num_free`."""
         block_ids = []
         for _ in range(count):
             block_id, _ = self._free.popitem(last=False)
@@ -42,17 +41,17 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: list[int]) -> None:
-        """Add a holder to published blocks, free or not."""
+        """Add a reference to published blocks, free or not."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: list[int]) -> None:
-        """Drop a holder.
+        """Drop a reference to each block.
 
-        The last block is taken again first, because a prefix is worth more than its continuation; unpublished blocks
-        before all others.
+        The last block is reused first, because a prefix is worth more than its continuation. Unpublished blocks are
+        reused before all others.
         """
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
@@ -63,7 +62,7 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Let the block be found by its hash, unless an equal one already is: the copy then stays private."""
+        """Register a block under its hash. If another block already has this hash, the new one stays private."""
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block_id
             self._hashes[block_id] = block_hash
@@ -75,16 +74,16 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def num_free_among(self, block_ids: list[int]) -> int:
-        """How many of these count as free now, and would not once shared."""
+        """Number of these blocks that are free now and would not be once shared."""
         return list(map(self._ref_counts.__getitem__, block_ids)).count(0)
 
     def forget(self, block_ids: list[int]) -> None:
-        """Make sure that nobody finds these blocks any more."""
+        """Unpublish these blocks, so that no later request finds them."""
         for block_id in block_ids:
             self._unpublish(block_id)
 
     def forget_all(self) -> bool:
-        """Empty the hash map; False, and nothing done, while any block is held."""
+        """Empty the hash map. Returns False, and does nothing, while any block is held."""
         if self.num_free < self.num_usable:
             return False
         self._hashes = [None] * len(self._hashes)

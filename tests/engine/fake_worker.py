@@ -1,4 +1,4 @@
-"""A worker for the executors that run real ones: the fake executor's arithmetic behind the worker's interface."""
+"""A fake worker for the executors that run real workers: the fake executor's arithmetic with the worker's interface."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.worker.messages import StepInput, StepOutput, WorkerReady
 
 
 class FakeWorker:
-    """The model's name says how it behaves: "bad-model" cannot be loaded; with "crash-1" rank 1 ends in its third step,
+    """The model's name selects the behaviour: "bad-model" fails to load; with "crash-1" rank 1 exits in its third step,
     with "raise-1" it raises there.
     """
 
@@ -47,7 +47,7 @@ class FakeWorker:
 
 
 class LateResults(FakeWorker):
-    """A device that computes when it is asked for the result, so that a step launched too late is noticed."""
+    """A device that computes only when the result is requested, so that a step launched too late is noticed."""
 
     launched = 0
 

@@ -1,4 +1,6 @@
-"""The real `EngineCore` over the fake executor, with a socket that is two lists: what tests put in, and what comes out."""
+"""The real `EngineCore` over the fake executor, with a fake socket of two lists: input from the test, output of the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def fake_config(**settings: Any) -> Config:
 
 
 class Idle(Exception):
-    """The engine would sleep now."""
+    """Raised when the engine would sleep."""
 
 
 class LocalSocket:
@@ -103,13 +105,13 @@ class Engine:
         self.put(AbortRequests(list(request_ids)), client)
 
     def turn(self) -> None:
-        """One turn of `EngineCore.run`. Raises Idle when the engine would sleep."""
+        """Run one turn of `EngineCore.run`. Raises Idle when the engine would sleep."""
         self.core.receive()
         self.core.step()
         self.collect()
 
     def run(self, after_turn: Callable[[], None] = lambda: None, max_turns: int = 10_000) -> None:
-        """Turn until there is nothing to do."""
+        """Run turns until no work is left."""
         for _ in range(max_turns):
             try:
                 self.turn()
@@ -133,7 +135,7 @@ class Engine:
         return self.outputs[client, request_id][-1]
 
     def assert_at_rest(self) -> None:
-        """No request, row or block is held."""
+        """Check that no request, row or block is held."""
         scheduler = self.scheduler
         assert (
             not scheduler.requests
@@ -150,8 +152,8 @@ class Engine:
 
 
 def assert_invariants(engine: Engine) -> None:
-    """What holds between any two turns: every block is free or held as often as counted, every row is free or owned
-    once, queues are in order.
+    """Check the invariants between two turns: every block is free or its reference count equals its holders, every row
+    is free or owned once, queues are in order.
     """
     scheduler = engine.scheduler
     pool, held = scheduler.kv.pool, {}

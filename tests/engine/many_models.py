@@ -1,4 +1,4 @@
-"""A worker that loads one model after another, so that a test of many models starts its processes once."""
+"""A worker that loads one model after another, so that a test of many models starts its processes only once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.worker.worker import Worker
 
 
 class ManyModels:
-    """The first model is the configuration's; `load` replaces it. Steps go to the present one."""
+    """Starts with the configuration's model; `load` replaces it. Steps run on the current model."""
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None):
         self.rank, self.world_size = rank, world_size
@@ -28,7 +28,7 @@ class ManyModels:
         return msgspec.to_builtins(self.worker.initialize(lambda phase, fraction: None))
 
     def drift(self) -> None:
-        """From now on rank 1 samples other tokens than rank 0."""
+        """Make rank 1 sample other tokens than rank 0 from now on."""
         if self.rank == 1:
             sampler = self.worker.runner.sampler
             choose = sampler._choose

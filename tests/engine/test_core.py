@@ -1,4 +1,4 @@
-"""The engine loop and its messages, without a process around it."""
+"""The engine loop and its messages, in the test's process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_failing_first_step_is_not_ready(monkeypatch):
         return Result()
 
     monkeypatch.setattr(FakeExecutor, "execute", fail)
-    with pytest.raises(RuntimeError, match="the first step failed: nan"):
+    with pytest.raises(RuntimeError, match="the warm-up step failed: nan"):
         Engine(fake_config())
 
 
@@ -179,7 +179,7 @@ def test_a_queued_request_that_fails_unexpectedly_fails_alone(monkeypatch, caplo
     engine.add("bad", [1])
     engine.run()
     assert engine.last("bad").finish_reason == "error" and "division" in engine.last("bad").error
-    assert "bad cannot be added" in caplog.text
+    assert "request bad: cannot add it to the queue" in caplog.text
 
 
 def test_death_is_logged_once_and_told_to_everyone(caplog):
@@ -195,7 +195,7 @@ def test_death_is_logged_once_and_told_to_everyone(caplog):
 
 
 def test_depth_2_schedules_the_next_step_before_it_waits():
-    """The order of calls is what overlaps: execute, execute, result, execute, result ..."""
+    """Steps overlap if the calls come in this order: execute, execute, result, execute, result ..."""
     engine = Engine(fake_config(steps_in_flight=2))
     calls, execute = [], engine.core.executor.execute
 
@@ -230,7 +230,9 @@ def test_depth_2_schedules_the_next_step_before_it_waits():
 
 
 def test_what_the_workers_put_off_is_done_between_requests(monkeypatch):
-    """A piece at a time, only with nothing to run, looking for requests in between; then the engine sleeps."""
+    """Deferred work runs one piece at a time, only without requests, and the engine polls for requests in between; then
+    the engine sleeps.
+    """
     engine = Engine(fake_config())
     pieces = [True, True, True, False]
     done = []

@@ -1,4 +1,4 @@
-"""The executors that run real workers, with a fake one."""
+"""The executors that run real workers, with a fake worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPTS = {"a": [1, 2, 3], "b": [4], "c": [5] * 40}
 
 
 def generate(executor, config: Config, ready) -> dict[str, list[int]]:
-    """The engine's loop around an executor."""
+    """Run the engine's loop over an executor."""
     scheduler = Scheduler(config.scheduler, ready, KVCacheManager(ready.num_blocks, ready.block_size))
     for name, prompt in PROMPTS.items():
         scheduler.add(AddRequest(name, prompt, SAMPLING))
@@ -116,7 +116,7 @@ def test_two_ranks_run_every_step():
 
 @pytest.mark.parametrize("own_folder", [True, False])
 def test_ranks_meet_where_nobody_else_can_go(monkeypatch, tmp_path, own_folder):
-    """Not at a port of this machine, which any user could join."""
+    """The rendezvous is a file, not a port of this machine, which any user could join."""
     if own_folder:
         monkeypatch.setenv("QUIRE_STACKS_FOLDER", str(tmp_path))
     executor = multiproc(tensor_parallel_size=2)

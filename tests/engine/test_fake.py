@@ -1,4 +1,4 @@
-"""The fake finds the mistakes that it is there to find."""
+"""The fake executor detects the scheduling mistakes that it should detect."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ def test_it_generates_the_expected_tokens():
     [
         ("a row appears twice", StepInput(2, [], [0, 0], [3, 3], [1, 1], [[], []], [0, 1])),
         ("differ in length", StepInput(2, [], [0, 1], [3], [1], [[]], [0])),
-        ("21 tokens in a step", StepInput(2, [], [0], [3], [21], [[]], [])),
-        ("nothing to do", StepInput(2, [], [0], [3], [0], [[]], [])),
-        ("no block for position 2", StepInput(2, [], [1], [2], [1], [[]], [0])),
+        ("a step has 21 tokens", StepInput(2, [], [0], [3], [21], [[]], [])),
+        ("a row has no scheduled tokens", StepInput(2, [], [0], [3], [0], [[]], [])),
+        ("position 2 has no block", StepInput(2, [], [1], [2], [1], [[]], [0])),
         (
             "written twice",
             StepInput(2, [NewRequest(2, [1, 1], 2, [[2]], SAMPLING)], [0, 2], [3, 0], [1, 2], [[], []], [0, 1]),
         ),
         ("computes up to", StepInput(2, [], [0], [3], [2], [[[5]]], [0])),
-        ("is sampled after", StepInput(2, [], [0], [2], [1], [[]], [0])),
-        # not the prefix it claims
+        ("samples after", StepInput(2, [], [0], [2], [1], [[]], [0])),
+        # the block holds another prefix
         (
-            "reads something else",
+            "reads another token",
             StepInput(2, [NewRequest(2, [8, 9, 1], 3, [[1, 9]], SAMPLING)], [2], [2], [1], [[]], [0]),
         ),
-        # a live block, overwritten
+        # overwrites a block in use
         (
-            "reads something else",
+            "reads another token",
             StepInput(2, [NewRequest(2, [1, 1], 2, [[1]], SAMPLING)], [2, 0], [0, 3], [2, 1], [[], []], [0, 1]),
         ),
-        ("enters but does not run", StepInput(2, [NewRequest(2, [1], 1, [[9]], SAMPLING)], [0], [3], [1], [[]], [0])),
+        ("is new but does not run", StepInput(2, [NewRequest(2, [1], 1, [[9]], SAMPLING)], [0], [3], [1], [[]], [0])),
         ("block table", StepInput(2, [], [1], [2], [1], [[[0]]], [0])),
     ],
 )

@@ -1,9 +1,9 @@
-"""Requests that fail at random beside others that share their prefixes: nobody else's tokens change, and neither do
-those of whoever reads the cache later.
+"""Requests that fail at random next to others that share their prefixes. The tokens of the other requests do not
+change, nor those of requests that read the cache later.
 
-The device here computes what it finds: each slot of its cache holds a hash of the token and of the slot before, read
-through the block table, and the next token is made from the last slot. So whoever reads a block that was never filled,
-or filled wrongly, gets other tokens.
+The device computes from its cache: each slot holds a hash of the token and of the previous slot, read through the block
+table, and the last slot determines the next token. So a request that reads a block that was never filled, or filled
+wrongly, gets other tokens.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ REJECTED, NOT_FINITE, OUT_OF_MEMORY = "injected: rejected", "injected: not finit
 
 
 class FaultyDevice(FakeExecutor):
-    """Rejects what enters (and computes it with other tokens), finds logits not finite, or runs out of memory within a
-    step, each with probability `rate`.
+    """Rejects new requests (and computes them with other tokens), reports logits that are not finite, or runs out of
+    memory during a step, each with probability `rate`.
     """
 
     def __init__(self, config, groups: str = "full", rng: random.Random | None = None, rate: float = 0.0):
         super().__init__(config, FakeOptions(groups=groups))
         self.rng, self.rate = rng, rate
-        self.rejected: set[int] = set()  # rows
+        self.rejected: set[int] = set()  # rows of rejected requests
         self.num_faults = 0
         self.tables: dict[int, SimpleNamespace] = {}
         num_slots = self.ready.num_blocks * self.ready.block_size
-        self.slots = [1 + i for i in range(num_slots)]  # what is there at first belongs to no request
+        self.slots = [1 + i for i in range(num_slots)]  # initial contents belong to no request
 
     def fault(self) -> bool:
         hit = self.rng is not None and self.rng.random() < self.rate
@@ -81,7 +81,7 @@ class FaultyDevice(FakeExecutor):
 
     def run(self, step, i, table, prompt_logprobs):
         start, end = step.num_computed[i], step.num_computed[i] + step.num_scheduled[i]
-        table.tokens += [0] * (end - len(table.tokens))  # a sample of a failed step is missing
+        table.tokens += [0] * (end - len(table.tokens))  # samples of a failed step are missing
         states = [self._state_before(table, g, start) for g in range(len(self.ready.groups))]
         entries = []
         for position in range(start, end):
@@ -89,7 +89,7 @@ class FaultyDevice(FakeExecutor):
             for g, state in enumerate(states):
                 if (slot := self._slot_of(table, g, position, end)) is not None:
                     self.slots[slot] = state
-            # a group that read something else changes the token
+            # a group that read other contents changes the token
             state = states[0] if len(set(states)) == 1 else hash(tuple(states))
             if position + 1 < table.num_prompt:
                 entries.append(TokenLogprobs([table.tokens[position + 1]], [logprob(state)], 1))
@@ -133,8 +133,8 @@ def expected_prompt_logprobs(prompt: list[int]) -> list[float]:
 
 @st.composite
 def crowds(draw):
-    """Requests as (turn they arrive at, prompt, sampling, turn they are aborted at or None), most with one of two
-    beginnings.
+    """Generate requests as (turn of arrival, prompt, sampling, turn of the abort or None), most of them with one of two
+    prefixes.
     """
     stems = draw(st.lists(st.lists(st.integers(1, 5), min_size=6, max_size=30), min_size=1, max_size=2))
     requests = []
@@ -143,7 +143,7 @@ def crowds(draw):
             : MAX_MODEL_LEN - 1
         ]
         if draw(st.integers(0, 19)) == 0:
-            prompt.append(VOCAB)  # refused by the scheduler
+            prompt.append(VOCAB)  # rejected by the scheduler
         sampling = SamplingParams(
             max_tokens=draw(st.sampled_from([0, 1, 4, 9, 20])),
             seed=draw(st.integers(0, 1)),
@@ -186,7 +186,7 @@ def start(config, groups: str = "full", **options) -> tuple[Engine, FaultyDevice
     device = FaultyDevice(config, groups)
     with mock.patch("quire.engine.core.get_executor", lambda config: device):
         engine = Engine(config)
-    for name, value in options.items():  # the first steps, of the engine's own request, have no faults
+    for name, value in options.items():  # the first steps, of the warm-up request, have no faults
         setattr(device, name, value)
     return engine, device
 
@@ -203,7 +203,7 @@ def test_a_failing_request_changes_nobody_elses_tokens(depth, configuration, gro
         check(engine.outputs.get((CLIENT, str(i)), []), prompt, sampling, may_end_early=aborted is not None)
     engine.collect()
     device.rate = 0.0
-    for i, (_, prompt, *_) in enumerate(requests):  # later readers of what is left in the cache, all at once and alone
+    for i, (_, prompt, *_) in enumerate(requests):  # later readers of the remaining cache, all at once and alone
         tokens = [t for output in engine.outputs.get((CLIENT, str(i)), []) for t in output.new_token_ids]
         conversation = [t for t in prompt if t < VOCAB] + tokens + [3]
         if len(conversation) < MAX_MODEL_LEN:
@@ -241,7 +241,7 @@ def drive(engine, requests):
 
 
 def check(outputs, prompt, sampling, may_end_early):
-    """What came is right so far, and complete unless the request itself failed or was aborted."""
+    """Check that the outputs are correct so far, and complete unless the request itself failed or was aborted."""
     if max(prompt) >= VOCAB:
         assert may_end_early or [bool(output.error) for output in outputs] == [True]
         return

@@ -1,4 +1,4 @@
-"""The block manager alone, against a naive model that keeps contents instead of hashes."""
+"""The block manager alone, against a naive model that stores contents instead of hashes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def request(
 
 
 class BlocksAgainstModel(RuleBasedStateMachine):
-    """The model knows what each block holds (salt and all tokens up to its end) and who holds it; a match must lead to
-    exactly the right contents.
+    """The model records the contents of each block (salt and all tokens up to its end) and its holders; a match must
+    lead to exactly the right contents.
     """
 
     @initialize(num_blocks=st.integers(3, 14))
@@ -138,8 +138,8 @@ def test_blocks_against_a_naive_model():
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=12), st.integers(1, 3), st.data())
 def test_hashes_are_computed_once_and_grow_with_the_request(tokens, block_size, data):
-    """The chain is the same whether it was extended bit by bit or at once, and every token before a block is part of
-    its hash.
+    """The hash chain is the same whether it was extended step by step or at once, and every token before a block
+    affects its hash.
     """
 
     def chain(token_ids, steps, **root):

@@ -1,4 +1,4 @@
-"""Real workers in several processes: the same tokens as one process gives, however the model is divided."""
+"""Real workers in several processes generate the same tokens as one process, however the model is divided."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = {
     "num_threads": 1,
     "debug_check_ranks": True,
 }
-# more than there are rows, and longer than a step
+# more requests than rows, and longer than a step
 PROMPTS = [list(range(4, 4 + length)) for length in (5, 40, 17, 3, 30)]
 SAMPLING = [
     SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
@@ -37,7 +37,7 @@ SAMPLING = [
 
 
 class ParallelEngine(InProcessEngine):
-    """The loop over ranks that take up one model after another."""
+    """The engine's loop over ranks that load one model after another."""
 
     def __init__(self, folder: str, **settings):
         self.settings = SETTINGS | settings
@@ -52,7 +52,7 @@ class ParallelEngine(InProcessEngine):
 
 
 def run_all(checkpoint, tmp_path, names: list[str], **settings) -> None:
-    """Generate with every model over ranks, and compare with one rank."""
+    """Generate with every model over several ranks, and compare with one rank."""
     engine = ParallelEngine(checkpoint(names[0]), **settings)
     try:
         for name in names:
@@ -89,7 +89,7 @@ def test_every_architecture_over_two_ranks(checkpoint, tmp_path, settings):
 
 @pytest.mark.slow
 def test_four_ranks(checkpoint, tmp_path):
-    """Two stages of two ranks each; with one step in flight nothing overlaps, with five everything may."""
+    """Two stages of two ranks each. With one step in flight no steps overlap; with five they may."""
     run_all(
         checkpoint,
         tmp_path,

@@ -1,4 +1,4 @@
-"""A real engine process with the fake executor: messages over its socket, rest, and every way to end."""
+"""A real engine process with the fake executor: messages over its socket, idling, and every way to end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EngineProcess:
 
 
 class Server:
-    """The other end of the socket."""
+    """The server's end of the socket."""
 
     def __init__(self, engine: EngineProcess):
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -113,7 +113,7 @@ def start(tmp_path):
 
 
 def test_a_life(start):
-    """Loading, answering several servers, resting below 1 % of a core, and a clean end."""
+    """Loading, answering several servers, idling below 1 % of a core, and a clean exit."""
     engine, server = start("load_delay=0.3", steps_in_flight=2)
     messages = server.until(Ready)
     assert {"loading weights"} < {message.phase for message in messages if isinstance(message, Progress)}
@@ -143,7 +143,7 @@ def test_a_life(start):
 
     engine.ask_to_end()
     assert engine.wait()[0] == 0
-    assert b"none of ours" in engine.process.stderr.read()
+    assert b"dropped a malformed message" in engine.process.stderr.read()
 
 
 def test_abort_in_the_middle(start):
@@ -162,7 +162,7 @@ def test_the_end_of_stdin_ends_it_at_once(start, busy):
     if not busy:
         server.until(Ready)
     else:
-        time.sleep(1)  # in its first step, which takes 5 seconds
+        time.sleep(1)  # the engine is in its first step, which takes 5 seconds
     engine.process.stdin.close()
     code, seconds = engine.wait()
     assert code == 1 and seconds < 1
@@ -185,7 +185,7 @@ def test_a_message_is_a_clean_end(start, when):
 
 
 def test_sigterm_is_for_the_parent(start):
-    """It may reach the whole process group while the parent lets requests finish."""
+    """The engine ignores SIGTERM: the whole process group may receive it while the parent lets requests finish."""
     engine, server = start("step_delay=0.01")
     server.until(Ready)
     engine.process.terminate()
@@ -277,7 +277,7 @@ def test_a_failing_step_is_the_end_of_the_engine(start, depth):
     server.until(Ready)
     server.send(AddRequest("a", [1], SamplingParams(max_tokens=100)))
     *outputs, dead = server.until(EngineDead)
-    assert dead == EngineDead("RuntimeError: step 5 was to fail")
+    assert dead == EngineDead("RuntimeError: injected failure of step 5")
     assert [t for message in outputs for output in message.outputs for t in output.new_token_ids] == expected_tokens(
         [1], SamplingParams(max_tokens=2), 4096, VOCAB
     )
@@ -286,12 +286,13 @@ def test_a_failing_step_is_the_end_of_the_engine(start, depth):
 
 
 def test_descendants_are_killed_whatever_their_session():
-    """As those of a Ray cluster: a child in a session of its own, and its child in another."""
+    """As in a Ray cluster: a child in its own session, and its child in another session."""
     code = """
 import subprocess, sys, time
 from quire.engine.process import kill_descendants
 sleeper = "import time; print(1, flush=True); time.sleep(100)"
-middle = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True); time.sleep(100)"
+start = f"subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True)"
+middle = f"import subprocess, sys, time; {start}; time.sleep(100)"
 child = subprocess.Popen([sys.executable, "-c", middle], start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
 print("there", flush=True)

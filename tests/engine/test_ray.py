@@ -52,7 +52,7 @@ def test_a_cluster_without_room(cluster, checkpoint, monkeypatch):
 
 
 def test_a_killed_server_leaves_nothing_of_a_cluster_it_started(checkpoint, tmp_path, monkeypatch):
-    """Nobody gave it one, so Ray starts one below the engine, in groups and sessions of its own."""
+    """Without an existing cluster, Ray starts one below the engine, in its own process groups and sessions."""
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with server_process(
         checkpoint("qwen3"),

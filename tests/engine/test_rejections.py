@@ -1,4 +1,4 @@
-"""A request that the worker rejects, in one step with others that share its prefix: over a real model."""
+"""The worker rejects a request in a step with other requests that share its prefix; over a real model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("walls", [1, 2])
 def test_a_rejected_request_changes_nobodys_text(checkpoint, monkeypatch, depth, walls):
-    """The one that is rejected is the first to fill the blocks.
+    """The rejected request is the first to fill the blocks.
 
-    Neither who shares them then nor who finds them later gets other tokens.
+    Requests that share them, and requests that find them later, get the same tokens.
     """
     engine = InProcessEngine(checkpoint("qwen3"), steps_in_flight=depth, **SETTINGS)
     prompts = [[*PREFIX, 5, 6, 7, 8, 9], [*PREFIX, 5, 6, 7, 8, 10], [*PREFIX, 11]]

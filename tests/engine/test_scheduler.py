@@ -1,4 +1,4 @@
-"""What the scheduler decides, case by case."""
+"""Decisions of the scheduler, case by case."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_long_prompt_never_stalls_running_requests():
     for name in "abc":
         scheduler.add(AddRequest(name, [ord(name)], greedy(100)))
     run_step(scheduler, executor)
-    # the oldest, so it leads the running ones, yet decodes go first
+    # the oldest, so it is first among the running requests, yet decodes go first
     scheduler.add(AddRequest("long", list(range(900)), greedy(1), age=1000.0))
     scheduler.add(AddRequest("after", [5], greedy(100)))
     for _ in range(60):
@@ -174,7 +174,7 @@ def test_prompt_logprobs_compute_the_whole_prompt():
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_max_tokens_0_ends_when_the_prompt_is_computed(depth):
     engine = Engine(fake_config(steps_in_flight=depth, max_num_batched_tokens=8, max_model_len="20"))
-    # as long as the context: nothing has to fit behind it
+    # as long as the context: no output has to fit after it
     engine.add("echo", list(range(20)), max_tokens=0, prompt_logprobs=1)
     engine.add("next", [1, 2], max_tokens=3)
     engine.run()
@@ -188,7 +188,7 @@ def test_max_tokens_0_ends_when_the_prompt_is_computed(depth):
 
 class TestStops:
     def outputs(self, tokens: list[list[int]], **sampling):
-        """What comes of a request whose samples are `tokens`, one list per step."""
+        """Outputs of a request whose samples are `tokens`, one list per step."""
         scheduler, _ = make()
         scheduler.add(AddRequest("a", [1], SamplingParams(**sampling)))
         for sampled in tokens:
@@ -243,10 +243,10 @@ def test_a_resubmitted_request_that_was_complete_ends_at_once():
     "message, words",
     [
         (AddRequest("x", [], greedy()), "prompt_token_ids is empty"),
-        (AddRequest("x", [1, VOCAB], greedy()), "outside 0 .. 999"),
-        (AddRequest("x", [-1], greedy()), "outside 0 .. 999"),
-        (AddRequest("x", [1] * 20, greedy()), "20 tokens, but a request may have 12"),
-        (AddRequest("x", [1] * 12, greedy()), "12 tokens, but a request may have 12"),
+        (AddRequest("x", [1, VOCAB], greedy()), "outside the model's vocabulary, 0 .. 999"),
+        (AddRequest("x", [-1], greedy()), "outside the model's vocabulary, 0 .. 999"),
+        (AddRequest("x", [1] * 20, greedy()), "20 tokens, but a request may have at most 12"),
+        (AddRequest("x", [1] * 12, greedy()), "12 tokens, but a request may have at most 12"),
         (AddRequest("x", [1], greedy(-1)), "max_tokens"),
         (AddRequest("x", [1], greedy(min_tokens=-1)), "min_tokens is -1"),
         (AddRequest("x", [1], greedy(), output_token_ids=[VOCAB]), "output_token_ids: token id 1000"),
@@ -256,19 +256,19 @@ def test_a_resubmitted_request_that_was_complete_ends_at_once():
         (AddRequest("x", [1], greedy(bad_words_ids=[[1, 2], [VOCAB]])), "bad_words: token id 1000"),
         (
             AddRequest("x", [1], greedy(bad_words_ids=[[1] * 13])),
-            "bad_words: one has 13 tokens, but a request may have 12",
+            "bad_words: an entry has 13 tokens, but a request may have at most 12",
         ),
         (AddRequest("x", [1], greedy(bad_words_ids=[[1] * 12] * 30_000)), "bad_words: 30000 sequences"),
         (AddRequest("x", [1], greedy(allowed_token_ids=[5, VOCAB])), "allowed_token_ids: token id 1000"),
         (
             AddRequest("x", [1], greedy(allowed_token_ids=[5] * 1001)),
-            "allowed_token_ids has 1001 entries, but may have 1000",
+            "allowed_token_ids has 1001 entries, but may have at most 1000",
         ),
         (AddRequest("x", [1], greedy(logit_bias={-1: 5.0})), "logit_bias: token id -1"),
         (AddRequest("x", [1], greedy(stop_token_ids=[VOCAB])), "stop_token_ids: token id 1000"),
         (AddRequest("x", [1], greedy(stop_token_ids=[1] * 1025)), "stop_token_ids has 1025 entries"),
         (AddRequest("x", [1], greedy(eos_token_ids=[VOCAB], min_tokens=1)), "eos_token_ids: token id 1000"),
-        (AddRequest("x", [1], greedy(logprobs_mode="loud")), "logprobs_mode 'loud'"),
+        (AddRequest("x", [1], greedy(logprobs_mode="loud")), "logprobs_mode is 'loud'"),
         (AddRequest("good", [1], greedy()), "already in use"),
     ],
 )
@@ -311,7 +311,7 @@ def test_fcfs_preempts_the_latest_and_resumes_it_first():
 
 
 def test_the_order_of_service_heeds_no_wall_clock(monkeypatch):
-    """A clock that is set back lets nobody overtake. Who has waited at a server, for another engine, is older."""
+    """Setting the clock back lets no request overtake. A request that waited for another engine is older."""
     scheduler, _ = make()
     for number, age in enumerate([0.0, 0.0, 100.0]):
         monkeypatch.setattr("time.time", lambda number=number: 1e9 - 3600 * number)
@@ -320,7 +320,7 @@ def test_the_order_of_service_heeds_no_wall_clock(monkeypatch):
 
 
 def test_the_choices_of_a_request_share_its_prompt():
-    """In memory, until they have outputs of their own."""
+    """The choices share the prompt's list in memory until they have outputs of their own."""
     engine = Engine(fake_config(max_num_seqs=2))
     message = engine.add("0", list(range(300)), siblings=[Choice(str(i), i) for i in range(1, 8)], max_tokens=5)
     engine.turn()
@@ -425,7 +425,7 @@ def test_preemption_does_not_change_what_was_cached_at_first():
 
 
 def test_an_error_of_one_request_is_its_own():
-    """The worker reports it by batch position; what its blocks hold is not to be trusted."""
+    """The worker reports the error by batch position; the contents of the request's blocks are not trusted."""
     scheduler, executor = make(block_size=2)
     for name in "abc":
         scheduler.add(AddRequest(name, [ord(name)] * 5, greedy(2)))
@@ -475,7 +475,7 @@ def test_500_aborts_at_random_moments_free_everything(depth, policy):
         engine.abort(name, "unknown")
     engine.run(lambda: assert_invariants(engine))
     engine.assert_at_rest()
-    # Exactly once for those that were quicker than their abort, never for the others.
+    # Exactly once for requests that finished before their abort, never for the others.
     assert all(sum(bool(output.finish_reason) for output in outputs) <= 1 for outputs in engine.outputs.values())
 
 
@@ -520,7 +520,7 @@ def test_heavy_pressure(depth, policy):
 
 
 def test_depth_overshoots_by_depth_minus_one_steps_only():
-    """Length stops are predicted, so they cost nothing; a stop id is seen late, and what follows it is dropped."""
+    """Length stops are predicted, so they waste no step; a stop id is seen late, and tokens after it are dropped."""
     for depth in (1, 2, 3):
         for sampling, overshoot in (
             ({"max_tokens": 10}, 0),
@@ -546,12 +546,12 @@ def test_stats_count_what_happened():
         scheduler.add(AddRequest(name, list(range(10)), greedy(3)))
         while scheduler.requests:
             run_step(scheduler, executor)
-    stats = scheduler.take_stats()
+    stats = scheduler.flush_stats()
     assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (12, 6)
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
     assert stats.iteration_tokens == [8, 2, 1, 1, 2, 1, 1]
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-    assert scheduler.take_stats().iteration_tokens == []
+    assert scheduler.flush_stats().iteration_tokens == []
 
 
 def test_gauges():
@@ -569,8 +569,8 @@ def test_schedule_without_requests_is_none():
 
 
 def test_stages_of_a_pipeline_work_on_different_requests():
-    """With two stages two halves take turns, so that no step waits for a token of the one before it; a request alone
-    runs in every step.
+    """With two stages two halves of the requests take turns, so that no step waits for a token of the previous one; a
+    request alone runs in every step.
     """
     engine = Engine(fake_config(pipeline_parallel_size=2, steps_in_flight=3))
     for i in range(4):

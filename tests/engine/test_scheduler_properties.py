@@ -1,5 +1,5 @@
-"""Random requests through the real engine loop at several depths: each gets exactly what it would get alone, and
-nothing leaks.
+"""Random requests through the real engine loop at several depths: each request gets exactly the outputs that it would
+get alone, and no block or row leaks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_MODEL_LEN = 64
 
 @st.composite
 def workload(draw):
-    """Requests as (turn they arrive at, prompt, sampling, priority, salt, turn they are aborted at or None)."""
+    """Generate requests as (turn of arrival, prompt, sampling, priority, salt, turn of the abort or None)."""
     stems = draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=30), min_size=1, max_size=3))
     requests = []
     for _ in range(draw(st.integers(1, 14))):
@@ -105,7 +105,7 @@ def test_any_schedule_gives_what_each_request_gets_alone(configuration, mix, req
 
 
 def drive(engine, requests):
-    """Put the requests and the aborts in at their turns, and run to the end."""
+    """Submit the requests and the aborts at their turns, and run to the end."""
     todo = sorted(
         [(turn, i, "add") for i, (turn, *_) in enumerate(requests)]
         + [(a, i, "abort") for i, (*_, a) in enumerate(requests) if a is not None]

@@ -48,7 +48,7 @@ def test_it_plans_what_the_worker_then_does(folder, capsys):
         (
             ["--load-format", "dummy", "--max-model-len", "2048", "--kv-cache-memory-bytes", "1M"],
             (
-                "set --max-model-len to at most 656 (or auto), or give the KV cache more with "
+                "set --max-model-len to at most 656 (or auto), or enlarge the KV cache with "
                 "--kv-cache-memory-bytes 3170304"
             ),
         ),
@@ -58,7 +58,7 @@ def test_it_plans_what_the_worker_then_does(folder, capsys):
             "chat_template: there is no file /nowhere.jinja",
         ),
         (["--load-format", "dummy", "--generation-config", "/nowhere"], "generation_config: cannot read /nowhere"),
-        (["--load-format", "dummy", "--attention-backend", "flash"], "--attention-backend 'flash' does not exist"),
+        (["--load-format", "dummy", "--attention-backend", "flash"], "--attention-backend is 'flash', but must be one of"),
     ],
 )
 def test_it_refuses_with_the_number_to_change(folder, arguments, message, capsys):

@@ -188,7 +188,7 @@ def test_a_signal_to_all_processes_loses_no_stream(model_folder, tmp_path, count
             stream.read()
             assert events(stream)[-2]["choices"][0]["finish_reason"] == "length"
         assert server.wait() == 0
-        assert "died" not in server.log and "gone away" not in server.log and "Traceback" not in server.log
+        assert "died" not in server.log and "disconnected" not in server.log and "Traceback" not in server.log
 
 
 def test_a_second_signal_ends_at_once(model_folder, tmp_path):

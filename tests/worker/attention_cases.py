@@ -1,4 +1,4 @@
-"""Random paged batches, and dense float32 attention to compare with."""
+"""Random paged batches, and dense float32 attention as their reference."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire.worker.attention.base import AttentionBackend, AttentionMetadata
 
 @dataclass
 class Case:
-    """A batch whose keys and values are already in the cache, in shuffled blocks; slots that belong to nobody hold NaN,
-    the null block zeros.
+    """A batch whose keys and values are already in the cache, in shuffled blocks. Slots of no request hold NaN, the
+    null block zeros.
     """
 
     q: torch.Tensor

@@ -29,8 +29,8 @@ TYPES = {
 
 
 def compile_launches(capability: int) -> None:
-    """From now on a launch compiles its kernel for `capability` as the arguments ask, down to machine code, and runs
-    nothing.
+    """Make every launch compile its kernel to machine code for `capability` with the given arguments, without running
+    it.
     """
 
     def run(kernel: JITFunction, *args, grid, warmup, **kwargs):
@@ -55,7 +55,7 @@ def compile_launches(capability: int) -> None:
                     attributes[i,] = [["tt.divisibility", 16]]
         start = time.perf_counter()
         source = ASTSource(kernel, signature, constants, attributes)
-        # what is left are num_warps and num_stages
+        # the remaining options are num_warps and num_stages
         binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=values)
         assert len(binary.asm["cubin"]) > 1000
         print(
@@ -70,7 +70,7 @@ def compile_launches(capability: int) -> None:
 
 
 def attention() -> None:
-    """bf16 as it is used (Llama 3.1, Qwen3, decode and prefill, splits), and the less common features once."""
+    """bf16 in its usual shapes (Llama 3.1, Qwen3, decode and prefill, splits), and the less common features once."""
     cases = [  # query lens, heads, kv heads, dim, page, window, soft cap, splits
         ([1] * 9, 32, 8, 128, 16, None, None, 1),
         ([1] * 2, 32, 8, 128, 16, None, None, 8),

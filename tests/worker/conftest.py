@@ -1,4 +1,4 @@
-"""Fixtures of the worker's tests."""
+"""Fixtures of the worker tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An attention backend written for clarity, as the reference of the tests: gathers each request's keys and attends
+"""An attention backend written for clarity, as the reference of the tests: it gathers each request's keys and attends
 densely under a causal mask.
 """
 

@@ -1,4 +1,4 @@
-"""Two ranks on one GPU, over gloo: NCCL wants a GPU for each."""
+"""Two ranks on one GPU, over gloo: NCCL needs a GPU per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether Triton's interpreter, which tests/conftest.py chooses where there is no GPU, can run our kernels."""
+"""Check whether Triton's interpreter, which tests/conftest.py selects without a GPU, can run the project's kernels."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def _loops_work() -> bool:
 
 needs_loops = pytest.mark.skipif(
     not _loops_work(),
-    reason="the interpreter of this Triton cannot loop over what it loads with this numpy (3.6 with numpy 2.4 or later)",
+    reason="this Triton interpreter cannot loop over loaded values with this numpy (3.6 with numpy 2.4 or later)",
 )

@@ -1,4 +1,4 @@
-"""Several tensor-parallel ranks in one process: each is a thread, and they meet at a barrier."""
+"""Several tensor-parallel ranks in one process: each is a thread, synchronised by a barrier."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def thread_groups(size: int) -> list[ThreadGroup]:
 
 
 def run_ranks(work: Callable[[int], object], size: int) -> list:
-    """`[work(0), ..., work(size - 1)]`, each in a thread of its own."""
+    """Return `[work(0), ..., work(size - 1)]`, each computed in its own thread."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size)))

@@ -1,4 +1,4 @@
-"""Steps written by hand: what a scheduler would send for a few requests."""
+"""Hand-written steps, as a scheduler would send them for a few requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class Script:
-    """Requests in rows, with block ids handed out in order and never given back; `step` runs any number of tokens of
-    each.
+    """Requests in rows, with block ids assigned in order and never released. `step` runs any number of tokens of each.
     """
 
     block_size: int
@@ -54,7 +53,7 @@ class Script:
             self.rows[step.rows[i]].outputs += token_ids
 
     def preempt(self, row: int) -> None:
-        """It will be computed again from its first token, in new blocks."""
+        """Preempt a request: it is recomputed from its first token, in new blocks."""
         state = self.rows[row]
         self.rows[row] = _Row(state.prompt, state.sampling, state.outputs)
 

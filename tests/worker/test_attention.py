@@ -1,4 +1,4 @@
-"""Every attention backend computes what dense float32 attention computes, and says why when it cannot serve."""
+"""Every attention backend computes the same as dense float32 attention, or gives a reason why it cannot."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_equals_dense_attention(request, name, batch, block_size, heads, window,
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("batch", [*BATCHES, "long"])
 def test_backends_on_a_gpu_equal_dense_attention_and_one_another(batch, block_size, heads, head_dim, window, soft_cap):
-    """Each backend that says it can serve this does; the others must have said why not."""
+    """Each backend that reports support works; the others must have given a reason."""
     query_lens, context_lens = BATCHES.get(batch, ([1, 1, 1], [3000, 700, 2047]))  # long enough for keys to be split
     size = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "dtype": torch.bfloat16}
     spec = AttentionSpec(
@@ -122,7 +122,7 @@ def test_backends_on_a_gpu_equal_dense_attention_and_one_another(batch, block_si
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["flash_attn_3", "flash_attn_2", "torch_varlen"])
 def test_library_is_usable_here(name):
-    """Skips with the reason where it is not, which on a machine that should have it is what to look at."""
+    """Skips with the reason if the library is not usable; on a machine that should have it, check that reason."""
     block_size = _backend_cls(name).default_block_size
     if reason := _reason(name, AttentionSpec(32, 8, 128, torch.bfloat16, CUDA, block_size)):
         pytest.skip(reason)
@@ -141,7 +141,7 @@ def test_cpu_paged_cuts_ragged_batches_anywhere(requests, window, decode_tokens,
     backend = cpu_paged.CpuPagedAttention()
     queries, contexts = [q if q > 20 else 1 for q, _ in requests], [c for _, c in requests]
     case = make_case(backend, queries, contexts, block_size=3, heads_first=heads_first)
-    with pytest.MonkeyPatch.context() as patch:  # small bounds, so that every way of cutting a batch occurs
+    with pytest.MonkeyPatch.context() as patch:  # small bounds, so that every way of splitting a batch occurs
         patch.setattr(cpu_paged, "_DECODE_TOKENS", decode_tokens)
         patch.setattr(cpu_paged, "_PREFILL_SCORES", prefill_scores)
         backend.build(case.meta)
@@ -193,7 +193,7 @@ def _meta(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
 
 @pytest.fixture
 def library(monkeypatch):
-    """A stand-in for flash-attn that records its calls and answers with the queries."""
+    """A stand-in for flash-attn that records its calls and returns the queries."""
     calls = []
 
     def record(name):
@@ -293,9 +293,7 @@ def _operators(*schemas: str):
 
 
 def test_flash_attention_3_calls_its_operators(library):
-    """The operator itself in every layer; what it needs to know of the step's lengths is computed once for each kind of
-    layer, and anew in the next step.
-    """
+    """Every layer calls the operator itself; the scheduler metadata is computed once per step and kind of layer."""
     with _operators(FORWARD, METADATA) as calls:
         backend, meta = flash_attn.FlashAttention3(), _meta([1, 3], [9, 5])
         q, cache = torch.randn(4, 4, 16), torch.zeros(6, 16, 2, 16)
@@ -344,8 +342,8 @@ def test_flash_attention_3_calls_its_operators(library):
 
 
 def test_flash_attention_3_without_scheduler_metadata(library):
-    """An older build registers the call alone; a build whose operator takes other arguments is called through its
-    wrapper.
+    """An older build registers only the attention operator; a build whose operator takes other arguments is called
+    through its wrapper.
     """
     meta, q, cache = _meta([1, 3], [9, 5]), torch.randn(4, 4, 16), torch.zeros(6, 16, 2, 16)
     with _operators(FORWARD) as calls:
@@ -438,9 +436,9 @@ def test_selection_says_why_not_the_others():
 
 
 def test_selection_errors():
-    with pytest.raises(ValueError, match="does not exist: choose one of cpu_fixed, cpu_native, cpu_paged"):
+    with pytest.raises(ValueError, match="must be one of cpu_fixed, cpu_native, cpu_paged"):
         select_backend(("cpu_paged",), _spec(CPU), "magic")
     with pytest.raises(ValueError, match="--attention-backend cannot be used: flash_attn_2: needs a GPU"):
         select_backend(("cpu_paged",), _spec(CPU), "flash_attn_2")
-    with pytest.raises(ValueError, match="no attention backend can serve this model here: torch_varlen"):
+    with pytest.raises(ValueError, match="no attention backend supports this model on this device: torch_varlen"):
         select_backend(("torch_varlen",), _spec(CPU))

@@ -1,7 +1,6 @@
 """Padded replay of decode steps.
 
-A recorder that runs the function again stands in for CUDA's, so that the padding and the dispatch are tested without a
-GPU.
+A recorder that runs the function again replaces CUDA's, so that padding and dispatch are tested without a GPU.
 """
 
 import itertools
@@ -18,7 +17,7 @@ from tests.in_process import InProcessEngine
 
 
 class Recorder:
-    """Replays by calling the function again; the model's static output is what CUDA's graph would overwrite."""
+    """Replays by calling the function again; CUDA's graph would overwrite the model's static output."""
 
     def __init__(self, model):
         self.model, self.statics, self.num_replays = model, {}, 0
@@ -82,8 +81,8 @@ def test_graphs_and_eager_give_the_same_tokens(name, checkpoint):
 
 
 def test_sizes_are_recorded_while_idle_the_largest_first(checkpoint):
-    """Between requests: what the requests before left in the cache is read by those after, and their tokens do not
-    change.
+    """Recording between requests leaves the cache unchanged: later requests read what earlier ones wrote, and their
+    tokens do not change.
     """
     settings = dict(block_size=4, num_gpu_blocks_override=120, max_num_seqs=7, max_model_len="200")
     prompts = [[7 * i + 5 + j for j in range(30)] for i in range(3)]
@@ -107,9 +106,7 @@ def test_sizes_are_recorded_while_idle_the_largest_first(checkpoint):
 
 
 def test_a_busy_server_records_seldom(checkpoint):
-    """One recording at most in any 128 steps, and none for a size that comes up now and then: each is a gap for all
-    that run.
-    """
+    """At most one recording in any 128 steps, and none for rare sizes: each recording delays all running requests."""
     settings = dict(block_size=4, num_gpu_blocks_override=300, max_num_seqs=7, max_model_len="400")
     engine = InProcessEngine(checkpoint("llama3"), **settings)
     runner = engine.executor._worker.runner
@@ -139,7 +136,7 @@ def test_what_cannot_be_recorded_runs_eagerly(checkpoint, caplog):
     engine.executor._worker.runner.use_graphs(60, record)
     assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
     assert [r.getMessage() for r in caplog.records if "no CUDA graph" in r.getMessage()] == [
-        "no CUDA graph for 2 requests, these steps run eagerly: OutOfMemoryError: no room"
+        "no CUDA graph for 2 requests, running these steps eagerly: OutOfMemoryError: no room"
     ]
     engine.close()
 

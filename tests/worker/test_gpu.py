@@ -1,6 +1,6 @@
-"""Whole models on a GPU: every way of running a step gives the tokens that the CPU gives.
+"""Whole models on a GPU: every way of running a step gives the same tokens as the CPU.
 
-In float32, where rounding decides nothing; then in bfloat16.
+In float32, where rounding changes no token; then in bfloat16.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 def run(folder: str, **settings) -> list[list[int]]:
     engine = InProcessEngine(folder, **{**SETTINGS, **settings})
     try:
-        while engine.executor.call("work_idle"):  # records graphs, where there are any
+        while engine.executor.call("work_idle"):  # records graphs, if the platform has them
             pass
         results = engine.generate(*requests())
         assert not any(result.error for result in results)
@@ -69,8 +69,8 @@ def test_tokens_are_those_of_the_cpu(model, mode):
 
 @pytest.mark.parametrize("backend", ["flash_attn_3", "flash_attn_2", "triton_paged"])
 def test_bfloat16_graphs_choose_what_eager_steps_find_best(checkpoint, backend):
-    """Padding and splits change rounding, so tokens may part ways; but each must be the best, or nearly, where an eager
-    run stands at the same place.
+    """Padding and splits change rounding, so tokens may diverge; but each token must be the best one, or nearly, of an
+    eager run in the same context.
     """
     folder = checkpoint("qwen3", dtype="bfloat16", head_dim=64)
     prompts = [[(7 * i + j) % 490 + 4 for j in range(5 + 11 * i)] for i in range(11)]

@@ -1,5 +1,5 @@
-"""The whole path of a GPU, under Triton's interpreter: its kernels in every layer, its attention, its sampler, recorded
-steps, two of them in flight.
+"""The whole GPU path under Triton's interpreter: its kernels in every layer, its attention and sampler, recorded steps,
+two steps in flight.
 """
 
 from types import SimpleNamespace
@@ -60,12 +60,12 @@ def test_tokens_are_those_of_torch(name, checkpoint, monkeypatch):
 
 
 def test_the_kv_cache_of_a_gpu_begins_as_zeros(monkeypatch):
-    """A kernel that loads whole pages reads what no request has written: memory used before may hold NaN, which times 0
-    is NaN.
+    """A kernel that loads whole pages reads slots that no request has written: reused memory may hold NaN, and NaN
+    times 0 is NaN.
     """
 
     class Memory:
-        """torch on a device whose memory has been used."""
+        """torch on a device whose memory was used before."""
 
         def __getattr__(self, name):
             return getattr(torch, name)

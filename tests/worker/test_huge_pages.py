@@ -1,4 +1,4 @@
-"""Memory on huge pages: zero, as asked for, not resident before it is written, and given back."""
+"""Memory on huge pages: zeroed, of the requested size, not resident before it is written, returned to the system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def _resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Resident bytes of this process."""
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -63,7 +63,7 @@ def test_of_several_places_the_best_is_taken(conflicts, taken):
 
 
 def test_memory_is_taken_when_it_is_written_and_given_back():
-    gc.collect()  # what other tests left must not be given back in between
+    gc.collect()  # memory of other tests must not be released in between
     before = _resident()
     tensor = huge_pages.zeros(256 * MIB, dtype=torch.uint8)
     assert _resident() - before < 16 * MIB
@@ -139,7 +139,12 @@ def test_blocks_of_a_cache_become_resident_ahead_of_use():
 
 
 def test_of_a_small_model_no_more_becomes_resident_than_will_be_used():
-    layers = [SimpleNamespace(k_cache=huge_pages.zeros(8192, 16, 1, 128, dtype=torch.bfloat16), v_cache=huge_pages.zeros(8192, 16, 1, 128, dtype=torch.bfloat16))]
+    layers = [
+        SimpleNamespace(
+            k_cache=huge_pages.zeros(8192, 16, 1, 128, dtype=torch.bfloat16),
+            v_cache=huge_pages.zeros(8192, 16, 1, 128, dtype=torch.bfloat16),
+        )
+    ]
     tensors = [layers[0].k_cache, layers[0].v_cache]  # of 32 MiB, 4 KiB a block
     if not huge_pages.make_resident(tensors[0].data_ptr(), 1):
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")

@@ -1,5 +1,5 @@
-"""The worked example of docs/architecture.md, worker half: two `StepInput`s in, every tensor out, and attention over
-them.
+"""The worker half of the worked example in docs/architecture.md: two `StepInput`s, every resulting tensor, and
+attention over them.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def test_buffers_keep_their_addresses():
 
 
 def test_native_tensors_are_the_twins(native_kernels, monkeypatch):
-    """The two steps, and ones of several tokens in a mixed order: every tensor of the batch."""
+    """The two steps, and steps of several tokens in a mixed order: every tensor of the batch."""
 
     def play() -> list[list]:
         setup = Setup()

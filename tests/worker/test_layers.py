@@ -1,4 +1,4 @@
-"""Layers against independent formulas; the whole models are compared with transformers in test_models.py."""
+"""Layers against independent formulas. test_models.py compares whole models with transformers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_rotary_table_equals_transformers(scaling, head_dim, theta):
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
     rows = RotaryEmbedding(head_dim, 40000, theta, scaling).cos_sin_cache[positions]
     error = (rows - torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), -1)).abs().amax(-1)
-    # a frequency is known to one float32 rounding, an angle to position times that
+    # a frequency is exact to one float32 rounding, an angle to position times that
     assert (error <= 2e-6 + 2e-7 * positions).all(), error
 
 

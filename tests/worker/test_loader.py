@@ -1,4 +1,4 @@
-"""The loader: what it refuses and by which name, and that every way of loading gives the same weights."""
+"""The loader: the errors it raises, by tensor name, and equal weights from every way of loading."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(folder, dtype=torch.float32, **options):
     spec = read_model_spec(str(folder))
     model = build_model(spec, dtype, CPU, ops=CpuPlatform().ops)
     for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)  # whatever is not loaded shows
+        parameter.data.fill_(torch.nan)  # makes unloaded weights visible
     load_weights(model, spec, str(folder), **options)
     return model
 
@@ -86,7 +86,7 @@ def test_missing_tensors_are_named(edited):
 
     with pytest.raises(
         ValueError,
-        match=r"do not fit Qwen3ForCausalLM; missing: model\.layers\.2\.self_attn\.k_proj\.weight, model\.norm\.weight$",
+        match=r"Qwen3ForCausalLM; missing: model\.layers\.2\.self_attn\.k_proj\.weight, model\.norm\.weight$",
     ):
         load(edited("qwen3", change))
 
@@ -169,7 +169,7 @@ def test_missing_shard(checkpoint, tmp_path):
 
 
 def test_unknown_format(checkpoint):
-    with pytest.raises(ValueError, match="load_format 'gguf' is unknown; known: auto, safetensors, dummy"):
+    with pytest.raises(ValueError, match="load_format is 'gguf', but must be one of auto, safetensors, dummy"):
         load(checkpoint("qwen3"), load_format="gguf")
 
 
@@ -210,7 +210,7 @@ def test_each_rank_reads_its_slices(checkpoint, size):
 
 
 class Repacking(LinearMethod):
-    """Takes each layer's weight away, and records how many of the others were loaded by then."""
+    """Removes each layer's weight, and records how many of the others were loaded by then."""
 
     rows = None  # that a tied embedding would look up
 
@@ -220,7 +220,7 @@ class Repacking(LinearMethod):
     def finalize(self, layer):
         if layer in self.finalized:
             return
-        assert not layer.weight.isnan().any()  # it is all there
+        assert not layer.weight.isnan().any()  # all weights are present
         self.places[layer.weight.shape].add(layer.weight.data_ptr())
         layer.weight = None
         self.finalized[layer] = sum(other.weight is None or not other.weight.isnan().any() for other in self.linears)

@@ -25,7 +25,7 @@ INF = float("inf")
 
 
 class Setup:
-    """Rows with contexts; `process` runs what their parameters need."""
+    """Rows with contexts; `process` runs the processors that their parameters need."""
 
     def __init__(self, requests: list[tuple[list[int], list[int], SamplingParams]]):
         self.table = RequestTable(len(requests) + 1, 64, 16, VOCAB_SIZE, CpuPlatform())
@@ -33,7 +33,7 @@ class Setup:
         self.lengths = []
         for row, (prompt, outputs, sampling) in enumerate(requests):
             self.table.num_prompt_tokens[row] = len(prompt)
-            self.table.token_table[row] = 19  # left from somebody else
+            self.table.token_table[row] = 19  # left by another request
             self.table.token_table[row, : len(prompt + outputs)] = torch.tensor(prompt + outputs, dtype=torch.int32)
             self.lengths.append(len(prompt + outputs))
             for processor in self.processors:
@@ -171,12 +171,12 @@ def test_repetition_penalty_is_transformers():
     ],
 )
 def test_ids_outside_the_vocabulary_are_refused(name, params):
-    with pytest.raises(ValueError, match=f"{name} holds token id"):
+    with pytest.raises(ValueError, match=f"{name} contains token id"):
         one(params)
 
 
 def _defined(logits: torch.Tensor, prompt: list[int], outputs: list[int], sampling: SamplingParams) -> torch.Tensor:
-    """What the parameters mean for one row, token by token."""
+    """Apply the parameters to one row by definition, token by token."""
     context, result = prompt + outputs, logits.clone()
     for token in range(VOCAB_SIZE):
         if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
@@ -195,7 +195,7 @@ def _defined(logits: torch.Tensor, prompt: list[int], outputs: list[int], sampli
     return _penalized(result, prompt, outputs, sampling)
 
 
-_id = st.integers(0, 4)  # few, so that words are met and end in the same tokens
+_id = st.integers(0, 4)  # a small vocabulary, so that words match and end in the same tokens
 _words = st.lists(st.lists(_id, max_size=5), max_size=6)
 _row = st.tuples(
     st.lists(_id, min_size=1, max_size=6),
@@ -216,7 +216,7 @@ _row = st.tuples(
 @settings(max_examples=80, deadline=None)
 @given(st.lists(_row, min_size=1, max_size=6), st.integers(0, 1000), st.data())
 def test_batches_are_their_rows_by_definition(requests, seed, data):
-    """All processors at once, over batches of changing rows whose requests change hands between them."""
+    """All processors at once, over batches of changing rows that are reassigned to other requests in between."""
     setup = Setup(requests)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(3):
@@ -238,7 +238,9 @@ def test_batches_are_their_rows_by_definition(requests, seed, data):
 
 
 def test_bad_words_take_memory_for_their_tokens_alone():
-    """One long sequence does not lengthen the others: 300 words and one of 20,000 tokens were tables of 6,000,000."""
+    """One long sequence does not lengthen the others: 300 words and one of 20,000 tokens once took tables of 6,000,000
+    entries.
+    """
     words = [[1, 2]] * 300 + [[3] * 20_000]
     processor = next(
         p
@@ -256,7 +258,7 @@ def test_bad_words_take_memory_for_their_tokens_alone():
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that reach the device."""
+    """Counts the operations launched on the device."""
 
     def __init__(self):
         super().__init__()

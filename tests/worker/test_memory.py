@@ -1,4 +1,4 @@
-"""The memory plan in numbers, its errors in words, and what a machine says it has."""
+"""The memory plan in numbers, its error messages, and the memory and cores that are measured."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_fraction_is_of_what_is_free_and_holds_everything(folder):
     plan = ready.plan
     assert plan.bytes_per_block == kv_bytes_per_token(read_model_spec(folder), 4) * ready.block_size
     assert plan.kv_cache == ready.num_blocks * plan.bytes_per_block
-    # half of 4 GiB, less weights and activations
+    # half of 4 GiB minus weights and activations
     assert 0 <= 2 * GIB - GIB - GIB // 2 - plan.kv_cache < plan.bytes_per_block
     assert plan.weights + plan.activations + plan.kv_cache + plan.reserve == plan.available
     assert "gpu_memory_utilization 0.5" in _choices(ready)["KV cache"][1]
@@ -79,10 +79,10 @@ def test_bytes_and_blocks_as_asked(folder):
 def test_the_context_is_the_models_or_what_fits(folder):
     assert _plan(folder).max_model_len == 2048 and _choices(_plan(folder))["max_model_len"] == (
         "2048",
-        "what the model allows",
+        "the model's maximum",
     )
     small = _plan(folder, num_gpu_blocks_override=11, block_size=16)
-    assert small.max_model_len == 160 and "the model allows 2048" in _choices(small)["max_model_len"][1]
+    assert small.max_model_len == 160 and "the model's maximum is 2048" in _choices(small)["max_model_len"][1]
     asked = _plan(folder, max_model_len="300")
     assert asked.max_model_len == 300 and "max_model_len" not in _choices(asked)
 
@@ -124,7 +124,7 @@ def test_a_kv_cache_that_is_too_small_names_its_own_flag(folder):
         f"--kv-cache-memory-bytes 1000 is too small for two KV blocks of {block} bytes: set it to at least {2 * block}"
         in str(caught.value)
     )
-    whole = int(re.search(r"or to (\d+) for a whole context of 2048 tokens", str(caught.value))[1])
+    whole = int(re.search(r"or to (\d+) for a full context of 2048 tokens", str(caught.value))[1])
     assert _plan(folder, kv_cache_memory_bytes=whole, block_size=16).max_model_len == 2048
     assert _plan(folder, kv_cache_memory_bytes=2 * block, block_size=16).max_model_len == 16
 
@@ -233,7 +233,7 @@ def test_unknown_devices_and_dtypes():
         get_platform("tpu")
     if not torch.cuda.is_available():
         assert get_platform("auto").name == "cpu"
-        with pytest.raises(ValueError, match="torch sees no CUDA device"):
+        with pytest.raises(ValueError, match="torch finds no CUDA device"):
             get_platform("cuda")
 
 

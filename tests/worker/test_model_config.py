@@ -229,15 +229,13 @@ def test_what_cannot_be_served_is_refused(raw, message):
 
 
 def test_unreadable_files(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"the model configuration cannot be had: cannot read .*config\.json: No such file"
-    ):
+    with pytest.raises(ValueError, match=r"no model configuration: cannot read .*config\.json: No such file"):
         read_model_spec(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="cannot read the model configuration"):
         read_model_spec(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="does not hold a JSON object"):
+    with pytest.raises(ValueError, match="must contain a JSON object"):
         read_model_spec(str(tmp_path))
 
 

@@ -1,5 +1,5 @@
 """`ModelRunner` over real small models, driven by hand-written steps, against transformers; and over a fake model, for
-what no real one does.
+cases that no real model produces.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def real(checkpoint):
 
 
 def test_a_result_outlives_the_next_step(checkpoint, native_kernels):
-    """The native logits lie in memory that the next step uses again."""
+    """The native logits are in memory that the next step reuses."""
     folder = checkpoint("qwen3", dtype="bfloat16")
     spec = read_model_spec(folder)
     model = build_model(spec, torch.bfloat16, PLATFORM.device, 128, ops=CpuPlatform().ops)
@@ -109,7 +109,7 @@ def test_chunked_prefill_mixed_with_decode_equals_transformers(real):
 
 
 def test_the_last_layer_computes_what_is_read(real):
-    """One token of each request that samples; all where a prompt's log-probabilities are wanted; one where nobody
+    """One token of each request that samples; all tokens if prompt log-probabilities are requested; one if no request
     samples.
     """
     make, reference = real
@@ -138,7 +138,7 @@ def test_the_last_layer_computes_what_is_read(real):
 
 
 def test_two_steps_in_flight_before_the_first_is_read(real):
-    """What step n + 1 computes are tokens that the host has not seen."""
+    """Step n + 1 computes tokens that the host has not seen yet."""
     make, reference = real
     runner, script = make(), Script(BLOCK_SIZE)
     script.add(0, prompt(9, 3))
@@ -224,7 +224,7 @@ def test_a_refused_request_fails_alone(real):
     script.add(0, prompt(9, 6), SamplingParams(temperature=0.0, logit_bias={10**6: 1.0}))
     script.add(1, prompt(9, 6))
     output = run(runner, script, {0: 9, 1: 9})
-    assert list(output.errors) == [0] and "logit_bias holds token id 1000000" in output.errors[0]
+    assert list(output.errors) == [0] and "logit_bias contains token id 1000000" in output.errors[0]
     assert output.token_ids == [[], greedy(reference, prompt(9, 6), 1)[0]]
 
 

@@ -28,7 +28,7 @@ CASES = [(name, {}) for name in CHECKPOINTS] + [
 
 @pytest.fixture(params=["plain", "native"])
 def kernels(request, monkeypatch):
-    """The operations in plain torch, then the native CPU kernels (compiled on first use, cached afterwards)."""
+    """The operations in plain torch, then in the native CPU kernels (compiled on first use, cached afterwards)."""
     monkeypatch.setattr(native.KERNELS, "lib", None)
     if request.param == "native":
         if build.cpu_level() is None or build.compiler() is None:
@@ -92,7 +92,7 @@ def test_bfloat16_agrees_where_the_margin_is_clear(checkpoint, name, kernels):
     runner = PagedRunner(model, 1, 256)
     logits = model.logits(runner.step({0: texts[0]})[0])
     error, reference_error = (logits - exact).abs().mean(), (rounded - exact).abs().mean()
-    assert error < 1.2 * reference_error  # no further from the float32 computation than transformers' own bfloat16
+    assert error < 1.2 * reference_error  # as close to the float32 computation as transformers' own bfloat16
     best = exact.topk(2).values
     clear = best[:, 0] - best[:, 1] > 0.5
     assert clear.sum() > 50

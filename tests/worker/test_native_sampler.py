@@ -1,6 +1,6 @@
-"""The sampler's tests once more, with the native CPU kernel in the place of its twin.
+"""The sampler's tests again, with the native CPU kernel instead of its twin.
 
-That the two agree draw by draw is tested in test_kernels.py.
+test_kernels.py tests that the two agree draw by draw.
 """
 
 from __future__ import annotations

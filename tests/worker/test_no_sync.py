@@ -1,7 +1,6 @@
 """A step must not wait for the device: on a GPU every wait is a gap between two steps.
 
-Without a GPU a dispatch mode looks for the operations that would wait there; with one, torch itself raises at every
-wait.
+Without a GPU a dispatch mode detects the operations that would wait; with a GPU torch itself raises at every wait.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 class NoAttention(AttentionBackend):
-    """Of attention only the call: what its kernels do is theirs."""
+    """An attention backend that only has the interface: waits inside its kernels are not tested here."""
 
     name = "none"
 

@@ -1,4 +1,4 @@
-"""What the platforms decide."""
+"""Decisions of the platforms."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_cores_are_divided_among_ranks_and_several_frontends(monkeypatch, cores,
     threads, reason = _num_threads(None, ranks, frontends)
     assert threads == expected
     assert (f"shared by {ranks} ranks" in reason) == (ranks > 1) and (
-        f"less {frontends} for the frontends" in reason
+        f"minus {frontends} for the frontends" in reason
     ) == (frontends > 1)
 
 
 def test_threads_that_were_asked_for(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert _num_threads(5, 2, 2) == (5, "as asked")
+    assert _num_threads(5, 2, 2) == (5, "as requested")
     assert _num_threads(None, 2, 2) == (3, "OMP_NUM_THREADS")
 
 

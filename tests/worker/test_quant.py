@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: the plain twin against the native kernels and both against bfloat16, through whole models."""
+"""Weights of 8 and 4 bits: the torch twin against the native kernels, and both against bfloat16, in whole models."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_memory_plan_is_true(checkpoint, native_kernels, name, quantization)
     )
     planned = memory.preview(config)
     choices = {setting: (value, reason) for setting, value, reason in planned.choices}
-    assert choices["dtype"] == ("bfloat16", f"what --quantization {quantization} starts from and computes with")
+    assert choices["dtype"] == ("bfloat16", f"required by --quantization {quantization}")
     ready = Worker(config).initialize(lambda phase, fraction: None)
     tables = 2048 * 32 * 4  # rotary
     assert ready.plan.weights - tables < 1.02 * planned.plan.weights < 1.04 * ready.plan.weights
@@ -153,7 +153,7 @@ def test_the_memory_plan_is_true(checkpoint, native_kernels, name, quantization)
         (
             CpuPlatform(),
             {"dtype": "float32"},
-            "--quantization int8 goes with bfloat16 activations only: leave --dtype float32 off",
+            "--quantization int8 supports bfloat16 activations only: omit --dtype float32",
         ),
         (CudaPlatform(0), {}, "--quantization int8 has no kernels for cuda yet"),
     ],
@@ -168,7 +168,7 @@ def test_what_does_not_go_together_is_refused(checkpoint, platform, settings, wo
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 1.01), ("int4", 1.10)])
 def test_perplexity_of_a_trained_model(native_kernels, quantization, most):
-    """Of the assistant's words in conversations that the model was not trained on."""
+    """Perplexity of the assistant's words in conversations that the model was not trained on."""
     folder = embedded_model()
     if folder is None:
         pytest.skip("the embedded model has no weights in this tree")

@@ -13,7 +13,7 @@ CPU = CpuPlatform()
 
 
 class Recorder:
-    """A row state that refuses requests with `seed` 13."""
+    """A row state that rejects requests with `seed` 13."""
 
     def __init__(self):
         self.calls = []
@@ -67,7 +67,7 @@ def kernels(request, monkeypatch):
 
 
 def test_whatever_a_request_brings_about_is_its_own_error():
-    """MemoryError, too: it used to end the engine."""
+    """MemoryError, too, is the request's own error; it once ended the engine."""
 
     class Greedy(Recorder):
         def add(self, row, new):
@@ -119,9 +119,9 @@ def test_a_refused_request_fails_alone():
     _apply(table, _step([bad, good, outside], [0, 1, 2], [[], [], []]))
     assert table.errors == {
         0: "unlucky",
-        2: "the prompt holds token id 100, but the vocabulary has 100 tokens (0 to 99)",
+        2: "the prompt contains token id 100, but the vocabulary has 100 tokens (0 to 99)",
     }
-    # nothing outside the vocabulary reaches the device
+    # no id outside the vocabulary reaches the device
     assert table.token_table[:, :2].tolist() == [[0, 0], [8, 0], [0, 0], [0, 0]]
     assert state.calls[-1] == ("remove", 2)
     _apply(table, _step([NewRequest(0, [3], 1, [[5]], SamplingParams())], [0], [[]]))
@@ -135,5 +135,5 @@ def test_ids_inside_the_vocabulary_pass(token_ids):
 
 @pytest.mark.parametrize("bad", [-1, 100])
 def test_ids_outside_are_named(bad):
-    with pytest.raises(ValueError, match=f"stop_token_ids holds token id {bad}, but the vocabulary has 100"):
+    with pytest.raises(ValueError, match=f"stop_token_ids contains token id {bad}, but the vocabulary has 100"):
         check_token_ids("stop_token_ids", [5, bad], 100)

@@ -1,4 +1,4 @@
-"""The sampler against an independent float64 reference of the distribution, and against itself in other company."""
+"""The sampler against an independent float64 reference of the distribution, and against itself in other batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_batch(rows: list[int], positions: list[int]) -> SamplingBatch:
 
 
 def draw(logits: torch.Tensor, sampling: SamplingParams, positions: list[int]) -> list[int]:
-    """The tokens that one row of logits `[V]` gives at `positions`."""
+    """Return the tokens that one row of logits `[V]` gives at `positions`."""
     sampler = make_sampler(len(logits), [sampling])
     return sampler.sample(
         logits.expand(len(positions), -1).clone(), make_batch([0] * len(positions), positions)
@@ -44,7 +44,7 @@ def draw(logits: torch.Tensor, sampling: SamplingParams, positions: list[int]) -
 
 
 def reference(logits: torch.Tensor, sampling: SamplingParams) -> np.ndarray:
-    """The distribution by its definition, in float64: sort, cut, renormalize. Assumes distinct logits."""
+    """The distribution by its definition, in float64: sort, truncate, renormalize. Assumes distinct logits."""
     x = logits.double().numpy() / sampling.temperature
     p = np.exp(x - x.max())
     p /= p.sum()
@@ -58,7 +58,7 @@ def reference(logits: torch.Tensor, sampling: SamplingParams) -> np.ndarray:
     return p / p.sum()
 
 
-# ---- randomness
+# ---- random numbers
 
 
 def _splitmix64(state: int, index: int) -> int:
@@ -143,7 +143,7 @@ def test_distribution(vocab_size, live, sampling):
     st.sampled_from([64, 100, 5000, 8192]),
 )
 def test_each_token_is_the_inverse_cdf_of_its_number(seed, temperature, top_k, top_p, min_p, vocab_size):
-    """Draw by draw, not only on average: the picked token's CDF interval in the float64 reference holds the uniform
+    """Draw by draw, not only on average: the picked token's CDF interval in the float64 reference contains the uniform
     number.
     """
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
@@ -266,7 +266,7 @@ def _filters(kind: str) -> dict[str, list]:
 @pytest.mark.parametrize("min_p", [False, True])
 @pytest.mark.parametrize("kind", ["top_k", "top_p", "both"])
 def test_blocks_and_the_whole_row_agree(kind, min_p, monkeypatch):
-    """The two paths of `pick`, over ties and filters of every kind, also where only some rows can be settled by blocks."""
+    """Both paths of `pick` agree, over ties and filters of every kind, also if blocks settle only some of the rows."""
     settled = 0
     for seed in range(24):
         generator = torch.Generator().manual_seed(seed)
@@ -379,14 +379,12 @@ def test_logprobs_modes(mode):
 
 
 def test_an_unknown_mode_is_an_error():
-    with pytest.raises(ValueError, match="logprobs_mode 'cooked' does not exist"):
+    with pytest.raises(ValueError, match="logprobs_mode is 'cooked', but must be one of"):
         make_sampler(50, [SamplingParams(logprobs=1, logprobs_mode="cooked")])
 
 
 def test_logprobs_take_bounded_memory(monkeypatch):
-    """A few rows at a time, with the same result: whole copies of the logits, five of them, were more than the plan
-    knew of.
-    """
+    """A few rows at a time give the same result. Copies of all logits, five of them, would exceed the memory plan."""
     params = [
         SamplingParams(
             temperature=1.0,

@@ -1,6 +1,6 @@
-"""Out of memory during a step: it runs in parts, and gives what it would have given whole.
+"""Out of memory during a step: it runs in parts, with the same result as the whole step.
 
-An allocator with a limit stands in for a full device.
+An allocator with a limit simulates a full device.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ SETTINGS = dict(
 
 
 def limit_tokens(engine: InProcessEngine, limit: int, error: RuntimeError | None = None) -> list[int]:
-    """From now on a forward pass over more than `limit` tokens is out of memory, after it has computed its first layer.
-
-    Returns the sizes tried.
+    """From now on a forward pass over more than `limit` tokens runs out of memory after its first layer. Returns the
+    sizes tried.
     """
     runner, tried = engine.executor._worker.runner, []
     forward = runner.forward
@@ -99,7 +98,7 @@ def test_no_memory_at_all_fails_the_requests_and_nothing_else(checkpoint):
         result.finish_reason == "error" and "out of memory" in result.error and not result.token_ids
         for result in engine.generate(prompts, sampling)
     )
-    runner.forward = forward  # memory is back: nothing wrong was left in the cache
+    runner.forward = forward  # memory is available again: the cache holds no wrong values
     assert [result.token_ids for result in engine.generate(prompts, sampling)] == want
     engine.close()
 
@@ -165,7 +164,7 @@ def test_what_is_no_lack_of_memory_is_not_tried_again(checkpoint, message):
 
 
 def ranks_of(folder: str, size: int) -> list[ModelRunner]:
-    """Runners that share a model over `size` ranks, each for a thread of its own."""
+    """Runners that share a model over `size` ranks, each for its own thread."""
     spec, runners = read_model_spec(folder), []
     for group in thread_groups(size):
         with use_groups(tp=group):
@@ -195,7 +194,7 @@ class Ranks:
         }[where]
 
     def run(self, step: StepInput, fails: bool = False) -> list[StepOutput]:
-        """Each rank's output."""
+        """Return each rank's output."""
 
         def out_of_memory(*args):
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -228,7 +227,7 @@ def test_ranks_fail_a_step_together(checkpoint, monkeypatch, where, failing):
             script.add(row, prompt)
         run({0: 9})
         run({0: 1, 1: 9, 2: 5}, fails)
-        for row in (0, 1):  # whoever has failed, or not, makes room for a new request
+        for row in (0, 1):  # all requests, failed or not, release their rows for a new request
             script.add(row, prompts[row])
         run({0: 9, 1: 9})
         run({0: 1, 1: 1})
@@ -246,7 +245,7 @@ def test_ranks_fail_a_step_together(checkpoint, monkeypatch, where, failing):
 
 
 def test_ranks_that_may_have_sampled_differently_do_not_go_on(checkpoint, monkeypatch):
-    """Behind the exchange of logits the other rank cannot be told any more."""
+    """After the exchange of logits the other rank can no longer be told of the failure."""
     monkeypatch.setattr(KERNELS, "lib", None)
     runners = ranks_of(checkpoint("qwen3"), 2)
     script = Script(4)

@@ -1,4 +1,4 @@
-"""A model over several ranks gives what it gives on one."""
+"""A model over several ranks gives the same result as on one rank."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Rank(Group):
         (
             4,
             {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16},
-            "num_key_value_heads 3 cannot be spread over tensor_parallel_size 4",
+            "num_key_value_heads 3 cannot be split over tensor_parallel_size 4",
         ),
         (
             2,
@@ -160,9 +160,7 @@ def test_two_processes_over_gloo(checkpoint, tmp_path):
 
 
 def test_logits_are_gathered_in_the_models_type(checkpoint, monkeypatch):
-    """Half the bytes of float32, which holds no more of them. (The native CPU kernels compute in float32, and gather
-    that.)
-    """
+    """Half the bytes of float32, with the same information. (The native CPU kernels compute and gather float32.)"""
     monkeypatch.setattr(native.KERNELS, "lib", None)
     folder, gathered = checkpoint("qwen3"), []
     models = []

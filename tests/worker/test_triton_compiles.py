@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles to machine code for GPUs that are not here."""
+"""Every Triton kernel compiles to machine code for GPUs that this machine does not have."""
 
 import os
 import subprocess

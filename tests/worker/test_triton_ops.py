@@ -1,5 +1,5 @@
-"""The Triton kernels of worker/cuda/triton_ops.py under Triton's interpreter (compiled where there is a GPU) against
-float32 formulas.
+"""The Triton kernels of worker/cuda/triton_ops.py under Triton's interpreter (compiled on a GPU) against float32
+formulas.
 """
 
 import pytest

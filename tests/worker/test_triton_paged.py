@@ -64,8 +64,10 @@ def test_equals_dense_attention(case, dtype):
     q = torch.randn(sum(query_lens), heads, dim, generator=generator).to(DEVICE, dtype)
     k, v = (torch.randn(num_blocks, page, kv_heads, dim, generator=generator).to(DEVICE, dtype) for _ in range(2))
     start_loc = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=DEVICE)
-    got = triton_paged.paged_attention(q, k, v, table, start_loc, torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), max(query_lens), dim**-0.5,
-                                       window, soft_cap, splits)  # fmt: skip
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+    got = triton_paged.paged_attention(
+        q, k, v, table, start_loc, lengths, max(query_lens), dim**-0.5, window, soft_cap, splits
+    )
     want = dense(q, k, v, table, query_lens, seq_lens, dim**-0.5, window, soft_cap)
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got.float(), want, atol=2e-5 if dtype == torch.float32 else 4e-3, rtol=1e-3)
@@ -93,8 +95,8 @@ def test_reads_caches_of_any_layout():
 
 
 def test_the_number_of_splits_compiles_nothing():
-    """It changes with the batch, in the middle of serving: only whether keys are split at all is part of the compiled
-    kernels.
+    """The number of splits changes with the batch while serving: only whether keys are split at all is a compile-time
+    parameter.
     """
     for kernel in (triton_paged._attend_kernel, triton_paged._combine_kernel):
         arguments = inspect.signature(kernel.fn).parameters

@@ -1,4 +1,4 @@
-"""A worker from configuration to tokens."""
+"""A worker, from configuration to tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_initialize_reports_phases_and_what_it_found(checkpoint):
     assert (ready.max_model_len, ready.max_num_seqs, ready.vocab_size, ready.default_depth) == (256, 4, 512, 1)
     assert ready.num_blocks == 4 * -(-256 // ready.block_size) + 1
     assert ready.plan.weights >= sum(parameter.nbytes for parameter in worker.runner.model.parameters())
-    assert {"dtype", "num_threads", "cpu_level", "attention_backend", "block_size"} <= {name for name, _, _ in ready.choices}
+    assert {"dtype", "num_threads", "cpu_level", "attention_backend", "block_size"} <= {
+        name for name, _, _ in ready.choices
+    }
     layers = kv_cache.attention_layers(worker.runner.model)
     assert [layer.layer_index for layer in layers] == [0, 1, 2]
     assert all(
@@ -66,7 +68,7 @@ def test_initialize_reports_phases_and_what_it_found(checkpoint):
 
 
 def test_a_small_model_keeps_little_of_its_cache_resident(checkpoint):
-    """Also when it idles, and the cache is large: 8 times the model, or 64 MiB, are enough ahead of use."""
+    """Also when idle, and with a large cache: 8 times the model, or 64 MiB, are made resident ahead of use."""
     worker = _worker(checkpoint("qwen3"), max_num_seqs=64, max_model_len="512", num_gpu_blocks_override=1 << 14)
     ready = worker.initialize(lambda phase, fraction: None)
     most = (64 << 20) + (2 << 20) * 6  # whole pages, of six tensors
@@ -114,7 +116,7 @@ def test_dummy_weights_need_only_a_configuration(checkpoint, tmp_path):
 def test_user_errors_come_before_loading(checkpoint):
     for settings, words in (
         ({"max_model_len": "99999"}, "set it to at most 2048"),
-        ({"attention_backend": "none"}, "--attention-backend 'none' does not exist"),
+        ({"attention_backend": "none"}, "--attention-backend is 'none', but must be one of"),
     ):
         with pytest.raises(ValueError, match=words):
             _worker(checkpoint("qwen3"), **settings).initialize(lambda phase, fraction: pytest.fail("started to load"))
@@ -172,7 +174,7 @@ def test_two_ranks_sample_the_same_tokens_as_one(checkpoint, tmp_path):
 
 
 def test_the_step_that_is_measured_takes_what_sampling_can_take(checkpoint, monkeypatch):
-    """Penalties and log-probabilities of every row, of the prompt too, are part of the memory plan."""
+    """The memory plan includes penalties and log-probabilities of every row and of the prompt."""
 
     class Measured(CpuPlatform):
         measures_memory, in_use = True, 0

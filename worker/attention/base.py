@@ -1,9 +1,9 @@
-"""What every attention backend has in common: one call, one KV layout, one way to say why it does not apply.
+"""The interface of attention backends: one call, one KV layout, and a reason if a backend does not apply.
 
 KV layout, for all backends: `k_cache` and `v_cache` of shape `[num_blocks, block_size, num_kv_heads, head_dim]`,
-`head_dim` contiguous; within a block the heads follow each other slot by slot, on CPU the slots head by head. Block 0
-is the null block: padding rows write to slot 0 and read from it, so no kernel needs a `-1` branch. A slot is `block_id
-* block_size + offset`.
+`head_dim` contiguous. In memory, each slot of a block holds all heads; on CPU, each head of a block holds all slots.
+Block 0 is the null block: padding rows write to slot 0 and read from it, so no kernel needs a `-1` branch. A slot is
+`block_id * block_size + offset`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,28 @@ NativeRequests = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # block t
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """The facts of one step that attention needs, on the device. R requests, T tokens, K block table entries per
-    request.
+    """Per-step inputs of attention, on the device. R requests, T tokens, K block table entries per request.
 
     The tokens of request i are rows `query_start_loc[i] : query_start_loc[i + 1]` of q, k and v; they are the last ones
     of its `seq_lens[i]` tokens.
     """
 
     backend: AttentionBackend
-    slot_mapping: torch.Tensor  # [T] int64: where each token's k and v go
+    slot_mapping: torch.Tensor  # [T] int64: slot of each token's k and v
     query_start_loc: torch.Tensor  # [R + 1] int32
-    seq_lens: torch.Tensor  # [R] int32, this step's tokens included
+    seq_lens: torch.Tensor  # [R] int32, including this step's tokens
     block_table: torch.Tensor  # [R, K] int32
     max_query_len: int
     max_seq_len: int
-    extra: Any = None  # what the backend computed once for all layers of this step
+    extra: Any = None  # data that the backend computes once per step for all layers
 
 
-GroupedMetadata = tuple[AttentionMetadata, ...]  # per cache group, which differ in slot_mapping and block_table
+GroupedMetadata = tuple[AttentionMetadata, ...]  # one per cache group; they differ in slot_mapping and block_table
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a model asks of attention; the same for all its layers but for the window, which is the layer's."""
+    """A model's requirements on attention. They hold for all layers, except the window, which differs per layer."""
 
     num_heads: int  # of this rank
     num_kv_heads: int  # of this rank
@@ -54,7 +53,7 @@ class AttentionSpec:
 
 
 class AttentionBackend(ABC):
-    """One implementation of paged varlen attention. Stateless between steps."""
+    """One implementation of paged varlen attention. It keeps no state between steps."""
 
     name: str
     default_block_size: int = 16
@@ -63,22 +62,22 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """None if this backend can serve `spec`, else the reason it cannot, for the log."""
+        """Return None if this backend can serve `spec`, else the reason why not, for the log."""
 
     @abstractmethod
     def build(self, meta: AttentionMetadata) -> None:
-        """Fill `meta.extra` once per step."""
+        """Compute `meta.extra`, once per step."""
 
     def native_requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> NativeRequests | None:
-        """Where `forward` is `cpu_ops.paged_attention`: its arguments that are the same in every layer, so that native
-        code may call the kernel itself. Else None.
+        """If `forward` is `cpu_ops.paged_attention`, return its arguments that are the same in every layer, so that
+        native code can call the kernel itself. Else None.
         """
         return None
 
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Store k and v `[T, num_kv_heads, head_dim]` into their slots."""
+        """Store k and v `[T, num_kv_heads, head_dim]` in their slots."""
         block, offset = slot_mapping // k_cache.shape[1], slot_mapping % k_cache.shape[1]
         k_cache[block, offset], v_cache[block, offset] = k, v
 
@@ -96,15 +95,17 @@ class AttentionBackend(ABC):
         """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, which already holds this step's k and
         v. Returns the shape of q.
 
-        With `sliding_window` w a token at position p sees positions p - w + 1 .. p (Hugging Face's meaning). `soft_cap`
-        c replaces a score s by c * tanh(s / c).
+        With `sliding_window` w a token at position p attends to positions p - w + 1 .. p (as in Hugging Face
+        transformers). `soft_cap` c replaces a score s by c * tanh(s / c).
         """
 
 
 def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
-    """Run `backend` on a tiny mixed batch and on a decode batch as `spec` asks. Returns the first line of its error, if
-    any: libraries are built for some head sizes, GPUs and features only, and say so best themselves. A kernel that
-    fails only while it runs is waited for.
+    """Run `backend` on a tiny mixed batch and on a decode batch with the parameters of `spec`. Returns the first line
+    of its error, or None.
+
+    Libraries are built for some head sizes, GPUs and features only, and their own errors say so best. Waits for the
+    device, because a kernel may fail only while it runs.
     """
     size = spec.block_size or backend.default_block_size
     device = spec.device
@@ -135,7 +136,7 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
             )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        except Exception as error:  # whatever a library raises is the reason it is passed over
+        except Exception as error:  # any exception is a reason to reject the backend
             return (
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
             )

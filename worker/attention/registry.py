@@ -1,4 +1,4 @@
-"""The attention backends by name, and which one serves a model on a device."""
+"""The attention backends by name, and the selection of one for a model and a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BACKENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The chosen backend, the block size it will run with, and why each one before it does not apply."""
+    """The selected backend, its block size, and why each backend before it was rejected."""
 
     backend: AttentionBackend
     block_size: int
@@ -28,19 +28,19 @@ class Selection:
 
     @property
     def reason(self) -> str:
-        """For the log: what was passed over, and why."""
+        """The rejected backends with reasons, for the log."""
         if not self.rejected:
-            return "the first choice on this device"
+            return "preferred on this device"
         return "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())
 
 
 def select_backend(order: tuple[str, ...], spec: AttentionSpec, forced: str | None = None) -> Selection:
-    """The first backend of `order` that supports `spec`, or `forced`.
+    """Select the first backend of `order` that supports `spec`, or `forced`.
 
-    Raises ValueError, with every reason, if none does.
+    Raises ValueError, with all reasons, if there is none.
     """
     if forced is not None and forced not in BACKENDS:
-        raise ValueError(f"--attention-backend {forced!r} does not exist: choose one of {', '.join(sorted(BACKENDS))}")
+        raise ValueError(f"--attention-backend is {forced!r}, but must be one of {', '.join(sorted(BACKENDS))}")
     rejected: dict[str, str] = {}
     for name in (forced,) if forced else order:
         module_name, _, class_name = BACKENDS[name].partition(":")
@@ -53,4 +53,4 @@ def select_backend(order: tuple[str, ...], spec: AttentionSpec, forced: str | No
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
     if forced:
         raise ValueError(f"--attention-backend cannot be used: {reasons}")
-    raise ValueError(f"no attention backend can serve this model here: {reasons}")
+    raise ValueError(f"no attention backend supports this model on this device: {reasons}")

@@ -1,12 +1,12 @@
-"""Paged attention in plain torch: gather keys and values by slot, then torch's fused attention.
+"""Paged attention in plain torch: gather keys and values by slot, then call torch's fused attention.
 
-The requests that decode (one query token) are batched: a few groups of similar length, each one gather and one call, no
-loop over sequences. Requests with more query tokens go one by one, in pieces of queries that see only the keys they
-may. What is gathered at once is bounded either way, but for a single sequence longer than the bound. Runs on any
-device; on CUDA it makes the host wait, so it is the last resort there.
+Decoding requests (one query token) are batched in a few groups of similar length, each one gather and one call, without
+a loop over sequences. Requests with more query tokens run one by one, in pieces of queries that load only the keys they
+attend to. Both bound the memory gathered at once, except for a single sequence longer than the bound. Runs on any
+device; on CUDA the host waits for the device, so it is the last choice there.
 
-Slots beyond a sequence are never read: their place in a gather is taken by the null block, which holds finite values. A
-masked score alone would not do, since 0 * NaN is NaN and a freed block may hold anything.
+Slots after the end of a sequence are never read: the gather reads the null block instead, which holds finite values.
+Masking the score would not suffice, because 0 * NaN is NaN and a freed block may hold anything.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import torch.nn.functional as F
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 
-_DECODE_TOKENS = 8192  # most keys gathered at once for decoding requests
-_PREFILL_SCORES = 1 << 23  # most scores (per head) of one piece of a prefill
+_DECODE_TOKENS = 8192  # maximum number of keys gathered at once for decoding requests
+_PREFILL_SCORES = 1 << 23  # maximum number of scores per head in one piece of a prefill
 
 
 @dataclass(slots=True)
 class _Piece:
-    """One call: n sequences with `queries` tokens each over `keys` keys each."""
+    """One attention call: `num_seqs` sequences with `num_queries` tokens each over `num_keys` keys each."""
 
-    tokens: torch.Tensor | slice  # [n * queries], which tokens of the batch
-    rows: torch.Tensor  # [n * num_kv_heads * keys] int64, where they lie: see `_Rows`
+    tokens: torch.Tensor | slice  # [n * queries], tokens of the batch
+    rows: torch.Tensor  # [n * num_kv_heads * keys] int64, rows of the cache, see `_Rows`
     num_seqs: int
     num_queries: int
     num_keys: int
-    mask: torch.Tensor | None  # broadcastable to [n, heads, queries, keys], True where the key is seen
+    mask: torch.Tensor | None  # broadcastable to [n, heads, queries, keys], True for visible keys
     is_causal: bool = False
 
 
 @dataclass(slots=True)
 class _Plan:
-    """The pieces of this step for each window in use, and the gather buffers that all layers share."""
+    """The pieces of this step for each window, and the gather buffers that all layers share."""
 
     starts: list[int]
     lengths: list[int]
@@ -46,7 +46,7 @@ class _Plan:
 
 
 class CpuPagedAttention(AttentionBackend):
-    """See the module."""
+    """The backend described in the module docstring."""
 
     name = "cpu_paged"
     default_block_size = 16
@@ -98,8 +98,8 @@ def _pieces(plan: _Plan, rows: _Rows, window: int | None) -> list[_Piece]:
 
 
 def _groups(decodes: list[int], seen: list[int]) -> list[list[int]]:
-    """Split decoding requests so that a group gathers at most _DECODE_TOKENS keys, padding included, and padding at
-    most doubles it.
+    """Split decoding requests into groups that gather at most _DECODE_TOKENS keys each, including padding; padding at
+    most doubles a group.
     """
     if not decodes or len(decodes) * max(seen[i] for i in decodes) <= min(
         _DECODE_TOKENS, 2 * sum(seen[i] for i in decodes)
@@ -116,8 +116,8 @@ def _groups(decodes: list[int], seen: list[int]) -> list[list[int]]:
 
 
 class _Rows:
-    """Where the keys of positions lie, through the block table: a cache, whichever way its blocks are laid out, is a
-    sequence of rows of head_dim. All layers' are alike.
+    """Maps positions to rows of the cache, through the block table: a cache of any block layout is a sequence of rows
+    of head_dim. All layers have the same layout.
     """
 
     def __init__(self, block_table: torch.Tensor, cache: torch.Tensor) -> None:
@@ -127,17 +127,15 @@ class _Rows:
         self.heads = torch.arange(num_heads, device=self.device)[:, None] * head_rows
 
     def of_sequence(self, i: int, start: int, stop: int) -> torch.Tensor:
-        """Positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
+        """Rows of positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
         positions = torch.arange(start, stop, device=self.device)
         return self._rows(self.block_table[i][positions // self.block_size], positions % self.block_size)
 
     def of_group(
         self, group: list[int], starts: torch.Tensor, counts: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each request of `group` its positions starts ..
-
-        starts + counts - 1, padded with slot 0 to `width`: (rows `[n * num_kv_heads * width]`, which keys `[n, width]`
-        are real).
+        """For each request of `group`, rows of its positions starts .. starts + counts - 1, padded with slot 0 to
+        `width`: (rows `[n * num_kv_heads * width]`, mask `[n, width]` of the real keys).
         """
         offsets = torch.arange(width, device=self.device)
         real = offsets < counts[:, None]
@@ -150,7 +148,7 @@ class _Rows:
 
 
 def _num_rows(cache: torch.Tensor) -> int:
-    """Rows of head_dim from the first entry of `cache` to its last, what lies between included."""
+    """Number of rows of head_dim from the first entry of `cache` to its last, including gaps between them."""
     last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()))
     return last // cache.shape[3] + 1
 
@@ -168,8 +166,8 @@ def _decode_piece(rows: _Rows, group: list[int], tokens: list[int], lengths: lis
 def _prefill_pieces(
     rows: _Rows, i: int, first_token: int, num_queries: int, length: int, window: int | None
 ) -> list[_Piece]:
-    """Cut the queries so that a piece has at most _PREFILL_SCORES scores; each sees the keys up to its last query, from
-    its first query's window on.
+    """Split the queries into pieces of at most _PREFILL_SCORES scores. Each piece covers the keys from the window of
+    its first query up to its last query.
     """
     pieces = []
     step = max(1, min(num_queries, _PREFILL_SCORES // length))
@@ -179,7 +177,7 @@ def _prefill_pieces(
         first_key = max(0, start_position - window + 1) if window else 0
         num_keys = stop_position - first_key
         mask = None
-        # then the mask is the square triangle the kernel knows
+        # then the mask is the square lower triangle that the kernel supports
         plain = first_key == start_position and (not window or num_keys <= window)
         if not plain:
             queries = torch.arange(start_position, stop_position, device=rows.device)[:, None]
@@ -197,8 +195,8 @@ def _prefill_pieces(
 def _gather(
     plan: _Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[n, num_kv_heads, keys, head_dim]`, in the buffers of the plan: fresh ones would cost a page
-    fault per page in every layer.
+    """Keys and values `[n, num_kv_heads, keys, head_dim]`, gathered into the plan's buffers: new buffers would cost a
+    page fault per page in every layer.
     """
     heads, dim = k_cache.shape[2:]
     if plan.workspace is None:
@@ -206,7 +204,7 @@ def _gather(
         plan.workspace = [k_cache.new_empty(most, dim) for _ in range(2)]
     gathered = []
     for buffer, cache in zip(plan.workspace, (k_cache, v_cache)):
-        if len(buffer) < len(piece.rows):  # a layer with a wider window than those before it
+        if len(buffer) < len(piece.rows):  # a layer with a wider window than the previous ones
             buffer = cache.new_empty(len(piece.rows), dim)
         found = buffer[: len(piece.rows)]
         torch.index_select(cache.as_strided((_num_rows(cache), dim), (dim, 1)), 0, piece.rows, out=found)
@@ -217,11 +215,11 @@ def _gather(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece, scale: float, soft_cap: float | None
 ) -> torch.Tensor:
-    """Attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`; the shape
-    of q.
+    """Attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`. Returns the
+    shape of q.
 
-    The query heads that share a kv head are laid out so that it is read once for all of them: as queries of it when
-    decoding, as heads of a batch of kv heads (with a stride of 0) in a prefill.
+    The query heads that share a KV head are arranged so that it is read once for all of them: as its queries in decode,
+    as heads of a batch of KV heads (with a stride of 0) in a prefill.
     """
     num_heads, dim = q.shape[1:]
     kv_heads = k.shape[1]
@@ -239,7 +237,7 @@ def _fused(
 ) -> torch.Tensor:
     if soft_cap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=piece.mask, is_causal=piece.is_causal, scale=scale)
-    scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))  # the fused call has no soft-cap
+    scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))  # the fused call does not support a soft cap
     scores = soft_cap * torch.tanh(scores / soft_cap)
     mask = piece.mask
     if piece.is_causal:

@@ -1,12 +1,12 @@
-"""CUDA graphs for steps in which every request has one token: the forward pass is recorded once per padded batch size
-and then replayed by one call.
+"""CUDA graphs for steps in which every request has one token: record the forward pass once per padded batch size, then
+replay it with one call.
 
 Eager steps and graphs read the same `InputBuffers`; a replay only fills the padding. Padding rows are requests of one
-token in the null block, so they touch nothing that anybody reads.
+token in the null block, so they overwrite no data of a request.
 
-Sizes are recorded while no request is there, one at a time, the largest first, since the others then find room in its
-memory. A server that is never idle records a size that has come up often, and then none for many steps: a recording
-takes as long as a few eager steps, which is what a running request may wait for it.
+Sizes are recorded while no request runs, one at a time, the largest first, because the smaller ones then fit into its
+memory. A server that is never idle records a size once it is frequent, and then no other for many steps: a recording
+takes as long as a few eager steps, which bounds the delay of running requests.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[torch.Tensor, torch.Tensor, GroupedMetadata], torch.Tensor]
 Replay = Callable[[], None]
 
-_SEEN_OFTEN = 8  # steps of a size after which it is recorded among steps
-_STEPS_BETWEEN = 128  # from one recording among steps to the next
+_SEEN_OFTEN = 8  # a size is recorded between steps after this many steps of it
+_STEPS_BETWEEN = 128  # minimum number of steps between two recordings while requests run
 
 
 def padded_sizes(max_num_seqs: int, largest: int = 1024) -> list[int]:
-    """1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512 and of 64 above: padding costs at most an
-    eighth of a large step.
+    """Batch sizes to record: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512 and of 64 above.
+    Padding costs at most an eighth of a large step.
     """
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, largest + 1, 64)]
     return [size for size in sizes if size < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= largest else [])
 
 
 class CudaGraphs:
-    """A forward pass for `ModelRunner.forward`: replays a graph where one applies, and runs `eager` otherwise.
+    """A forward pass for `ModelRunner.forward`: replays a graph if one applies, else runs `eager`.
 
-    `record(function)` runs `function` once under capture and returns what replays it; all recordings share one memory
-    pool, the largest comes to need most.
+    `record(function)` runs `function` once under capture and returns a function that replays it. All recordings share
+    one memory pool; the largest determines most of its size.
     """
 
     def __init__(
@@ -61,12 +61,14 @@ class CudaGraphs:
         self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
         self.record = record or _CudaRecorder()
         self._seen: Counter[int] = Counter()
-        self._num_steps = self._may_record_at = 0  # in steps, not seconds: all ranks must record in the same step
-        # padded size -> (replay, hidden states [size, H] that it overwrites); None: runs eagerly
+        # counted in steps, not seconds: all ranks must record in the same step
+        self._num_steps = self._may_record_at = 0
+        # padded size -> (replay function, hidden states [size, H] that it overwrites), or None if this size runs
+        # eagerly
         self._graphs: dict[int, tuple[Replay, torch.Tensor] | None] = {}
 
     def __call__(self, batch: InputBatch) -> torch.Tensor:
-        """As `eager`; valid until the next call."""
+        """Run the forward pass as `eager` does. The result is valid until the next call."""
         self._num_steps += 1
         num_reqs = len(batch.step.rows)
         if batch.attn[0].max_query_len > 1 or num_reqs > self.sizes[-1] or batch.needed_rows is not None:
@@ -84,9 +86,9 @@ class CudaGraphs:
         return hidden[:num_reqs]
 
     def record_next(self) -> bool:
-        """Record the largest size that is not yet.
+        """Record the largest size not recorded yet. Returns whether more are left.
 
-        Only while no step runs: the buffers change. Says if more are left.
+        Call it only while no step runs, because it changes the buffers.
         """
         missing = [size for size in self.sizes if size not in self._graphs]
         if missing:
@@ -95,7 +97,7 @@ class CudaGraphs:
         return len(missing) > 1
 
     def _worth_recording(self, size: int) -> bool:
-        """Whether to record `size` now, although requests wait for it."""
+        """Return whether to record `size` now, although requests wait meanwhile."""
         self._seen[size] += 1
         if self._seen[size] < _SEEN_OFTEN or self._num_steps < self._may_record_at:
             return False
@@ -103,7 +105,7 @@ class CudaGraphs:
         return True
 
     def _pad(self, num_reqs: int, size: int) -> None:
-        """Make rows num_reqs .. size - 1 requests of one token, token 0 at position 0, in the null block."""
+        """Fill rows num_reqs .. size - 1 with requests of one token, token 0 at position 0, in the null block."""
         if num_reqs == size:
             return
         buffers, padding = self.buffers, slice(num_reqs, size)
@@ -114,23 +116,24 @@ class CudaGraphs:
         buffers.query_start_loc[num_reqs + 1 : size + 1] = buffers.arange[num_reqs + 1 : size + 1]
 
     def _try_to_record(self, size: int) -> tuple[Replay, torch.Tensor] | None:
-        """A graph is worth having, but not worth failing for: out of memory, or something in it that cannot be
-        recorded.
+        """Record a size, or return None if that fails: memory ran out, or an operation cannot be captured.
+
+        Raises RuntimeError if there are several ranks.
         """
         try:
             return self._record(size)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            if tp().size > 1:  # the other ranks now wait for this one, and nothing says for what
+            if tp().size > 1:  # the other ranks wait for this one, without an error of their own
                 raise RuntimeError(f"no CUDA graph for {size} requests on rank {tp().rank}") from error
             logger.warning(
-                "no CUDA graph for %d requests, these steps run eagerly: %s: %s", size, type(error).__name__, error
+                "no CUDA graph for %d requests, running these steps eagerly: %s: %s", size, type(error).__name__, error
             )
             return None
 
     def _record(self, size: int) -> tuple[Replay, torch.Tensor]:
         buffers, outputs = self.buffers, []
-        # The table is as wide as the longest context and the lengths are bounds only, because both change between
-        # replays.
+        # The block table has the width of the longest context, and the lengths are upper bounds, because both change
+        # between replays.
         attn = buffers.of_step(size, size, buffers.block_tables.shape[2]).metadata(
             self.backend, max_query_len=1, max_seq_len=self.max_model_len
         )
@@ -145,12 +148,12 @@ class CudaGraphs:
 
 
 class _CudaRecorder:
-    """Capture with torch, after a run that lets kernels compile and libraries allocate their workspaces, on the stream
-    that then records.
+    """Captures with torch, on its own stream, after one run there that lets kernels compile and libraries allocate
+    their workspaces.
 
-    Errors are this thread's only: meanwhile others wait for events (the engine for a step's result, NCCL's watchdog),
-    which the stricter mode forbids. Without `torch.cuda.graph`, which waits for the device and gives all unused memory
-    back to it: the next steps would ask for it anew.
+    The capture mode is "thread_local": meanwhile other threads wait for events (the engine for a step's result, NCCL's
+    watchdog), which the stricter mode forbids. `torch.cuda.graph` is not used, because it waits for the device and
+    returns all unused memory to it, which the next steps would have to allocate again.
     """
 
     def __init__(self) -> None:
@@ -171,6 +174,6 @@ class _CudaRecorder:
                 finally:
                     graph.capture_end()
         finally:
-            torch.cuda.set_stream(current)  # a capture that fails leaves its own behind
+            torch.cuda.set_stream(current)  # a failed capture leaves its own stream current
         self._pool = self._pool or graph.pool()
         return graph.replay

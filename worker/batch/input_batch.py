@@ -1,8 +1,8 @@
-"""From a `StepInput` to the tensors of one forward pass.
+"""Convert a `StepInput` into the tensors of one forward pass.
 
 Three index spaces meet here: the batch index `i` (the order of this step), the request `row` (of the tables), and the
-KV `slot` (block id * block_size + offset). Per step one array of O(rows) integers, plus what is new in the tables,
-crosses to the device.
+KV `slot` (block id * block_size + offset). Per step one array of O(rows) integers, plus new table entries, is copied to
+the device.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from quire.worker.platforms.base import Platform
 
 @dataclass(slots=True)
 class StepTensors:
-    """What a forward pass of R requests and T tokens reads, at the beginning of the buffers."""
+    """The inputs of a forward pass of R requests and T tokens: views of the beginning of the buffers."""
 
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
-    slot_mappings: torch.Tensor  # [G, T] int64, of each cache group
+    slot_mappings: torch.Tensor  # [G, T] int64, one row per cache group
     query_start_loc: torch.Tensor  # [R + 1] int32
     seq_lens: torch.Tensor  # [R] int32
-    block_tables: torch.Tensor  # [G, R, K] int32, of each cache group
+    block_tables: torch.Tensor  # [G, R, K] int32, one table per cache group
 
     def metadata(self, backend: AttentionBackend, max_query_len: int, max_seq_len: int) -> GroupedMetadata:
-        """What attention needs of the step, for each cache group."""
+        """Attention metadata of the step, one per cache group."""
         groups = zip(self.slot_mappings, self.block_tables)
         return tuple(
             AttentionMetadata(backend, slots, self.query_start_loc, self.seq_lens, table, max_query_len, max_seq_len)
@@ -40,8 +40,8 @@ class StepTensors:
 
 
 class InputBuffers:
-    """The tensors a forward pass reads, allocated once at their largest, so that a captured CUDA graph and an eager
-    step read the same addresses.
+    """The input tensors of a forward pass, allocated once at their maximum size, so that a captured CUDA graph and an
+    eager step read the same addresses.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class InputBuffers:
         self.arange = torch.arange(max(max_num_tokens, max_num_reqs) + 1, device=device)
 
     def of_step(self, num_reqs: int, num_tokens: int, width: int) -> StepTensors:
-        """The part that a step of that size uses; `width` entries of the block table."""
+        """Views for a step of this size, with `width` entries per block table."""
         return StepTensors(
             self.input_ids[:num_tokens],
             self.positions[:num_tokens],
@@ -95,16 +95,14 @@ class InputBatch:
     query_start_loc: list[int]  # [R + 1], on the host
     attn: GroupedMetadata
     sampling: SamplingBatch
-    # ascending indices of the tokens whose hidden states are read; None: of all
+    # ascending indices of the tokens whose hidden states are needed; None: all
     needed_rows: torch.Tensor | None = None
 
 
 def prepare_inputs(
     step: StepInput, table: RequestTable, buffers: InputBuffers, platform: Platform, backend: AttentionBackend
 ) -> InputBatch:
-    """Bring the tables up to date with `step` and compute where its tokens stand, what they are, and where their keys
-    and values go.
-    """
+    """Update the tables with `step` and compute the token ids, positions and KV slots of its tokens."""
     scheduled, computed = step.num_scheduled, step.num_computed
     num_reqs, num_tokens = len(step.rows), sum(scheduled)
     assert 0 < num_tokens <= buffers.max_num_tokens
@@ -140,7 +138,7 @@ def prepare_inputs(
 
 
 def _send(platform: Platform, *parts: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """All lists to the device in one copy: int64, one after another, and their sizes."""
+    """Copy all lists to the device at once, as one int64 tensor; returns it and the lengths of the lists."""
     sizes = [len(part) for part in parts]
     packed = np.fromiter(chain.from_iterable(parts), np.int64, sum(sizes))
     return platform.to_device(packed), sizes

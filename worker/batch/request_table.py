@@ -1,8 +1,8 @@
-"""Requests as rows of device tables: the tokens of each, and its KV blocks.
+"""Device tables with one row per request: its tokens and its KV blocks.
 
-Rows are handed out by the scheduler and stay a request's own until a `NewRequest` overwrites them. Token ids are
-written from `NewRequest` on admission and by `append` (the sampler's output) afterwards, and never leave the device in
-between: a step names them by (row, position).
+The scheduler assigns rows. A row belongs to its request until a `NewRequest` overwrites it. Token ids are written from
+`NewRequest` on admission and by `append` (the sampler's output) afterwards, and stay on the device: a step addresses
+them by (row, position).
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from quire.worker.platforms.base import Platform
 
 
 class RowState(Protocol):
-    """What else is known per row (sampling parameters, a LoRA, a grammar ...).
+    """Further state per row: sampling parameters, a LoRA, a grammar.
 
-    The table tells it which request a row holds.
+    The table reports which request each row holds.
     """
 
     def add(self, row: int, new: NewRequest) -> None:
-        """`row` now holds `new`. Raises if the request cannot be served; it then fails alone."""
+        """`row` now holds `new`. Raises if the request cannot be served; only this request fails then."""
 
     def remove(self, row: int) -> None:
-        """`row` no longer holds what it held; called before `add`, and for a row this object may never have seen."""
+        """`row` no longer holds its request. Called before `add`, and also for rows that were never added."""
 
 
 @dataclass(slots=True)
 class TableUpdates:
-    """What `apply` found to be written to the device, as flat lists that cross in the step's one copy."""
+    """Pending writes to the device tables, as flat lists that are copied with the step's other inputs."""
 
     block_indices: list[int] = field(default_factory=list)  # into block_tables.view(-1)
     block_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    token_rows: list[tuple[int, int]] = field(default_factory=list)  # (row, how many of token_ids), in order
+    token_rows: list[tuple[int, int]] = field(default_factory=list)  # (row, number of its token_ids), in order
 
 
 class RequestTable:
     """Token table `[max_num_reqs, max_model_len]` and block tables `[num_groups, max_num_reqs, max_blocks]`, int32 on
     the platform's device.
 
-    Block ids are appended in the order they arrive; entries behind a row's last are leftovers (0, the null block, at
-    first) and never read.
+    Block ids are appended in the order of arrival. Entries after a row's last one are stale (initially 0, the null
+    block) and never read.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class RequestTable:
         self.token_table = torch.zeros(max_num_reqs, max_model_len, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(len(groups), max_num_reqs, self.max_blocks, dtype=torch.int32, device=device)
         self.num_prompt_tokens = [0] * max_num_reqs
-        self.errors: dict[int, str] = {}  # row -> why its request cannot be served
+        self.errors: dict[int, str] = {}  # row -> error of its request
         self._states: list[RowState] = []
         self._num_blocks = [[0] * max_num_reqs for _ in groups]
 
     def register(self, state: RowState) -> None:
-        """Tell `state` from now on which request each row holds."""
+        """Report to `state` from now on which request each row holds."""
         self._states.append(state)
 
     def apply(self, step: StepInput) -> TableUpdates:
-        """Take in what the step changes. The tensors change when the result has been handed to `write`."""
+        """Process the changes of a step. The device tensors change when the result is passed to `write`."""
         updates = TableUpdates()
         for new in step.new:
             self._add(new, updates)
@@ -88,7 +88,7 @@ class RequestTable:
     def write(
         self, updates: TableUpdates, block_indices: torch.Tensor, block_ids: torch.Tensor, token_ids: torch.Tensor
     ) -> None:
-        """Write `updates` to the tables; the tensors are its lists on the device, int64."""
+        """Write `updates` to the tables. The tensors are its lists on the device, int64."""
         if updates.block_indices:
             self.block_tables.view(-1)[block_indices] = block_ids.int()
         start = 0
@@ -97,11 +97,11 @@ class RequestTable:
             start += count
 
     def append(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, max_position: int) -> None:
-        """Put one sampled token per row behind its tokens: `token_table[rows, positions] = token_ids`, all `[S]` int64;
-        no position exceeds `max_position`.
+        """Append one sampled token per row: `token_table[rows, positions] = token_ids`, all `[S]` int64. No position
+        exceeds `max_position`.
 
-        A negative token, of a request that has failed, becomes 0. A position of max_model_len has no place: that
-        request has ended, and its token goes nowhere.
+        A negative token, of a failed request, is stored as 0. A token at position max_model_len is dropped: its request
+        has finished.
         """
         self.platform.ops.append_tokens(self.token_table, rows, positions, token_ids, max_position)
 
@@ -119,15 +119,15 @@ class RequestTable:
             for state in self._states:
                 state.add(row, new)
             token_ids = new.token_ids
-        except Exception as error:  # MemoryError, too: whatever a request brings about is its own failure
+        except Exception as error:  # any error, including MemoryError, fails this request only
             if (
                 not isinstance(error, ValueError)
                 and torch.distributed.is_available()
                 and torch.distributed.is_initialized()
             ):
-                raise  # the other ranks have taken it in: they cannot go on together
+                raise  # the other ranks may have accepted the request: the ranks cannot continue together
             self._reject(row, str(error) or type(error).__name__)
-            token_ids = [0] * len(new.token_ids)  # it runs, harmlessly, until the scheduler has seen the error
+            token_ids = [0] * len(new.token_ids)  # it runs with zeros until the scheduler processes the error
         updates.token_rows.append((row, len(token_ids)))
         updates.token_ids += token_ids
         self._append_blocks(row, new.block_ids, updates)
@@ -138,7 +138,7 @@ class RequestTable:
             state.remove(row)
 
     def _append_blocks(self, row: int, blocks: list[list[int]], updates: TableUpdates) -> None:
-        """Append `blocks[g]` to the row's table of group g; those of a state replace what it has."""
+        """Append `blocks[g]` to the row's table of group g; in a state group they replace the entries."""
         assert len(blocks) == len(self.groups), (row, blocks)
         for g, (group, added) in enumerate(zip(self.groups, blocks)):
             num_blocks = self._num_blocks[g]
@@ -150,12 +150,12 @@ class RequestTable:
             updates.block_ids += added
 
 
-def check_token_ids(what: str, token_ids: list[int], vocab_size: int) -> None:
-    """Raise ValueError, naming `what`, unless all ids are in the vocabulary: one outside would fail the whole batch on
-    the device.
+def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
+    """Raise ValueError, naming the parameter `name`, unless all ids are in the vocabulary. An id outside it would fail
+    the whole batch on the device.
     """
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise ValueError(
-            f"{what} holds token id {bad}, but the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})"
+            f"{name} contains token id {bad}, but the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})"
         )

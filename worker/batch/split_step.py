@@ -1,8 +1,8 @@
-"""When a step needs more memory than there is: run it in two parts, one after the other, and those in parts again, down
-to a single token.
+"""Run a step that is out of memory in two halves, one after the other, and these in halves again, down to a single
+token.
 
-What a step does can be cut anywhere between two tokens, as long as the order stays: a token attends to the keys of
-those before it, be they of its own request or of one whose blocks it shares. Only the tables must not be updated twice.
+A step can be split between any two tokens if their order is kept: a token attends to the keys of earlier tokens, of its
+own request or of a request whose blocks it shares. Only the tables must not be updated twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OUT_OF_MEMORY = (
 
 
 class Output(Protocol):
-    failed: bool  # whether some request found no memory at all
+    failed: bool  # whether a request failed because memory ran out
 
     def done(self) -> bool: ...
 
@@ -29,14 +29,14 @@ class Output(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A step whose tables are up to date, and where its requests stand in the whole one."""
+    """A part of a step, whose table updates are done, and the batch positions of its requests in the whole step."""
 
     step: StepInput
     positions: list[int]
 
 
 def halves(step: StepInput) -> tuple[Part, Part] | None:
-    """Two parts with about half the tokens each; None for a single token."""
+    """Split a step into two parts with about half the tokens each. Returns None for a single token."""
     if len(step.rows) > 1:
         ends = list(accumulate(step.num_scheduled))
         cut = min(range(1, len(ends)), key=lambda i: abs(2 * ends[i - 1] - ends[-1]))
@@ -70,7 +70,7 @@ def _requests(step: StepInput, start: int, stop: int) -> Part:
 
 @dataclass(slots=True)
 class SplitOutput:
-    """The outputs of a step's parts as one."""
+    """The outputs of a step's parts as one output."""
 
     step: StepInput
     parts: list[tuple[Part, Output]]
@@ -98,9 +98,9 @@ class SplitOutput:
 
 @dataclass(slots=True)
 class Failed:
-    """A step for which there was no memory.
+    """The output of a step that ran out of memory.
 
-    Every request in it ends: what it should have left in the KV cache is missing, for whoever shares it, too.
+    Every request in it fails: its tokens are missing in the KV cache, also for requests that share its blocks.
     """
 
     step: StepInput

@@ -1,5 +1,5 @@
-"""The paged KV cache's memory: one K and one V tensor for the nth layers of all groups, bound to the attention layers,
-which are the only ones to write them.
+"""Memory of the paged KV cache: one K and one V tensor for the nth layers of all groups, bound to the attention layers,
+the only writers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quire.worker.layers.attention import Attention
 from quire.worker.messages import StepInput
 from quire.worker.platforms import huge_pages
 
-IDLE_BYTES = 4 << 30  # of the cache, behind the highest block used so far, that are made resident while no step runs
-IDLE_TOKENS = 16384  # the most that these hold: of a small model a gigabyte is more than will be used
-BUSY_BYTES = 512 << 20  # the same beside steps: more than one of them can fill
-IDLE_SECONDS = 0.25  # without a step, after which none is expected at once
+IDLE_BYTES = 4 << 30  # bytes after the highest block used so far that are made resident while no step runs
+IDLE_TOKENS = 16384  # maximum tokens in these bytes: a small model will not use a gigabyte
+BUSY_BYTES = 512 << 20  # the same while steps run: more than one step can fill
+IDLE_SECONDS = 0.25  # seconds without a step after which the worker counts as idle
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
-    """The model's attention layers on this rank, in order."""
+    """The model's attention layers on this rank, by layer index."""
     return sorted(
         (module for module in model.modules() if isinstance(module, Attention)), key=lambda layer: layer.layer_index
     )
@@ -33,13 +33,13 @@ def attention_layers(model: nn.Module) -> list[Attention]:
 def allocate(
     layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give every layer of this rank its `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]`,
-    and its group.
+    """Bind `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]` and the cache group to every
+    layer of this rank.
 
     The nth layers of all groups share memory: a block belongs to one group at a time. On CPU the memory is only
-    reserved: a page, of 2 MiB where the system gives such, becomes resident when a block in it is first written. All of
-    it is zero: padding reads the null block, and a kernel that loads whole pages multiplies what follows a request's
-    last token by 0, which makes NaN of the NaN that memory used before may hold.
+    reserved: a page (2 MiB if the system grants huge pages) becomes resident when a block in it is first written. All
+    memory is zero at first: padding reads the null block, and a kernel that loads whole pages multiplies the entries
+    after a request's last token by 0, which would be NaN if reused memory contained NaN.
     """
     by_index = {layer.layer_index: layer for layer in layers}
     slabs: list[list[Attention]] = []
@@ -60,8 +60,10 @@ def allocate(
 def _equal_caches(
     layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One pair of tensors for layers of equal shape. On CPU what a block has of one head lies together, as it is read:
-    with a memory page of 4 KiB for each the hardware fetches ahead.
+    """One pair of tensors for layers of equal shape.
+
+    On CPU the entries of one head in a block are contiguous, as they are read: with 4 KiB per head and block the
+    hardware prefetches them.
     """
     heads, dim = layers[0].num_kv_heads, layers[0].head_dim
     if device.type == "cpu":
@@ -74,7 +76,7 @@ def _equal_caches(
 def _caches_in_pages(
     layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of pages as large as the largest layer needs: in each its keys, then its values."""
+    """Views of pages as large as the largest layer needs; each page holds a layer's keys, then its values."""
     size = plan.layer_page_bytes(block_size) // dtype.itemsize
     shape = num_blocks, size
     pages = (
@@ -93,19 +95,19 @@ def _caches_in_pages(
 
 
 class Warmer:
-    """Makes blocks of a cache on CPU resident before they are needed: the first write of a page costs as much as
+    """Makes blocks of a cache on CPU resident before they are needed: the first write to a page costs as much as
     computing the tokens in it.
 
-    Blocks are handed out in order, so those behind the highest one used are needed next. While no step runs,
-    `idle_bytes` of them are made resident; beside steps, which that slows down by a tenth, only the next `busy_bytes`.
-    A thread that runs when nothing else wants the core, and ends by itself where all is resident.
+    Blocks are handed out in order, so those after the highest one used are needed next. While no step runs,
+    `idle_bytes` of them are made resident; while steps run, which this slows down by a tenth, only the next
+    `busy_bytes`. A thread with idle priority does this; it ends when all memory is resident.
     """
 
     def __init__(self, layers: list[Attention], idle_bytes: int = IDLE_BYTES, busy_bytes: int = BUSY_BYTES):
-        # layers of several groups share them
+        # layers of several groups share tensors
         caches = {layer.k_cache.data_ptr(): (layer.k_cache, layer.v_cache) for layer in layers}
         self._tensors = [tensor for pair in caches.values() for tensor in pair]
-        # of each tensor, in bytes, as all below
+        # per tensor, in bytes, like all sizes below
         self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes
         most = IDLE_TOKENS * self._block_size // self._tensors[0].shape[1]
         self._idle_bytes, self._busy_bytes = (
@@ -118,28 +120,29 @@ class Warmer:
         self._thread.start()
 
     def follow(self, step: StepInput) -> None:
-        """A step begins: stay ahead of the blocks that enter with it."""
+        """Called when a step begins: stay ahead of the blocks that the step adds."""
         self._idle_since = None
         added = (*step.new_blocks, *(new.block_ids for new in step.new))
         highest = max((block for groups in added for blocks in groups for block in blocks), default=0)
         self._used = max(self._used, (highest + 1) * self._block_size)
-        # otherwise the thread looks by itself, in a while
+        # otherwise the thread checks again after its timeout
         if self._complete or self._resident < self._used + self._busy_bytes:
             self._wake.set()
 
     def rest(self) -> None:
-        """The step is over."""
+        """Called when a step ends."""
         self._idle_since = time.monotonic()
 
     def stop(self) -> None:
-        """Returns when the memory is not looked at any more."""
+        """Stop the thread. Returns when it no longer accesses the memory."""
         self._stopped = True
         self._wake.set()
         self._thread.join()
         self._tensors = []
 
     def _work(self) -> None:
-        # not by `nice`: whatever wakes up would still wait for the rest of this thread's slice of milliseconds
+        # not by `nice`: a thread that wakes up would still wait for the rest of this thread's time slice of
+        # milliseconds
         if sys.platform == "linux":
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
         while self._resident < self._size:
@@ -151,10 +154,10 @@ class Warmer:
             self._resident += size
 
     def _wait(self) -> None:
-        """Until the next pages are wanted."""
+        """Wait until the next pages are needed."""
         while not self._stopped and self._resident >= self._used + self._busy_bytes:
             idle_since, self._complete = self._idle_since, self._resident >= self._used + self._idle_bytes
             if not self._complete and idle_since is not None and time.monotonic() - idle_since >= IDLE_SECONDS:
                 return
             self._wake.wait(None if self._complete else IDLE_SECONDS)
-            self._wake.clear()  # and only then look again
+            self._wake.clear()  # clear before checking again

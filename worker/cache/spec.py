@@ -1,10 +1,10 @@
-"""What layers keep per token or per request, and how layers are grouped so that one pool of equal pages serves them
-all. Torch-free.
+"""Cache specifications of layers, and how layers are grouped so that one pool of equal pages serves them all.
+Torch-free.
 
-Layers with equal specs keep their blocks alike, so they share block tables: a request has one block list per group of
-layers. A page holds `block_size` tokens of each layer of a group, or one state of each; groups are evened out in
-layers, so that pages of all groups have one size in bytes. E.g. 5 layers with full attention and 1 with a window, in
-groups of one layer: six groups, of which the last gives old blocks back.
+Layers with equal specs use the same block table: a request has one block list per group of layers. A page holds
+`block_size` tokens of each layer of a group, or one state of each layer. Groups have about equal numbers of layers, so
+that the pages of all groups have one size in bytes. E.g. 5 layers with full attention and 1 with a window form six
+groups of one layer; the last group releases old blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from quire.worker.messages import CacheGroup
 
-_MAX_PADDING = 0.1  # of the layers of a page, which padding may waste before smaller groups are preferred
+_MAX_PADDING = 0.1  # maximum fraction of padded layers; beyond it, smaller groups are preferred
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Keys `[num_kv_heads, k_dim]` and values `[num_kv_heads, v_dim]` of every token. Sizes are those of a rank."""
+    """Keys `[num_kv_heads, k_dim]` and values `[num_kv_heads, v_dim]` of every token. Sizes are per rank."""
 
     num_kv_heads: int
     k_dim: int
@@ -33,7 +33,7 @@ class Full:
 
     @property
     def row_bytes(self) -> int:
-        """A page that other layers use, too, is a multiple of this."""
+        """Granularity of shared pages: the size in bytes of a page that other layers share is a multiple of this."""
         return math.lcm(self.k_dim, self.v_dim) * self.itemsize
 
     @property
@@ -43,7 +43,7 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Window(Full):
-    """The same, but a token at position p sees p - size + 1 .. p only, so older blocks are given back."""
+    """Like `Full`, but a token at position p attends to p - size + 1 .. p only, so older blocks are released."""
 
     size: int
 
@@ -54,8 +54,8 @@ class Window(Full):
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """One vector of `width` per token, which all heads share (MLA, arXiv:2405.04434): its first `width - rope_width`
-    entries are the values, too.
+    """One vector of `width` per token, shared by all heads (MLA, arXiv:2405.04434); its first `width - rope_width`
+    entries are also the values.
     """
 
     width: int
@@ -76,7 +76,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A recurrent state of fixed size per request: tensors of `shapes`, all of `itemsize`."""
+    """A recurrent state of fixed size per request: tensors of `shapes` with elements of `itemsize` bytes."""
 
     shapes: tuple[tuple[int, ...], ...]
     itemsize: int
@@ -103,10 +103,12 @@ class CachePlan:
     groups: tuple[CacheGroup, ...]
     layers: tuple[tuple[int, ...], ...]
     layers_per_group: int
-    specs: tuple[CacheSpec, ...]  # of each layer
+    specs: tuple[CacheSpec, ...]  # one per layer
 
     def layer_page_bytes(self, block_size: int) -> int:
-        """Bytes that one page has for each layer: what the largest needs, in whole rows of every kind."""
+        """Bytes that one page reserves per layer: the size of the largest layer, rounded up to whole rows of every
+        kind.
+        """
         kinds = set(self.specs)
         largest = max(spec.page_bytes(block_size) for spec in kinds)
         if all(spec.page_bytes(block_size) == largest for spec in kinds):
@@ -115,11 +117,11 @@ class CachePlan:
         return -(-largest // row) * row
 
     def page_bytes(self, block_size: int, layers: Sequence[int] | None = None) -> int:
-        """Bytes of a page on a rank that has `layers`, all by default."""
+        """Bytes of a page on a rank that has `layers`, by default all."""
         return self.num_slabs(layers) * self.layer_page_bytes(block_size)
 
     def num_slabs(self, layers: Sequence[int] | None = None) -> int:
-        """Most layers of one group that a rank with `layers` has: it needs memory for so many per page."""
+        """Maximum number of layers of one group among `layers`: a rank needs memory for that many layers per page."""
         if layers is None:
             return self.layers_per_group
         mine = set(layers)
@@ -127,9 +129,9 @@ class CachePlan:
 
 
 def plan_cache(specs: Sequence[CacheSpec]) -> CachePlan:
-    """Group layers with equal specs, in equal numbers per group.
+    """Group layers with equal specs, with equal numbers of layers per group.
 
-    All ranks of a pipeline plan for all layers, and so get the same groups.
+    All ranks of a pipeline plan for all layers, so they get the same groups.
     """
     kinds: dict[CacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
@@ -144,7 +146,7 @@ def plan_cache(specs: Sequence[CacheSpec]) -> CachePlan:
 
 
 def _group_size(counts: list[int]) -> int:
-    """The largest number of layers per group that wastes little in the last group of each kind.
+    """Return the largest number of layers per group that wastes little in the last group of each kind.
 
     E.g. 4 for 22 and 4 layers, 7 for 21 and 7.
     """

@@ -1,8 +1,7 @@
-"""FlashAttention 3 and 2 (Dao et al., arXiv:2205.14135, 2307.08691, 2407.08608) over the paged cache, from the packages
-of their authors.
+"""FlashAttention 3 and 2 (Dao et al., arXiv:2205.14135, 2307.08691, 2407.08608) over the paged cache, from their
+authors' packages.
 
-Both take the cache's layout as it is and right-align the causal mask, so prefill, chunked prefill and decode are one
-call.
+Both accept the cache's layout and right-align the causal mask, so prefill, chunked prefill and decode are one call.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from quire.worker.attention.base import AttentionBackend, AttentionMetadata, Att
 
 
 def window_size(sliding_window: int | None) -> tuple[int, int]:
-    """FlashAttention's (left, right), which leaves the token itself out of the count."""
+    """FlashAttention's (left, right) window, which does not count the token itself."""
     return (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
 
 
 def cumulative(seq_lens: torch.Tensor) -> torch.Tensor:
-    """`[R + 1]` int32: 0 and the running sums."""
+    """Return the cumulative sums `[R + 1]` int32, beginning with 0."""
     return torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-# Arguments, by name, that FlashAttention 3's operators must have.
+# Names of the arguments that FlashAttention 3's operators must have.
 _FORWARD = {
     "cu_seqlens_q",
     "seqused_k",
@@ -60,7 +59,9 @@ def _operator(name: str, arguments: set[str]) -> Callable[..., Any] | None:
 
 
 class _FlashAttention(AttentionBackend):
-    """What the versions share: a package to import, and its own word on what it was built for."""
+    """Common base of the versions: each imports a package and tries it once, because packages are built for some GPUs
+    and features only.
+    """
 
     module_name: str
     page_multiple = 1
@@ -84,12 +85,12 @@ class _FlashAttention(AttentionBackend):
 
 
 class FlashAttention3(_FlashAttention):
-    """Hopper's own kernels; any page size.
+    """FlashAttention 3: kernels for Hopper; any page size.
 
-    They are called as the operators that the package registers: its Python wrapper costs tens of microseconds in each
-    layer. How they share the work out (scheduler metadata) depends on the lengths and the kind of layer alone, so the
-    first layer of a kind computes it for the others. A package that registers no such operators is called as it wants
-    to be.
+    They are called as the operators that the package registers, because its Python wrapper costs tens of microseconds
+    per layer. The scheduler metadata, which distributes the work, depends only on the lengths and the kind of layer, so
+    the first layer of a kind computes it for the others. A package that registers no such operators is called through
+    its wrapper.
     """
 
     name = "flash_attn_3"
@@ -140,8 +141,8 @@ class FlashAttention3(_FlashAttention):
         sliding_window: int | None,
         soft_cap: float | None,
     ) -> torch.Tensor | None:
-        """Of this step for layers of this kind: the same sizes as in the call itself, which chooses the number of
-        splits by them.
+        """Return this step's metadata for layers of this kind. Sizes must equal those of the call itself, which derives
+        the number of splits from them.
         """
         if self._metadata is None:
             return None
@@ -195,10 +196,10 @@ class FlashAttention3(_FlashAttention):
 
 
 class FlashAttention2(_FlashAttention):
-    """Ampere and later.
+    """FlashAttention 2: Ampere and later.
 
-    Pages are multiples of 256 tokens. A batch that only decodes takes the entry point that splits long sequences over
-    the device.
+    The block size is a multiple of 256 tokens. A batch that only decodes uses the entry point that splits long
+    sequences over the device.
     """
 
     name = "flash_attn_2"

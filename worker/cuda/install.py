@@ -1,4 +1,4 @@
-"""The one entry to the Triton kernels: the operations they compute, if they work on this machine."""
+"""The entry point of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ logger = logging.getLogger(__name__)
 
 @cache
 def triton_ops(device: torch.device) -> Ops | None:
-    """The operations of the Triton kernels, or None if Triton is missing or cannot compile for `device` (it needs a C
-    compiler, too). Logs why not, once.
+    """Return the operations of the Triton kernels, or None if Triton is missing or cannot compile for `device` (it also
+    needs a C compiler). Logs the reason once.
     """
     try:
         from quire.worker.cuda import triton_ops as kernels
 
         kernels.rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
         torch.cuda.synchronize(device)
-    except Exception as error:  # raised by Triton, by the compiler it starts, or by the driver: plain torch serves
+    except Exception as error:  # raised by Triton, by its C compiler or by the driver: use plain torch
         logger.warning("Triton kernels unavailable, using plain torch: %s: %s", type(error).__name__, error)
         return None
     return TritonOps()

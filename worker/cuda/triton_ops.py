@@ -1,7 +1,7 @@
-"""Triton kernels beside attention: what stands between the matrix products of a decoder layer, one launch each.
+"""Triton kernels of a decoder layer, except attention and matrix products; one launch each.
 
-All arithmetic is in float32 and rounded once at the end. The twins in plain torch are the layers' own
-(`worker/layers`); tests compare the two.
+All arithmetic is in float32 and rounded once at the end. The plain torch twins are the functions of `worker/layers`;
+tests compare the two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def _add_rms_norm_kernel(
         at = residual + row * residual_stride + columns
         value += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, value.to(residual.dtype.element_ty), mask=mask)
-        value = value.to(residual.dtype.element_ty).to(tl.float32)  # the norm sees what the next layer will add to
+        # normalise the rounded sum, which the next layer adds to
+        value = value.to(residual.dtype.element_ty).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     result = value * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=mask)
@@ -58,8 +59,10 @@ def add_rms_norm(
 def _launch_norm(x, residual, weight, out, eps) -> None:
     block = triton.next_power_of_2(x.shape[-1])
     other = x if residual is None else residual
-    _add_rms_norm_kernel[(x.shape[0],)](x, other, weight, out, eps, x.stride(0), other.stride(0), out.stride(0), SIZE=x.shape[-1], BLOCK=block,
-                                        ADD=residual is not None, num_warps=min(16, max(1, block // 512)))  # fmt: skip
+    _add_rms_norm_kernel[(x.shape[0],)](
+        x, other, weight, out, eps, x.stride(0), other.stride(0), out.stride(0),
+        SIZE=x.shape[-1], BLOCK=block, ADD=residual is not None, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -87,7 +90,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def _qk_norm_rope_write_kernel(
     qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, token_stride, cos_sin_stride,
     k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, NORM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = qkv + token * token_stride + head * HEAD_DIM
@@ -97,7 +101,7 @@ def _qk_norm_rope_write_kernel(
     second = tl.load(source + HEAD_DIM // 2 + lanes, mask=mask, other=0.0)
     slot = tl.load(slot_mapping + token)
     page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
-    if head >= NUM_HEADS + NUM_KV_HEADS:  # v: copied as it is
+    if head >= NUM_HEADS + NUM_KV_HEADS:  # v: copied unchanged
         at = v_cache + page * v_page_stride + offset * v_slot_stride + (head - NUM_HEADS - NUM_KV_HEADS) * v_head_stride
         tl.store(at + lanes, first, mask=mask)
         tl.store(at + HEAD_DIM // 2 + lanes, second, mask=mask)
@@ -146,9 +150,9 @@ def qk_norm_rope_write(
     """
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     _qk_norm_rope_write_kernel[(qkv.shape[0], num_heads + 2 * num_kv_heads)](
-        qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, qkv.stride(0), cos_sin.stride(0),
-        *k_cache.stride()[:3], *v_cache.stride()[:3],
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2), PAGE_SIZE=k_cache.shape[1],
-        NORM=q_weight is not None, num_warps=1,
+        qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
+        qkv.stride(0), cos_sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2), PAGE_SIZE=k_cache.shape[1], NORM=q_weight is not None, num_warps=1,
     )  # fmt: skip
     return qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)

@@ -1,12 +1,12 @@
-"""Our own paged varlen attention in Triton: prefill, chunked prefill and decode in one kernel, for any page size, with
-nothing but torch and triton.
+"""Paged varlen attention in Triton: prefill, chunked prefill and decode in one kernel, for any page size, depending
+only on torch and triton.
 
 One program serves `BLOCK_Q` consecutive query tokens of one request for all query heads of one KV head, so that K and V
 are read once for the whole group (GQA). Programs find their request by bisecting `query_start_loc`: request i owns the
-query blocks from `query_start_loc[i] // BLOCK_Q + i` on, which leaves at most one idle block per request (with BLOCK_Q
-= 1 none) and needs no host-side table, so the launch is the same in a CUDA graph. Softmax is online (Milakov and
-Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135); decode batches too small to fill the device split their
-keys over `num_splits` programs whose partial results a second kernel combines (flash-decoding).
+query blocks from `query_start_loc[i] // BLOCK_Q + i` on. That leaves at most one idle block per request (none with
+BLOCK_Q = 1) and needs no host-side table, so the launch is the same in a CUDA graph. Softmax is online (Milakov and
+Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). Decode batches too small to fill the device split their
+keys over `num_splits` programs, and a second kernel combines their partial results (flash-decoding).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if triton is not None:
 
     @triton.jit
     def _first_block(start, request, BLOCK_Q: tl.constexpr):
-        """The first query block of a request whose tokens begin at `start`."""
+        """Return the first query block of a request whose tokens begin at `start`."""
         first = start
-        if BLOCK_Q > 1:  # else every token is a block, and nothing is ragged
+        if BLOCK_Q > 1:  # otherwise every token is a block
             first = start // BLOCK_Q + request
         return first
 
     @triton.jit
     def _find_request(query_start_loc, block, num_reqs, BLOCK_Q: tl.constexpr):
-        """The last request whose first query block is not behind `block`."""
+        """Return the last request whose first query block is at or before `block`."""
         low, high = 0, num_reqs
         while high - low > 1:
             middle = (low + high) // 2
@@ -48,21 +48,21 @@ if triton is not None:
                 high = middle
         return low
 
-    # These change from step to step, and each specialization is compiled.
+    # These arguments change from step to step; specializing on them would recompile the kernel.
     @triton.jit(do_not_specialize=["num_reqs", "table_stride", "num_splits"])
     def _attend_kernel(
         q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
         qk_scale, num_reqs, num_splits, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
         k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
-        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr,
-        BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr,
-        NUM_HEADS: tl.constexpr,
+        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+        BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+        SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, NUM_HEADS: tl.constexpr,
     ):  # fmt: skip
         block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         request = _find_request(query_start_loc, block, num_reqs, BLOCK_Q)
         start = tl.load(query_start_loc + request)
         query_len = tl.load(query_start_loc + request + 1) - start
-        # of this program, counted within the request
+        # this program's first query within the request
         first_query = (block - _first_block(start, request, BLOCK_Q)) * BLOCK_Q
         if first_query >= query_len:
             return
@@ -102,8 +102,8 @@ if triton is not None:
             key_mask = key < last_key
             page = tl.load(block_table + request * table_stride + key // PAGE_SIZE, mask=key_mask, other=0).to(tl.int64)
             slot = key % PAGE_SIZE
-            k_tile = tl.load(k_cache + (page * k_page_stride + slot * k_slot_stride + kv_head * k_head_stride)[None, :] + dims[:, None],
-                             mask=key_mask[None, :] & dim_mask[:, None], other=0.0)  # fmt: skip
+            k_at = k_cache + (page * k_page_stride + slot * k_slot_stride + kv_head * k_head_stride)[None, :]
+            k_tile = tl.load(k_at + dims[:, None], mask=key_mask[None, :] & dim_mask[:, None], other=0.0)
             scores = tl.dot(q_tile, k_tile, input_precision="ieee") * qk_scale
             if SOFT_CAP > 0:  # qk_scale carries log2(e); the cap applies to natural units
                 capped = scores * (0.6931471805599453 * 2.0 / SOFT_CAP)
@@ -114,12 +114,12 @@ if triton is not None:
             scores = tl.where(visible, scores, float("-inf"))
 
             new_max = tl.maximum(running_max, tl.max(scores, 1))
-            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that sees none of these keys
+            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that attends to none of these keys
             weights = tl.exp2(scores - safe_max[:, None])
             rescale = tl.exp2(running_max - safe_max)
             running_sum = running_sum * rescale + tl.sum(weights, 1)
-            v_tile = tl.load(v_cache + (page * v_page_stride + slot * v_slot_stride + kv_head * v_head_stride)[:, None] + dims[None, :],
-                             mask=key_mask[:, None] & dim_mask[None, :], other=0.0)  # fmt: skip
+            v_at = v_cache + (page * v_page_stride + slot * v_slot_stride + kv_head * v_head_stride)[:, None]
+            v_tile = tl.load(v_at + dims[None, :], mask=key_mask[:, None] & dim_mask[None, :], other=0.0)
             acc = acc * rescale[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
             running_max = new_max
 
@@ -132,8 +132,8 @@ if triton is not None:
             )
         else:
             result = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
-            tl.store(out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dims[None, :], result.to(out.dtype.element_ty),
-                     mask=row_mask[:, None] & dim_mask[None, :])  # fmt: skip
+            out_at = out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dims[None, :]
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=row_mask[:, None] & dim_mask[None, :])
 
     @triton.jit(do_not_specialize=["num_splits"])
     def _combine_kernel(
@@ -175,9 +175,9 @@ def paged_attention(
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """Causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size,
-    num_kv_heads, head_dim]`.
+    num_kv_heads, head_dim]`. Returns the shape of q.
 
-    `num_splits` None chooses by the batch's shape alone (never by `seq_lens`, which may change between replays of a
+    If `num_splits` is None, the batch's shape determines it (never `seq_lens`, which may change between replays of a
     CUDA graph).
     """
     num_tokens, num_heads, head_dim = q.shape
@@ -202,7 +202,8 @@ def paged_attention(
         scale * LOG2_E, num_reqs, num_splits, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0),
         out.stride(1),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, PAGE_SIZE=block_size, BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=block_n,
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, PAGE_SIZE=block_size,
+        BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=block_n,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap or 0.0, SPLIT=num_splits > 1, NUM_HEADS=num_heads,
         num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
     )  # fmt: skip
@@ -213,32 +214,32 @@ def paged_attention(
     return out
 
 
-def _tile_of_keys(wanted: int, rows: int, block_d: int, q: torch.Tensor) -> int:
-    """The most keys, up to `wanted`, whose K and V tiles, in two stages, leave room for the queries in the device's
-    shared memory.
+def _tile_of_keys(max_keys: int, rows: int, block_d: int, q: torch.Tensor) -> int:
+    """Return the largest number of keys, at most `max_keys`, whose K and V tiles, in two stages, leave room for the
+    queries in the device's shared memory.
     """
     shared = (
         torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
         if q.device.type == "cuda"
         else 227 << 10
     )
-    while wanted > 16 and (4 * wanted + rows) * block_d * q.element_size() > shared:
-        wanted //= 2
-    return wanted
+    while max_keys > 16 and (4 * max_keys + rows) * block_d * q.element_size() > shared:
+        max_keys //= 2
+    return max_keys
 
 
 def default_num_splits(num_programs: int, max_query_len: int, max_keys: int, device: torch.device) -> int:
-    """Enough splits to give every multiprocessor two programs, for decode only, and no split below 256 keys of the
-    longest possible request.
+    """Return enough splits to give every multiprocessor two programs, for decode batches only, with at least 256 keys
+    of the longest possible request per split.
     """
     if max_query_len > 1 or device.type != "cuda":
         return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // max(1, num_programs)
-    return max(1, min(MAX_SPLITS, wanted, max_keys // 256))
+    num_splits = 2 * torch.cuda.get_device_properties(device).multi_processor_count // max(1, num_programs)
+    return max(1, min(MAX_SPLITS, num_splits, max_keys // 256))
 
 
 class TritonPagedBackend(AttentionBackend):
-    """The backend that needs nothing carried along: serves whatever flash-attn cannot."""
+    """A backend that depends on Triton only; used where flash-attn does not apply."""
 
     name = "triton_paged"
     default_block_size = 16
@@ -252,7 +253,7 @@ class TritonPagedBackend(AttentionBackend):
             return "needs a GPU"
         if spec.head_dim > 256:
             return f"head_dim {spec.head_dim} is above 256"
-        return try_once(cls(), spec)  # Triton needs a C compiler, and knows best which GPUs it can compile for
+        return try_once(cls(), spec)  # only Triton knows whether it has a C compiler and supports this GPU
 
     def build(self, meta: AttentionMetadata) -> None:
         pass

@@ -1,21 +1,21 @@
-"""Sampling in Triton: greedy rows, random ones, and those with a top-k, top-p or min-p, in two launches for all rows of
+"""Sampling in Triton: greedy rows, random rows, and rows with a top-k, top-p or min-p, in two launches for all rows of
 a step.
 
-A first kernel reads every logit and leaves, for each tile of a row, its largest value with its index and the sum of its
-weights exp((x - max) / temperature). A second one, a program per row, chooses.
+The first kernel reads every logit and stores, for each tile of a row, its largest value with its index and the sum of
+its weights exp((x - max) / temperature). The second kernel, one program per row, picks the token.
 
-- Without filters it puts the tiles' sums on one scale, finds the tile in which the running sum passes `uniform *
-  total`, and reads that one again to find the token: in float64 from float32 weights, where the twin adds integers, so
-  that a token may differ where the number falls on an edge between two.
-- With filters it computes what the twin does, in the twin's integers: q = floor(w * 2^40), thresholds on w, and the
-  first token, by id, at which the running sum of what is kept exceeds floor(uniform * total). A pass over the row makes
-  a histogram of the weights' highest bits, which says from where on the weights hold everything that the filters can
-  leave, or so many that they nearly always do; a second pass collects those tokens in the order of their ids, and
-  thresholds and token are found among them, without looking at the rest. If they turn out not to suffice (a flat
-  distribution with a large top_p), the thresholds are found by bisection over the whole row, with the same result.
+- Without filters it scales the tiles' sums to the row's maximum, finds the tile in which the running sum passes
+`uniform * total`, and reads that tile again to find the token. It adds float32 weights in float64 where the twin adds
+integers, so a token may differ if the uniform number falls on the edge between two tokens.
+- With filters it computes the same result as the twin, in the twin's integers: q = floor(w * 2^40), thresholds on w,
+and the first token, by id, at which the running sum of the kept q exceeds floor(uniform * total). One pass over the row
+makes a histogram of the weights' highest bits. It gives a lower bound above which the weights include all tokens that
+the filters can keep, or enough of them nearly always. A second pass collects those tokens in the order of their ids;
+thresholds and token are found among them. If they do not suffice (a flat distribution with a large top_p), the
+thresholds are found by bisection over the whole row, with the same result.
 
-The twin in torch, and where the uniform number comes from, is `worker/sampling/arithmetic.py`. A row's result depends
-on that row alone, whatever else is in the batch.
+The torch twin and the source of the uniform number are in `worker/sampling/arithmetic.py`. A row's result depends on
+that row only, not on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 4096  # logits of one program
-CANDIDATES = 4096  # tokens of a row among which those that the filters leave are looked for first
+TILE = 4096  # logits per program
+CANDIDATES = 4096  # tokens of a row that are searched first for those that the filters keep
 
-_BASE = tl.constexpr((127 - 40) << 23)  # the bits of 2^-40: weights below are not told apart
-_TOP = tl.constexpr(40 << 23)  # the key of weight 1, which the largest logit has: keys have 29 bits
+_BASE = tl.constexpr((127 - 40) << 23)  # the bits of 2^-40: smaller weights are treated as equal
+_TOP = tl.constexpr(40 << 23)  # the key of weight 1, the weight of the largest logit: keys have 29 bits
 _BIN_SHIFT = tl.constexpr(19)
-_BINS = tl.constexpr(1024)  # of the histogram: of keys >> _BIN_SHIFT, at most 640
+_BINS = tl.constexpr(1024)  # bins of the histogram of keys >> _BIN_SHIFT, at most 640 used
 _SCALE = tl.constexpr(1099511627776.0)  # 2^40
 
 
@@ -43,7 +43,7 @@ def _weights(x, maximum, temperature):
 
 @triton.jit
 def _uniform(state, position):
-    """`sampling_math.uniform`: SplitMix64 in int64, whose products wrap around; a shift right keeps the sign, hence the
+    """`sampling_math.uniform`: SplitMix64 in wrapping int64 arithmetic. A right shift preserves the sign, hence the
     masks.
     """
     z = state + (position + 1) * -7046029254386353131
@@ -73,13 +73,13 @@ def _tiles_kernel(
 
 @triton.jit
 def _keys(w):
-    """The bits of weights, from 2^-40 on: integers from 0 that order as the weights do."""
+    """The bits of weights >= 2^-40: integers from 0 that order as the weights do."""
     return tl.minimum(tl.maximum(w.to(tl.int32, bitcast=True) - _BASE, 0), _TOP)
 
 
 @triton.jit
 def _load_weights(row_logits, tile, maximum, temperature, size, TILE: tl.constexpr):
-    """Weights of a tile; 0 behind the end."""
+    """Weights of a tile; 0 after the end of the row."""
     columns = tile * TILE + tl.arange(0, TILE)
     x = tl.load(row_logits + columns, mask=columns < size, other=float("-inf"))
     return _weights(x, maximum, temperature)
@@ -87,13 +87,13 @@ def _load_weights(row_logits, tile, maximum, temperature, size, TILE: tl.constex
 
 @triton.jit
 def _amounts(w, min_p):
-    """The twin's integers, without what min-p excludes."""
+    """The twin's integers, 0 for weights that min-p drops."""
     return tl.where(w >= min_p, (w * _SCALE).to(tl.int64), 0)
 
 
 @triton.jit
 def _sums_reach(amounts, keys, needed):
-    """The largest key such that the amounts of the keys from it on sum to `needed`, which all of them do."""
+    """Return the largest key such that the amounts of all keys >= it sum to `needed`. All amounts together do."""
     found = tl.zeros([], tl.int32)
     for level in range(29):
         trial = found | (1 << (28 - level))
@@ -103,8 +103,8 @@ def _sums_reach(amounts, keys, needed):
 
 @triton.jit
 def _sum_from(row_logits, key, count, maximum, temperature, min_p, size, num_tiles, TILE: tl.constexpr):
-    """Over a whole row the sum of the amounts of the keys from `key` on; with `count` their number, whatever min-p
-    says.
+    """Return the sum over a whole row of the amounts of keys >= `key`; with `count`, the number of such keys,
+    regardless of min-p.
     """
     total = tl.zeros([TILE], tl.int64)
     for tile in range(0, num_tiles):
@@ -119,7 +119,7 @@ def _sum_from(row_logits, key, count, maximum, temperature, min_p, size, num_til
 def _row_sums_reach(
     row_logits, needed, count, lowest, maximum, temperature, min_p, size, num_tiles, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`_sums_reach` over a whole row, of the keys from `lowest` on."""
+    """`_sums_reach` over a whole row, of the keys >= `lowest`."""
     found = tl.zeros([], tl.int32)
     for level in range(29):
         trial = found | (1 << (28 - level))
@@ -131,7 +131,7 @@ def _row_sums_reach(
 
 @triton.jit
 def _needed(total, top_p):
-    """How much of `total` the nucleus must hold."""
+    """The part of `total` that the nucleus must hold."""
     return tl.minimum(tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1), total)
 
 
@@ -142,13 +142,14 @@ def _target(total, uniform):
 
 @triton.jit
 def _invert_row(row_logits, lowest, target, maximum, temperature, min_p, size, num_tiles, TILE: tl.constexpr):
-    """The first token of a row at which the running sum of the amounts of the keys from `lowest` on exceeds `target`."""
+    """Return the first token of a row at which the running sum of the amounts of keys >= `lowest` exceeds `target`."""
     token = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int64)
     for tile in range(0, num_tiles):
         w = _load_weights(row_logits, tile, maximum, temperature, size, TILE)
         running = before + tl.cumsum(tl.where(_keys(w) >= lowest, _amounts(w, min_p), 0), 0)
-        token += tl.sum((running <= target).to(tl.int32), 0)  # the sum only grows: this counts the tokens before
+        # the running sum never falls: this counts the tokens before the result
+        token += tl.sum((running <= target).to(tl.int32), 0)
         before = tl.max(running, 0)
     return tl.minimum(token, size - 1)
 
@@ -158,7 +159,7 @@ def _filtered_token(
     row_logits, tile_max, indices, weights, maximum, temperature, uniform, top_k, top_p, min_p,
     size, num_tiles, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row with filters. `indices` and `weights` are its room for candidates."""
+    """Return the sampled token of a row with filters. `indices` and `weights` are its buffers for candidates."""
     histogram = tl.zeros([_BINS], tl.int32)
     sums = tl.zeros([TILE], tl.int64)
     for tile in range(0, num_tiles):
@@ -167,19 +168,19 @@ def _filtered_token(
         sums += _amounts(w, min_p)
     total = tl.sum(sums, 0)
 
-    # What stands behind the end counts in bin 0: the searches below then find more there than is needed, never less.
+    # Positions after the end of the row count in bin 0: the searches below may find more there than needed, never less.
     bins = tl.arange(0, _BINS)
     from_top = tl.sum(histogram, 0) - tl.cumsum(histogram, 0) + histogram
     edges = ((tl.minimum(bins, _TOP >> _BIN_SHIFT) << _BIN_SHIFT) + _BASE).to(tl.float32, bitcast=True)
-    # What the weights of a bin sum to at least.
+    # Lower bound of the sum of the weights in each bin.
     least = tl.where(bins > 0, (edges * _SCALE).to(tl.int64), 0) * histogram.to(tl.int64)
     mass_from_top = tl.sum(least, 0) - tl.cumsum(least, 0) + least
     kth = tl.where(top_k > 0, tl.sum((from_top >= top_k).to(tl.int32), 0) - 1, 0)
     nucleus = tl.sum((mass_from_top >= _needed(total, top_p)).to(tl.int32), 0) - 1
     nucleus = tl.where((top_p < 1) & (top_k == 0), nucleus, 0)
     least_kept = _keys(min_p + tl.zeros([], tl.float32)) >> _BIN_SHIFT
-    enough = tl.maximum(tl.maximum(kth, nucleus), least_kept)  # the filters leave nothing below this bin
-    fitting = tl.sum((from_top > CANDIDATES).to(tl.int32), 0)  # more than there is room for begins below this bin
+    enough = tl.maximum(tl.maximum(kth, nucleus), least_kept)  # the filters drop everything below this bin
+    fitting = tl.sum((from_top > CANDIDATES).to(tl.int32), 0)  # below this bin the candidates exceed their buffers
     first_key = tl.maximum(enough, fitting) << _BIN_SHIFT
 
     num = tl.zeros([], tl.int32)
@@ -192,7 +193,7 @@ def _filtered_token(
             tl.store(indices + slots, columns, mask=chosen & (slots < CANDIDATES))
             tl.store(weights + slots, w, mask=chosen & (slots < CANDIDATES))
             num += tl.sum(chosen.to(tl.int32), 0)
-    tl.debug_barrier()  # what one thread has stored another reads
+    tl.debug_barrier()  # make the stores of each thread visible to the others
 
     lanes = tl.arange(0, CANDIDATES)
     w = tl.load(weights + lanes, mask=lanes < num, other=0.0)
@@ -202,7 +203,7 @@ def _filtered_token(
     lowest = tl.where(has_kth, _sums_reach((lanes < num).to(tl.int32), keys, top_k), 0)
     amounts = tl.where(keys >= lowest, amounts, 0)
     held = tl.sum(amounts, 0)
-    complete = has_kth | (enough >= fitting)  # what is left of the row before top-p is among the candidates
+    complete = has_kth | (enough >= fitting)  # the candidates include all tokens that remain before top-p
     total = tl.where(top_k > 0, held, total)
     needed = _needed(total, top_p)
     if complete | ((top_k == 0) & (top_p < 1) & (held >= needed)):
@@ -303,12 +304,12 @@ def sample(
     top_ps: torch.Tensor | None = None,
     min_ps: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest value `[S]` float32, sampled token `[S]` int64) of each row of logits `[S, V]` float32. The value is NaN
-    if any logit is; where it is not finite the token means nothing.
+    """Return (largest value `[S]` float32, sampled token `[S]` int64) of each row of logits `[S, V]` float32. The value
+    is NaN if any logit is NaN; if the value is not finite, the token is meaningless.
 
-    rows and positions are `[S]` int64. The others are tables that `rows` index: temperatures float32 (0: greedy, the
-    first of the largest), states int64 (`sampling_math.seed_state`), and, unless no row of the batch has a filter,
-    top_ks int64 (0: off), top_ps float64 (1: off) and min_ps float32 (0: off).
+    rows and positions are `[S]` int64. The other arguments are tables that `rows` index: temperatures float32 (0:
+    greedy, the first of the largest logits), states int64 (`sampling_math.seed_state`) and, unless no row of the batch
+    has a filter, top_ks int64 (0: off), top_ps float64 (1: off) and min_ps float32 (0: off).
     """
     num_rows, size = logits.shape
     num_tiles = triton.cdiv(size, TILE)

@@ -1,5 +1,5 @@
-"""The FlashAttention inside torch, `torch.nn.attention.varlen`, where its version reads a block table (2.13; 2.11 does
-not).
+"""torch's built-in FlashAttention, `torch.nn.attention.varlen`, in versions that take a block table (2.13 does, 2.11
+does not).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ except ImportError:  # before torch 2.10
 
 
 class TorchVarlenAttention(AttentionBackend):
-    """Needs nothing but torch. Pages are multiples of 256 tokens."""
+    """Depends on torch only. The block size is a multiple of 256 tokens."""
 
     name = "torch_varlen"
     default_block_size = 256

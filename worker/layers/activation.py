@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` for x = [gate, up] side by side: `[..., 2 D] -> [..., D]` (SwiGLU,
+    """Return `silu(gate) * up` for x = [gate, up] concatenated: `[..., 2 D] -> [..., D]` (SwiGLU,
     https://arxiv.org/abs/2002.05202).
     """
     gate, up = x.chunk(2, -1)

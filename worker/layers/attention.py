@@ -1,4 +1,4 @@
-"""The attention layer proper: it owns its slice of the paged KV cache and hands the rest to the step's backend."""
+"""The attention layer: it owns its part of the paged KV cache and calls the step's backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.worker.cache.spec import Full, Window
 class Attention(nn.Module):
     """Causal attention of one layer over the paged cache.
 
-    `k_cache` and `v_cache` are bound by `worker/cache/allocation.py` (layout in `attention/base.py`).
+    `worker/cache/allocation.py` binds `k_cache` and `v_cache` (layout in `attention/base.py`).
     """
 
     def __init__(
@@ -26,21 +26,22 @@ class Attention(nn.Module):
         soft_cap: float | None = None,
     ):
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim  # of this rank
+        # numbers of heads of this rank
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window, self.soft_cap, self.layer_index = sliding_window, soft_cap, layer_index
-        self.cache_group = 0  # index of its block table and metadata
+        self.cache_group = 0  # index of its block table and metadata in the step's groups
         self.k_cache: torch.Tensor | None = None
         self.v_cache: torch.Tensor | None = None
 
     def cache_spec(self, dtype: torch.dtype) -> Full:
-        """What it keeps per token."""
+        """The layer's cache per token."""
         sizes = self.num_kv_heads, self.head_dim, self.head_dim, dtype.itemsize
         return Full(*sizes) if self.sliding_window is None else Window(*sizes, self.sliding_window)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
-        """Store k and v `[T, num_kv_heads, head_dim]`, then attend with q `[T, num_heads, head_dim]`; heads may also be
-        flat. Returns `[T, num_heads * head_dim]`.
+        """Store k and v `[T, num_kv_heads, head_dim]`, then attend with q `[T, num_heads, head_dim]`. Inputs may also
+        have flattened heads. Returns `[T, num_heads * head_dim]`.
         """
         attn.backend.write_kv(
             k.view(-1, self.num_kv_heads, self.head_dim),
@@ -52,7 +53,7 @@ class Attention(nn.Module):
         return self.attend(q, attn)
 
     def attend(self, q: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
-        """The same when k and v are in the cache already."""
+        """Like `forward`, for k and v that are already in the cache."""
         q = q.view(-1, self.num_heads, self.head_dim)
         out = attn.backend.forward(q, self.k_cache, self.v_cache, attn, self.scale, self.sliding_window, self.soft_cap)
         return out.reshape(-1, self.num_heads * self.head_dim)

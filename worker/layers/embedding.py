@@ -1,6 +1,6 @@
-"""Token embedding and output head, their vocabulary split over the ranks.
+"""Token embedding and output head, with the vocabulary split over the ranks.
 
-The vocabulary is padded to a multiple of the ranks; padded rows are zero and their logits are cut off.
+The vocabulary is padded to a multiple of the number of ranks. Padded rows are zero, and their logits are dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _vocab_parts(vocab_size: int, hidden_size: int, name: str) -> tuple[int, list[Part]]:
-    """Rows per rank, and the part of checkpoint tensor `name` that this rank holds."""
+    """Return (rows per rank, the part of checkpoint tensor `name` that this rank holds)."""
     group = tp()
     rows = -(-vocab_size // group.size)
     start = group.rank * rows
@@ -33,7 +33,7 @@ def _zero_padding(weight: torch.Tensor, parts: list[Part]) -> None:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """ids `[T]` -> `[T, hidden_size]`."""
+    """Maps ids `[T]` to `[T, hidden_size]`."""
 
     def __init__(self, vocab_size: int, hidden_size: int, prefix: str):
         super().__init__()
@@ -44,7 +44,7 @@ class VocabParallelEmbedding(nn.Module):
         _zero_padding(self.weight, parts)
 
     def lookup(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows `[T]` of this rank's weights. A tied head that repacks them puts its own function here."""
+        """Rows `[T]` of this rank's weights. A tied head that repacks the weights replaces this function."""
         return F.embedding(rows, self.weight)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -56,11 +56,11 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(Linear):
-    """hidden `[S, hidden_size]` -> float32 logits `[S, vocab_size]`, on every rank, perhaps in a workspace. With
-    `tied_to` the weights are the embedding's.
+    """Maps hidden `[S, hidden_size]` to float32 logits `[S, vocab_size]`, on every rank, possibly in a workspace. With
+    `tied_to` it shares the embedding's weights.
 
-    `name` is the checkpoint tensor: on a pipeline's last stage, tied weights without the embedding at hand are read
-    from the embedding's tensor.
+    `name` is the checkpoint tensor. On a pipeline's last stage without the embedding, tied weights are read from the
+    embedding's tensor.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ParallelLMHead(Linear):
         self.group, self.vocab_size = tp(), vocab_size
         rows, self._parts = _vocab_parts(vocab_size, hidden_size, name)
         super().__init__(hidden_size, rows, False, method, weight=tied_to.weight if tied_to else None)
-        self._tied_to = [tied_to] if tied_to else []  # in a list, so that it does not become a submodule
+        self._tied_to = [tied_to] if tied_to else []  # in a list, so that it is not registered as a submodule
         self.prefilter: ArgmaxPrefilter | None = None
         if tied_to is None:
             _zero_padding(self.weight, self._parts)
@@ -88,18 +88,18 @@ class ParallelLMHead(Linear):
             self.prefilter = self.ops.argmax_prefilter(self)
             self.register_buffer("prefilter_data", self.prefilter and self.prefilter.data, persistent=False)
         for embedding in self._tied_to:
-            if self.weight is None:  # repacked: the embedding reads its rows from there too
+            if self.weight is None:  # repacked: the embedding also reads its rows from the new format
                 embedding.weight, embedding.lookup = None, self.method.rows
 
     def forward(self, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        if self.group.size > 1 and isinstance(self.method, PlainLinear):  # products of x's type: half the bytes
+        if self.group.size > 1 and isinstance(self.method, PlainLinear):  # gather in x's dtype: half the bytes
             logits = self.group.all_gather(self.method.apply(self, x)).float()
         else:
             logits = self.group.all_gather(self.method.apply_float32(self, x, workspace))
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
 
     def abstain(self, num_rows: int) -> None:
-        """Take part in the ranks' `forward` of `num_rows` with NaN instead of logits."""
+        """Take part in the ranks' `forward` of `num_rows` rows with NaN instead of logits."""
         dtype = self.weight.dtype if isinstance(self.method, PlainLinear) else torch.float32
         device = next(tensor for tensor in (*self.parameters(), *self.buffers())).device
         self.group.all_gather(torch.full((num_rows, self.out_features), float("nan"), dtype=dtype, device=device))

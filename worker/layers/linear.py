@@ -1,12 +1,11 @@
 """Linear layers that hold only this rank's share of their weights.
 
-Who does what: a layer knows how its weights are split over ranks and fused from several checkpoint tensors; a
-`LinearMethod` knows the numerics (how the weights are stored and multiplied). A parameter carries the list of its
-`Part`s: which slice of which checkpoint tensor belongs where in it. The loader follows these parts and knows nothing
-else, so that formats with scales and zero points can shard in their own way.
+A layer defines how its weights are split over ranks and fused from several checkpoint tensors. A `LinearMethod` defines
+the numerics: how the weights are stored and multiplied. A parameter lists its `Part`s: each maps a slice of a
+checkpoint tensor to a slice of the parameter. The loader depends only on these parts, so that formats with scales and
+zero points can be sharded in their own way.
 
-Parameters are created uninitialised, in torch's default dtype and on its default device (`models.build_model` sets
-both).
+Parameters are created uninitialised, with torch's default dtype and device (`models.build_model` sets both).
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ Narrow = tuple[int, int, int]  # (dim, start, length)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A slice of one checkpoint tensor, and where it goes in a parameter. Narrows are applied one after another; none
-    is everything.
+    """A slice of one checkpoint tensor, and its destination in a parameter. Narrows are applied one after another; no
+    narrows means the whole tensor.
 
     E.g. rows 8 .. 15 of expert 3 in a stacked parameter: target ((0, 3, 1), (1, 8, 8)).
     """
 
-    name: str  # of the checkpoint tensor
-    shape: tuple[int, ...]  # of the whole checkpoint tensor
+    name: str  # name of the checkpoint tensor
+    shape: tuple[int, ...]  # shape of the whole checkpoint tensor
     source: tuple[Narrow, ...] = ()
     target: tuple[Narrow, ...] = ()
 
 
 def narrowed(tensor: torch.Tensor, narrows: tuple[Narrow, ...]) -> torch.Tensor:
-    """The view of `tensor` that `narrows` leave."""
+    """Return the view of `tensor` after applying `narrows`."""
     for dim, start, length in narrows:
         tensor = tensor.narrow(dim, start, length)
     return tensor
@@ -54,8 +53,8 @@ def narrowed(tensor: torch.Tensor, narrows: tuple[Narrow, ...]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's rows `start : start + length` of a checkpoint weight of `full` rows, which begin at row `target` of
-    the fused one.
+    """This rank's rows `start : start + length` of a checkpoint weight of `full` rows; they begin at row `target` of
+    the fused weight.
     """
 
     prefix: str  # e.g. "model.layers.0.self_attn.q_proj"
@@ -66,9 +65,9 @@ class Shard:
 
 
 def empty_parameter(*shape: int, parts: list[Part]) -> nn.Parameter:
-    """An uninitialised parameter that the loader will fill from `parts`.
+    """Return an uninitialised parameter that the loader will fill from `parts`.
 
-    In the host's memory on huge pages: they are faster to get, and to read.
+    On CPU it is on huge pages, which are faster to allocate and to read.
     """
     on_host = torch.get_default_device().type == "cpu"
     parameter = nn.Parameter(
@@ -79,16 +78,16 @@ def empty_parameter(*shape: int, parts: list[Part]) -> nn.Parameter:
     return parameter
 
 
-# from so many on it costs less to widen a weight than to multiply 16-bit numbers without instructions for them
+# minimum rows for which upcasting the weight to float32 beats the emulated 16-bit matmul
 _WIDEN_ROWS = 16
-_PIECE = 1 << 22  # elements of a weight that are wide at a time: 16 MiB
+_PIECE = 1 << 22  # elements of a weight that are upcast at a time: 16 MiB
 
 
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of `dtype` on this CPU.
+    """Return whether oneDNN multiplies matrices of `dtype` on this CPU.
 
-    Where it does not, torch's own loops take five times as long as float32's product.
+    If it does not, torch's own loops take five times as long as a float32 matmul.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return True
@@ -103,7 +102,7 @@ def _multiplies(dtype: torch.dtype) -> bool:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear` of x `[T, in_features]`, `weight` `[out_features, in_features]` and `bias` `[out_features]`, all of
-    one type, by the quickest way that the CPU has.
+    one dtype, on the fastest path of the CPU.
     """
     if x.device.type != "cpu" or len(x) < _WIDEN_ROWS or _multiplies(x.dtype):
         return F.linear(x, weight, bias)
@@ -119,7 +118,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 class LinearMethod:
     """Numerics of a linear layer.
 
-    One instance may serve many layers; what it stores belongs to the layer. x is `[T, in_features]`.
+    One instance may serve many layers; the layer owns the stored weights. x is `[T, in_features]`.
     """
 
     def create_weights(self, layer: Linear) -> None:
@@ -127,30 +126,30 @@ class LinearMethod:
         raise NotImplementedError
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        """The product with the weights, plus `layer.bias` if there is one: `[T, out_features]` of x's type."""
+        """Multiply by the weights and add `layer.bias` if there is one: `[T, out_features]` of x's dtype."""
         raise NotImplementedError
 
     def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        """The same in float32, rounded to x's type or not. May lie in `workspace`."""
+        """Like `apply`, in float32, possibly rounded to x's dtype first. The result may be in `workspace`."""
         return self.apply(layer, x).float()
 
     def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
-        """The product of a gate-and-up layer after its activation: `[T, out_features / 2]`."""
+        """Multiply by a gate-and-up layer and apply the activation: `[T, out_features / 2]`."""
         return layer.silu_and_mul(self.apply(layer, x))
 
     def num_bytes(self, layer: Linear) -> int:
-        """Bytes that the weights of `layer` take once they are loaded."""
+        """Bytes of the weights of `layer` once they are loaded."""
         return sum(parameter.nbytes for parameter in layer.parameters(recurse=False))
 
     def finalize(self, layer: Linear) -> None:
-        """Called when the weights are loaded, and again when faster kernels have appeared.
+        """Called when the weights are loaded, and again when faster kernels become available.
 
-        May repack them, or hand the layer to another method.
+        May repack the weights or give the layer another method.
         """
 
 
 class PlainLinear(LinearMethod):
-    """Weights as they are in the checkpoint, in one floating-point type."""
+    """Weights as in the checkpoint, in one floating-point dtype."""
 
     def create_weights(self, layer: Linear) -> None:
         layer.weight = empty_parameter(layer.out_features, layer.in_features, parts=layer.weight_parts())
@@ -169,15 +168,15 @@ PLAIN = PlainLinear()
 class WeightFormat:
     """Chooses the `LinearMethod` of each layer when the model is built.
 
-    This one: floating-point weights, as they are.
+    This base class keeps floating-point weights unchanged.
     """
 
     def linear(self, prefix: str) -> LinearMethod:
-        """For the layer at `prefix`, e.g. "model.layers.0.self_attn.qkv_proj"."""
+        """Method of the layer at `prefix`, e.g. "model.layers.0.self_attn.qkv_proj"."""
         return PLAIN
 
     def head(self, prefix: str) -> LinearMethod:
-        """For the output head."""
+        """Method of the output head."""
         return PLAIN
 
 
@@ -187,7 +186,7 @@ PLAIN_WEIGHTS = WeightFormat()
 class Linear(nn.Module):
     """Base of the linear layers. `in_features` and `out_features` are this rank's; `bias` is None or `[out_features]`.
 
-    `weight` is a parameter of another layer to share, instead of creating one.
+    `weight` is a parameter shared with another layer; if given, no parameter is created.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Linear(nn.Module):
     ):
         super().__init__()
         self.in_features, self.out_features, self.method = in_features, out_features, method
-        self.ops: Ops | None = None  # None: plain torch
+        self.ops: Ops | None = None  # None means plain torch
         if weight is None:
             method.create_weights(self)
         else:
@@ -211,11 +210,11 @@ class Linear(nn.Module):
         raise NotImplementedError
 
     def use(self, ops: Ops) -> None:
-        """Change over to the operations of a platform, from the next `finalize` on."""
+        """Switch to a platform's operations, from the next `finalize` on."""
         self.ops = ops
 
     def finalize(self) -> None:
-        """To be called when the weights are loaded."""
+        """Call this when the weights are loaded."""
         self.method.finalize(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -226,7 +225,7 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(Linear):
-    """Outputs are split over the ranks: this rank's rows are those of `shards`, one after another."""
+    """Splits the outputs over the ranks: this rank's rows are those of `shards`, concatenated."""
 
     def __init__(self, in_features: int, shards: list[Shard], bias: bool, method: LinearMethod = PLAIN):
         self.shards = shards
@@ -248,11 +247,11 @@ class ColumnParallelLinear(Linear):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several projections of the same input, each to `size`, as one multiplication; the outputs follow each other in
-    the order of `names`.
+    """Several projections of the same input, each to `size` outputs, as one matmul. The outputs are concatenated in the
+    order of `names`.
 
     Raises:
-        ValueError: the ranks do not divide `size`, which the message calls `size_name`.
+        ValueError: the number of ranks does not divide `size`, which the message calls `size_name`.
     """
 
     def __init__(
@@ -291,12 +290,12 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """q, k and v as one multiplication: this rank's query heads, then its key heads, then its value heads.
+    """q, k and v as one matmul: this rank's query heads, then its key heads, then its value heads.
 
-    With fewer KV heads than ranks each is held by several neighbouring ranks, those whose query heads use it.
+    With fewer KV heads than ranks, several consecutive ranks hold the same KV head, which their query heads use.
 
     Raises:
-        ValueError: the ranks do not divide the heads.
+        ValueError: the number of ranks does not divide the heads.
     """
 
     def __init__(
@@ -326,10 +325,10 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(Linear):
-    """Inputs are split over the ranks, and the partial products summed over them.
+    """Splits the inputs over the ranks and sums the partial products over them.
 
     Raises:
-        ValueError: the ranks do not divide `in_features`, which the message calls `size_name`.
+        ValueError: the number of ranks does not divide `in_features`, which the message calls `size_name`.
     """
 
     def __init__(
@@ -358,7 +357,7 @@ class RowParallelLinear(Linear):
 
     def finalize(self) -> None:
         if self.group.rank > 0:
-            self.bias = None  # it belongs into the sum once
+            self.bias = None  # the sum must include the bias once
         super().finalize()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -366,16 +365,16 @@ class RowParallelLinear(Linear):
 
 
 def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:
-    """`(number, first)` of the KV heads that this rank holds.
+    """Return `(number, first)` of the KV heads that this rank holds.
 
-    Raises ValueError if the ranks neither divide nor multiply them.
+    Raises ValueError if the number of ranks is neither a divisor nor a multiple of the number of KV heads.
     """
     if num_kv_heads >= group.size:
         number = split_size("num_key_value_heads", num_kv_heads, group)
         return number, group.rank * number
     if group.size % num_kv_heads:
         raise ValueError(
-            f"num_key_value_heads {num_kv_heads} cannot be spread over tensor_parallel_size {group.size}; "
-            f"sizes that would do divide {num_kv_heads} or are a multiple of it"
+            f"num_key_value_heads {num_kv_heads} cannot be split over tensor_parallel_size {group.size}: "
+            f"use a size that divides {num_kv_heads} or is a multiple of it"
         )
     return 1, group.rank * num_kv_heads // group.size

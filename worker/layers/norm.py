@@ -1,5 +1,5 @@
-"""RMSNorm (https://arxiv.org/abs/1910.07467), with Hugging Face's rounding: normalised in float32, rounded, then
-scaled.
+"""RMSNorm (https://arxiv.org/abs/1910.07467), rounded as in Hugging Face transformers: normalise in float32, round,
+then scale.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x `[..., D]` scaled to root mean square 1 over the last dimension, times weight `[D]`."""
+    """Scale x `[..., D]` to root mean square 1 over the last dimension and multiply by weight `[D]`."""
     x32 = x.float()
     return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -22,13 +22,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(rms_norm(x + residual), x + residual)`. The kernels overwrite `residual` with the sum."""
+    """Return `(rms_norm(x + residual), x + residual)`. The kernels overwrite `residual` with the sum."""
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
 
 
 class RMSNorm(nn.Module):
-    """`norm(x)`, or `norm.add(x, residual)` for the sum of both."""
+    """`norm(x)`, or `norm.add(x, residual)` to normalise the sum."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -37,12 +37,12 @@ class RMSNorm(nn.Module):
         self.rms_norm, self.add_rms_norm = rms_norm, add_rms_norm
 
     def use(self, ops: Ops) -> None:
-        """Change over to the operations of a platform."""
+        """Switch to a platform's operations."""
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and `x + residual`, which may overwrite `residual`."""
+        """Return the norm of `x + residual`, and `x + residual`, which may overwrite `residual`."""
         return self.add_rms_norm(x, residual, self.weight, self.eps)

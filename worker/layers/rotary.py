@@ -1,8 +1,8 @@
-"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) in the half-split layout of Hugging Face: entry i turns
-with entry i + D/2.
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) in the half-split layout of Hugging Face transformers:
+entry i is rotated with entry i + D/2.
 
-Scaled variants: linear (positions divided by a factor), llama3 (low frequencies divided, high ones kept, a ramp
-between), yarn (https://arxiv.org/abs/2309.00071). cos and sin are tabulated in float32.
+Scaled variants: linear (positions divided by a factor), llama3 (low frequencies divided, high frequencies kept,
+interpolated between them), yarn (https://arxiv.org/abs/2309.00071). cos and sin are tabulated in float32.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Turn x `[T, heads, D]` by the angles of `cos_sin_cache[positions]`, `[T, D]`.
+    """Rotate x `[T, heads, D]` by the angles of `cos_sin_cache[positions]`, `[T, D]`.
 
-    Computed in float32, returned in x's type.
+    Computes in float32 and returns x's dtype.
     """
     cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
     first, second = x.float().chunk(2, -1)
@@ -39,8 +39,7 @@ def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
-    """`(inv_freq [D/2] float32, magnitude)`: the angle per position of each pair, and what cos and sin are multiplied
-    by.
+    """Return `(inv_freq [D/2] float32, magnitude)`: the angle per position of each pair, and the factor of cos and sin.
 
     `scaling` is `ModelSpec.rope_scaling`.
     """
@@ -51,15 +50,15 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | N
         return inv_freq / scaling["factor"], 1.0
     if scaling["rope_type"] == "llama3":
         return _llama3(inv_freq, scaling), 1.0
-    assert scaling["rope_type"] == "yarn", scaling  # quire.worker.models.config lets no other through
+    assert scaling["rope_type"] == "yarn", scaling  # quire.worker.models.config rejects all others
     return _yarn(inv_freq, head_dim, theta, scaling), _yarn_magnitude(scaling)
 
 
 def _llama3(inv_freq: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
-    """Wavelengths beyond `original / low_freq_factor` positions are stretched by `factor`, those under `original /
-    high_freq_factor` kept.
+    """Stretch wavelengths above `original / low_freq_factor` positions by `factor`, and keep those below `original /
+    high_freq_factor`.
     """
-    # in the context that was trained on
+    # rotations within the original context
     rotations = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     kept = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -67,11 +66,11 @@ def _llama3(inv_freq: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
 
 
 def _yarn(inv_freq: torch.Tensor, head_dim: int, theta: float, scaling: dict[str, Any]) -> torch.Tensor:
-    """Pairs that turn more than `beta_fast` times in the original context are kept, those under `beta_slow` times
-    stretched by `factor`.
+    """Keep pairs that rotate more than `beta_fast` times in the original context, and stretch pairs that rotate fewer
+    than `beta_slow` times by `factor`.
     """
 
-    def pair_with(rotations: float) -> float:  # index of the pair that turns this often
+    def pair_with(rotations: float) -> float:  # index of the pair with this number of rotations
         return (
             head_dim
             * math.log(scaling["original_max_position_embeddings"] / (rotations * 2 * math.pi))

@@ -1,4 +1,4 @@
-"""The model families, by the architecture that config.json names. Their files are imported only when asked for."""
+"""The model families, by the architecture in config.json. Family modules are imported on demand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS = {
 
 
 def model_class(architecture: str) -> type[CausalLM]:
-    """Raises ValueError listing the architectures we have."""
+    """Return the class for an architecture. Raises ValueError listing the supported architectures."""
     if architecture not in MODELS:
         raise ValueError(f"architecture not supported: {architecture}. Supported: {', '.join(MODELS)}")
     module, name = MODELS[architecture].split(":")
@@ -31,18 +31,20 @@ def model_class(architecture: str) -> type[CausalLM]:
 
 
 def read_model_spec(folder: str) -> ModelSpec:
-    """What `folder/config.json` says.
+    """Read `folder/config.json`.
 
     Raises:
-        ValueError: there is no readable config.json, no architecture in it is one of MODELS, or it asks for something
-        that is not supported.
+        ValueError: config.json is missing or unreadable, names no architecture in MODELS, or needs an unsupported
+        feature.
     """
     spec = parse_model_spec(read_config(folder))
     return spec if spec.dtype else replace(spec, dtype=dtype_of_weights(folder))
 
 
 def parse_model_spec(raw: dict[str, Any]) -> ModelSpec:
-    """The spec of a parsed config.json. `dtype` is "" if it names none. Raises ValueError as `read_model_spec` does."""
+    """Return the spec of a parsed config.json. `dtype` is "" if it names none. Raises ValueError as `read_model_spec`
+    does.
+    """
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ValueError(f"the weights are quantized (quantization_config: {method}), which is not supported yet")
@@ -59,12 +61,12 @@ def build_model(
     quantization: str | None = None,
     ops: Ops | None = None,
 ) -> CausalLM:
-    """The model with uninitialised weights of `dtype` on `device`, this rank's share of it (`worker.parallel`).
+    """Build this rank's share of the model (`worker.parallel`) with uninitialised weights of `dtype` on `device`.
 
-    `max_model_len` bounds the positions that rotary tables are made for; by default it is the spec's. With
-    `quantization` (`layers/quantization/int_at_load.py`) the weights are quantized when they have been loaded. `ops`
-    are those of the platform; plain torch by default. Raises ValueError for an unknown architecture and for sizes that
-    the ranks do not divide.
+    `max_model_len` bounds the positions of the rotary tables; by default it is the spec's. With `quantization`
+    (`layers/quantization/int_at_load.py`) the weights are quantized after they are loaded. `ops` are the platform's
+    operations; the default is plain torch. Raises ValueError for an unknown architecture and for sizes that the number
+    of ranks does not divide.
     """
     import torch
 
@@ -86,14 +88,14 @@ def build_model(
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Number of weights of the whole model; tied embeddings count once. Builds it without memory."""
+    """Number of weights of the whole model; tied embeddings count once. Builds the model without allocating memory."""
     import torch
 
     return sum(parameter.numel() for parameter in _without_memory(spec, torch.float32).parameters())
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None) -> int:
-    """Bytes of the weights of the whole model once they are loaded. Builds it without memory."""
+    """Bytes of the weights of the whole model once they are loaded. Builds the model without allocating memory."""
     from quire.worker.layers.linear import Linear
 
     model = _without_memory(spec, dtype, quantization)

@@ -1,8 +1,8 @@
-"""What the `config.json` of every family has in common: sizes, rotary embeddings, data types. Torch-free. What is
-special about a family is in its own file.
+"""The parts of `config.json` that all families share: sizes, rotary embeddings, dtypes. Torch-free. Facts about a
+family are in its own file.
 
-Both generations of files are read: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters`
-(transformers 5). What cannot be served is refused here, by name, before anything is loaded.
+Reads both generations of files: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers
+5). Unsupported settings are rejected here, by name, before weights are loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
-# Values of keys that a config.json leaves out, common to the configuration classes of transformers.
+# Defaults of keys that config.json omits, common to the configuration classes of transformers.
 COMMON_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
@@ -40,16 +40,16 @@ COMMON_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What may differ from layer to layer."""
+    """Parameters that may differ from layer to layer."""
 
-    window: int | None = None  # positions that attention sees, None for all
-    scale: float | None = None  # of attention scores, None for head_dim**-0.5
+    window: int | None = None  # number of positions that a token attends to, None for all
+    scale: float | None = None  # scale of attention scores, None for head_dim**-0.5
     soft_cap: float | None = None  # of attention scores
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder's shape. Sizes are those of the whole model, not of a rank."""
+    """The shape of a decoder. Sizes are those of the whole model, not of a rank."""
 
     architecture: str
     model_type: str
@@ -63,23 +63,23 @@ class ModelSpec:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    # None: plain; else rope_type is linear, llama3 or yarn, and its numbers are all there
+    # None: unscaled; else rope_type is linear, llama3 or yarn, and all its numbers are present
     rope_scaling: dict[str, Any] | None
     tie_word_embeddings: bool
-    attention_bias: bool  # of q, k and v
+    attention_bias: bool  # bias of q, k and v
     attention_out_bias: bool
     mlp_bias: bool
     hidden_act: str
     layers: tuple[LayerSpec, ...]
-    dtype: str  # of the weights in the files: float32, bfloat16 or float16
+    dtype: str  # dtype of the weights in the files: float32, bfloat16 or float16
     raw: dict[str, Any]
 
     @property
     def max_model_len(self) -> int:
         """Longest context in tokens.
 
-        Scaling that stretches positions stretches it too, except where `max_position_embeddings` already counts it
-        (llama3).
+        Scaling that stretches positions also stretches the context, unless `max_position_embeddings` already includes
+        it (llama3).
         """
         scaling = self.rope_scaling
         if scaling is None or scaling["rope_type"] == "llama3":
@@ -92,29 +92,29 @@ class ModelSpec:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The parsed `folder/config.json`. Raises ValueError if there is no readable one."""
+    """Parse `folder/config.json`. Raises ValueError if it is missing or unreadable."""
     path = Path(folder, "config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"the model configuration cannot be had: {unreadable(path, error)}") from error
-    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"no model configuration: {unreadable(path, error)}") from error
+    except ValueError as error:  # invalid JSON or UTF-8
         raise ValueError(f"cannot read the model configuration {path}: {error}; download it again") from error
     if not isinstance(raw, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+        raise ValueError(f"{path} must contain a JSON object")
     return raw
 
 
 def make_spec(
     architecture: str, values: dict[str, Any], layers: tuple[LayerSpec, ...], raw: dict[str, Any]
 ) -> ModelSpec:
-    """The spec of a family whose defaults are filled in and sizes checked: `values` has the keys of COMMON_DEFAULTS and
-    the sizes, `raw` is the config.json.
+    """Build the spec of a family. `values` has the keys of COMMON_DEFAULTS and the sizes, with defaults filled in and
+    sizes checked; `raw` is the config.json.
 
-    Raises ValueError for what no family supports.
+    Raises ValueError for settings that no family supports.
     """
     if values["hidden_act"] != "silu":
-        raise ValueError(f"hidden_act {values['hidden_act']!r} is not supported (silu is)")
+        raise ValueError(f"hidden_act {values['hidden_act']!r} is not supported; supported: silu")
     rope_theta, rope_scaling = _rope(raw, values["max_position_embeddings"])
     fields = {field.name for field in dataclasses.fields(ModelSpec)}
     return ModelSpec(
@@ -129,9 +129,9 @@ def make_spec(
 
 
 def layer_specs(window: int | None, layer_types: Sequence[str], num_layers: int) -> tuple[LayerSpec, ...]:
-    """One spec per entry of `layer_types`: full_attention, or sliding_attention with `window`.
+    """Return one spec per entry of `layer_types`: full_attention, or sliding_attention with `window`.
 
-    Raises ValueError for another name or number of layers.
+    Raises ValueError for another name or another number of layers.
     """
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"sliding_window must be a positive integer or null, not {window!r}")
@@ -149,24 +149,24 @@ def layer_specs(window: int | None, layer_types: Sequence[str], num_layers: int)
 
 
 def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1) -> list[CacheSpec]:
-    """What each layer keeps on each of `tp` ranks, in elements of `itemsize` bytes.
+    """Return the cache spec of each layer on each of `tp` ranks, with elements of `itemsize` bytes.
 
-    KV heads are replicated when there are fewer than ranks.
+    KV heads are replicated if there are fewer KV heads than ranks.
     """
     sizes = max(1, spec.num_key_value_heads // tp), spec.head_dim, spec.head_dim, itemsize
     return [Full(*sizes) if layer.window is None else Window(*sizes, layer.window) for layer in spec.layers]
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, tp: int = 1) -> int:
-    """Bytes of keys and values that one token takes on each of `tp` ranks, over all layers.
+    """Bytes of keys and values per token on each of `tp` ranks, over all layers.
 
-    KV heads are replicated when there are fewer than ranks.
+    KV heads are replicated if there are fewer KV heads than ranks.
     """
     return spec.num_hidden_layers * 2 * max(1, spec.num_key_value_heads // tp) * spec.head_dim * dtype_bytes
 
 
 def complete_sizes(values: dict[str, Any]) -> None:
-    """Fill in what follows from other sizes, and check that the sizes fit.
+    """Fill in sizes that follow from other sizes, and check that they are consistent.
 
     Changes `values`. Raises ValueError naming the key.
     """
@@ -198,7 +198,7 @@ def complete_sizes(values: dict[str, Any]) -> None:
 
 
 def _rope(raw: dict[str, Any], max_positions: int) -> tuple[float, dict[str, Any] | None]:
-    """`(rope_theta, rope_scaling)` from either generation of keys; the scaling's own defaults are filled in."""
+    """Return `(rope_theta, rope_scaling)` from either generation of keys, with the scaling's own defaults filled in."""
     rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError("rope parameters that differ from layer to layer are not supported")
@@ -232,8 +232,8 @@ def _dtype(raw: dict[str, Any]) -> str:
 
 
 def dtype_of_weights(folder: str) -> str:
-    """The dtype of the first weight in the files, as transformers decides when config.json names none; float32 if there
-    are no weights either.
+    """Return the dtype of the first weight in the files, as transformers does if config.json names none; float32 if
+    there are no weights either.
     """
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:

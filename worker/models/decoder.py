@@ -1,8 +1,8 @@
-"""The decoder that all our language models share. A model is a subclass of `CausalLM` whose class attributes name the
-parts that differ.
+"""The decoder shared by all language models. A model is a subclass of `CausalLM` whose class attributes name the parts
+that differ.
 
-Shapes: T tokens of all requests of the step side by side, H = hidden size, D = head size. Module names are those of the
-checkpoints, so a parameter's path is its tensor's name.
+Shapes: T tokens of all requests of the step, concatenated; H = hidden size; D = head size. Module names are those of
+the checkpoints, so a parameter's path is its tensor's name.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TORCH = Ops()
 
 
 class SelfAttention(nn.Module):
-    """x `[T, H]` -> `[T, H]`, or the rows of that in `needed_rows`.
+    """Maps x `[T, H]` to `[T, H]`, or to its rows in `needed_rows`.
 
-    All tokens leave their keys and values in the cache.
+    The keys and values of all tokens are stored in the cache.
     """
 
     native_twin: ClassVar = "attention"
@@ -70,11 +70,11 @@ class SelfAttention(nn.Module):
         self.eps = spec.rms_norm_eps
 
     def use(self, ops: Ops) -> None:
-        """Change over to the operations of a platform."""
+        """Switch to a platform's operations."""
         self.qk_norm_rope_write = ops.qk_norm_rope_write
 
     def head_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Weights `[D]` of the norms over each head of q and k, None where there are none."""
+        """Weights `[D]` of the norms over each head of q and k, or None without norms."""
         return None, None
 
     def forward(
@@ -102,7 +102,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """x `[T, H]` -> `[T, H]`, gated."""
+    """Gated MLP: maps x `[T, H]` to `[T, H]`."""
 
     native_twin: ClassVar = "mlp"
 
@@ -125,10 +125,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and around a residual. The sum with the residual is left to the next norm,
-    which does both at once.
+    """Attention and MLP, each with a norm before it and a residual connection around it. The next norm adds the
+    residual, so that both are one operation.
 
-    x and residual `[T, H]` -> both anew, `[T, H]` or the rows of that in `needed_rows`.
+    Maps x and residual `[T, H]` to the new x and residual, `[T, H]` or their rows in `needed_rows`.
     """
 
     native_twin: ClassVar = "layer"
@@ -167,7 +167,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers of this pipeline stage. The first stage has the embedding, the last one the final norm."""
+    """The layers of this pipeline stage. The first stage also has the embedding, the last stage the final norm."""
 
     def __init__(
         self, spec: ModelSpec, model_cls: type[CausalLM], max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS
@@ -187,15 +187,15 @@ class Decoder(nn.Module):
         if self.last:
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling)
-        self._ops: Ops | None = None  # None: the layers are called one by one
-        self._fused: FusedLayers | None = None  # made when first needed: it holds addresses of the KV cache
+        self._ops: Ops | None = None  # None: layers are called one by one
+        self._fused: FusedLayers | None = None  # built on first use: it holds addresses of the KV cache
 
     def use(self, ops: Ops) -> None:
-        """Change over to the operations of a platform."""
+        """Switch to a platform's operations."""
         self._ops, self._fused = ops if self.first and self.last else None, None
 
     def fused_layers(self) -> FusedLayers | None:
-        """All layers as one call, None if the platform has none."""
+        """Return all layers as one call, or None if the platform does not support that."""
         if self._ops and (self._fused is None or not self._fused.fits(self.layers["0"])):
             self._fused = self._ops.fused_layers(list(self.layers.values()), self.norm, self.rotary_emb.cos_sin_cache)
             self._ops = self._ops if self._fused else None
@@ -221,17 +221,19 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A language model: `model(input_ids, positions, attn)` then `model.logits(hidden)` where they are wanted."""
+    """A language model: call `model(input_ids, positions, attn)`, then `model.logits(hidden)` for the positions to
+    sample.
+    """
 
     layer_cls: type[DecoderLayer] = DecoderLayer
     attention_cls: type[SelfAttention] = SelfAttention
     mlp_cls: type[MLP] = MLP
-    # keys of config.json that are read, with the values of those it leaves out
+    # keys of config.json that are read, with their defaults
     config_defaults: ClassVar[dict[str, Any]] = COMMON_DEFAULTS
 
     @classmethod
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
-        """The spec of a parsed config.json. Raises ValueError, naming the key, for what is not supported."""
+        """Return the spec of a parsed config.json. Raises ValueError, naming the key, for unsupported settings."""
         values = cls.config_defaults | {key: raw[key] for key in cls.config_defaults if key in raw}
         cls.complete(values, raw)
         complete_sizes(values)
@@ -239,11 +241,11 @@ class CausalLM(nn.Module):
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
-        """Change `values`, which hold `config_defaults` and what `raw` says, to what the family means by them."""
+        """Adapt `values`, which hold `config_defaults` overridden by `raw`, to the family's meaning of the keys."""
 
     @classmethod
     def layer_specs(cls, values: dict[str, Any], raw: dict[str, Any]) -> tuple[LayerSpec, ...]:
-        """One spec per layer; by default all alike, and all positions seen."""
+        """Return one spec per layer; by default all layers are equal and attend to all positions."""
         return (LayerSpec(),) * values["num_hidden_layers"]
 
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
@@ -263,48 +265,48 @@ class CausalLM(nn.Module):
         hidden: torch.Tensor | None = None,
         needed_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input_ids and positions `[T]` -> `[T, H]`. A pipeline stage but the first takes the previous one's result as
-        `hidden`, and may overwrite it.
+        """Map input_ids and positions `[T]` to hidden states `[T, H]`. A pipeline stage other than the first takes the
+        previous stage's result as `hidden`, and may overwrite it.
 
         `needed_rows`, on the last stage: ascending indices `[S]` of the tokens whose result is needed, never empty; the
-        result is `[S, H]` then. The last layer computes only the keys and values of the other tokens.
+        result is then `[S, H]`. The last layer computes only keys and values for the other tokens.
         """
         return self.model(input_ids, positions, attn, hidden, needed_rows)
 
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        """hidden `[S, H]`, of the positions to sample -> `[S, vocab_size]` float32, which may lie in `workspace`.
+        """Map hidden `[S, H]`, of the positions to sample, to `[S, vocab_size]` float32, possibly in `workspace`.
 
-        On the last pipeline stage.
+        On the last pipeline stage only.
         """
         return self.lm_head(hidden, workspace)
 
-    def exchanges(self, num_tokens: int, num_wanted: int) -> list[int]:
-        """How many rows `[_, H]` each sum over the tensor-parallel ranks has, in order, in a forward pass of that many
-        tokens in a single stage.
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[int]:
+        """Number of rows `[_, H]` of each all-reduce over the tensor-parallel ranks, in order, in a forward pass over
+        `num_tokens` tokens in a single stage.
         """
-        return [num_tokens] * (2 * len(self.model.layers) - 1) + [num_wanted] * 2
+        return [num_tokens] * (2 * len(self.model.layers) - 1) + [num_needed] * 2
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """argmax of each row of `logits`, int64 `[S]`, or None if there is no faster way than by `logits`."""
+        """argmax of each row of `logits`, int64 `[S]`, or None if computing all logits is faster."""
         return self.lm_head.largest(hidden)
 
     def use(self, ops: Ops) -> None:
-        """Change over to the operations of a platform. Call `finalize` afterwards if the weights are loaded."""
+        """Switch to a platform's operations. Call `finalize` afterwards if the weights are loaded."""
         for module in self.modules():
             if module is not self and hasattr(module, "use"):
                 module.use(ops)
 
     def finalize(self) -> None:
-        """Hand loaded weights to the platform's own methods.
+        """Give loaded weights to the platform's own methods.
 
-        Called when they are loaded, and again after another `use`.
+        Called when the weights are loaded, and again after each later `use`.
         """
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finalize()
 
     def has_elsewhere(self, name: str) -> bool:
-        """Whether another pipeline stage holds the checkpoint tensor `name`."""
+        """Return whether another pipeline stage holds the checkpoint tensor `name`."""
         if match := re.match(r"model\.layers\.(\d+)\.", name):
             return match[1] not in self.model.layers and int(match[1]) < self.spec.num_hidden_layers
         return (name == "model.embed_tokens.weight" and not self.model.first) or (
@@ -313,7 +315,7 @@ class CausalLM(nn.Module):
 
 
 def stage_layers(num_layers: int, rank: int, num_stages: int) -> range:
-    """The layers of pipeline stage `rank`: 7 layers over 3 stages are 3, 2, 2.
+    """Return the layers of pipeline stage `rank`: 7 layers over 3 stages are 3, 2, 2.
 
     Raises ValueError if there are more stages than layers.
     """

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.x: the decoder as it is."""
+"""Llama 2, 3 and 3.x: the decoder without changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: biases on q, k and v only, and a sliding window in the upper layers if one is asked for."""
+"""Qwen 2 and 2.5: biases on q, k and v only, and an optional sliding window in the upper layers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ class Qwen2(CausalLM):
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
-        values.update(attention_bias=True, attention_out_bias=False, mlp_bias=False)  # fixed, whatever the file says
+        # fixed for this family, whatever config.json says
+        values.update(attention_bias=True, attention_out_bias=False, mlp_bias=False)
 
     @classmethod
     def layer_specs(cls, values: dict[str, Any], raw: dict[str, Any]) -> tuple[LayerSpec, ...]:
-        """The layers that `layer_types` lists, else those from `max_window_layers` on, have the window."""
+        """The window applies to the layers that `layer_types` lists, or by default to those from `max_window_layers`
+        on.
+        """
         window = values["sliding_window"] if values["use_sliding_window"] else None
         first, num_layers = values["max_window_layers"], values["num_hidden_layers"]
         types = raw.get("layer_types") or [

@@ -1,4 +1,4 @@
-"""Qwen 3: every head of q and k is normalised before it gets its position."""
+"""Qwen 3: RMSNorm over every head of q and k before the rotary embedding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.worker.models.qwen2 import Qwen2
 
 
 class Qwen3Attention(SelfAttention):
-    native_twin: ClassVar = "attention"  # whose norms over heads are those of `head_norms`
+    native_twin: ClassVar = "attention"  # it applies the norms of `head_norms`
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)

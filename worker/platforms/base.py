@@ -1,7 +1,7 @@
-"""The device behind the worker: what differs between CPU and CUDA, and nothing else does.
+"""The device of a worker: everything that differs between CPU and CUDA.
 
-A platform says which device this rank drives, how much memory and how many cores there are, which defaults fit it, and
-how bytes cross between host and device without making either wait.
+A platform provides the device that this rank drives, its memory and cores, default limits, and asynchronous copies
+between host and device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.worker.models.config import ModelSpec
 from quire.worker.platforms.ops import Ops
 
 TORCH = Ops()
-_OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # the latter of pinned memory, too
+_OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # the latter also for pinned memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,28 +27,30 @@ class Platform(ABC):
     name: str
     device: torch.device
     dist_backend: str
-    attention_order: tuple[str, ...]  # names in worker/attention, the best first
+    attention_order: tuple[str, ...]  # names of attention backends, best first
     default_depth: int  # steps in flight
     has_graphs = False  # can record a forward pass and replay it
-    ops: Ops = TORCH  # plain torch, unless the platform has faster ones
-    measures_memory: bool  # whether `memory_in_use` knows the largest amount so far
+    ops: Ops = TORCH  # plain torch, unless the platform has faster operations
+    measures_memory: bool  # whether `memory_in_use` reports the peak
 
     @abstractmethod
     def memory(self, world_size: int = 1) -> tuple[int, int]:
-        """(total, available) bytes now for one of `world_size` ranks on this host; on a GPU what this process has taken
-        already counts as available to it.
+        """Current (total, available) bytes for one of `world_size` ranks on this host. On a GPU, memory held by this
+        process counts as available.
         """
 
     @abstractmethod
     def default_limits(self, world_size: int) -> tuple[int, int, str]:
-        """(max_num_seqs, max_num_batched_tokens, why) for this device."""
+        """(max_num_seqs, max_num_batched_tokens, reason) for this device."""
 
     def resolve_dtype(self, requested: str, model_dtype: str) -> tuple[torch.dtype, str]:
-        """The dtype to run in, and why. `requested` is a name of DTYPES or auto. Raises ValueError for another name."""
+        """Return the dtype to run in, and the reason. `requested` is a key of DTYPES or auto. Raises ValueError for
+        another name.
+        """
         name = model_dtype if requested == "auto" else requested
         if name not in DTYPES:
             raise ValueError(f"dtype {name!r} is not supported: set --dtype to one of auto, {', '.join(DTYPES)}")
-        return DTYPES[name], "the checkpoint's own" if requested == "auto" else "as asked"
+        return DTYPES[name], "dtype of the checkpoint" if requested == "auto" else "as requested"
 
     @abstractmethod
     def start(
@@ -59,55 +61,55 @@ class Platform(ABC):
         num_frontends: int = 1,
         cpu_level: str = "auto",
     ) -> list[tuple[str, str, str]]:
-        """Make the device ready for this process. Returns (setting, value, reason) of what was chosen.
+        """Initialize the device for this process. Returns (setting, value, reason) of automatic choices.
 
         `world_size` ranks and `num_frontends` frontend processes share the machine. `wait_for_kernels` compiles missing
         native kernels first, instead of in the background. `cpu_level` is their instruction set. Raises ValueError if
-        that fails, or if the CPU lacks it.
+        the compilation fails, or if the CPU lacks the instruction set.
         """
 
     def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
-        """(whether a request's bits are independent of the other requests of a step, why and at what cost).
+        """Return (whether a request's bits are independent of the other requests of a step, reason and cost).
 
-        Raises ValueError where `--deterministic` is given and this model or device has no such way.
+        Raises ValueError if `--deterministic` is set and this model or device does not support it.
         """
         if config.device.deterministic:
-            raise ValueError(f"--deterministic is not supported on {self.name} yet: leave it off, or set --device cpu")
+            raise ValueError(f"--deterministic is not supported on {self.name} yet: omit it, or set --device cpu")
         return (
             False,
-            f"not supported on {self.name} yet: seeded and greedy tokens may depend on what runs in the same step",
+            f"not supported on {self.name} yet: seeded and greedy tokens may depend on the other requests of a step",
         )
 
     def poll_ops(self) -> bool:
-        """True exactly once after faster operations have become available while serving."""
+        """Return True exactly once after faster operations became available while serving."""
         return False
 
     def awaits_ops(self) -> bool:
-        """Whether faster operations may still become available."""
+        """Return whether faster operations may still become available."""
         return False
 
     def give_up_ops(self, reason: str) -> None:  # noqa: B027
-        """Stay with plain torch in this process, for `reason`.
+        """Use plain torch in this process from now on, for `reason`.
 
-        Does nothing where all ranks have the same operations anyway.
+        A no-op on platforms where all ranks always have the same operations.
         """
 
     def ops_status(self) -> str:
-        """Where the faster operations stand, for the log."""
+        """State of the faster operations, for the log."""
         return self.ops.name
 
     @abstractmethod
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """Copy to the device, ordered before the work enqueued next; the host does not wait for the device."""
+        """Copy to the device, ordered before later work. The host does not wait for the device."""
 
     @abstractmethod
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start copying to the host. The result may be read once an `event()` taken later has passed."""
+        """Start a copy to the host. The result may be read after an `event()` created later has passed."""
 
     @abstractmethod
     def event(self) -> Event:
-        """Passes when everything started so far by `to_host` has arrived; if that is nothing since the last one, when
-        all work so far is done.
+        """Return an event that passes when all copies started so far by `to_host` have arrived, or, if none was started
+        since the last event, when all work so far is done.
         """
 
     @abstractmethod
@@ -116,24 +118,23 @@ class Platform(ABC):
 
     @abstractmethod
     def release_memory(self) -> None:
-        """Give back to the device what is kept for reuse; waits for it."""
+        """Return cached memory to the device; waits for the device."""
 
 
 class Event:
-    """What has passed already. CUDA's events have the same two methods."""
+    """An event that has passed already, with the two methods of CUDA events."""
 
     def synchronize(self) -> None:
         """Wait until it has passed."""
 
     def query(self) -> bool:
-        """Whether it has passed."""
+        """Return whether it has passed."""
         return True
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error means that the device had no memory left, and nothing else is wrong: what failed may be tried
-    again with less.
+    """Return whether an error means only that the device ran out of memory, so that a retry with less may succeed.
 
-    Not so NCCL's errors of this kind, after which its communicator is of no use.
+    NCCL's out-of-memory errors do not count: after them its communicator is unusable.
     """
     return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)

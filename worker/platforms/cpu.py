@@ -1,4 +1,4 @@
-"""The host itself as a device."""
+"""The host CPU as a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.worker.platforms.ops import Ops
 
 
 class CpuPlatform(Platform):
-    """The host itself: every copy is immediate, so results are there when `execute` returns."""
+    """The host CPU. Copies are immediate: results are available when `execute` returns."""
 
     name = "cpu"
     device = torch.device("cpu")
@@ -98,16 +98,16 @@ class CpuPlatform(Platform):
 _PASSED = Event()
 
 
-def _num_threads(asked: int | None, world_size: int, num_frontends: int = 1) -> tuple[int, str]:
-    """Several frontends are there because they are busy, and get a core each; the only one works while the ranks rest
-    between steps.
+def _num_threads(requested: int | None, world_size: int, num_frontends: int = 1) -> tuple[int, str]:
+    """Return (number of threads per rank, reason). Several frontends are busy and get one core each; a single frontend
+    works while the ranks are idle between steps.
     """
-    if asked:
-        return asked, "as asked"
+    if requested:
+        return requested, "as requested"
     if (variable := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         return max(int(variable), 1), "OMP_NUM_THREADS"
     reserved = num_frontends if num_frontends > 1 else 0
-    shared = (f", less {reserved} for the frontends" if reserved else "") + (
+    shared = (f", minus {reserved} for the frontends" if reserved else "") + (
         f", shared by {world_size} ranks" if world_size > 1 else ""
     )
-    return max((host.num_cores() - reserved) // world_size, 1), "the cores this process may use" + shared
+    return max((host.num_cores() - reserved) // world_size, 1), "cores available to this process" + shared

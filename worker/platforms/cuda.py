@@ -10,13 +10,13 @@ from quire.worker.platforms import host
 from quire.worker.platforms.base import TORCH, Event, Platform
 from quire.worker.platforms.ops import Ops
 
-_CORES_PER_RANK = 4  # below, a core that spins while it waits for the device is missed elsewhere
+_CORES_PER_RANK = 4  # with fewer cores, spinning while waiting for the device would take a core that others need
 
 
 class CudaPlatform(Platform):
     """One NVIDIA GPU.
 
-    Results travel on a stream of their own, so that the next step's kernels do not queue behind them.
+    Results are copied on a separate stream, so that they do not queue behind the next step's kernels.
     """
 
     name = "cuda"
@@ -30,8 +30,8 @@ class CudaPlatform(Platform):
         self.device = torch.device("cuda", rank)
 
     def memory(self, world_size: int = 1) -> tuple[int, int]:
-        # What torch holds is ours; whatever else is not free belongs to other processes, or to libraries, and cannot be
-        # had.
+        # Memory held by torch is available to this process; other used memory belongs to other processes or to
+        # libraries.
         free, total = torch.cuda.mem_get_info(self.device)
         return total, free + torch.cuda.memory_reserved(self.device)
 
@@ -60,23 +60,23 @@ class CudaPlatform(Platform):
 
     @property
     def ops(self) -> Ops:
-        """The Triton kernels if they work here, else plain torch."""
+        """The Triton kernels if they work on this device, else plain torch."""
         return triton.triton_ops(self.device) or TORCH
 
     def memory_in_use(self) -> tuple[int, int]:
-        """(bytes now, most bytes so far) that torch has taken from the device; `release_memory` starts the latter anew."""
+        """(bytes now, peak bytes) that torch has allocated on the device; `release_memory` resets the peak."""
         torch.cuda.synchronize(self.device)
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
 
     def release_memory(self) -> None:
-        """Give back to the device what torch keeps for reuse."""
+        """Return memory that torch caches to the device, and reset the peak."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        # The caching host allocator takes the pinned block back only when this copy has run: it is the ring of buffers
-        # that steps in flight need.
+        # The caching host allocator reuses the pinned block only after this copy has run, so it serves as the ring of
+        # buffers that steps in flight need.
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class CudaPlatform(Platform):
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies):
             result.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._copies)  # its memory is not reused by the main stream before the copy has run
+        tensor.record_stream(self._copies)  # the main stream must not reuse its memory before the copy has run
         return result
 
     def event(self) -> Event:

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, as affinity and control groups (v1 and v2) allow.
+"""Cores and memory available to this process, subject to CPU affinity and control groups (v1 and v2).
 
 Torch-free.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """(total, available) bytes of RAM for this process: the machine's, or less where a control group limits it.
+    """(total, available) bytes of RAM for this process: the machine's, or less if a control group limits it.
 
     Page cache that the kernel can drop counts as available.
     """
@@ -24,10 +24,10 @@ def memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) ->
 def num_cores(
     proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), cpus: Path = Path("/sys/devices/system/cpu")
 ) -> int:
-    """Physical cores this process may use: its affinity, two hyper-threads counted once, cut to the control group's CPU
-    quota; at least 1.
+    """Number of physical cores available to this process: its affinity, with hyper-threads counted once, limited by the
+    control group's CPU quota; at least 1.
 
-    Matrix products saturate a core with one thread; a second on the same core only competes for its vector units and
+    Matrix products saturate a core with one thread; a second thread on the core only competes for its vector units and
     cache.
     """
     cores = {_first_sibling(cpus, cpu) for cpu in _affinity()}
@@ -50,7 +50,7 @@ def _first_sibling(cpus: Path, cpu: int) -> int:
 
 def _machine_memory(proc: Path) -> tuple[int, int]:
     text = _read(proc / "meminfo")
-    if text is None:  # not Linux: all of it, since there is no portable measure of what is free
+    if text is None:  # not Linux: all memory, because there is no portable measure of free memory
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return size, size
     fields = {
@@ -62,7 +62,7 @@ def _machine_memory(proc: Path) -> tuple[int, int]:
 
 
 def _cgroup_memory(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
-    """(limit, bytes in use that cannot be dropped) of each limiting group, from ours up to the root."""
+    """(limit, bytes in use that cannot be dropped) of each limiting group, from this process's group up to the root."""
     limits = []
     for folder in _folders(proc, cgroup, "memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
@@ -89,9 +89,9 @@ def _cgroup_quotas(proc: Path, cgroup: Path) -> list[float]:
 
 
 def _folders(proc: Path, cgroup: Path, controller: str) -> list[Path]:
-    """The group folders that bind this process for `controller`, ours first.
+    """The group folders that apply to this process for `controller`, its own first.
 
-    In a container the path may lie outside what is mounted: then only the root.
+    In a container the path may be outside the mounted tree: then only the root.
     """
     folders = []
     for line in (_read(proc / "self" / "cgroup") or "").splitlines():
@@ -115,5 +115,5 @@ def _number(path: Path) -> int | None:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text().strip()
-    except OSError:  # absent here: another cgroup version, another system, or no permission
+    except OSError:  # absent: another cgroup version, another system, or no permission
         return None

@@ -1,8 +1,8 @@
-"""The operations that a platform may replace, as one class whose methods are plain torch and run anywhere.
+"""Operations that a platform may replace, as a class whose methods are plain torch and run on any device.
 
-`worker/cpu` and `worker/cuda` have subclasses that override what they do faster. A model starts with this class and
-changes over when it is told to: `model.use(platform.ops)`. General code calls `platform.ops` and never asks which
-kernels there are.
+`worker/cpu` and `worker/cuda` have subclasses that override the operations they compute faster. A model starts with
+this class and switches when told to: `model.use(platform.ops)`. General code calls `platform.ops` and never checks
+which kernels exist.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FusedLayers(Protocol):
     """All layers of a decoder as one call."""
 
     def fits(self, layer: nn.Module) -> bool:
-        """Whether `layer`, the first, still has the KV cache that this was made for."""
+        """Return whether `layer`, the first one, still has the KV cache that this object was built for."""
 
     def run(
         self,
@@ -40,28 +40,28 @@ class FusedLayers(Protocol):
         attn: GroupedMetadata,
         needed_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Embedded tokens `[T, H]`, which are overwritten, -> the normed result of the last layer, of all tokens or of
-        `needed_rows`.
+        """Map embedded tokens `[T, H]`, which are overwritten, to the normed result of the last layer, of all tokens or
+        of `needed_rows`.
         """
 
 
 class ArgmaxPrefilter(Protocol):
     """Finds the argmax of an output head without computing all logits."""
 
-    data: torch.Tensor  # what it keeps beside the head's weight
+    data: torch.Tensor  # data in addition to the head's weight
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """argmax of each row of the logits of x `[S, H]`, int64 `[S]`; None if computing all logits is the faster way
-        for this x.
+        """argmax of each row of the logits of x `[S, H]`, int64 `[S]`, or None if computing all logits is faster for
+        this x.
         """
 
 
 class Ops:
-    """Plain torch. Shapes: T tokens of all requests of a step, H = hidden size."""
+    """Plain torch operations. Shapes: T tokens of all requests of a step, H = hidden size."""
 
     name = "torch"
 
-    # ---- between the matrix products of a layer
+    # ---- layer operations between matrix products
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
@@ -80,7 +80,7 @@ class Ops:
         slot_mapping: torch.Tensor,
         num_heads: int,
     ) -> torch.Tensor:
-        """Normalise every head of q and k (if weights are given), turn them by their positions, and store k and v into
+        """Normalise every head of q and k (if weights are given), rotate them by their positions, and store k and v in
         their slots.
 
         qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]` and may be overwritten; cos_sin is
@@ -100,41 +100,42 @@ class Ops:
     # ---- matrix products
 
     def linear_method(self, layer: Linear) -> LinearMethod | None:
-        """The method that takes over the loaded floating-point weight of `layer`, e.g.
-
-        to repack it; None keeps it as it is.
+        """Return a method that replaces `PlainLinear` for the loaded floating-point weight of `layer` (for example, one
+        that repacks it), or None to keep it.
         """
         return None
 
     def quantize_weight(self, layer: Linear, bits: int, group: int) -> LinearMethod | None:
-        """The method that rounds the loaded bfloat16 weight of `layer` to `bits` in groups of `group` columns; None if
-        plain torch does it.
+        """Return a method that holds the bfloat16 weight of `layer` quantized to `bits` in groups of `group` columns,
+        or None to use plain torch.
         """
         return None
 
     def quantized_method(
         self, layer: Linear, values: torch.Tensor, scales: torch.Tensor, bits: int, group: int
     ) -> LinearMethod | None:
-        """The method that takes over int8 `values` `[n, k]` and `scales` `[n, k / group]`; None if plain torch
-        multiplies them.
+        """Return a method that multiplies by int8 `values` `[n, k]` and `scales` `[n, k / group]`, or None to use plain
+        torch.
         """
         return None
 
     def argmax_prefilter(self, head: Linear) -> ArgmaxPrefilter | None:
-        """What finds the argmax of the output head `head` faster than by all logits; None if nothing does."""
+        """Return an object that finds the argmax of the output head `head` faster than by computing all logits, or
+        None.
+        """
         return None
 
     def fused_layers(
         self, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor
     ) -> FusedLayers | None:
-        """`layers` (`models/decoder.py`), whose weights are loaded and whose caches are bound, as one call; None if
-        they cannot be.
+        """Return `layers` (`models/decoder.py`), whose weights are loaded and whose caches are bound, as one call, or
+        None if that is not supported.
         """
         return None
 
     # ---- sampling
 
-    # `cuda.triton_sampler.sample`, or one like it
+    # `cuda.triton_sampler.sample`, or a function with its signature
     fused_sample: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def sample(
@@ -145,8 +146,8 @@ class Ops:
         floats: torch.Tensor,
         ints: torch.Tensor,
     ) -> torch.Tensor | None:
-        """One token `[S]` int64 for each row of logits `[S, V]` float32, -1 if a row leaves none; None if plain torch
-        samples.
+        """Return one token `[S]` int64 for each row of logits `[S, V]` float32, -1 for a row in which every token is
+        excluded; None to sample in plain torch.
 
         rows and positions are int64 `[S]`; floats `[3, N]` float64 (temperature, top_p, min_p) and ints `[2, N]` int64
         (top_k, the seed's state) are the tables of `sampling.sampler.SamplingRows`, which `rows` index.
@@ -156,8 +157,8 @@ class Ops:
     def logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """(token ids, values `[n, 1 + num]`, ranks `[n]`) as `sampling.logprobs.Entries` holds them, on the host; None
-        if plain torch computes them.
+        """Return (token ids, values `[n, 1 + num]`, ranks `[n]`) for `sampling.logprobs.Entries`, on the host, or None
+        to compute them in plain torch.
         """
         return None
 
@@ -175,8 +176,8 @@ class Ops:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Fill `tensors` from the tables `tokens` `[N, L]` and `blocks` `[G, N, M]` of G cache groups.
 
-        `packed` int64 begins with rows, computed, scheduled, starts and samples, one after another, of `sizes`. Returns
-        the rows, the lengths and the last tokens of the requests in samples, int64 `[S]` each.
+        `packed` int64 begins with rows, computed, scheduled, starts and samples, concatenated, with lengths `sizes`.
+        Returns the rows, the lengths and the last tokens of the sampling requests, int64 `[S]` each.
         """
         rows, computed, scheduled, starts, samples = packed.split(sizes)[:5]
         num_reqs, num_tokens, width = len(rows), len(tensors.positions), tensors.block_tables.shape[2]
@@ -201,10 +202,10 @@ class Ops:
         token_ids: torch.Tensor,
         max_position: int,
     ) -> None:
-        """`tokens[rows, positions] = token_ids` for the table `tokens` `[N, L]` int32; the rest `[S]` int64, no
-        position exceeds `max_position`.
+        """`tokens[rows, positions] = token_ids` for the table `tokens` `[N, L]` int32. The other tensors are `[S]`
+        int64; no position exceeds `max_position`.
 
-        A negative token becomes 0. A position of L has no place: its token goes nowhere.
+        A negative token is stored as 0. A token at position L is dropped.
         """
         length = tokens.shape[1]
         token_ids = token_ids.clamp(min=0)

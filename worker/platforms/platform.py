@@ -1,4 +1,4 @@
-"""Which platform `--device` means."""
+"""Select the platform for `--device`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.worker.platforms.cuda import CudaPlatform
 
 
 def get_platform(device: str, rank: int = 0) -> Platform:
-    """The platform for `--device` auto, cpu or cuda. Raises ValueError when the device is not there."""
+    """Return the platform for `--device` auto, cpu or cuda. Raises ValueError if the device is not available."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -19,13 +19,11 @@ def get_platform(device: str, rank: int = 0) -> Platform:
         raise ValueError(f"--device {device!r} is not supported: set it to auto, cpu or cuda")
     if not torch.cuda.is_available():
         raise ValueError(
-
-                "--device cuda: torch sees no CUDA device; set --device cpu, or check the driver and that torch is a "
-                "CUDA build"
-
+            "--device cuda: torch finds no CUDA device; set --device cpu, or check the driver and that torch is a "
+            "CUDA build"
         )
     if rank >= torch.cuda.device_count():
         raise ValueError(
-            f"rank {rank} has no GPU: torch sees {torch.cuda.device_count()}; lower --tensor-parallel-size"
+            f"rank {rank} has no GPU: torch finds {torch.cuda.device_count()}; lower --tensor-parallel-size"
         )
     return CudaPlatform(rank)

@@ -1,19 +1,19 @@
-"""The arithmetic of sampling: which token a uniform number picks from a row of logits. Row by row, the same whatever
-else is in the batch.
+"""The arithmetic of sampling: map a uniform random number to a token of a row of logits. Each row is independent of the
+other rows in the batch.
 
 A row's logits x become weights w = exp((x - max x) / temperature), elementwise, and these become integers q = floor(w *
-2^40). Everything after that is integer sums and comparisons, which are exact in any order: how a batch is cut, which of
-the two paths below a row takes, and the device's reduction order cannot change a token. A token whose weight is below
-2^-40 of the best one's is never picked.
+2^40). All later operations are sums and comparisons of integers, which are exact in any order: the split of a batch,
+the choice between the two paths below and the device's reduction order cannot change a token. A token whose weight is
+below 2^-40 of the largest weight is never picked.
 
-Filters are thresholds on w, so tokens of equal weight stay or go together. In this order: min-p keeps w >= min_p; top-k
-keeps the weights not below the k-th largest; top-p keeps the fewest largest weights whose sum reaches top_p of what the
-other two left. The picked token is the first one, by id, at which the running sum of the kept q exceeds floor(u * their
-total): the inverse of the distribution's CDF at u.
+Filters are thresholds on w, so tokens of equal weight are all kept or all dropped. In this order: min-p keeps w >=
+min_p; top-k keeps weights not below the k-th largest; top-p keeps the fewest largest weights whose sum reaches top_p of
+the sum that min-p and top-k leave. The picked token is the first one, by id, at which the running sum of the kept q
+exceeds floor(u * their total): the inverse of the distribution's CDF at u.
 
-No path sorts the vocabulary. The threshold of the k-th largest weight or of the nucleus is found by histograms over the
-bits of w, which order like w does, from the highest bits to the lowest; on CPU among a few blocks of the row, those
-with the largest maxima, unless that turns out not to suffice.
+No path sorts the vocabulary. The threshold of the k-th largest weight or of the nucleus is found with histograms over
+the bits of w, which order like w, from the highest bits to the lowest. On CPU the search covers only the blocks of the
+row with the largest maxima, unless they turn out not to suffice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 
 _SCALE = float(2**40)
 _BASE = (127 - 40) << 23  # the bits of 2^-40
-_LEVELS_LONG = ((14, 15), (0, 14))  # (shift, bits) of each histogram: few passes over a long row,
-_LEVELS_SHORT = ((19, 10), (9, 10), (0, 9))  # or few bins for a short one
-_NUCLEUS = 256  # tokens that hold top_p of the weight nearly always
+_LEVELS_LONG = ((14, 15), (0, 14))  # (shift, bits) of each histogram: few passes over a long row
+_LEVELS_SHORT = ((19, 10), (9, 10), (0, 9))  # few bins for a short row
+_NUCLEUS = 256  # this many tokens nearly always hold top_p of the weight
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK64 = (1 << 64) - 1
@@ -34,9 +34,9 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(slots=True)
 class RandomRows:
-    """Sampling parameters of S rows, each `[S]` on the device, and what the host knows of them all.
+    """Sampling parameters of S rows, each `[S]` on the device, and flags on the host about all of the rows.
 
-    A top_k of 0 and a top_p of 1 are off.
+    A top_k of 0 and a top_p of 1 disable the filter.
     """
 
     temperature: torch.Tensor  # float32
@@ -45,33 +45,33 @@ class RandomRows:
     top_k: torch.Tensor  # int64
     uniform: torch.Tensor  # float64 in [0, 1)
     max_top_k: int
-    all_top_k: bool  # every row has one
+    all_top_k: bool  # every row has a top_k
     any_top_p: bool
     all_top_p: bool
     any_min_p: bool
 
     def select(self, index: torch.Tensor | slice) -> RandomRows:
-        """Some of the rows."""
+        """Return the parameters of some of the rows."""
         tensors = (tensor[index] for tensor in (self.temperature, self.top_p, self.min_p, self.top_k, self.uniform))
         return RandomRows(*tensors, self.max_top_k, self.all_top_k, self.any_top_p, self.all_top_p, self.any_min_p)
 
 
-# ---- randomness
+# ---- random numbers
 
 
 def seed_state(seed: int) -> int:
-    """What `uniform` takes for a seed: a signed 64-bit number, well mixed, so that neighbouring seeds have unrelated
-    streams.
+    """Convert a seed to the state that `uniform` takes: a well-mixed signed 64-bit number, so that the streams of
+    adjacent seeds are unrelated.
     """
     return _signed(_mix_int(seed & _MASK64))
 
 
 def uniform(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The number in [0, 1) that picks the token at `positions[i]` of the request with `states[i]`; both int64, the
-    result float64.
+    """Return the number in [0, 1) that picks the token at `positions[i]` of the request with `states[i]`; both are
+    int64, the result is float64.
 
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at index `position` of the seed's stream, by int64 arithmetic that
-    wraps around.
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at index `position` of the seed's stream, in wrapping int64
+    arithmetic.
     """
     z = states + (positions + 1) * _signed(_GOLDEN)
     z = (z ^ _shift(z, 30)) * _signed(_MIX1)
@@ -92,7 +92,7 @@ def _signed(value: int) -> int:
 
 
 def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift; torch's keeps the sign."""
+    """Logical right shift; torch's shift preserves the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -100,7 +100,9 @@ def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest value, its first index) of each row `[S, V]`. A NaN counts as largest, so it shows in the value."""
+    """Return (largest value, its first index) of each row `[S, V]`. NaN counts as the largest value, so it is visible
+    in the result.
+    """
     block = block_size(logits)
     if not block:
         value, index = logits.max(-1)
@@ -113,15 +115,16 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def largest(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, indices) of the `num` largest of each row `[S, V]`, in order, each `[S, num]`.
+    """Return (values, indices) of the `num` largest entries of each row `[S, V]`, in descending order, each `[S, num]`.
 
-    Among equals any may come first.
+    Equal entries may come in any order.
     """
     block = block_size(logits)
     if not block or num * block * 2 > logits.shape[1]:
         values, indices = logits.topk(num, -1)
         return values, indices
-    blocks = logits.view(len(logits), -1, block)  # the num largest are in the num blocks with the largest maxima
+    # the num largest entries are in the num blocks with the largest maxima
+    blocks = logits.view(len(logits), -1, block)
     index = blocks.amax(-1).topk(num, -1).indices
     values, at = _take_blocks(blocks, index).topk(num, -1)
     return values, index.gather(1, at // block) * block + at % block
@@ -133,7 +136,7 @@ def _take_blocks(blocks: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def block_size(logits: torch.Tensor) -> int:
-    """Size of the blocks that a CPU search may cut rows into; 0 where it should not."""
+    """Size of the blocks into which a search on CPU may split rows; 0 if it should not split."""
     size = logits.shape[1]
     block = min(size & -size, 128)
     return block if logits.device.type == "cpu" and block >= 32 and size >= 4096 and logits.is_contiguous() else 0
@@ -143,9 +146,9 @@ def block_size(logits: torch.Tensor) -> int:
 
 
 def pick(logits: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest value, picked token) of each row of logits `[S, V]` float32.
+    """Return (largest value, picked token) of each row of logits `[S, V]` float32.
 
-    Where the largest value is not finite the token means nothing.
+    If the largest value is not finite, the token is meaningless.
     """
     maximum = logits.amax(-1)
     block = block_size(logits)
@@ -169,7 +172,7 @@ def _pick_from_all(logits: torch.Tensor, maximum: torch.Tensor, rows: RandomRows
 
 
 def filtered(logits: torch.Tensor, rows: RandomRows) -> torch.Tensor:
-    """The logits `[S, V]` after temperature, with -inf for what the filters exclude."""
+    """Return the logits `[S, V]` after temperature, with -inf for tokens that the filters drop."""
     w = _weights(logits, logits.amax(-1), rows)
     threshold = _threshold(w, (w * _SCALE).long(), rows)
     scaled = logits / rows.temperature[:, None]
@@ -181,7 +184,7 @@ def _weights(logits: torch.Tensor, maximum: torch.Tensor, rows: RandomRows) -> t
 
 
 def _threshold(w: torch.Tensor, q: torch.Tensor, rows: RandomRows) -> torch.Tensor | None:
-    """The least weight that stays in each row, `[S]`; None if all do."""
+    """Smallest weight that the filters keep in each row, `[S]`; None if they keep all."""
     threshold = rows.min_p if rows.any_min_p else None
     if rows.max_top_k:
         kth = kth_weight(w, torch.ones_like(q), torch.where(rows.top_k > 0, rows.top_k, w.shape[1]))
@@ -199,12 +202,12 @@ def _needed(total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def kth_weight(w: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """The largest t such that the amounts of the weights >= t sum to at least `needed` `[S]`; w `[S, V]` float32,
-    amounts `[S, V]` int64.
+    """Return the largest t such that the amounts of the weights >= t sum to at least `needed` `[S]`; w is `[S, V]`
+    float32, amounts `[S, V]` int64.
 
-    Weights below 2^-40 are not told apart.
+    Weights below 2^-40 are treated as equal.
     """
-    key = (w.view(torch.int32) - _BASE).clamp_(0, (127 << 23) - _BASE).long()  # 29 bits; NaN, too, in range
+    key = (w.view(torch.int32) - _BASE).clamp_(0, (127 << 23) - _BASE).long()  # 29 bits; NaN is also clamped into range
     found = torch.zeros_like(needed)
     for shift, bits in _LEVELS_LONG if w.shape[1] >= 1 << 15 else _LEVELS_SHORT:
         digit = (key >> shift) & ((1 << bits) - 1)
@@ -218,7 +221,9 @@ def kth_weight(w: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor) -> 
 def _find_bin(
     bins: torch.Tensor, amounts: torch.Tensor, needed: torch.Tensor, num_bins: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bin in which the sum from the top reaches `needed`, and how much of it is still needed inside that bin."""
+    """Return the bin in which the sum from the top reaches `needed`, and the part of `needed` that remains inside that
+    bin.
+    """
     histogram = torch.zeros(len(bins), num_bins, dtype=torch.int64, device=bins.device).scatter_add_(1, bins, amounts)
     from_top = histogram.flip(1).cumsum(1)
     index = torch.searchsorted(from_top, needed[:, None]).clamp_(max=num_bins - 1)
@@ -228,9 +233,9 @@ def _find_bin(
 
 
 def _invert(q: torch.Tensor, uniform: torch.Tensor, block: int = 0) -> torch.Tensor:
-    """The first index at which the running sum of q `[S, n]` exceeds floor(uniform * total), `[S]`.
+    """Return the first index at which the running sum of q `[S, n]` exceeds floor(uniform * total), `[S]`.
 
-    With `block` in two levels: faster on a CPU.
+    With `block`, search in two levels, which is faster on a CPU.
     """
     if block:
         blocks = q.view(len(q), -1, block)
@@ -245,15 +250,15 @@ def _target(total: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _search(q: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index at which the running sum first exceeds target, how far target reaches into it), each `[S]`."""
+    """Return (index at which the running sum first exceeds target, offset of target inside that entry), each `[S]`."""
     sums = q.cumsum(-1)
     index = torch.searchsorted(sums, target[:, None], right=True).clamp_(max=q.shape[1] - 1)
     return index.squeeze(1), target - (sums.gather(1, index) - q.gather(1, index)).squeeze(1)
 
 
 def _blocks_to_search(rows: RandomRows, num_blocks: int) -> int:
-    """How many blocks will nearly always hold the tokens that the filters leave; 0 if too many for a search among them
-    to pay.
+    """Number of blocks that nearly always hold all tokens that the filters keep; 0 if searching them is not faster than
+    searching the whole row.
     """
     if rows.all_top_k:
         return 2 * rows.max_top_k if 4 * rows.max_top_k <= num_blocks else 0
@@ -263,12 +268,12 @@ def _blocks_to_search(rows: RandomRows, num_blocks: int) -> int:
 def _pick_from_blocks(
     blocks: torch.Tensor, num_blocks: int, maximum: torch.Tensor, rows: RandomRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_pick_from_all`, but looking only at the `num_blocks` blocks of a row `[S, n, block]` with the largest maxima:
-    (tokens, whether they are certain).
+    """Like `_pick_from_all`, but search only the `num_blocks` blocks with the largest maxima of a row `[S, n, block]`.
+    Returns (tokens, whether each is certain).
 
-    No weight in another block is above the least of the chosen maxima. So if the threshold of top-k or top-p is above
-    that, all weights not below the threshold are in the chosen blocks, and as these are in the order of token ids, the
-    running sums are those of the whole row.
+    No weight in another block exceeds the smallest of the chosen maxima. So if the threshold of top-k or top-p is above
+    it, all weights not below the threshold are in the chosen blocks. These are in the order of token ids, so the
+    running sums equal those of the whole row.
     """
     block = blocks.shape[2]
     maxima, index = blocks.amax(-1).topk(num_blocks, -1)
@@ -297,8 +302,8 @@ def _pick_from_blocks(
 
 
 def _nucleus(w: torch.Tensor, q: torch.Tensor, best: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """`kth_weight(w, q, needed)` as `[S, 1]`, read off the running sums over the `best` weights, in order, when they
-    suffice.
+    """`kth_weight(w, q, needed)` as `[S, 1]`, read from the running sums over the `best` weights, in descending order,
+    if they suffice.
     """
     sums = (best * _SCALE).long().cumsum(-1)
     if bool((sums[:, -1] >= needed).all()):
@@ -307,7 +312,7 @@ def _nucleus(w: torch.Tensor, q: torch.Tensor, best: torch.Tensor, needed: torch
 
 
 def _total(blocks: torch.Tensor, maximum: torch.Tensor, rows: RandomRows) -> torch.Tensor:
-    """What q sums to over the whole row."""
+    """Sum of q over the whole row."""
     w = _weights(blocks.view(len(blocks), -1), maximum, rows)
     if rows.any_min_p:
         w.masked_fill_(w < rows.min_p[:, None], 0)

@@ -1,5 +1,5 @@
-"""Log-probabilities of sampled and of prompt tokens: computed on the device, sent to the host, made into messages
-there.
+"""Log-probabilities of sampled tokens and prompt tokens: computed on the device, copied to the host, converted to
+messages there.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from quire.worker.messages import LOGPROBS_MODES, NewRequest, StepInput, TokenLo
 from quire.worker.platforms.base import Platform
 from quire.worker.sampling.arithmetic import largest
 
-_CHUNK_ROWS, _CHUNK_ELEMENTS = 256, 1 << 24  # of prompt logits at once
+_CHUNK_ROWS, _CHUNK_ELEMENTS = 256, 1 << 24  # prompt logits computed at once
 
 
 @dataclass(slots=True)
 class Entries:
-    """n positions on their way to the host: the token there and the most likely ones.
+    """n positions being copied to the host: the token at each position and the most likely tokens.
 
-    Read it when the step's event has passed.
+    Read them after the step's event has passed.
     """
 
     token_ids: torch.Tensor  # [n, 1 + k]
@@ -30,7 +30,7 @@ class Entries:
     ranks: torch.Tensor  # [n]
 
     def messages(self, counts: list[int]) -> list[TokenLogprobs]:
-        """One message per position, with `counts[i]` tokens besides the one there."""
+        """One message per position: the token at the position and `counts[i]` of the most likely tokens."""
         token_ids, values = self.token_ids.tolist(), self.values.tolist()
         return [
             TokenLogprobs(t[: 1 + n], v[: 1 + n], rank)
@@ -39,8 +39,8 @@ class Entries:
 
 
 def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool, platform: Platform) -> Entries:
-    """For each row of logits `[n, V]` float32 the value of `token_ids[i]`, of the `num` best tokens, and the former's
-    rank.
+    """For each row of logits `[n, V]` float32, return the values of `token_ids[i]` and of the `num` best tokens, and
+    the rank of `token_ids[i]`.
 
     Values are log-probabilities, or the logits themselves without `normalize`.
     """
@@ -48,8 +48,8 @@ def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: 
         return Entries(*native)
     chosen = token_ids.long()[:, None]
     value = logits.gather(1, chosen)
-    # Counted in float32, which is exact here: comparing into bool and adding that up takes torch's CPU kernels ten
-    # times as long.
+    # Count in float32, which is exact here: comparing into bool and summing takes torch's CPU kernels ten times as
+    # long.
     ranks = torch.gt(logits, value, out=torch.empty_like(logits)).sum(-1).long() + 1
     if num:
         values, indices = largest(logits, num)
@@ -60,8 +60,10 @@ def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: 
 
 
 def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
-    """Log of the sum of exponentials of each row, `[n, 1]`. On CPU row by row: torch shares a sum among its threads in
-    one way for a single row and in another for several, and then the last bit would depend on the batch.
+    """Log of the sum of exponentials of each row, `[n, 1]`.
+
+    On CPU compute it row by row: torch splits the sum over its threads differently for one row and for several, so the
+    last bit would depend on the batch.
     """
     if logits.device.type == "cpu":
         return torch.stack([row.logsumexp(0, keepdim=True) for row in logits])
@@ -69,23 +71,23 @@ def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
 
 
 def is_normalized(mode: str) -> bool:
-    """Whether a mode reports log-probabilities. Raises ValueError for one that does not exist."""
+    """Return whether a mode reports log-probabilities. Raises ValueError for an unknown mode."""
     if mode not in LOGPROBS_MODES:
-        raise ValueError(f"logprobs_mode {mode!r} does not exist: choose one of {', '.join(LOGPROBS_MODES)}")
+        raise ValueError(f"logprobs_mode is {mode!r}, but must be one of {', '.join(LOGPROBS_MODES)}")
     return mode.endswith("logprobs")
 
 
 class PromptLogprobs:
-    """A `RowState`: the rows whose prompt tokens are to be scored, and how.
+    """A `RowState`: the rows whose prompt tokens are scored, and their parameters.
 
-    The logits at position j score the token at j + 1, so a chunk that ends within the prompt scores the next chunk's
-    first token too. The logits are computed a bounded number of rows at a time, whatever the prompt's length. They are
-    always the raw ones: nothing is sampled here.
+    The logits at position j score the token at j + 1, so a chunk that ends inside the prompt also scores the next
+    chunk's first token. Logits are computed for a bounded number of rows at a time, whatever the prompt's length. They
+    are always raw logits, because no token is sampled here.
     """
 
     def __init__(self, table: RequestTable, platform: Platform) -> None:
         self.table, self.platform = table, platform
-        self.rows: dict[int, tuple[int, bool]] = {}  # row -> (how many, whether normalized)
+        self.rows: dict[int, tuple[int, bool]] = {}  # row -> (number of tokens, whether normalized)
 
     def add(self, row: int, new: NewRequest) -> None:
         num = new.sampling.prompt_logprobs
@@ -96,15 +98,15 @@ class PromptLogprobs:
     def remove(self, row: int) -> None:
         self.rows.pop(row, None)
 
-    def concern(self, step: StepInput) -> bool:
-        """Whether a request of `step` wants them, perhaps for tokens of other steps."""
+    def needed(self, step: StepInput) -> bool:
+        """Return whether a request of `step` needs prompt logprobs, possibly for tokens of other steps."""
         return bool(self.rows) and not self.rows.keys().isdisjoint(step.rows)
 
     def compute(
         self, batch: InputBatch, hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, tuple[int, list[Entries]]]:
-        """Batch position -> (how many best tokens, the entries in order), from the hidden states `[T, H]` of a step
-        that they concern.
+        """Return batch position -> (number of best tokens, entries in order), from the hidden states `[T, H]` of a
+        step.
         """
         step = batch.step
         results = {}
@@ -122,7 +124,7 @@ class PromptLogprobs:
 
 
 def prompt_messages(results: dict[int, tuple[int, list[Entries]]]) -> dict[int, list[TokenLogprobs]] | None:
-    """What `PromptLogprobs.compute` gave, on the host."""
+    """Convert the result of `PromptLogprobs.compute` to messages, on the host."""
     if not results:
         return None
     return {

@@ -1,10 +1,9 @@
-"""What changes a row's logits before sampling: a list of row states, each with the rows that use it, each one
-file-local rule.
+"""Logits processors: row states that change a row's logits before sampling, one class per parameter.
 
 They run in the order of `logits_processors()`: masks, then bias, then penalties; an excluded token is -inf and stays
-so. A step in which no sampling row uses a processor does not call it. A processor changes all its rows at once: what
-they have in common is put together when the rows of the batch change, and kept while they stay the same, so that a step
-takes a few launches however many rows there are.
+-inf. A step calls a processor only if one of its sampling rows uses it. A processor changes all its rows at once: data
+common to the rows is composed when the rows of the batch change and reused until they change again, so that a step
+takes a few kernel launches however many rows there are.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from quire.worker.messages import NewRequest, SamplingParams
 from quire.worker.platforms.base import Platform
 
 _EXCLUDED = float("-inf")
-_MAX_RUNS = 8  # of rows, that are filled one after another: several times faster than by index, but a launch each
-_CHUNK_ELEMENTS = 1 << 24  # logits whose penalties are computed at once: bounds the copies
+# up to this many runs of rows are filled one by one: several times faster than by index, but one launch each
+_MAX_RUNS = 8
+_CHUNK_ELEMENTS = 1 << 24  # logits whose penalties are computed at once, which bounds the copies
 
 
 class LogitsProcessor(ABC):
-    """A `RowState` that keeps what `read` makes of a request's parameters, if anything, and applies it."""
+    """A `RowState` that stores the result of `read` for each row that uses it, and applies it."""
 
     def __init__(self, table: RequestTable, platform: Platform) -> None:
         self.table, self.platform = table, platform
         self.rows: dict[int, Any] = {}
-        # (rows of a batch, row stride, what `compose` made of them); None when an entry has changed.
+        # (rows of a batch, row stride, result of `compose`); None after an entry changed
         self._composed: tuple[list[int], int, Any] | None = None
 
     def add(self, row: int, new: NewRequest) -> None:
@@ -47,57 +47,59 @@ class LogitsProcessor(ABC):
             self._composed = None
 
     def needed(self, batch: SamplingBatch) -> bool:
-        """Whether some row of the batch uses this."""
+        """Return whether a row of the batch uses this processor."""
         return bool(self.rows) and not self.rows.keys().isdisjoint(batch.rows)
 
     @abstractmethod
     def read(self, sampling: SamplingParams) -> Any:
-        """What to remember of a request, None if it does not use this.
+        """Return the data to store for a request, or None if it does not use this processor.
 
-        Raises ValueError for a parameter that cannot be served.
+        Raises ValueError for an invalid parameter.
         """
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
-        """Change logits `[S, V]` of the rows that use this, in place."""
+        """Change the logits `[S, V]` of the rows that use this processor, in place."""
 
     def compose(self, using: list[tuple[int, Any]], stride: int, batch: SamplingBatch) -> Any:
-        """What `apply` reads of the rows that use this, of which there is one at least; depends on `batch.rows`, the
-        entries and the logits' row stride alone.
+        """Return the data that `apply` reads for the rows that use this processor, at least one. It depends only on
+        `batch.rows`, the entries and the row stride of the logits.
         """
         raise NotImplementedError
 
-    def _together(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Any]:
-        """The logits as one row, which takes the fastest kernels, and what `compose` made for this batch's rows."""
+    def _flat_and_composed(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Any]:
+        """Return the logits as one flat row, for which kernels are fastest, and the result of `compose` for this
+        batch's rows.
+        """
         stride = logits.stride(0) if len(logits) > 1 else logits.shape[1]
         if self._composed is None or self._composed[:2] != (batch.rows, stride):
             self._composed = batch.rows, stride, self.compose(self._using(batch), stride, batch)
         return logits.as_strided(((len(logits) - 1) * stride + logits.shape[1],), (1,)), self._composed[2]
 
     def _using(self, batch: SamplingBatch) -> list[tuple[int, Any]]:
-        """(batch index, entry) of those rows."""
+        """(batch index, entry) of the rows that use this processor."""
         return [(i, self.rows[row]) for i, row in enumerate(batch.rows) if row in self.rows]
 
-    def _token_ids(self, what: str, token_ids: list[int]) -> torch.Tensor:
-        check_token_ids(what, token_ids, self.table.vocab_size)
+    def _token_ids(self, name: str, token_ids: list[int]) -> torch.Tensor:
+        check_token_ids(name, token_ids, self.table.vocab_size)
         return self._send(token_ids)
 
     def _send(self, numbers: list[int]) -> torch.Tensor:
         return self.platform.to_device(np.array(numbers, dtype=np.int64))
 
     def _elements(self, which: list[int], token_ids: list[torch.Tensor], stride: int) -> torch.Tensor:
-        """Where the logits of `token_ids[i]` are in the batch's row `which[i]`, all rows taken as one."""
+        """Flat indices of the logits of `token_ids[i]` in the batch's row `which[i]`."""
         return self._repeated([i * stride for i in which], token_ids).add_(torch.cat(token_ids))
 
     def _repeated(self, numbers: list[int], parts: list[torch.Tensor]) -> torch.Tensor:
-        """numbers[i] for each element of parts[i]."""
+        """Repeat numbers[i] for each element of parts[i]."""
         counts = [len(part) for part in parts]
         sent = self._send([numbers, counts])
         return torch.repeat_interleave(sent[0], sent[1], output_size=sum(counts))
 
 
 class AllowedTokens(LogitsProcessor):
-    """allowed_token_ids: all others are excluded."""
+    """allowed_token_ids: exclude all other tokens."""
 
     def read(self, sampling: SamplingParams) -> torch.Tensor | None:
         return (
@@ -109,7 +111,7 @@ class AllowedTokens(LogitsProcessor):
     def compose(
         self, using: list[tuple[int, torch.Tensor]], stride: int, batch: SamplingBatch
     ) -> tuple[list[slice], torch.Tensor, torch.Tensor]:
-        """(runs of neighbouring rows, all rows, elements)."""
+        """(runs of consecutive rows, all rows, elements)."""
         which = [i for i, _ in using]
         runs: list[slice] = []
         for i in which:
@@ -118,7 +120,7 @@ class AllowedTokens(LogitsProcessor):
         return runs, self._send(which), self._elements(which, [allowed for _, allowed in using], stride)
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
-        flat, (runs, which, elements) = self._together(logits, batch)
+        flat, (runs, which, elements) = self._flat_and_composed(logits, batch)
         kept = flat.index_select(0, elements)
         if len(runs) <= _MAX_RUNS:
             for run in runs:
@@ -130,19 +132,17 @@ class AllowedTokens(LogitsProcessor):
 
 @dataclass(slots=True)
 class _Words:
-    """N token sequences, B tokens before their last ones. Memory grows with the number of tokens alone."""
+    """N token sequences, with B tokens before their last ones. Memory is proportional to the number of tokens."""
 
-    last: torch.Tensor  # [M] the different last tokens
-    ends: torch.Tensor  # [N] the index in `last` of each sequence's
+    last: torch.Tensor  # [M] the distinct last tokens
+    ends: torch.Tensor  # [N] index in `last` of each sequence's last token
     before: torch.Tensor  # [B] int32: the other tokens, one sequence after another
-    distance: torch.Tensor  # [B] how far before the end each stands, from 1
-    word: torch.Tensor  # [B] the sequence it belongs to
+    distance: torch.Tensor  # [B] distance of each from the end of its sequence, from 1
+    word: torch.Tensor  # [B] index of its sequence
 
 
 class BadWords(LogitsProcessor):
-    """bad_words: the last token of each sequence is excluded where the others stand before it, in the prompt or the
-    output.
-    """
+    """bad_words: exclude the last token of a sequence if the other tokens precede it, in the prompt or the output."""
 
     def read(self, sampling: SamplingParams) -> _Words | None:
         words = [word for word in sampling.bad_words_ids or [] if word]
@@ -164,7 +164,7 @@ class BadWords(LogitsProcessor):
     def compose(
         self, using: list[tuple[int, _Words]], stride: int, batch: SamplingBatch
     ) -> tuple[_Words, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(all words as one, batch index and start in the token table of each token before, elements to exclude)."""
+        """(all words as one, batch index and start in the token table of each `before` token, elements to exclude)."""
         which = [i for i, _ in using]
         last, ends, before, distance, word = (
             [getattr(words, name) for _, words in using] for name in ("last", "ends", "before", "distance", "word")
@@ -182,18 +182,18 @@ class BadWords(LogitsProcessor):
         return joined, rows, start, self._elements(which, last, stride)
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
-        flat, (words, rows, start, elements) = self._together(logits, batch)
+        flat, (words, rows, start, elements) = self._flat_and_composed(logits, batch)
         position = batch.positions_tensor[rows] - words.distance
         differs = self.table.token_table.view(-1)[start + position.clamp(min=0)] != words.before
-        differs |= position < 0  # a sequence longer than the context cannot have begun
+        differs |= position < 0  # a sequence longer than the context cannot match
         misses = torch.zeros_like(words.ends).scatter_add_(0, words.word, differs.long())
-        # Several may end in one token.
+        # Several sequences may end in the same token.
         hits = torch.zeros_like(words.last).scatter_add_(0, words.ends, (misses == 0).long())
         flat.scatter_(0, elements, flat.index_select(0, elements).masked_fill_(hits > 0, _EXCLUDED))
 
 
 class MinTokens(LogitsProcessor):
-    """min_tokens: what would end the output is excluded until it has that many tokens."""
+    """min_tokens: exclude tokens that would end the output until it has that many tokens."""
 
     def read(self, sampling: SamplingParams) -> tuple[int, torch.Tensor] | None:
         ends = [*sampling.stop_token_ids, *sampling.eos_token_ids]
@@ -209,14 +209,14 @@ class MinTokens(LogitsProcessor):
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
         for i, row in enumerate(batch.rows):
             if row in self.rows and batch.positions[i] - self.table.num_prompt_tokens[row] >= self.rows[row][0]:
-                self.remove(row)  # it only grows; a preempted request comes back as a new one
+                self.remove(row)  # the output only grows; a preempted request is added again as a new one
         if self.needed(batch):
-            flat, elements = self._together(logits, batch)
+            flat, elements = self._flat_and_composed(logits, batch)
             flat.scatter_(0, elements, _EXCLUDED)
 
 
 class LogitBias(LogitsProcessor):
-    """logit_bias: added to the logits of the named tokens."""
+    """logit_bias: add the bias to the logits of the given tokens."""
 
     def read(self, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not sampling.logit_bias:
@@ -231,14 +231,14 @@ class LogitBias(LogitsProcessor):
         return elements, torch.cat([bias for _, (_, bias) in using])
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
-        flat, (elements, bias) = self._together(logits, batch)
-        flat.scatter_add_(0, elements, bias)  # no token of a row is named twice
+        flat, (elements, bias) = self._flat_and_composed(logits, batch)
+        flat.scatter_add_(0, elements, bias)  # the tokens of a row are distinct
 
 
 class Penalties(LogitsProcessor):
     """repetition_penalty over prompt and output (positive logits are divided by it, others multiplied: Keskar et al.,
-    arXiv:1909.05858), then frequency_penalty per occurrence in the output and presence_penalty once if there is one.
-    Counts are made from the token table each step.
+    arXiv:1909.05858), then frequency_penalty per occurrence in the output and presence_penalty once per token in the
+    output. Counts are computed from the token table in each step.
     """
 
     def read(self, sampling: SamplingParams) -> tuple[float, float, float] | None:
@@ -268,7 +268,7 @@ class Penalties(LogitsProcessor):
         position = torch.arange(max(lengths), device=logits.device)
         tokens = self.table.token_table[row_ids, : max(lengths)].long()
         real = position < length[:, None]
-        # behind the end stands the first token once more: equal tokens get equal values
+        # pad with the first token: equal tokens get equal values
         tokens = torch.where(real, tokens, tokens[:, :1])
         target = logits if len(which) == len(logits) else logits[index]
         x = target.gather(1, tokens)
@@ -283,5 +283,5 @@ class Penalties(LogitsProcessor):
 
 
 def logits_processors(table: RequestTable, platform: Platform) -> list[LogitsProcessor]:
-    """All of them, in the order they run."""
+    """Create all processors, in the order in which they run."""
     return [cls(table, platform) for cls in (AllowedTokens, BadWords, MinTokens, LogitBias, Penalties)]

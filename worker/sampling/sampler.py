@@ -1,7 +1,7 @@
-"""From logits to one token per sampling row, and its log-probabilities.
+"""Sample one token per sampling row from logits, and compute its log-probabilities.
 
-What the rows of a step do not use costs nothing: a greedy step is two reductions. Which rows use what is known on the
-host, so the device is never waited for.
+Features that no row of a step uses cost nothing: a greedy step is two reductions. The host knows which rows use which
+feature, so it never waits for the device.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from quire.worker.sampling.arithmetic import RandomRows
 from quire.worker.sampling.logprobs import Entries, entries, is_normalized
 from quire.worker.sampling.processors import logits_processors
 
-_MIN_TEMPERATURE = 1e-5  # below, the softmax has one token in any case: greedy
-_LOGPROBS_ELEMENTS = 1 << 24  # logits whose log-probabilities are computed at once, which takes a few copies of them
-# logits sampled at once: per thread, to stay in its cache; of a share of a GPU's memory
+_MIN_TEMPERATURE = 1e-5  # below this the softmax has a single token: sample greedily
+_LOGPROBS_ELEMENTS = 1 << 24  # logits whose log-probabilities are computed at once; that takes a few copies of them
+# logits sampled at once: on CPU per thread, to fit its cache; on GPU a bounded share of the memory
 _CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24
 
 
 @dataclass(slots=True)
 class RowLogprobs:
-    """The log-probabilities that some sampling rows asked for, on their way to the host."""
+    """Log-probabilities that some sampling rows requested, being copied to the host."""
 
-    which: list[int]  # of the S sampling rows
+    which: list[int]  # indices of the sampling rows
     counts: list[int]
     entries: Entries
 
     def messages(self) -> dict[int, list[TokenLogprobs]]:
-        """By index of the sampling row."""
+        """Messages by index of the sampling row."""
         return {i: [message] for i, message in zip(self.which, self.entries.messages(self.counts))}
 
 
 @dataclass(slots=True)
 class Sampled:
-    """`token_ids` `[S]` int64 on the device: -1 where a row's logits are not finite or leave no token."""
+    """`token_ids` `[S]` int64 on the device; -1 if a row's logits are not finite or exclude every token."""
 
     token_ids: torch.Tensor
     logprobs: list[RowLogprobs]
 
 
 class SamplingRows:
-    """A `RowState`: the numbers that random sampling needs, on the host, from where a step sends those of its rows."""
+    """A `RowState`: the parameters of random sampling, on the host. Each step copies its rows to the device."""
 
     def __init__(self, max_num_reqs: int, vocab_size: int, platform: Platform) -> None:
         self.vocab_size, self.platform = vocab_size, platform
         self.random: set[int] = set()
-        self.top_k: dict[int, int] = {}  # rows that filter, of those in `random`
+        self.top_k: dict[int, int] = {}  # rows with a filter, a subset of `random`
         self.top_p: set[int] = set()
         self.min_p: set[int] = set()
-        # temperature, 0 where a row is greedy; top_p, min_p
+        # temperature (0 for greedy rows), top_p, min_p
         self.floats = torch.zeros(3, max_num_reqs, dtype=torch.float64)
         self.ints = torch.zeros(2, max_num_reqs, dtype=torch.int64)  # top_k or 0, state of the seed
         self._floats, self._ints = self.floats.numpy(), self.ints.numpy()  # the same memory
-        self._tables: tuple[torch.Tensor, ...] | None = None  # what `tables` gave; None when that is out of date
+        self._tables: tuple[torch.Tensor, ...] | None = None  # result of `tables`; None when out of date
 
     def add(self, row: int, new: NewRequest) -> None:
         sampling = new.sampling
@@ -88,13 +88,13 @@ class SamplingRows:
         self.min_p.discard(row)
 
     def any_filter(self, rows: list[int]) -> bool:
-        """Whether one of `rows` has a top_k, top_p or min_p."""
+        """Return whether one of `rows` has a top_k, top_p or min_p."""
         filtering = self.top_k.keys(), self.top_p, self.min_p
         return any(some and not some.isdisjoint(rows) for some in filtering)
 
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """What the fused sampler reads, each `[max_num_reqs]` on the device: temperature float32, 0 where a row is
-        greedy; the seed's state int64; top_k int64, 0: off; top_p float64, 1: off; min_p float32. Sent only after a
+        """The inputs of the fused sampler, each `[max_num_reqs]` on the device: temperature float32, 0 for greedy rows;
+        the seed's state int64; top_k int64, 0 for off; top_p float64, 1 for off; min_p float32. Copied only after a
         change.
         """
         if self._tables is None:
@@ -123,7 +123,7 @@ class SamplingRows:
 
 
 class Sampler:
-    """Owns the row states that sampling reads, and registers them with the request table."""
+    """Owns the row states that sampling reads and registers them with the request table."""
 
     def __init__(self, table: RequestTable, platform: Platform) -> None:
         self.table, self.platform = table, platform
@@ -136,26 +136,28 @@ class Sampler:
         self._elements = _CPU_ELEMENTS * torch.get_num_threads() if platform.device.type == "cpu" else _ELEMENTS
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
-        """One token for each row of logits `[S, V]` float32, which are overwritten."""
-        wanted = self.logprobs.wanted(batch)
+        """Sample one token for each row of logits `[S, V]` float32; overwrites the logits."""
+        requested = self.logprobs.requested(batch)
         active = [processor for processor in self.processors if processor.needed(batch)]
-        raw = {key: self._copy(logits, which, batch) for key, which in wanted.items() if not key[0]} if active else {}
+        raw = (
+            {key: self._copy(logits, which, batch) for key, which in requested.items() if not key[0]} if active else {}
+        )
         for processor in active:
             processor.apply(logits, batch)
         token_ids = self._choose(logits, batch)
         size = max(1, _LOGPROBS_ELEMENTS // logits.shape[1])
         logprobs = []
-        for key, which in wanted.items():
+        for key, which in requested.items():
             for part in (slice(i, i + size) for i in range(0, len(which), size)):
                 copies = raw[key][part] if key in raw else None
                 logprobs.append(self._row_logprobs(key, which[part], copies, logits, token_ids, batch))
         return Sampled(token_ids, logprobs)
 
-    def only_largest(self, batch: SamplingBatch) -> bool:
-        """Whether all that is wanted of a step's logits is the largest of each row."""
+    def only_argmax(self, batch: SamplingBatch) -> bool:
+        """Return whether the step needs only the argmax of each row."""
         return (
             self.params.random.isdisjoint(batch.rows)
-            and not self.logprobs.wanted(batch)
+            and not self.logprobs.requested(batch)
             and not any(processor.needed(batch) for processor in self.processors)
         )
 
@@ -172,7 +174,7 @@ class Sampler:
             values, token_ids = sampling_math.best(logits)
             return torch.where(values.isfinite(), token_ids, -1)
         values, token_ids = logits.new_empty(len(rows)), logits.new_empty(len(rows), dtype=torch.int64)
-        # batch indices by (random, has top_k, has top_p): each takes the way that is cheapest for it
+        # batch indices by (random, has top_k, has top_p): each group takes its cheapest path
         groups: dict[tuple[bool, bool, bool], list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault((row in params.random, row in params.top_k, row in params.top_p), []).append(i)
@@ -187,7 +189,7 @@ class Sampler:
         return torch.where(values.isfinite(), token_ids, -1)
 
     def _indices(self, which: list[int], batch: SamplingBatch) -> torch.Tensor | slice:
-        """`which` as an index of the batch's tensors."""
+        """`which` as an index into the batch's tensors."""
         return (
             slice(None) if len(which) == len(batch.rows) else self.platform.to_device(np.array(which, dtype=np.int64))
         )
@@ -199,7 +201,7 @@ class Sampler:
     def _pick(self, logits: torch.Tensor, rows: RandomRows) -> tuple[torch.Tensor, torch.Tensor]:
         size = max(1, self._elements // logits.shape[1])
         if rows.all_top_k:
-            size *= 8  # little of each row is looked at
+            size *= 8  # only a small part of each row is searched
         if len(logits) <= size:
             return sampling_math.pick(logits, rows)
         parts = [
@@ -230,7 +232,7 @@ class Sampler:
         )
 
     def _filtered(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
-        """Logits as the random rows among `rows` sample from them: after temperature and filters.
+        """Logits after temperature and filters in the random rows among `rows`.
 
         Greedy rows have neither.
         """
@@ -246,11 +248,11 @@ class Sampler:
 
 
 class LogprobRows:
-    """A `RowState`: the rows that want log-probabilities of what they sample."""
+    """A `RowState`: the rows that requested log-probabilities of their sampled tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        # row -> (how many best tokens, (of the processed logits, normalized))
+        # row -> (number of best tokens, (from processed logits, normalized))
         self.rows: dict[int, tuple[int, tuple[bool, bool]]] = {}
 
     def add(self, row: int, new: NewRequest) -> None:
@@ -264,11 +266,11 @@ class LogprobRows:
     def remove(self, row: int) -> None:
         self.rows.pop(row, None)
 
-    def wanted(self, batch: SamplingBatch) -> dict[tuple[bool, bool], list[int]]:
-        """The batch indices that want any, by kind."""
-        wanted: dict[tuple[bool, bool], list[int]] = {}
+    def requested(self, batch: SamplingBatch) -> dict[tuple[bool, bool], list[int]]:
+        """Batch indices of the rows that requested log-probabilities, by (processed, normalized)."""
+        requested: dict[tuple[bool, bool], list[int]] = {}
         if self.rows:
             for i, row in enumerate(batch.rows):
                 if row in self.rows:
-                    wanted.setdefault(self.rows[row][1], []).append(i)
-        return wanted
+                    requested.setdefault(self.rows[row][1], []).append(i)
+        return requested

@@ -1,15 +1,14 @@
-"""Weight-only quantization at load: the matrices of the layers become integers of 8 or 4 bits with a bfloat16 scale per
-row and group of columns.
+"""Weight-only quantization at load: the weights of linear layers become 8-bit or 4-bit integers with a bfloat16 scale
+per row and group of columns.
 
 weight[row, column] = scale[row, column // group] * value[row, column], as llama.cpp's Q8_0 and Q4_0 do in groups of 32.
-Layers are built and loaded in bfloat16 and turn their weights into integers one by one when they are finalized: a
-tensor-parallel rank quantizes the slice that it holds, so groups never straddle ranks. The output head is 8 bits in
-either mode (it costs most quality and, tied, is the embedding, whose rows are read from it); an embedding of its own
-stays bfloat16.
+Layers are built and loaded in bfloat16 and quantize their weights one by one in `finalize`. A tensor-parallel rank
+quantizes the slice that it holds, so groups never straddle ranks. The output head has 8 bits in either mode: it affects
+quality most and, if tied, is the embedding, whose rows are read from it. A separate embedding stays bfloat16.
 
-`PlainQuantMethod` is plain torch for machines without the native kernels, and until they are compiled: it widens the
-weights for every product, which is correct and slow. A platform's native method takes over from it
-(`Ops.quantized_method`), values and scales unchanged. Activations are bfloat16 in both.
+`PlainQuantMethod` is plain torch for machines without native kernels, and until these are compiled: it dequantizes the
+weights for every matmul, which is correct but slow. A platform's native method (`Ops.quantized_method`) takes over its
+values and scales unchanged. Activations are bfloat16 in both.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from quire.worker.layers.linear import Linear, LinearMethod, PlainLinear, Weight
 
 BITS = {"int8": 8, "int4": 4}
 HEAD_BITS = 8
-# bits -> columns that share a scale: 32 cost a quarter of a bit more per weight, 128 lose more at 4 bits and next to
-# nothing at 8
+# bits -> columns that share a scale: groups of 32 cost a quarter of a bit more per weight; groups of 128 lose more
+# quality at 4 bits and almost none at 8
 GROUPS = {8: 128, 4: 64}
-_PIECE = 1 << 22  # weights to work on at once
+_PIECE = 1 << 22  # weights processed at once
 
 
 class QuantizeAtLoad(PlainLinear):
-    """Takes bfloat16 weights like any layer, and hands the layer over once they are there."""
+    """Loads bfloat16 weights like any layer, then quantizes them and replaces the layer's method."""
 
     def __init__(self, bits: int):
         self.bits = bits
@@ -44,7 +43,7 @@ class QuantizeAtLoad(PlainLinear):
 
 
 class PlainQuantMethod(PlainLinear):
-    """Keeps int8 values, or pairs of 4-bit values in a byte (low half first), as buffers of the layer: `quantized` and
+    """Stores int8 values, or pairs of 4-bit values per byte (low half first), as buffers of the layer: `quantized` and
     `scales`.
     """
 
@@ -71,7 +70,7 @@ class PlainQuantMethod(PlainLinear):
         return whole if layer.bias is None else whole + layer.bias
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` of the weight, for an embedding tied to it."""
+        """Rows `ids` `[T]` of the weight, for a tied embedding."""
         return self._widen(self.layer.quantized[ids], self.layer.scales[ids])
 
     def _values(self, stored: torch.Tensor) -> torch.Tensor:
@@ -87,12 +86,12 @@ class PlainQuantMethod(PlainLinear):
 
 
 def quantized_bytes(bits: int) -> float:
-    """Bytes that a weight takes with its share of a scale."""
+    """Bytes per weight, including its share of a scale."""
     return bits / 8 + 2 / GROUPS[bits]
 
 
 class IntAtLoad(WeightFormat):
-    """`--quantization`: floating-point checkpoints whose layers are rounded when they have been loaded.
+    """`--quantization`: quantizes the layers of a floating-point checkpoint after they are loaded.
 
     `quantization` is a key of BITS.
     """
@@ -108,11 +107,12 @@ class IntAtLoad(WeightFormat):
 
 
 def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight `[n, k]` bfloat16 -> (values int8 `[n, K]`, scales bfloat16 `[n, K / group]`), K being k rounded up to
-    whole groups with zeros.
+    """Convert weight `[n, k]` bfloat16 to (values int8 `[n, K]`, scales bfloat16 `[n, K / group]`), where K is k padded
+    with zeros to a multiple of the group size.
 
-    Symmetric. With 8 bits a group's largest entry becomes +-127; with 4 the scale is the one of 15 candidates around
-    "the largest entry becomes -8" that has the least squared error. The native `quantize` does the same.
+    Symmetric. With 8 bits a group's largest entry becomes +-127. With 4 bits the scale is the one with the least
+    squared error among 15 candidates around the scale that maps the largest entry to -8. The native `quantize` gives
+    the same result.
     """
     step, group = max(1, _PIECE // weight.shape[1]), GROUPS[bits]
     parts = [
@@ -147,11 +147,11 @@ def _squared_error(w: torch.Tensor, scale: torch.Tensor, low: int, high: int) ->
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
-    """int8 `[n, K]` of -8 .. 7, K even -> uint8 `[n, K / 2]`."""
+    """Pack int8 `[n, K]` of -8 .. 7, K even, into uint8 `[n, K / 2]`."""
     unsigned = (values + 8).to(torch.uint8)
     return unsigned[:, ::2] | unsigned[:, 1::2] << 4
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_int4`."""
+    """Inverse of `pack_int4`."""
     return torch.stack([packed & 15, packed >> 4], -1).flatten(1).to(torch.int8) - 8
