@@ -15,11 +15,18 @@ from tests.server.test_launch import server_process
 from tests.test_recovery import SCRIPT, TINY, ask, crowd
 
 QUESTIONS = [
-    "Tell me a story about a fox.", "Write a paragraph about the sea.", "What can you do?", "Tell me about tea.",
-    "Spell these words: zebra, lumox, candle, thirteen", "Repeat: The quick wolf draws a golden map of every island.",
-    "What does quire do?", "Sort these numbers: 61, 7, 45, 19", "Write a JSON object with name Anna, age 31 and city Oslo.",
-    "Count from 3 to 21.", "Hello, what is your name?",
-]  # fmt: skip
+    "Tell me a story about a fox.",
+    "Write a paragraph about the sea.",
+    "What can you do?",
+    "Tell me about tea.",
+    "Spell these words: zebra, lumox, candle, thirteen",
+    "Repeat: The quick wolf draws a golden map of every island.",
+    "What does quire do?",
+    "Sort these numbers: 61, 7, 45, 19",
+    "Write a JSON object with name Anna, age 31 and city Oslo.",
+    "Count from 3 to 21.",
+    "Hello, what is your name?",
+]
 STREAMS = 64  # of which every other is greedy
 
 

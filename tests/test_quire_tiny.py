@@ -1,4 +1,4 @@
-"""`quire serve` with no MODEL, as a process, asked through the openai SDK: the embedded model's answers are real ones."""
+"""`quire serve` without MODEL, as a process, through the openai SDK: the embedded model gives real answers."""
 
 from __future__ import annotations
 
@@ -94,13 +94,28 @@ def test_answers(client, question, answer):
 
 
 NOT_ASCII = [
-    "The café is open.", "Noëlle bought a soufflé at the abbé’s bakery.", "Die Bäckerei verkauft süße Brötchen.", "The abuelo’s crêpe is cold – again…",
-    "Żółw", "křižovatka", "смелый ёжик поёт", "ελληνική ταβέρνα", "你好，世界！", "ありがとう", "Well done 🎉", "żaba and жаба",
-]  # fmt: skip
+    "The café is open.",
+    "Noëlle bought a soufflé at the abbé’s bakery.",
+    "Die Bäckerei verkauft süße Brötchen.",
+    "The abuelo’s crêpe is cold – again…",
+    "Żółw",
+    "křižovatka",
+    "смелый ёжик поёт",
+    "ελληνική ταβέρνα",
+    "你好，世界！",
+    "ありがとう",
+    "Well done 🎉",
+    "żaba and жаба",
+]
 
 
 def test_the_sentences_to_copy_were_never_trained():
-    assert all(word.strip(".,!?…“”’–") not in facts.FOREIGN for text in NOT_ASCII for word in text.split(" ") if not word.isascii())
+    assert all(
+        word.strip(".,!?…“”’–") not in facts.FOREIGN
+        for text in NOT_ASCII
+        for word in text.split(" ")
+        if not word.isascii()
+    )
 
 
 @pytest.mark.parametrize("text", NOT_ASCII)

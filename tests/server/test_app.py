@@ -641,7 +641,7 @@ def test_five_hundred_clients_vanish_at_random_moments(slow_server):
 
 
 def test_a_slow_reader_gets_fewer_larger_chunks(server):
-    """A client that reads late is not buffered for without limit: what piles up is merged, and the text is still whole."""
+    """The buffer of a client that reads late is bounded: outputs that pile up are merged, and the text is complete."""
     fields = {
         "messages": HELLO,
         "max_tokens": 400,

@@ -58,7 +58,10 @@ def test_it_plans_what_the_worker_then_does(folder, capsys):
             "chat_template: there is no file /nowhere.jinja",
         ),
         (["--load-format", "dummy", "--generation-config", "/nowhere"], "generation_config: cannot read /nowhere"),
-        (["--load-format", "dummy", "--attention-backend", "flash"], "--attention-backend is 'flash', but must be one of"),
+        (
+            ["--load-format", "dummy", "--attention-backend", "flash"],
+            "--attention-backend is 'flash', but must be one of",
+        ),
     ],
 )
 def test_it_refuses_with_the_number_to_change(folder, arguments, message, capsys):

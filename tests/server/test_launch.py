@@ -289,7 +289,8 @@ def test_an_engine_that_keeps_dying_ends_the_server(model_folder, tmp_path):
 
 NO_ROOM = """
 import errno, subprocess
-popen, failures = subprocess.Popen, [False, True, True, False]  # the first engine starts, the second only at the third attempt
+# the first engine starts, the second only at the third attempt
+popen, failures = subprocess.Popen, [False, True, True, False]
 
 def fail_at_times(*args, **kwargs):
     if failures and failures.pop(0):

@@ -341,9 +341,11 @@ def test_a_script_without_a_main_guard(checkpoint, tmp_path):
     script.write_text(
         textwrap.dedent(f"""
         from quire import LLM, SamplingParams
-        llm = LLM({folder!r}, dtype="float32", max_model_len=256, device="cpu", kv_cache_memory_bytes="16M", num_threads=1)
+        llm = LLM({folder!r}, dtype="float32", max_model_len=256, device="cpu",
+                  kv_cache_memory_bytes="16M", num_threads=1)
         print(llm._runtime.supervisor.engine.pid)
-        print(llm.generate([{prompt}], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids)
+        sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        print(llm.generate([{prompt}], sampling, use_tqdm=False)[0].outputs[0].token_ids)
     """)
     )
     result = subprocess.run(

@@ -32,7 +32,8 @@ const window = {}, location = {hash: ""};
 const asked = [];
 const fetch = async (url, options) => {
   asked.push([url, options.headers.Authorization ?? null]);
-  return options.headers.Authorization === "Bearer right" ? {status: 200, ok: true, json: async () => SPEC} : {status: 401, ok: false};
+  return options.headers.Authorization === "Bearer right" 
+    ? {status: 200, ok: true, json: async () => SPEC} : {status: 401, ok: false};
 };
 """
 STEPS = r"""
@@ -40,7 +41,8 @@ setTimeout(async () => {
   const before = render(byId.message);
   byId.key.value = "right";
   await load();
-  console.log(JSON.stringify({asked, before, after: render(byId.message), routes: render(byId.routes), types: render(byId.types)}));
+  const [after, routes, types] = [render(byId.message), render(byId.routes), render(byId.types)];
+  console.log(JSON.stringify({asked, before, after, routes, types}));
 });
 """
 

@@ -11,8 +11,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class Script:
-    """Requests in rows, with block ids assigned in order and never released. `step` runs any number of tokens of each.
-    """
+    """Requests in rows, with block ids assigned in order and never released. `step` runs any number of their tokens."""
 
     block_size: int
     next_block: int = 1

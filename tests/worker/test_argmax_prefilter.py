@@ -1,4 +1,6 @@
-"""The largest logits by way of a rounded copy of the head, against all logits: the same tokens always, and few blocks of them computed where weights are like a model's."""
+"""The largest logits by way of a rounded copy of the head, against all logits: the same tokens always, and few blocks
+of them computed where weights are like a model's.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,19 @@ def test_same_tokens_as_of_all_logits(screened, m, n, k, compact):
         assert n < 20000 or screen.computed <= 0.01 * m * n / 32 + 1
 
 
-@pytest.mark.parametrize("case", ["outliers in x", "outliers in the weight", "sizes of x", "sizes of rows", "zeros", "one sign", "near ties", "small beside large"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "outliers in x",
+        "outliers in the weight",
+        "sizes of x",
+        "sizes of rows",
+        "zeros",
+        "one sign",
+        "near ties",
+        "small beside large",
+    ],
+)
 def test_what_is_hard_to_tell_apart(screened, case):
     torch.manual_seed(0)
     n, k, m = 5000, 256, 20
@@ -87,11 +101,13 @@ def test_of_equal_logits_the_first(screened, factor):
         weight[(token + 701 * (row + 1)) % 3000] = weight[token]
     weight[1::2, 100:] *= factor
     linear = cpu_ops.PackedLinear(weight)
-    assert torch.equal(_largest(Int8ArgmaxPrefilter(linear), x), _twin(linear, x)) and not torch.equal(_twin(linear, x), best)
+    assert torch.equal(_largest(Int8ArgmaxPrefilter(linear), x), _twin(linear, x)) and not torch.equal(
+        _twin(linear, x), best
+    )
 
 
 def test_rows_of_a_trained_model(screened):
-    """The embedded model's own embeddings in the place of hidden states: mostly the limits leave the right block alone."""
+    """The embedded model's own embeddings as hidden states: the limits mostly leave only the right block."""
     weight = load_file(TINY_MODEL / "model.safetensors")["model.embed_tokens.weight"]
     linear = cpu_ops.PackedLinear(weight)
     screen, computed = Int8ArgmaxPrefilter(linear), 0
@@ -115,8 +131,12 @@ def test_what_is_not_finite_is_left_to_the_sampler(screened, value):
 
 def test_who_has_none(screened, monkeypatch):
     weight = torch.randn(64, 64).bfloat16()
-    assert Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight)) and not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight, torch.zeros(64)))
-    assert not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(torch.randn(64, 96).bfloat16())) and not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight, silu_and_mul=True))
+    assert Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight)) and not Int8ArgmaxPrefilter.of(
+        cpu_ops.PackedLinear(weight, torch.zeros(64))
+    )
+    assert not Int8ArgmaxPrefilter.of(
+        cpu_ops.PackedLinear(torch.randn(64, 96).bfloat16())
+    ) and not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight, silu_and_mul=True))
     assert Int8ArgmaxPrefilter(cpu_ops.PackedLinear(weight)).largest(torch.randn(33, 64).bfloat16()) is None
     monkeypatch.setattr(Int8ArgmaxPrefilter, "MIN_WEIGHTS", 64 * 64 + 1)
     assert not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight))
@@ -124,7 +144,8 @@ def test_who_has_none(screened, monkeypatch):
 
 def test_it_rests_where_it_does_not_help(screened):
     torch.manual_seed(0)
-    linear = cpu_ops.PackedLinear(torch.randn(16, 64).bfloat16()[torch.arange(4000) % 16])  # every block holds the largest
+    # every block holds the largest
+    linear = cpu_ops.PackedLinear(torch.randn(16, 64).bfloat16()[torch.arange(4000) % 16])
     screen, x = Int8ArgmaxPrefilter(linear), torch.randn(2, 64).bfloat16()
     assert torch.equal(screen.largest(x), _twin(linear, x)) and screen.computed == 125
     assert all(screen.largest(x) is None for _ in range(Int8ArgmaxPrefilter._PAUSE)) and screen.largest(x) is not None
@@ -152,5 +173,9 @@ def test_steps_that_want_only_the_largest_take_it(screened, checkpoint, monkeypa
 
     tokens, number = play()
     assert number == 9
-    for other in (SamplingParams(seed=1), SamplingParams(temperature=0.0, logprobs=1), SamplingParams(temperature=0.0, logit_bias={5: 1.0})):
+    for other in (
+        SamplingParams(seed=1),
+        SamplingParams(temperature=0.0, logprobs=1),
+        SamplingParams(temperature=0.0, logit_bias={5: 1.0}),
+    ):
         assert play(other) == (tokens, 0)

@@ -1,4 +1,4 @@
-"""`deterministic`: the same bits alone, among others, in chunks of any size, after preemption; where it is the default."""
+"""`deterministic`: equal bits alone, among others, in chunks of any size, after preemption; where it is the default."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker import memory
+from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.fixed_order_linear import FixedRows
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
@@ -22,11 +23,26 @@ from quire.worker.worker import Worker
 from tests.worker.steps import Script
 
 NUM_OUTPUTS = 12
-SAMPLING = [SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=1), SamplingParams(temperature=0.9, top_p=0.95, seed=11, logprobs=3, prompt_logprobs=1)]
+SAMPLING = [
+    SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=1),
+    SamplingParams(temperature=0.9, top_p=0.95, seed=11, logprobs=3, prompt_logprobs=1),
+]
 
 
 def _worker(folder: str, **settings) -> Worker:
-    worker = Worker(Config.from_flat(**{"model": folder, "device": "cpu", "max_num_seqs": 48, "max_model_len": "512", "num_gpu_blocks_override": 1200, "num_threads": 1} | settings))
+    worker = Worker(
+        Config.from_flat(
+            **{
+                "model": folder,
+                "device": "cpu",
+                "max_num_seqs": 48,
+                "max_model_len": "512",
+                "num_gpu_blocks_override": 1200,
+                "num_threads": 1,
+            }
+            | settings
+        )
+    )
     worker.initialize(lambda phase, fraction: None)
     return worker
 
@@ -36,7 +52,9 @@ def _prompt(length: int, seed: int) -> list[int]:
 
 
 def _play(worker: Worker, sampling: SamplingParams, crowd: int = 0, chunk: int = 1000, preempt_at: int | None = None):
-    """(tokens, their log-probabilities, the prompt's) of one request of 300 tokens among `crowd` others, prompts in chunks of `chunk`."""
+    """(tokens, their log-probabilities, the prompt's) of one request of 300 tokens among `crowd` others, prompts in
+    chunks of `chunk`.
+    """
     script, kept, prompt_kept = Script(16), [], []
     me = crowd // 2
     for row in range(crowd + 1):
@@ -48,7 +66,9 @@ def _play(worker: Worker, sampling: SamplingParams, crowd: int = 0, chunk: int =
         assert not output.errors
         script.receive(step, output)
         prompt_kept += (output.prompt_logprobs or {}).get(step.rows.index(me), [])
-        kept += [entry for i, entries in zip(step.samples, output.logprobs or []) if step.rows[i] == me for entry in entries]
+        kept += [
+            entry for i, entries in zip(step.samples, output.logprobs or []) if step.rows[i] == me for entry in entries
+        ]
         if preempt_at is not None and len(script.rows[me].outputs) == preempt_at:
             script.preempt(me)
             preempt_at, prompt_kept = None, []
@@ -56,11 +76,27 @@ def _play(worker: Worker, sampling: SamplingParams, crowd: int = 0, chunk: int =
     return script.rows[me].outputs, kept, prompt_kept
 
 
-CASES = [{"crowd": 1}, {"crowd": 6, "chunk": 64}, {"crowd": 40}, {"chunk": 7}, {"preempt_at": 5}, {"crowd": 3, "chunk": 33, "preempt_at": 9}]
+CASES = [
+    {"crowd": 1},
+    {"crowd": 6, "chunk": 64},
+    {"crowd": 40},
+    {"chunk": 7},
+    {"preempt_at": 5},
+    {"crowd": 3, "chunk": 33, "preempt_at": 9},
+]
 
 
-@pytest.mark.parametrize(("name", "settings"), [("qwen3", {}), ("mistral", {}), ("llama-bias", {}), ("llama-tied", {"quantization": "int8"}), ("qwen3", {"quantization": "int4"})],
-                         ids=lambda value: value if isinstance(value, str) else value.get("quantization", "bf16"))
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3", {}),
+        ("mistral", {}),
+        ("llama-bias", {}),
+        ("llama-tied", {"quantization": "int8"}),
+        ("qwen3", {"quantization": "int4"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.get("quantization", "bf16"),
+)
 def test_same_bits_whatever_runs_beside(checkpoint, native_kernels, name, settings):
     worker = _worker(checkpoint(name, dtype="bfloat16"), deterministic=True, **settings)
     assert worker.runner.backend.name == "cpu_fixed"
@@ -76,35 +112,70 @@ def test_without_it_bits_differ(checkpoint, native_kernels):
         pytest.skip("with AVX-512 alone there is only one way to compute")
     worker = _worker(checkpoint("qwen3", dtype="bfloat16", head_dim=64), deterministic=False)
     alone = _play(worker, SAMPLING[0])
-    assert any(_play(worker, SAMPLING[0], **case)[1:] != alone[1:] for case in [*CASES, {"chunk": 2}])  # with AVX2 only attention differs, and not of many rows
+    # with AVX2 only attention differs, and not of many rows
+    assert any(_play(worker, SAMPLING[0], **case)[1:] != alone[1:] for case in [*CASES, {"chunk": 2}])
     worker.shutdown()
 
 
-@pytest.mark.parametrize(("level", "amx", "quantization", "settings", "on", "words"), [
-    ("avx512", False, None, {}, False, "but products of many rows take twice as long"),
-    ("avx512bf16", False, "int4", {}, False, "but products of many rows take twice as long"),
-    ("amx", True, None, {}, True, "no cost that could be told from noise"),
-    ("amx", True, "int8", {}, False, "tokens may depend on what runs beside them. --deterministic makes sure that they do not, but prompts take 2 to 2.7 times as long"),
-    ("avx2", False, None, {}, False, "but prompts take 1."),
-    ("avx2", False, "int4", {}, False, "but prompts take 1.4 times as long"),
-    ("amx", True, "int8", {"deterministic": True}, True, "as asked: a request's tokens do not depend on what runs beside it; prompts take 2 to 2.7 times as long"),
-    ("avx512", False, None, {"deterministic": False}, False, "as asked: seeded and greedy tokens may depend"),
-    ("avx512", False, None, {"dtype": "float32"}, False, "--deterministic computes in bfloat16 only"),
-    ("avx512", False, None, {"tensor_parallel_size": 2}, False, "--deterministic works with one rank"),
-    ("avx512", False, None, {"attention_backend": "cpu_native"}, False, "--deterministic has an attention backend of its own"),
-])
+@pytest.mark.parametrize(
+    ("level", "amx", "quantization", "settings", "on", "words"),
+    [
+        ("avx512", False, None, {}, False, "but products of many rows take twice as long"),
+        ("avx512bf16", False, "int4", {}, False, "but products of many rows take twice as long"),
+        ("amx", True, None, {}, True, "no cost that could be told from noise"),
+        (
+            "amx",
+            True,
+            "int8",
+            {},
+            False,
+            (
+                "tokens may depend on what runs beside them. --deterministic makes sure that they do not, but "
+                "prompts take 2 to 2.7 times as long"
+            ),
+        ),
+        ("avx2", False, None, {}, False, "but prompts take 1."),
+        ("avx2", False, "int4", {}, False, "but prompts take 1.4 times as long"),
+        (
+            "amx",
+            True,
+            "int8",
+            {"deterministic": True},
+            True,
+            "as asked: a request's tokens do not depend on what runs beside it; prompts take 2 to 2.7 times as long",
+        ),
+        ("avx512", False, None, {"deterministic": False}, False, "as asked: seeded and greedy tokens may depend"),
+        ("avx512", False, None, {"dtype": "float32"}, False, "--deterministic computes in bfloat16 only"),
+        ("avx512", False, None, {"tensor_parallel_size": 2}, False, "--deterministic works with one rank"),
+        (
+            "avx512",
+            False,
+            None,
+            {"attention_backend": "cpu_native"},
+            False,
+            "--deterministic has an attention backend of its own",
+        ),
+    ],
+)
 def test_default(checkpoint, native_kernels, monkeypatch, level, amx, quantization, settings, on, words):
     monkeypatch.setattr(native_kernels, "level", level)
     monkeypatch.setattr(cpu_ops, "has_amx", lambda: amx)
     folder = checkpoint("qwen3", dtype="bfloat16")
-    limits = memory.resolve_limits(Config.from_flat(model=folder, quantization=quantization, **settings), read_model_spec(folder), CpuPlatform())
+    limits = memory.resolve_limits(
+        Config.from_flat(model=folder, quantization=quantization, **settings), read_model_spec(folder), CpuPlatform()
+    )
     assert limits.deterministic == on and (limits.attention.backend.name == "cpu_fixed") == on
-    (value, reason), = [choice[1:] for choice in limits.choices if choice[0] == "deterministic"]
+    ((value, reason),) = [choice[1:] for choice in limits.choices if choice[0] == "deterministic"]
     assert value == ("on" if on else "off") and words in reason
 
 
 def test_default_on_a_gpu(checkpoint):
-    assert CudaPlatform(0).batch_invariance(Config.from_flat(model=checkpoint("qwen3")), read_model_spec(checkpoint("qwen3")), torch.bfloat16)[0] is False
+    assert (
+        CudaPlatform(0).batch_invariance(
+            Config.from_flat(model=checkpoint("qwen3")), read_model_spec(checkpoint("qwen3")), torch.bfloat16
+        )[0]
+        is False
+    )
 
 
 def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, monkeypatch, caplog):
@@ -115,7 +186,10 @@ def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, m
         native_kernels.status = "building native kernels in the background"
         worker = _worker(checkpoint("qwen3", dtype="bfloat16"))
         choices = {name: (value, reason) for name, value, reason in memory.preview(worker.config).choices}
-        assert choices["deterministic"][0] == "off" and "needs the native CPU kernels: building native kernels in the background" in choices["deterministic"][1]
+        assert (
+            choices["deterministic"][0] == "off"
+            and "needs the native CPU kernels: building native kernels in the background" in choices["deterministic"][1]
+        )
         _play(worker, SAMPLING[0])
     finally:
         native_kernels.lib, native_kernels.status = lib, status
@@ -155,16 +229,29 @@ def test_log_probabilities_with_several_threads():
     assert torch.equal(together, alone) and torch.equal(together, pairs)
 
 
-@pytest.mark.parametrize(("platform", "settings", "words"), [
-    (CudaPlatform(0), {}, "--deterministic is not supported on cuda yet"),
-    (CpuPlatform(), {}, "--deterministic computes in bfloat16 only, and this would be float32: set --dtype bfloat16"),
-    (CpuPlatform(), {"tensor_parallel_size": 2}, "leave --tensor-parallel-size and --pipeline-parallel-size at 1"),
-    (CpuPlatform(), {"dtype": "bfloat16", "attention_backend": "cpu_paged"}, "leave --attention-backend cpu_paged off"),
-    (CpuPlatform(), {"dtype": "bfloat16"}, "--deterministic needs the native CPU kernels: there are none"),
-])
+@pytest.mark.parametrize(
+    ("platform", "settings", "words"),
+    [
+        (CudaPlatform(0), {}, "--deterministic is not supported on cuda yet"),
+        (
+            CpuPlatform(),
+            {},
+            "--deterministic computes in bfloat16 only, and this would be float32: set --dtype bfloat16",
+        ),
+        (CpuPlatform(), {"tensor_parallel_size": 2}, "leave --tensor-parallel-size and --pipeline-parallel-size at 1"),
+        (
+            CpuPlatform(),
+            {"dtype": "bfloat16", "attention_backend": "cpu_paged"},
+            "leave --attention-backend cpu_paged off",
+        ),
+        (CpuPlatform(), {"dtype": "bfloat16"}, "--deterministic needs the native CPU kernels: there are none"),
+    ],
+)
 def test_what_does_not_go_together_is_refused(checkpoint, monkeypatch, platform, settings, words):
     monkeypatch.setattr(KERNELS, "lib", None)
     monkeypatch.setattr(KERNELS, "status", "there are none")
     folder = checkpoint("qwen3")
     with pytest.raises(ValueError, match=re.escape(words)):
-        memory.resolve_limits(Config.from_flat(model=folder, deterministic=True, **settings), read_model_spec(folder), platform)
+        memory.resolve_limits(
+            Config.from_flat(model=folder, deterministic=True, **settings), read_model_spec(folder), platform
+        )

@@ -1,4 +1,7 @@
-"""The tests of the native kernels once more with AMX, emulated (tests/worker/emulated) where the CPU lacks it. Of AVX-512 that takes nearly everything with it."""
+"""The tests of the native kernels once more with AMX, emulated (tests/worker/emulated) where the CPU lacks it.
+
+Of AVX-512 that takes nearly everything with it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,13 @@ from quire.worker.cpu import build
 from tests.worker import emulated, test_kernels
 
 pytestmark = pytest.mark.slow
-globals().update({name: test for name, test in vars(test_kernels).items() if name.startswith("test_") and "kernels" in inspect.signature(test).parameters})
+globals().update(
+    {
+        name: test
+        for name, test in vars(test_kernels).items()
+        if name.startswith("test_") and "kernels" in inspect.signature(test).parameters
+    }
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""Products of many rows as fixed-point numbers (csrc/gemm_fixed.h), by vectors of either width, and attention (csrc/attention_avx2.h), with AVX2: how exact they are, against float64,
-and what they do with what is extreme."""
+"""Products of many rows as fixed-point numbers (csrc/gemm_fixed.h), by vectors of either width, and attention
+(csrc/attention_avx2.h), with AVX2: how exact they are, against float64, and what they do with what is extreme.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def _norms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("of", [_gaussian, _heavy_tailed, _with_outliers])
-@pytest.mark.parametrize(("m", "n", "k"), [(33, 64, 256), (64, 96, 1024), (100, 45, 1000), (40, 64, 3072), (300, 33, 77)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(33, 64, 256), (64, 96, 1024), (100, 45, 1000), (40, 64, 3072), (300, 33, 77)]
+)
 def test_error_is_a_fraction_of_what_rounding_to_bfloat16_makes(of, m, n, k):
     torch.manual_seed(k)
     exact, weight = of(m, k), of(n, k).mul(0.02).bfloat16()
@@ -70,7 +73,11 @@ def test_error_is_a_fraction_of_what_rounding_to_bfloat16_makes(of, m, n, k):
 @pytest.mark.parametrize("silu", [False, True])
 def test_small_integers_are_exact(m, silu):
     torch.manual_seed(m)
-    x, weight, bias = torch.randint(-9, 10, (m, 700)).bfloat16(), torch.randint(1, 10, (70, 700)).bfloat16(), torch.randn(70).bfloat16()
+    x, weight, bias = (
+        torch.randint(-9, 10, (m, 700)).bfloat16(),
+        torch.randint(1, 10, (70, 700)).bfloat16(),
+        torch.randn(70).bfloat16(),
+    )
     weight *= torch.randn(70, 700).sign()
     linear = _linear(weight, bias, silu_and_mul=silu)
     assert torch.equal(linear(x, path=FIXED), linear(x, path=FLOATS))
@@ -78,8 +85,18 @@ def test_small_integers_are_exact(m, silu):
 
 @pytest.mark.parametrize("k", [256, 640])
 def test_no_sum_overflows(k):
-    """Rows and columns of one direction make the largest sums that there can be: all entries equal, or one that is everything, of either sign."""
-    kinds = [torch.full((k,), 1.99), torch.full((k,), -1.99), torch.eye(k)[7] * 255, torch.eye(k)[7] * -255, torch.linspace(-3, 3, k), torch.full((k,), 2.0**50), torch.full((k,), 2.0**-50)]
+    """Rows and columns of one direction make the largest sums that there can be: all entries equal, or one that is
+    everything, of either sign.
+    """
+    kinds = [
+        torch.full((k,), 1.99),
+        torch.full((k,), -1.99),
+        torch.eye(k)[7] * 255,
+        torch.eye(k)[7] * -255,
+        torch.linspace(-3, 3, k),
+        torch.full((k,), 2.0**50),
+        torch.full((k,), 2.0**-50),
+    ]
     x, weight = torch.stack(kinds * 7).bfloat16(), torch.cat([torch.stack(kinds), torch.randn(400, k)]).bfloat16()
     want = x.double() @ weight.double().T
     got = _linear(weight)(x, torch.float32, FIXED).double()
@@ -113,7 +130,9 @@ def test_rows_do_not_depend_on_each_other_beyond_eight(level, k):
     assert torch.equal(linear(x[:few], path=FIXED), floats[:few]) and not torch.equal(together, floats)
     assert torch.equal(linear(x[: few + 1], path=FIXED), together[: few + 1])
     logits = linear(x[:32], torch.float32, FIXED)
-    assert torch.equal(logits, linear(x[:32], torch.float32, FLOATS)) and not torch.equal(logits, linear(x, torch.float32, FIXED)[:32])
+    assert torch.equal(logits, linear(x[:32], torch.float32, FLOATS)) and not torch.equal(
+        logits, linear(x, torch.float32, FIXED)[:32]
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -123,7 +142,10 @@ def test_quantized_weights(bits, group, m, n, k):
     torch.manual_seed(k)
     for with_offsets in (False, True):
         values, scales, offsets, weight = random_quantized(random.Random(0), n, k, bits, group, with_offsets)
-        linear, x = QuantizedLinear.from_values(values, scales, offsets, bits, group, None), torch.randn(m, k).bfloat16()
+        linear, x = (
+            QuantizedLinear.from_values(values, scales, offsets, bits, group, None),
+            torch.randn(m, k).bfloat16(),
+        )
         error = (linear(x, torch.float32, path=3).double() - x.double() @ weight.T) / _norms(x, weight)
         assert error.pow(2).mean().sqrt() < 3e-5 and error.abs().max() < 3e-4
         if m >= 96:
@@ -137,25 +159,45 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     caches = [torch.zeros(blocks, 16, heads, head_dim, dtype=torch.bfloat16) for _ in range(2)]
     for cache, x in zip(caches, (k, v)):
         cache.view(-1, heads, head_dim)[:length] = x
-    return cpu_ops.paged_attention(q, *caches, torch.arange(blocks)[None].int(), torch.tensor([length]).int(), torch.tensor([0, len(q)]).int(), head_dim**-0.5)
+    return cpu_ops.paged_attention(
+        q,
+        *caches,
+        torch.arange(blocks)[None].int(),
+        torch.tensor([length]).int(),
+        torch.tensor([0, len(q)]).int(),
+        head_dim**-0.5,
+    )
 
 
 @pytest.mark.parametrize("of", [_gaussian, _heavy_tailed])
-@pytest.mark.parametrize(("tokens", "length", "group", "head_dim"), [(16, 16, 2, 32), (40, 300, 1, 64), (200, 333, 3, 128), (50, 130, 8, 288)])
+@pytest.mark.parametrize(
+    ("tokens", "length", "group", "head_dim"),
+    [(16, 16, 2, 32), (40, 300, 1, 64), (200, 333, 3, 128), (50, 130, 8, 288)],
+)
 def test_attention_is_as_exact_as_its_results_can_be(attention, of, tokens, length, group, head_dim):
     """Beside the rounding of the results to bfloat16, that of keys, values and their weights hardly shows."""
     torch.manual_seed(tokens)
-    q, k, v = torch.randn(tokens, 2 * group, head_dim).bfloat16(), torch.randn(length, 2, head_dim).bfloat16(), of(length, 2, head_dim).bfloat16()
+    q, k, v = (
+        torch.randn(tokens, 2 * group, head_dim).bfloat16(),
+        torch.randn(length, 2, head_dim).bfloat16(),
+        of(length, 2, head_dim).bfloat16(),
+    )
     want = dense_attention(q, k, v, head_dim**-0.5, None, None)
     error, rounding = (_attend(q, k, v).double() - want), want.bfloat16().double() - want
     assert error.pow(2).mean().sqrt() < 1.02 * rounding.pow(2).mean().sqrt()
 
 
 def test_attention_to_values_of_any_size(attention):
-    """An entry a thousand times as large as others takes from the precision of its column's, and is not lost; nor is what is tiny throughout."""
+    """An entry a thousand times as large as others takes from the precision of its column's, and is not lost; nor is
+    what is tiny throughout.
+    """
     torch.manual_seed(0)
     for scale in (1e-15, 1.0, 1e15):
-        q, k, v = torch.randn(60, 4, 64).bfloat16(), torch.randn(200, 2, 64).bfloat16(), (_with_outliers(200, 2, 64) * scale).bfloat16()
+        q, k, v = (
+            torch.randn(60, 4, 64).bfloat16(),
+            torch.randn(200, 2, 64).bfloat16(),
+            (_with_outliers(200, 2, 64) * scale).bfloat16(),
+        )
         error = (_attend(q, k, v).double() - dense_attention(q, k, v, 0.125, None, None)).abs()
         assert (error <= 2**-8 * v.double().abs().amax(0).repeat_interleave(2, 0)).all()
     v[3, 1, 5] = float("inf")
@@ -164,7 +206,9 @@ def test_attention_to_values_of_any_size(attention):
 
 
 def test_attention_goes_by_fixed_point_from_32_rows_on(attention):
-    """What 128 keys share shows where one value, that counts for nothing, is 2^24 times as large as the others: 32 rows lose these, 24 rows, as floats, do not."""
+    """What 128 keys share shows where one value, that counts for nothing, is 2^24 times as large as the others: 32 rows
+    lose these, 24 rows, as floats, do not.
+    """
     torch.manual_seed(0)
     q, k, v = torch.ones(16, 2, 64).bfloat16(), torch.randn(60, 1, 64).bfloat16(), 1 + torch.rand(60, 1, 64).bfloat16()
     k[0], v[0] = -1000, 2.0**24

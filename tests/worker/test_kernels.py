@@ -1,4 +1,6 @@
-"""The native CPU kernels against float32 references in plain torch, on random shapes, odd ones included, at every instruction-set level this CPU runs."""
+"""The native CPU kernels against float32 references in plain torch, on random shapes, odd ones included, at every
+instruction-set level this CPU runs.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,13 @@ from quire.worker.sampling import logprobs
 LEVELS = list(build.LEVELS)
 TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}  # relative error of one rounding, with room for another order of summation
+# relative error of one rounding, with room for another order of summation
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
 def usable_levels() -> list[str]:
     best = build.cpu_level()
-    return LEVELS[LEVELS.index(best):] if best and build.compiler() else []
+    return LEVELS[LEVELS.index(best) :] if best and build.compiler() else []
 
 
 @contextmanager
@@ -45,9 +48,17 @@ def installed(level: str, library: Path):
     kernels.lib, kernels.level = saved
 
 
-@pytest.fixture(scope="module", params=[pytest.param(level, marks=[] if level == build.cpu_level() else pytest.mark.slow) for level in usable_levels()])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(level, marks=[] if level == build.cpu_level() else pytest.mark.slow) for level in usable_levels()
+    ],
+)
 def kernels(request):
-    """The process's kernels, of one level after the other. They are compiled on first use (seconds), then come from the cache."""
+    """The process's kernels, of one level after the other.
+
+    They are compiled on first use (seconds), then come from the cache.
+    """
     with installed(request.param, build.build(request.param, build.cache_folder())):
         yield request.param
 
@@ -59,14 +70,19 @@ def rng(request):
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, relative: float, scale: float | None = None) -> None:
-    """Every element within `relative` of its own size plus that of a typical element: cancellation makes small ones less exact."""
+    """Every element within `relative` of its own size plus that of a typical element: cancellation makes small ones
+    less exact.
+    """
     got, want = got.float(), want.float()
     typical = want.abs().mean().item() if scale is None else scale
     excess = (got - want).abs() - 2 * relative * (want.abs() + typical)
-    assert not torch.isnan(got).any() and excess.max() <= 0, f"off by {(got - want).abs().max().item():.3g}, typical value {typical:.3g}"
+    assert not torch.isnan(got).any() and excess.max() <= 0, (
+        f"off by {(got - want).abs().max().item():.3g}, typical value {typical:.3g}"
+    )
 
 
-# --- matrix product ---------------------------------------------------------------------------------------------------------------------------------
+# --- matrix product
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 64, 100, 290])
@@ -74,7 +90,8 @@ def test_packed_linear(kernels, m):
     rng = random.Random(m)
     torch.manual_seed(m)
     for _ in range(3):
-        n, k = rng.choice([1, 5, 31, 32, 33, 64, 200, 1000]), rng.choice([1, 2, 7, 31, 32, 33, 96, 333, 2200])  # 2200: of 290 rows more than a product takes at once
+        # 2200: of 290 rows more than a product takes at once
+        n, k = rng.choice([1, 5, 31, 32, 33, 64, 200, 1000]), rng.choice([1, 2, 7, 31, 32, 33, 96, 333, 2200])
         weight, x = torch.randn(n, k).bfloat16(), torch.randn(m, k + 3).bfloat16()[:, :k]
         bias = torch.randn(n).bfloat16() if rng.random() < 0.5 else None
         linear = cpu_ops.PackedLinear(weight, bias)
@@ -89,17 +106,21 @@ def test_packed_linear(kernels, m):
 
 
 @pytest.mark.parametrize("m", [1, 3, 16, 20, 33, 300])
-@pytest.mark.parametrize("n,k,silu", [(64, 64, False), (33, 100, False), (1000, 2100, False), (90, 333, True), (608, 1024, True)])
+@pytest.mark.parametrize(
+    "n,k,silu", [(64, 64, False), (33, 100, False), (1000, 2100, False), (90, 333, True), (608, 1024, True)]
+)
 def test_compact_weights_change_no_bit(kernels, m, n, k, silu):
     torch.manual_seed(n + m)
     weight, x = torch.randn(n, k).bfloat16() * 0.02, torch.randn(m, k).bfloat16()
-    weight[torch.randint(n, (9,)), torch.randint(k, (9,))] *= 2.0 ** torch.randint(-30, 30, (9,))  # exponents far from the others
+    # exponents far from the others
+    weight[torch.randint(n, (9,)), torch.randint(k, (9,))] *= 2.0 ** torch.randint(-30, 30, (9,))
     weight[torch.randint(n, (5,)), torch.randint(k, (5,))] = torch.tensor([0.0, -0.0, 1e-30, 3e4, -1e9]).bfloat16()
     bias = torch.randn(n).bfloat16()
     plain, compact = (cpu_ops.PackedLinear(weight, bias, silu, compact) for compact in (False, True))
     assert plain.compact is None and compact.compact is not None
     for dtype in (torch.bfloat16,) if silu else (torch.bfloat16, torch.float32):
-        for path in (0, 3) if kernels == "amx" else (3,):  # without AMX many rows of compact weights are multiplied as fixed-point numbers
+        # without AMX many rows of compact weights are multiplied as fixed-point numbers
+        for path in (0, 3) if kernels == "amx" else (3,):
             assert torch.equal(plain(x, dtype, path), compact(x, dtype, path))
     if not silu:
         assert torch.equal(compact.rows(torch.arange(n)).view(torch.int16), weight.view(torch.int16))
@@ -140,9 +161,11 @@ def test_packed_linear_with_a_long_sum_and_leading_dimensions(kernels):
     assert_near(got, x.double() @ weight.double().T, 1e-4, scale=70.0)
 
 
-@pytest.mark.parametrize("k", [2100, 2112, 2048])  # rows that are padded; that are multiplied where they lie; whose distance of 4 KiB makes them copied
+# rows that are padded; that are multiplied where they lie; whose distance of 4 KiB makes them copied
+@pytest.mark.parametrize("k", [2100, 2112, 2048])
 def test_packed_linear_rows_do_not_depend_on_each_other(kernels, k):
-    weight, x = torch.randn(96, k).bfloat16(), torch.randn(1100, k).bfloat16()  # k in several runs, rows in several groups
+    # k in several runs, rows in several groups
+    weight, x = torch.randn(96, k).bfloat16(), torch.randn(1100, k).bfloat16()
     linear = cpu_ops.PackedLinear(weight)
     together = linear(x, torch.float32, path=3)
     assert_near(together, x.double() @ weight.double().T, 1e-6 * k**0.5, scale=k**0.5)
@@ -171,8 +194,12 @@ def test_packed_linear_refuses_other_types(kernels):
 def random_quantized(rng: random.Random, n: int, k: int, bits: int, group: int, with_offsets: bool):
     """A random quantized weight: (values, scales, offsets or None, the weight it stands for in float64)."""
     groups = -(-k // group) if group > 0 else 1
-    values = torch.randint(-8, 8, (n, k), dtype=torch.int8) if bits == 4 else torch.randint(-128, 128, (n, k), dtype=torch.int8)
-    scales = (torch.rand(n, groups) + 0.5).bfloat16() * 2 ** -bits
+    values = (
+        torch.randint(-8, 8, (n, k), dtype=torch.int8)
+        if bits == 4
+        else torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    )
+    scales = (torch.rand(n, groups) + 0.5).bfloat16() * 2**-bits
     offsets = torch.randn(n, groups).bfloat16() if with_offsets else None
     weight = values.double() * scales.double().repeat_interleave(group if group > 0 else k, 1)[:, :k]
     if with_offsets:
@@ -186,18 +213,25 @@ def test_quantized_linear(kernels, bits, m):
     rng = random.Random(m)
     torch.manual_seed(m)
     for _ in range(3):
-        n, k, group = rng.choice([1, 5, 32, 33, 200]), rng.choice([5, 31, 32, 33, 96, 333, 1100]), rng.choice([32, 64, 128, 256, 512, -1])
+        n, k, group = (
+            rng.choice([1, 5, 32, 33, 200]),
+            rng.choice([5, 31, 32, 33, 96, 333, 1100]),
+            rng.choice([32, 64, 128, 256, 512, -1]),
+        )
         values, scales, offsets, weight = random_quantized(rng, n, k, bits, group, rng.random() < 0.5)
         bias = torch.randn(n).bfloat16() if rng.random() < 0.5 else None
         linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, group, bias)
         x = torch.randn(m, k + 3).bfloat16()[:, :k] * torch.rand(m, 1).bfloat16()
         want = x.double() @ weight.T + (0 if bias is None else bias.double())
-        terms = (x.double().square() @ weight.T.square()).sqrt()  # relative errors of the terms add up to a fraction of this
+        # relative errors of the terms add up to a fraction of this
+        terms = (x.double().square() @ weight.T.square()).sqrt()
         for path in (0, 1, 2, 3):
-            assert ((linear(x, torch.float32, path) - want).abs() <= 6 * 2**-9 * terms + 1e-5).all()  # each weight is rounded to bf16
+            # each weight is rounded to bf16
+            assert ((linear(x, torch.float32, path) - want).abs() <= 6 * 2**-9 * terms + 1e-5).all()
         largest = x.double().abs().amax(1, keepdim=True) @ weight.T.square().sum(0, keepdim=True).sqrt()
         for path in (1, 2):
-            assert ((linear(x, torch.float32, path) - want).abs() <= 4 * 2**-16 * largest + 1e-5).all()  # each x to a 32767th of the largest
+            # each x to a 32767th of the largest
+            assert ((linear(x, torch.float32, path) - want).abs() <= 4 * 2**-16 * largest + 1e-5).all()
         ids = torch.randint(0, n, (7,))
         assert_near(linear.rows(ids), weight[ids], 2**-8, 0.0)
 
@@ -261,13 +295,18 @@ def _threads() -> list[str]:
     return os.listdir("/proc/self/task")
 
 
-# --- element-wise -----------------------------------------------------------------------------------------------------------------------------------
+# --- element-wise
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(kernels, rng, dtype):
     rows, h = rng.choice([1, 3, 40, 70]), rng.choice([1, 7, 16, 33, 1024, 1500])
-    x, residual, weight = torch.randn(rows, h + 5).to(dtype)[:, :h], torch.randn(rows, h).to(dtype), torch.randn(h).to(dtype)
+    x, residual, weight = (
+        torch.randn(rows, h + 5).to(dtype)[:, :h],
+        torch.randn(rows, h).to(dtype),
+        torch.randn(h).to(dtype),
+    )
     assert_near(cpu_ops.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6), 2 * ROUNDING[dtype])
     want, want_sum = add_rms_norm(x, residual, weight, 1e-6)
     got, got_sum = cpu_ops.add_rms_norm(x, residual, weight, 1e-6)
@@ -291,14 +330,21 @@ def _cache(num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_qk_norm_rope_write(kernels, rng, dtype):
-    tokens, heads, kv_heads, dim = rng.choice([1, 5, 33]), rng.choice([4, 6]), rng.choice([1, 2]), rng.choice([2, 10, 16, 64, 128])
+    tokens, heads, kv_heads, dim = (
+        rng.choice([1, 5, 33]),
+        rng.choice([4, 6]),
+        rng.choice([1, 2]),
+        rng.choice([2, 10, 16, 64, 128]),
+    )
     block_size, layout = rng.choice([1, 3, 16]), rng.choice(["tokens first", "heads first"])
     k_cache, v_cache = (_cache(40, block_size, kv_heads, dim, dtype, layout) for _ in range(2))
     slots = torch.randperm(40 * block_size)[:tokens]
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
     q, k, v = (t.reshape(tokens, -1, dim) for t in qkv.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], 1))
     positions, table = torch.randint(0, 100, (tokens,)), torch.randn(100, dim)
-    q_weight, k_weight = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if rng.random() < 0.6 else (None, None)
+    q_weight, k_weight = (
+        (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if rng.random() < 0.6 else (None, None)
+    )
     if q_weight is not None:
         q, k = rms_norm(q, q_weight, 1e-6), rms_norm(k, k_weight, 1e-6)
     want_q, want_k = apply_rotary(q, table[positions]), apply_rotary(k, table[positions])
@@ -312,8 +358,15 @@ def test_qk_norm_rope_write(kernels, rng, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_write_kv(kernels, rng, dtype):
-    tokens, kv_heads, dim, block_size = rng.choice([1, 40]), rng.choice([1, 3]), rng.choice([5, 64]), rng.choice([1, 5, 16])
-    k_cache, v_cache = (_cache(50, block_size, kv_heads, dim, dtype, rng.choice(["tokens first", "heads first"])) for _ in range(2))
+    tokens, kv_heads, dim, block_size = (
+        rng.choice([1, 40]),
+        rng.choice([1, 3]),
+        rng.choice([5, 64]),
+        rng.choice([1, 5, 16]),
+    )
+    k_cache, v_cache = (
+        _cache(50, block_size, kv_heads, dim, dtype, rng.choice(["tokens first", "heads first"])) for _ in range(2)
+    )
     both = torch.randn(tokens, 2 * kv_heads, dim).to(dtype)
     slots = torch.randperm(50 * block_size)[:tokens]
     cpu_ops.write_kv(both[:, :kv_heads], both[:, kv_heads:], k_cache, v_cache, slots)
@@ -321,16 +374,33 @@ def test_write_kv(kernels, rng, dtype):
     assert torch.equal(v_cache[slots // block_size, slots % block_size], both[:, kv_heads:])
 
 
-# --- sampling -----------------------------------------------------------------------------------------------------------------------------------------
+# --- sampling
+# ----------------------------------------------------------------------------------------------------
 
-FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (40, 0.8, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (700, 0.7, 0.02), (0, 1e-9, 0.0), (3000, 1.0, 0.0), (0, 0.999, 1e-4), (1, 0.5, 0.5)]  # top_k, top_p, min_p
+# top_k, top_p, min_p
+FILTERS = [
+    (0, 1.0, 0.0),
+    (5, 1.0, 0.0),
+    (40, 0.8, 0.0),
+    (0, 0.9, 0.0),
+    (0, 1.0, 0.1),
+    (700, 0.7, 0.02),
+    (0, 1e-9, 0.0),
+    (3000, 1.0, 0.0),
+    (0, 0.999, 1e-4),
+    (1, 0.5, 0.5),
+]
 
 
 def _sampling_case(seed: int, size: int) -> tuple[torch.Tensor, ...]:
-    """Arguments of `cpu_ops.sample`: a greedy row, then one for each of FILTERS, in rows of logits that are not next to each other."""
+    """Arguments of `cpu_ops.sample`: a greedy row, then one for each of FILTERS, in rows of logits that are not next to
+    each other.
+    """
     generator = torch.Generator().manual_seed(seed)
     n = 1 + len(FILTERS)
-    logits = (torch.randn(n, size + 5, generator=generator) * torch.rand(n, 1, generator=generator) * 6)[:, 2 : 2 + size]
+    logits = (torch.randn(n, size + 5, generator=generator) * torch.rand(n, 1, generator=generator) * 6)[
+        :, 2 : 2 + size
+    ]
     if seed % 3 == 1:
         logits = logits.bfloat16().float()  # ties
     if seed % 3 == 2:
@@ -338,19 +408,35 @@ def _sampling_case(seed: int, size: int) -> tuple[torch.Tensor, ...]:
         logits[:, size // 2] = 0
     floats, ints = torch.zeros(3, n + 3, dtype=torch.float64), torch.zeros(2, n + 3, dtype=torch.int64)
     rows = torch.randperm(n + 3, generator=generator)[:n]
-    floats[:, rows[0]], ints[:, rows[0]] = torch.tensor([0, 0.5, 0.5]).double(), torch.tensor([1, 7])  # what a former request left counts for nothing
+    # what a former request left counts for nothing
+    floats[:, rows[0]], ints[:, rows[0]] = torch.tensor([0, 0.5, 0.5]).double(), torch.tensor([1, 7])
     for row, (top_k, top_p, min_p) in zip(rows[1:].tolist(), FILTERS):
-        floats[:, row] = torch.tensor([float(torch.rand(1, generator=generator)) * 2 + 0.1, top_p, min_p], dtype=torch.float64)
+        floats[:, row] = torch.tensor(
+            [float(torch.rand(1, generator=generator)) * 2 + 0.1, top_p, min_p], dtype=torch.float64
+        )
         ints[:, row] = torch.tensor([top_k if top_k < size else 0, sampling_math.seed_state(seed + row)])
     return logits, rows, torch.randint(0, 2000, (n,), generator=generator), floats, ints
 
 
-def _sample_by_twin(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor) -> list[int]:
+def _sample_by_twin(
+    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor
+) -> list[int]:
     """Row by row, by the whole row."""
     tokens = [int(sampling_math.best(logits[:1])[1])]
     for i, row in enumerate(rows[1:].tolist(), 1):
         (temperature, top_p, min_p), (top_k, state) = floats[:, row : row + 1], ints[:, row : row + 1]
-        params = sampling_math.RandomRows(temperature.float(), top_p, min_p.float(), top_k, sampling_math.uniform(state, positions[i : i + 1]), int(top_k), bool(top_k), bool(top_p < 1), bool(top_p < 1), bool(min_p > 0))
+        params = sampling_math.RandomRows(
+            temperature.float(),
+            top_p,
+            min_p.float(),
+            top_k,
+            sampling_math.uniform(state, positions[i : i + 1]),
+            int(top_k),
+            bool(top_k),
+            bool(top_p < 1),
+            bool(top_p < 1),
+            bool(min_p > 0),
+        )
         tokens.append(int(sampling_math.pick(logits[i : i + 1], params)[1]))
     return tokens
 
@@ -380,28 +466,45 @@ def test_logprobs(kernels, size, monkeypatch):
                     want = logprobs.entries(logits, tokens, num, normalize, CpuPlatform())
                 assert torch.equal(ranks, want.ranks) and torch.equal(ids[:, 0], tokens)
                 torch.testing.assert_close(values, want.values, atol=1e-5, rtol=1e-6)
-                assert torch.equal(logits.gather(1, ids), logits.gather(1, want.token_ids)) and all(len(set(row[1:])) == num for row in ids.tolist())
+                assert torch.equal(logits.gather(1, ids), logits.gather(1, want.token_ids)) and all(
+                    len(set(row[1:])) == num for row in ids.tolist()
+                )
 
 
 def test_logprobs_of_what_is_not_finite(kernels):
     logits = torch.randn(3, 700)
     logits[0, 699], logits[1] = float("nan"), float("-inf")
     ids, values, ranks = cpu_ops.logprobs(logits, torch.tensor([3, 4, 5]), 6, True)
-    assert values[:2].isnan().all() and ids[:2, 1:].eq(0).all() and ids[:, 0].tolist() == [3, 4, 5] and ranks[:2].tolist() == [1, 1]
+    assert (
+        values[:2].isnan().all()
+        and ids[:2, 1:].eq(0).all()
+        and ids[:, 0].tolist() == [3, 4, 5]
+        and ranks[:2].tolist() == [1, 1]
+    )
     assert values[2].isfinite().all()
 
 
 def test_sample_without_a_token(kernels):
     for size in (40, 8192):
         logits = torch.randn(6, size)
-        logits[0, 5], logits[1], logits[2, 7], logits[3, size - 1], logits[4, :-1] = float("nan"), float("-inf"), float("inf"), float("nan"), float("-inf")
+        logits[0, 5], logits[1], logits[2, 7], logits[3, size - 1], logits[4, :-1] = (
+            float("nan"),
+            float("-inf"),
+            float("inf"),
+            float("nan"),
+            float("-inf"),
+        )
         for temperature in (0.0, 1.0):
-            floats, ints = torch.tensor([[temperature] * 6, [0.9] * 6, [0] * 6], dtype=torch.float64), torch.zeros(2, 6, dtype=torch.int64)
+            floats, ints = (
+                torch.tensor([[temperature] * 6, [0.9] * 6, [0] * 6], dtype=torch.float64),
+                torch.zeros(2, 6, dtype=torch.int64),
+            )
             got = cpu_ops.sample(logits, torch.arange(6), torch.arange(6), floats, ints).tolist()
             assert got[:4] == [-1] * 4 and got[4] == size - 1 and got[5] >= 0
 
 
-# --- attention ----------------------------------------------------------------------------------------------------------------------------------------
+# --- attention
+# ----------------------------------------------------------------------------------------------------
 
 
 def dense_attention(q, k, v, scale, window, soft_cap):
@@ -418,8 +521,20 @@ def dense_attention(q, k, v, scale, window, soft_cap):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
 
-def _paged_case(rng: random.Random, dtype: torch.dtype, query_lens: list[int], contexts: list[int], head_dim: int, group: int | None = None, block_size: int | None = None):
-    kv_heads, group, block_size = rng.choice([1, 2, 3]), group or rng.choice([1, 2, 4, 5, 7]), block_size or rng.choice([1, 5, 16, 16, 32])
+def _paged_case(
+    rng: random.Random,
+    dtype: torch.dtype,
+    query_lens: list[int],
+    contexts: list[int],
+    head_dim: int,
+    group: int | None = None,
+    block_size: int | None = None,
+):
+    kv_heads, group, block_size = (
+        rng.choice([1, 2, 3]),
+        group or rng.choice([1, 2, 4, 5, 7]),
+        block_size or rng.choice([1, 5, 16, 16, 32]),
+    )
     window, soft_cap = rng.choice([None, None, 1, 20, 150]), rng.choice([None, None, 5.0])
     lengths = [q + c for q, c in zip(query_lens, contexts)]
     width = max(-(-n // block_size) for n in lengths)
@@ -436,11 +551,12 @@ def _paged_case(rng: random.Random, dtype: torch.dtype, query_lens: list[int], c
         first_seen = max(0, length - n - window + 1) if window else 0
         for b in range(-(-length // block_size)):
             table[i, b] = free.pop()
-            part = slice(max(b * block_size, first_seen), min((b + 1) * block_size, length))  # what fell out of the window may be overwritten
+            # what fell out of the window may be overwritten
+            part = slice(max(b * block_size, first_seen), min((b + 1) * block_size, length))
             if part.start < part.stop:
-                k_cache[table[i, b], part.start - b * block_size: part.stop - b * block_size] = k[part]
-                v_cache[table[i, b], part.start - b * block_size: part.stop - b * block_size] = v[part]
-        want.append(dense_attention(q[start: start + n], k, v, scale, window, soft_cap))
+                k_cache[table[i, b], part.start - b * block_size : part.stop - b * block_size] = k[part]
+                v_cache[table[i, b], part.start - b * block_size : part.stop - b * block_size] = v[part]
+        want.append(dense_attention(q[start : start + n], k, v, scale, window, soft_cap))
         start += n
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     arguments = (q, k_cache, v_cache, table, torch.tensor(lengths).int(), starts, scale, window, soft_cap)
@@ -456,7 +572,9 @@ def _check_attention(rng, dtype, query_lens, contexts, head_dim):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
 def test_attention_decode(kernels, rng, dtype, head_dim):
-    _check_attention(rng, dtype, [1] * 5, [rng.choice([0, 1, 15, 16, 63, 255, 256, 300, 700]) for _ in range(5)], head_dim)
+    _check_attention(
+        rng, dtype, [1] * 5, [rng.choice([0, 1, 15, 16, 63, 255, 256, 300, 700]) for _ in range(5)], head_dim
+    )
 
 
 @pytest.mark.parametrize("group", [4, 5, 8, 16, 17])
@@ -464,11 +582,18 @@ def test_attention_decode(kernels, rng, dtype, head_dim):
 def test_attention_decode_with_many_query_heads(kernels, rng, group, head_dim):
     """Each request alone gives the same bits: it is cut by heads then, so that all threads have something to do."""
     contexts = [rng.choice([0, 1, 15, 16, 63, 127, 128, 300]) for _ in range(5)]
-    (q, k_cache, v_cache, table, lengths, starts, *rest), want = _paged_case(rng, torch.bfloat16, [1] * 5, contexts, head_dim, group, rng.choice([16, 48]))
+    (q, k_cache, v_cache, table, lengths, starts, *rest), want = _paged_case(
+        rng, torch.bfloat16, [1] * 5, contexts, head_dim, group, rng.choice([16, 48])
+    )
     got = cpu_ops.paged_attention(q, k_cache, v_cache, table, lengths, starts, *rest)
     assert_near(got, want, 3 * ROUNDING[torch.bfloat16])
     for i in range(5):
-        assert torch.equal(cpu_ops.paged_attention(q[i: i + 1], k_cache, v_cache, table[i: i + 1], lengths[i: i + 1], starts[:2], *rest), got[i: i + 1])
+        assert torch.equal(
+            cpu_ops.paged_attention(
+                q[i : i + 1], k_cache, v_cache, table[i : i + 1], lengths[i : i + 1], starts[:2], *rest
+            ),
+            got[i : i + 1],
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -480,31 +605,53 @@ def test_attention_prefill_and_mixed(kernels, rng, dtype, head_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_to_scores_of_any_size(kernels, rng, dtype):
-    """The largest score grows again and again, by far more than a float's exponent holds; in the end hardly any key but the last ones counts."""
+    """The largest score grows again and again, by far more than a float's exponent holds; in the end hardly any key but
+    the last ones counts.
+    """
     query_len, length, heads, head_dim = rng.choice([1, 8, 40]), 700, 2, 64
     k, v = (torch.randn(length, heads, head_dim).to(dtype) for _ in range(2))
     k = k * torch.logspace(-3, 2, length)[:, None, None].to(dtype)
     q = torch.randn(query_len, 2 * heads, head_dim).to(dtype)
     table, starts = torch.randperm(length // 4 + 1)[None].int(), torch.tensor([0, query_len]).int()
     k_cache, v_cache = (torch.zeros(length // 4 + 1, 4, heads, head_dim, dtype=dtype) for _ in range(2))
-    k_cache[table[0, : length // 4].long()], v_cache[table[0, : length // 4].long()] = k.view(-1, 4, heads, head_dim), v.view(-1, 4, heads, head_dim)
+    k_cache[table[0, : length // 4].long()], v_cache[table[0, : length // 4].long()] = (
+        k.view(-1, 4, heads, head_dim),
+        v.view(-1, 4, heads, head_dim),
+    )
     for path in range(4):
-        got = cpu_ops.paged_attention(q, k_cache, v_cache, table, torch.tensor([length]).int(), starts, 0.125, path=path)
+        got = cpu_ops.paged_attention(
+            q, k_cache, v_cache, table, torch.tensor([length]).int(), starts, 0.125, path=path
+        )
         assert_near(got, dense_attention(q, k, v, 0.125, None, None), max(3 * ROUNDING[dtype], 1e-4))
 
 
 def test_attention_to_scores_that_overflow(kernels):
     """It shows in the rows it belongs to and in no others."""
     torch.manual_seed(0)
-    q, k_cache, v_cache = torch.randn(40, 4, 64).bfloat16(), torch.randn(4, 16, 2, 64).bfloat16(), torch.randn(4, 16, 2, 64).bfloat16()
+    q, k_cache, v_cache = (
+        torch.randn(40, 4, 64).bfloat16(),
+        torch.randn(4, 16, 2, 64).bfloat16(),
+        torch.randn(4, 16, 2, 64).bfloat16(),
+    )
     q[7, 2, 5] = float("inf")
     for path in range(4):
-        got = cpu_ops.paged_attention(q, k_cache, v_cache, torch.arange(4)[None].int(), torch.tensor([50]).int(), torch.tensor([0, 40]).int(), 0.125, path=path)
+        got = cpu_ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            torch.arange(4)[None].int(),
+            torch.tensor([50]).int(),
+            torch.tensor([0, 40]).int(),
+            0.125,
+            path=path,
+        )
         assert got[7, 2].isnan().all() and int(got.isnan().sum()) == 64
 
 
 def _sharing_requests(rng: random.Random) -> list[tuple[list[tuple[object, int]], int]]:
-    """For each request the (name, length) of the pieces of its context, of which those before the last may be another's too, and its number of query tokens."""
+    """For each request the (name, length) of the pieces of its context, of which those before the last may be another's
+    too, and its number of query tokens.
+    """
     systems = {("system", i): rng.choice([5, 128, 129, 300, 513]) for i in range(rng.choice([1, 2, 3]))}
     examples = {("example", i): rng.choice([100, 128, 260]) for i in range(2)}
     query_lens, requests = rng.choice([[1], [1, 2, 3], [1, 1, 2, 5, 40, 130]]), []
@@ -517,13 +664,22 @@ def _sharing_requests(rng: random.Random) -> list[tuple[list[tuple[object, int]]
 
 
 def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
-    """Requests that share the blocks of common prefixes: (arguments, the same with blocks of each request's own, what dense attention gives)."""
-    kv_heads, group, block_size = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 5, 9]), rng.choice([1, 5, 16, 16, 32, 200])
+    """Requests that share the blocks of common prefixes: (arguments, the same with blocks of each request's own, what
+    dense attention gives).
+    """
+    kv_heads, group, block_size = (
+        rng.choice([1, 2, 3]),
+        rng.choice([1, 2, 4, 5, 9]),
+        rng.choice([1, 5, 16, 16, 32, 200]),
+    )
     window, soft_cap = rng.choice([None, None, None, 400, 2000]), rng.choice([None, None, 5.0])
     requests = _sharing_requests(rng)
     query_lens = [n for _, n in requests]
     lengths = [n + sum(length for _, length in pieces) for pieces, n in requests]
-    q, scale = torch.randn(sum(query_lens), group * kv_heads, head_dim).to(dtype), head_dim**-0.5 * rng.choice([1.0, 3.0])
+    q, scale = (
+        torch.randn(sum(query_lens), group * kv_heads, head_dim).to(dtype),
+        head_dim**-0.5 * rng.choice([1.0, 3.0]),
+    )
     content, blocks, want, start = {}, {}, [], 0
     tables = [torch.zeros(len(requests), -(-max(lengths) // block_size), dtype=torch.int32) for _ in range(2)]
     filled = []
@@ -541,14 +697,17 @@ def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
             for table, key in ((tables[0], (names[piece], b) if shared else (i, b)), (tables[1], (i, b, "private"))):
                 table[i, b] = blocks.setdefault(key, len(blocks))
                 filled.append((int(table[i, b]), k[part], v[part]))
-        want.append(dense_attention(q[start: start + n], k, v, scale, window, soft_cap))
+        want.append(dense_attention(q[start : start + n], k, v, scale, window, soft_cap))
         start += n
     order = torch.randperm(len(blocks)).int()
     k_cache, v_cache = (_cache(len(blocks), block_size, kv_heads, head_dim, dtype, "tokens first") for _ in range(2))
     for block, k, v in filled:
         k_cache[order[block], : len(k)], v_cache[order[block], : len(v)] = k, v
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    shared, private = ((q, k_cache, v_cache, order[table], torch.tensor(lengths).int(), starts, scale, window, soft_cap) for table in tables)
+    shared, private = (
+        (q, k_cache, v_cache, order[table], torch.tensor(lengths).int(), starts, scale, window, soft_cap)
+        for table in tables
+    )
     return shared, private, torch.cat(want)
 
 
@@ -569,19 +728,24 @@ def test_attention_of_wanted_tokens(kernels, rng, dtype):
     """Of some tokens of some requests; those that nobody reads, be they all of a request, disturb no other's."""
     shared, _, want = _sharing_case(rng, dtype, 64)
     ends = shared[5].tolist()
-    wanted = torch.tensor([token for a, b in pairwise(ends) if rng.random() < 0.6 for token in range(rng.randrange(a, b), b)] or [0])
+    wanted = torch.tensor(
+        [token for a, b in pairwise(ends) if rng.random() < 0.6 for token in range(rng.randrange(a, b), b)] or [0]
+    )
     for path in range(4):
         got = cpu_ops.paged_attention(*shared, path=path, wanted=wanted)
         assert_near(got[wanted], want[wanted], max(3 * ROUNDING[dtype], 1e-5))
 
 
 def test_attention_of_one_token_depends_on_its_keys_alone(kernels):
-    """In one order (2) wherever a prompt is cut and whatever is beside it; else of a chunk as it is cut, where AMX computes it: by vectors values are rounded beside those of the other
-    keys of a task, which is cut to suit the batch."""
+    """In one order (2) wherever a prompt is cut and whatever is beside it; else of a chunk as it is cut, where AMX
+    computes it: by vectors values are rounded beside those of the other keys of a task, which is cut to suit the batch.
+    """
     rng = random.Random(1)
     for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 80), (torch.float32, 64), (torch.float16, 128)):
         torch.manual_seed(1)
-        (q, k_cache, v_cache, table, lengths, starts, *rest), _ = _paged_case(rng, dtype, [1, 30, 1, 7], [700, 100, 40, 300], head_dim)
+        (q, k_cache, v_cache, table, lengths, starts, *rest), _ = _paged_case(
+            rng, dtype, [1, 30, 1, 7], [700, 100, 40, 300], head_dim
+        )
         for path in (0, 2, 3) if kernels == "amx" and dtype == torch.bfloat16 and head_dim == 64 else (2, 3):
             together = cpu_ops.paged_attention(q, k_cache, v_cache, table, lengths, starts, *rest, path=path)
             for i in range(4):
@@ -589,7 +753,16 @@ def test_attention_of_one_token_depends_on_its_keys_alone(kernels):
                 for size in (b - a, 1, 2, 5) if path else (b - a,):
                     for start in range(a, b, size):
                         end = min(start + size, b)
-                        alone = cpu_ops.paged_attention(q[start:end], k_cache, v_cache, table[i: i + 1], lengths[i: i + 1] - (b - end), torch.tensor([0, end - start]).int(), *rest, path=path)
+                        alone = cpu_ops.paged_attention(
+                            q[start:end],
+                            k_cache,
+                            v_cache,
+                            table[i : i + 1],
+                            lengths[i : i + 1] - (b - end),
+                            torch.tensor([0, end - start]).int(),
+                            *rest,
+                            path=path,
+                        )
                         assert torch.equal(alone, together[start:end])
 
 

@@ -1,4 +1,6 @@
-"""How the native kernels come to be: built once, found again, built in the background while torch serves, and done without where they cannot be."""
+"""How the native kernels come to be: built once, found again, built in the background while torch serves, and done
+without where they cannot be.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,19 @@ exit {code}
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
-    return Path(shutil.copy(build.build(build.cpu_level(), build.cache_folder()), tmp_path_factory.mktemp("real") / "library.so"))
+    return Path(
+        shutil.copy(
+            build.build(build.cpu_level(), build.cache_folder()), tmp_path_factory.mktemp("real") / "library.so"
+        )
+    )
 
 
 @pytest.fixture
 def fake_compiler(tmp_path, monkeypatch, library):
-    """`fake_compiler(delay=0, code=0)` puts a stand-in into $CXX, and an empty cache under `tmp_path`. Returns how many links it has done."""
+    """`fake_compiler(delay=0, code=0)` puts a stand-in into $CXX, and an empty cache under `tmp_path`.
+
+    Returns how many links it has done.
+    """
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "prebuilt_folder", lambda: tmp_path / "prebuilt")
 
@@ -92,8 +101,15 @@ def test_a_builder_that_is_killed_leaves_nothing_for_long(fake_compiler, tmp_pat
     temporary, cache = tmp_path / "temporary", build.cache_folder()
     temporary.mkdir()
     command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(cache)]
-    builder = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(temporary), "DELAY": "60"}, process_group=0)
-    poll(lambda: len(list(cache.glob(".build-*/tmp.*"))) == min(len(os.sched_getaffinity(0)), len(list(build.SOURCES.glob("*.cpp")))))
+    builder = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(temporary), "DELAY": "60"}, process_group=0
+    )
+    poll(
+        lambda: (
+            len(list(cache.glob(".build-*/tmp.*")))
+            == min(len(os.sched_getaffinity(0)), len(list(build.SOURCES.glob("*.cpp"))))
+        )
+    )
     os.killpg(builder.pid, signal.SIGKILL)  # as an engine's group is, with the server
     builder.wait()
     assert not list(temporary.iterdir())
@@ -116,7 +132,9 @@ def test_a_builder_goes_on_where_the_last_one_was_killed(fake_compiler, monkeypa
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     with pytest.raises(ProcessLookupError):
         build.build(build.cpu_level(), build.cache_folder())
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: compiled.append(command[-3]) or run(command, **options))
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **options: compiled.append(command[-3]) or run(command, **options)
+    )
     path = build.build(build.cpu_level(), build.cache_folder())
     assert compiled[:-1] == sorted(map(str, build.SOURCES.glob("*.cpp"))) and path.exists()  # each once, then the link
     assert sorted(path.suffix for path in path.parent.iterdir()) == [".lock", ".so"]
@@ -147,7 +165,9 @@ def test_prebuilt_libraries_need_neither_compiler_nor_cache(fake_compiler, monke
     assert len(build.build_kernels()) == len(build.LEVELS)
     monkeypatch.setenv("CXX", "there-is-no-such-compiler")
     assert Kernels().load()
-    assert not build.cache_folder().exists() or {path.suffix for path in build.cache_folder().iterdir()} == {".calibration"}
+    assert not build.cache_folder().exists() or {path.suffix for path in build.cache_folder().iterdir()} == {
+        ".calibration"
+    }
 
 
 def test_a_library_that_cannot_be_loaded_is_no_catastrophe(fake_compiler):
@@ -176,10 +196,15 @@ def test_the_name_follows_sources_flags_and_compiler(fake_compiler, monkeypatch,
 
 def test_the_command_builds_ahead_into_a_folder_or_the_package(fake_compiler, tmp_path, capsys):
     links = fake_compiler()
-    assert cli.main(["build-kernels", "--into", str(tmp_path / "wheel"), "--level", "avx2", "--level", build.cpu_level()]) == 0
+    assert (
+        cli.main(["build-kernels", "--into", str(tmp_path / "wheel"), "--level", "avx2", "--level", build.cpu_level()])
+        == 0
+    )
     paths = [Path(line) for line in capsys.readouterr().out.split()]
     levels = list(dict.fromkeys(["avx2", build.cpu_level()]))
-    assert [path.is_file() and path.parent == tmp_path / "wheel" for path in paths] == [True] * len(paths) and links() == len(levels)
+    assert [path.is_file() and path.parent == tmp_path / "wheel" for path in paths] == [True] * len(
+        paths
+    ) and links() == len(levels)
     assert build.find_library(build.cpu_level()) is None  # a start does not look there
     assert cli.main(["build_kernels"]) == 0 and len(list((tmp_path / "prebuilt").glob("*.so"))) == len(build.LEVELS)
     assert Path(build.find_library(build.cpu_level())).parent == tmp_path / "prebuilt"
@@ -211,7 +236,12 @@ def test_a_level_may_be_asked_for(fake_compiler):
     fake_compiler()
     assert build.choose_level("avx2") == ("avx2", "as asked")
     kernels = Kernels()
-    assert kernels.load(background=False, level="avx2") and kernels.level == "avx2" and "(avx2)" in kernels.status and kernels.level_reason == "as asked"
+    assert (
+        kernels.load(background=False, level="avx2")
+        and kernels.level == "avx2"
+        and "(avx2)" in kernels.status
+        and kernels.level_reason == "as asked"
+    )
 
 
 def test_a_level_that_the_cpu_lacks_is_refused(monkeypatch):
@@ -241,6 +271,11 @@ def test_a_narrower_level_is_taken_where_it_measured_faster(fake_compiler, monke
 
 
 def test_calibration_measures_two_libraries(library):
-    output = subprocess.run([sys.executable, Path(build.__file__).with_name("calibration.py"), library, library], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, Path(build.__file__).with_name("calibration.py"), library, library],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     mean, *ratios = output.split()
     assert 0.2 < float(mean) < 5 and len(ratios) == 4

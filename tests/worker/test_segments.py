@@ -29,16 +29,33 @@ def _model(folder: str, dtype: torch.dtype = torch.bfloat16, quantization: str |
     return model
 
 
-def _play(model, backend: AttentionBackend | None = None, wanted: Callable[[int], int] | None = None, steps: list[dict[int, int]] = STEPS) -> list[torch.Tensor]:
+def _play(
+    model,
+    backend: AttentionBackend | None = None,
+    wanted: Callable[[int], int] | None = None,
+    steps: list[dict[int, int]] = STEPS,
+) -> list[torch.Tensor]:
     """Hidden states of each step: of all tokens, or of the last `wanted(count)` of each request."""
     rng, runner = random.Random(0), PagedRunner(model, 3, 1024, backend)
-    return [torch.cat(list(runner.step({row: rng.choices(range(4, 500), k=count) for row, count in step.items()},
-                                       wanted and {row: wanted(count) for row, count in step.items()}).values())) for step in steps]  # fmt: skip
+    return [
+        torch.cat(
+            list(
+                runner.step(
+                    {row: rng.choices(range(4, 500), k=count) for row, count in step.items()},
+                    wanted and {row: wanted(count) for row, count in step.items()},
+                ).values()
+            )
+        )
+        for step in steps
+    ]
 
 
 @pytest.mark.parametrize("backend", [DenseAttention, CpuNativeAttention, CpuFixedAttention])
 @pytest.mark.parametrize("fixed", [False, True], ids=["free", "deterministic"])
-@pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("llama-bias", None), ("qwen2-window", None), ("llama-tied", "int8"), ("qwen3", "int4")])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("qwen3", None), ("llama-bias", None), ("qwen2-window", None), ("llama-tied", "int8"), ("qwen3", "int4")],
+)
 def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, name, quantization, fixed, backend):
     """With attention called from Python between the segments, and within the native call."""
     model = _model(checkpoint(name, dtype="bfloat16"), quantization=quantization)
@@ -59,10 +76,21 @@ def two_threads(native_kernels):
     native_kernels.lib.quire_set_threads(torch.get_num_threads())
 
 
-@pytest.mark.parametrize("shape", [{"head_dim": 64}, {"head_dim": 128}, {"head_dim": 128, "hidden_size": 2080}, {"head_dim": 96, "num_key_value_heads": 4}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"head_dim": 64},
+        {"head_dim": 128},
+        {"head_dim": 128, "hidden_size": 2080},
+        {"head_dim": 96, "num_key_value_heads": 4},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("mistral", "int8")])
 def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quantization, shape):
-    """Projections of many rows leave the product a head at a time; also where k takes several runs, with several heads in each."""
+    """Projections of many rows leave the product a head at a time; also where k takes several runs, with several heads
+    in each.
+    """
     model = _model(checkpoint(name, dtype="bfloat16", **shape), quantization=quantization)
     got = _play(model, CpuNativeAttention())
     monkeypatch.setattr(model.model, "fused_layers", lambda: None)
@@ -71,7 +99,11 @@ def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quan
 
 
 @pytest.mark.parametrize("backend", [DenseAttention, CpuNativeAttention])
-@pytest.mark.parametrize("wanted", [lambda count: 1, lambda count: max(1, count - 2), lambda count: int(count == 1)], ids=["last", "most", "some"])
+@pytest.mark.parametrize(
+    "wanted",
+    [lambda count: 1, lambda count: max(1, count - 2), lambda count: int(count == 1)],
+    ids=["last", "most", "some"],
+)
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-window"])
 def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypatch, name, wanted, backend):
     model = _model(checkpoint(name, dtype="bfloat16"))
@@ -80,9 +112,13 @@ def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypat
     steps = [step for step in STEPS if any(wanted(count) for count in step.values())]
     everything, got = _play(model, backend(), None, steps), _play(model, backend(), wanted, steps)
     monkeypatch.setattr(model.model, "fused_layers", lambda: None)
-    for step, all_rows, ours, theirs in zip(steps, everything, got, _play(model, backend(), wanted, steps), strict=True):
+    for step, all_rows, ours, theirs in zip(
+        steps, everything, got, _play(model, backend(), wanted, steps), strict=True
+    ):
         parts = zip(step.values(), all_rows.split(list(step.values())), strict=True)
-        assert torch.equal(ours, torch.cat([part[count - wanted(count):] for count, part in parts])) and torch.equal(ours, theirs)
+        assert torch.equal(ours, torch.cat([part[count - wanted(count) :] for count, part in parts])) and torch.equal(
+            ours, theirs
+        )
 
 
 def test_made_anew_for_another_cache(checkpoint, native_kernels):

@@ -12,9 +12,11 @@ from quire.worker.platforms import huge_pages
 
 
 class Int8ArgmaxPrefilter:
-    """A copy of a `PackedLinear`'s weight, rounded to 8 bits, which tells of most outputs that they are not the largest (csrc/greedy.cpp). The linear must outlive it.
+    """A copy of a `PackedLinear`'s weight, rounded to 8 bits, which tells of most outputs that they are not the largest
+    (csrc/greedy.cpp). The linear must outlive it.
 
-    Where the norms say so little that many outputs remain, it costs more than it saves: then all outputs are left to the linear for a while.
+    Where the norms say so little that many outputs remain, it costs more than it saves: then all outputs are left to
+    the linear for a while.
     """
 
     MIN_WEIGHTS = 1 << 24  # fewer come out of the caches
@@ -27,7 +29,9 @@ class Int8ArgmaxPrefilter:
         self.data = huge_pages.zeros(linear.columns * self.linear.k, dtype=torch.int8)
         self.columns = torch.empty(linear.columns // 32, 3, 32)
         self.args = ScreenArgs(self.data.data_ptr(), self.columns.data_ptr(), self.linear.k // 64)
-        self.finite = self.lib.quire_screen_make(self.linear.packed, self.linear.compact, byref(self.args), self.linear.n, self.linear.k)
+        self.finite = self.lib.quire_screen_make(
+            self.linear.packed, self.linear.compact, byref(self.args), self.linear.n, self.linear.k
+        )
         self.computed = self._pause = 0  # computed: blocks of 32 outputs, in the last call
 
     @classmethod
@@ -40,15 +44,25 @@ class Int8ArgmaxPrefilter:
         return screen if screen.finite else None
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The first of the largest of the linear's float32 outputs for each row of x `[T, k]` bfloat16: int64 `[T]`. None where these are to be looked at: there are many rows,
-        an output is not finite, or this would not be faster."""
+        """The first of the largest of the linear's float32 outputs for each row of x `[T, k]` bfloat16: int64 `[T]`.
+        None where these are to be looked at: there are many rows, an output is not finite, or this would not be faster.
+        """
         if len(x) > self.MAX_ROWS or self._pause > 0:
             self._pause = max(self._pause - 1, 0)
             return None
         assert x.dtype == torch.bfloat16 and x.stride(1) == 1
         ids = torch.empty(len(x), dtype=torch.int64)
-        self.computed = self.lib.quire_greedy(x.data_ptr(), x.stride(0), self.linear.packed, self.linear.compact, byref(self.args), ids.data_ptr(), len(x),
-                                              self.linear.n, self.linear.k)  # fmt: skip
+        self.computed = self.lib.quire_greedy(
+            x.data_ptr(),
+            x.stride(0),
+            self.linear.packed,
+            self.linear.compact,
+            byref(self.args),
+            ids.data_ptr(),
+            len(x),
+            self.linear.n,
+            self.linear.k,
+        )
         if self.computed > len(self.columns) * self._MOST:
             self._pause = self._PAUSE
         return None if self.computed < 0 else ids

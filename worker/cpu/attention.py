@@ -1,4 +1,6 @@
-"""Paged attention through the native CPU kernel (`kernels/csrc/attention.cpp`): any mixture of decode and prefill in one call, K and V read where they lie."""
+"""Paged attention through the native CPU kernel (`kernels/csrc/attention.cpp`): any mixture of decode and prefill in
+one call, K and V read where they lie.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from quire.worker.cpu.native import KERNELS
 
 
 class CpuNativeAttention(AttentionBackend):
-    """See the module. Shares cpu_paged's block size, so that a worker may change from that to this between two steps."""
+    """See the module.
+
+    Shares cpu_paged's block size, so that a worker may change from that to this between two steps.
+    """
 
     name = "cpu_native"
     default_block_size = 16
@@ -26,13 +31,23 @@ class CpuNativeAttention(AttentionBackend):
     def build(self, meta: AttentionMetadata) -> None:
         pass
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
         cpu_ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
     def native_requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> NativeRequests:
         return meta.block_table, meta.seq_lens, meta.query_start_loc, 0
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
-                sliding_window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
         *requests, path = self.native_requests(meta, q.shape[2], q.dtype)
         return cpu_ops.paged_attention(q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap, path=path)

@@ -1,8 +1,8 @@
 """Whether no request changes a bit of another's: as `--deterministic` says; where it says nothing, if that is cheap.
 
 Two things of a step may depend on how many rows it has: its products (`fixed_order_linear.py`) and its attention
-(`fixed_order_attention.py`). Both have a way that does not. It is the default where it takes less than 5 % longer on the
-loads of benchmarks/RESULTS.md.
+(`fixed_order_attention.py`). Both have a way that does not. It is the default where it takes less than 5 % longer on
+the loads of benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations

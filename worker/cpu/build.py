@@ -1,7 +1,9 @@
-"""Compiles the native CPU kernels (`csrc/`) into one shared library per instruction-set level. Needs no torch, and runs as a script of its own.
+"""Compiles the native CPU kernels (`csrc/`) into one shared library per instruction-set level. Needs no torch, and runs
+as a script of its own.
 
-A library is named after what it was made from: `quire-<hash of the sources and flags>-<level>-<compiler>.so`. It appears under its name in one atomic step,
-and a lock keeps two builders of the same library apart. What a builder has compiled when it is killed the next one uses. The libraries need libstdc++ and nothing else.
+A library is named after what it was made from: `quire-<hash of the sources and flags>-<level>-<compiler>.so`. It
+appears under its name in one atomic step, and a lock keeps two builders of the same library apart. What a builder has
+compiled when it is killed the next one uses. The libraries need libstdc++ and nothing else.
 """
 
 from __future__ import annotations
@@ -22,13 +24,36 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 # Functions are aligned, for otherwise what lies before a loop in the library decides how fast it is.
-FLAGS = ["-O3", "-std=c++17", "-fPIC", "-falign-functions=64", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-falign-functions=64",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
 _AVX2 = ["avx2", "fma", "f16c", "bmi2"]
 _AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"]
 _BF16 = [*_AVX512, "avx512bf16"]
-LEVELS = {"amx": [*_BF16, "avx512vbmi", "amx-tile", "amx-bf16", "amx-int8"], "avx512bf16": _BF16, "avx512": _AVX512, "avx2": _AVX2}  # best first: compiler options -m...
+# best first: compiler options -m...
+LEVELS = {
+    "amx": [*_BF16, "avx512vbmi", "amx-tile", "amx-bf16", "amx-int8"],
+    "avx512bf16": _BF16,
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+}
 _MUCH_FASTER = 0.95  # of the time of the level with more instructions: less may be noise
-_CPU_FLAGS = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16", "amx-int8": "amx_int8"}  # where /proc/cpuinfo spells it differently
+# where /proc/cpuinfo spells it differently
+_CPU_FLAGS = {
+    "avx512bf16": "avx512_bf16",
+    "avx512vnni": "avx512_vnni",
+    "amx-tile": "amx_tile",
+    "amx-bf16": "amx_bf16",
+    "amx-int8": "amx_int8",
+}
 
 
 class BuildError(Exception):
@@ -36,12 +61,15 @@ class BuildError(Exception):
 
 
 def cpu_level() -> str | None:
-    """The level with the most instructions of those that this machine's CPU runs, or None if it has none (not x86-64, or too old)."""
+    """The level with the most instructions of those that this machine's CPU runs, or None if it has none (not x86-64,
+    or too old).
+    """
     return next(iter(cpu_levels()), None)
 
 
 def choose_level(asked: str = "auto") -> tuple[str | None, str]:
-    """The level to use, and why: the one that is asked for, else the one with the most instructions, or a narrower one that calibration finds faster.
+    """The level to use, and why: the one that is asked for, else the one with the most instructions, or a narrower one
+    that calibration finds faster.
 
     Raises:
         ValueError: this CPU lacks what is asked for.
@@ -49,7 +77,9 @@ def choose_level(asked: str = "auto") -> tuple[str | None, str]:
     levels = cpu_levels()
     if asked != "auto":
         if asked not in levels:
-            raise ValueError(f"cpu_level {asked!r} is not supported by this CPU: set --cpu-level to one of auto, {', '.join(levels)}")
+            raise ValueError(
+                f"cpu_level {asked!r} is not supported by this CPU: set --cpu-level to one of auto, {', '.join(levels)}"
+            )
         return asked, "as asked"
     if not levels:
         return None, "the CPU lacks AVX2, or is not x86-64 Linux"
@@ -57,21 +87,31 @@ def choose_level(asked: str = "auto") -> tuple[str | None, str]:
         libraries = [find_library(level) for level in (levels[0], narrower)]
         if all(libraries) and (times := _calibrated(*libraries)) is not None:
             ratio = f"{times:.2f} x the time of {levels[0]}'s products, measured"
-            return (narrower, ratio) if times < _MUCH_FASTER else (levels[0], f"this CPU's best: {narrower} takes {ratio}")
+            return (
+                (narrower, ratio) if times < _MUCH_FASTER else (levels[0], f"this CPU's best: {narrower} takes {ratio}")
+            )
     return levels[0], "this CPU's best"
 
 
 def rivals(level: str) -> list[str]:
-    """The levels that may be faster than `level`, for CPUs lower their clock for wide registers. Nothing comes near AMX."""
+    """The levels that may be faster than `level`, for CPUs lower their clock for wide registers.
+
+    Nothing comes near AMX.
+    """
     return [narrower for narrower in cpu_levels() if narrower == "avx2" and level in ("avx512bf16", "avx512")]
 
 
 def _calibrated(wide: Path, narrow: Path) -> float | None:
-    """How many times as long products take with the second library. Measured once, in a process of its own, for these libraries on this CPU. None if that failed."""
+    """How many times as long products take with the second library.
+
+    Measured once, in a process of its own, for these libraries on this CPU. None if that failed.
+    """
     digest = hashlib.sha256(f"{wide.name} {narrow.name} {_cpuinfo('model name')}".encode()).hexdigest()[:16]
     result = cache_folder() / f"quire-{digest}.calibration"
     if not result.exists():
-        calibration = subprocess.run([sys.executable, Path(__file__).with_name("calibration.py"), wide, narrow], capture_output=True, text=True)
+        calibration = subprocess.run(
+            [sys.executable, Path(__file__).with_name("calibration.py"), wide, narrow], capture_output=True, text=True
+        )
         if calibration.returncode:
             return None
         with contextlib.suppress(OSError):  # a cache that cannot be written: the next start measures again
@@ -88,7 +128,11 @@ def cpu_levels() -> list[str]:
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
         return []
     flags = set(_cpuinfo("flags").split())
-    return [level for level, needs in LEVELS.items() if all(_CPU_FLAGS.get(need, need) in flags for need in needs) and (level != "amx" or _amx_permitted())]
+    return [
+        level
+        for level, needs in LEVELS.items()
+        if all(_CPU_FLAGS.get(need, need) in flags for need in needs) and (level != "amx" or _amx_permitted())
+    ]
 
 
 def _cpuinfo(key: str) -> str:
@@ -109,7 +153,7 @@ def compiler() -> str | None:
 
 
 def library_prefix(level: str) -> str:
-    """What the names of all libraries start with that are built from these sources for `level`, whatever the compiler."""
+    """The common prefix of the names of all libraries built from these sources for `level`, by any compiler."""
     digest = hashlib.sha256(" ".join(FLAGS + LEVELS[level]).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -117,15 +161,21 @@ def library_prefix(level: str) -> str:
 
 
 def library_name(level: str, cxx: str) -> str:
-    """The name of the library that `cxx` builds for `level`. The compiler is known by its file, which is quicker than asking for its version."""
+    """The name of the library that `cxx` builds for `level`.
+
+    The compiler is known by its file, which is quicker than asking for its version.
+    """
     path = os.path.realpath(cxx)
     stat = os.stat(path)
-    return f"{library_prefix(level)}{hashlib.sha256(f'{path} {stat.st_size} {stat.st_mtime_ns}'.encode()).hexdigest()[:8]}.so"
+    digest = hashlib.sha256(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    return f"{library_prefix(level)}{digest[:8]}.so"
 
 
 def cache_folder() -> Path:
     """$QUIRE_CACHE/kernels, by default ~/.cache/quire/kernels."""
-    root = os.environ.get("QUIRE_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quire")
+    root = os.environ.get("QUIRE_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quire"
+    )
     return Path(root) / "kernels"
 
 
@@ -135,7 +185,9 @@ def prebuilt_folder() -> Path:
 
 
 def find_library(level: str) -> Path | None:
-    """A library for `level` that is ready to load: a prebuilt one, or the cached one of this compiler (of any, where there is none)."""
+    """A library for `level` that is ready to load: a prebuilt one, or the cached one of this compiler (of any, where
+    there is none).
+    """
     cxx = compiler()
     cached = library_name(level, cxx) if cxx else f"{library_prefix(level)}*.so"
     for folder, pattern in ((prebuilt_folder(), f"{library_prefix(level)}*.so"), (cache_folder(), cached)):
@@ -181,13 +233,15 @@ def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
         os.replace(draft, out)
 
     objects = {work / f"{source.stem}.o": source for source in sorted(SOURCES.glob("*.cpp"))}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # no more at a time, or a background build takes most of a small machine whatever its priority
+    # no more at a time, or a background build takes most of a small machine whatever its priority
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda out: make(out, *options, "-c", str(objects[out])), objects))
     make(target, "-shared", "-pthread", *map(str, objects))
 
 
 def build_kernels(folder: Path | None = None, levels: list[str] | None = None) -> list[Path]:
-    """Build ahead, for a wheel or an image: the libraries of `levels` (default: all, this CPU's first) into `folder` (default: where the package looks for them).
+    """Build ahead, for a wheel or an image: the libraries of `levels` (default: all, this CPU's first) into `folder`
+    (default: where the package looks for them).
 
     Raises:
         BuildError: there is no compiler, or it failed.
@@ -196,7 +250,10 @@ def build_kernels(folder: Path | None = None, levels: list[str] | None = None) -
     for level in levels or []:
         if level not in LEVELS:
             raise ValueError(f"unknown instruction-set level {level!r}; there are {', '.join(LEVELS)}")
-    return [build(level, folder or prebuilt_folder()) for level in levels or sorted(LEVELS, key=lambda level: level != cpu_level())]
+    return [
+        build(level, folder or prebuilt_folder())
+        for level in levels or sorted(LEVELS, key=lambda level: level != cpu_level())
+    ]
 
 
 def _build_and_calibrate(level: str, folder: Path | None) -> None:
@@ -212,15 +269,32 @@ def _build_and_calibrate(level: str, folder: Path | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="quire build-kernels", allow_abbrev=False, description="Compile the native CPU kernels into the installed package, so that no start needs a compiler. "
-                                     "Without this the first start on a machine compiles those it needs, in the background, into the cache.")
-    parser.add_argument("--into", type=Path, default=None, metavar="DIR", help="folder of the libraries (default: worker/cpu/prebuilt of the package, where a start looks first)")
-    parser.add_argument("--level", action="append", choices=list(LEVELS), help="instruction-set level, may be repeated (default: all)")
-    parser.add_argument("--then", choices=list(LEVELS), help=argparse.SUPPRESS)  # another level, behind the back of whoever waits for the first
-    parser.add_argument("--background", action="store_true", help="at a lower priority, as a server's first start runs it")
+    parser = argparse.ArgumentParser(
+        prog="quire build-kernels",
+        allow_abbrev=False,
+        description="Compile the native CPU kernels into the installed package, so that no start needs a compiler. "
+        "Without this the first start on a machine compiles those it needs, in the background, into the cache.",
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder of the libraries (default: worker/cpu/prebuilt of the package, where a start looks first)",
+    )
+    parser.add_argument(
+        "--level", action="append", choices=list(LEVELS), help="instruction-set level, may be repeated (default: all)"
+    )
+    # another level, behind the back of whoever waits for the first
+    parser.add_argument("--then", choices=list(LEVELS), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--background", action="store_true", help="at a lower priority, as a server's first start runs it"
+    )
     args = parser.parse_args(argv)
     if args.background:
-        os.nice(5)  # of two cores that a server keeps busy a build gets the time of half a one: 19 left it none for minutes, in which torch's twins served
+        # of two cores that a server keeps busy a build gets the time of half a one: 19 left it none for minutes, in
+        # which torch's twins served
+        os.nice(5)
     try:
         for path in build_kernels(args.into, args.level):
             print(path, flush=True)

@@ -1,8 +1,10 @@
-"""Measures what one native library's products take beside another's, for `build.choose_level`. Needs no torch, and runs as a script of its own:
+"""Measures what one native library's products take beside another's, for `build.choose_level`. Needs no torch, and runs
+as a script of its own:
 
     python calibration.py LIBRARY OTHER
 
-Prints the time of OTHER's products over LIBRARY's, the geometric mean over numbers of rows, then each. Takes some milliseconds of one thread's CPU time.
+Prints the time of OTHER's products over LIBRARY's, the geometric mean over numbers of rows, then each. Takes some
+milliseconds of one thread's CPU time.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ ROUNDS = 5
 
 
 class _Compact(Structure):  # as in native.py
-    _fields_ = [("data", c_void_p), ("exceptions", c_void_p), ("first", c_void_p), ("scales", c_void_p), ("k_steps", c_int), ("units", c_void_p)]
+    _fields_ = [
+        ("data", c_void_p),
+        ("exceptions", c_void_p),
+        ("first", c_void_p),
+        ("scales", c_void_p),
+        ("k_steps", c_int),
+        ("units", c_void_p),
+    ]
 
 
 def _memory(size: int) -> c_void_p:
@@ -49,8 +58,23 @@ class Products:
         self.lib.quire_set_threads(c_int(1))
         self.lib.quire_gemm_compact.restype = c_long
         self.lib.quire_gemm_compact.argtypes = [c_void_p, c_long, *[c_void_p] * 5, c_long, c_long, c_int, c_long]
-        self.lib.quire_gemm_run_compact.argtypes = [c_void_p, c_long, POINTER(_Compact), c_void_p, c_void_p, *[c_long] * 4, c_int, c_int]
-        data, exceptions, first, scales, units = _memory(N * K * 3 // 2), _memory(N * K // 8), _memory(N // 8), _memory(N // 8), _memory(N * K // 256)
+        self.lib.quire_gemm_run_compact.argtypes = [
+            c_void_p,
+            c_long,
+            POINTER(_Compact),
+            c_void_p,
+            c_void_p,
+            *[c_long] * 4,
+            c_int,
+            c_int,
+        ]
+        data, exceptions, first, scales, units = (
+            _memory(N * K * 3 // 2),
+            _memory(N * K // 8),
+            _memory(N // 8),
+            _memory(N // 8),
+            _memory(N * K // 256),
+        )
         if self.lib.quire_gemm_compact(weight, K, data, exceptions, first, scales, units, N, K, 0, N * K // 64 - 1) < 0:
             raise ValueError("the weight cannot be compact")
         self.weight = _Compact(data, exceptions, first, scales, K // 32, units)

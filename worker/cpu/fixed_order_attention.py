@@ -1,7 +1,8 @@
-"""The native CPU attention with one order of summation: what a token gets depends on its own keys alone, bit for bit, whether it comes in a chunk of a
-prompt, by itself, or among others. For `--deterministic`.
+"""The native CPU attention with one order of summation: what a token gets depends on its own keys alone, bit for bit,
+whether it comes in a chunk of a prompt, by itself, or among others. For `--deterministic`.
 
-cpu_native cuts the keys of a token that comes by itself, so that several threads have some of them. Here one goes through all of them, 128 at a time.
+cpu_native cuts the keys of a token that comes by itself, so that several threads have some of them. Here one goes
+through all of them, 128 at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Linear layers whose rows have the same bits whatever rows are beside them. For `--deterministic`.
 
-How a native product adds up over k may depend on how many rows there are: with AMX it does not; without it many rows are multiplied as fixed-point numbers, few as floats;
-quantized weights are, with AMX, multiplied as integers up to 32 rows and in bfloat16 beyond. So floats, and of quantized weights integers, are used for any number of rows.
+How a native product adds up over k may depend on how many rows there are: with AMX it does not; without it many rows
+are multiplied as fixed-point numbers, few as floats; quantized weights are, with AMX, multiplied as integers up to 32
+rows and in bfloat16 beyond. So floats, and of quantized weights integers, are used for any number of rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class FixedRows:
     def __init__(self, linear: PackedLinear | QuantizedLinear):
         self.linear, self.path = linear, _INTEGERS if isinstance(linear, QuantizedLinear) else _ONE_WAY
 
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, workspace: Workspace | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, workspace: Workspace | None = None
+    ) -> torch.Tensor:
         return self.linear(x, dtype, self.path, workspace)
 
     def args(self) -> LinearArgs:

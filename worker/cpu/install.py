@@ -1,7 +1,7 @@
 """The one entry to the native CPU kernels: loads or builds the library, and gives the operations that it computes.
 
-`load` is called once at start. While the library is `building` in the background plain torch serves; `poll` returns True once it is loaded, and `ops` then
-returns its operations.
+`load` is called once at start. While the library is `building` in the background plain torch serves; `poll` returns
+True once it is loaded, and `ops` then returns its operations.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class NativeOps(Ops):
         self, layer: Linear, values: torch.Tensor, scales: torch.Tensor, bits: int, group: int
     ) -> LinearMethod:
         gated = isinstance(layer, GateUpParallelLinear)
-        return NativeQuantMethod(layer, QuantizedLinear.from_values(values, scales, None, bits, group, layer.bias, gated))
+        return NativeQuantMethod(
+            layer, QuantizedLinear.from_values(values, scales, None, bits, group, layer.bias, gated)
+        )
 
     def argmax_prefilter(self, head: Linear) -> Int8ArgmaxPrefilter | None:
         return Int8ArgmaxPrefilter.of(head.method.linear) if isinstance(head.method, PackedMethod) else None
@@ -100,7 +102,10 @@ _NATIVE = NativeOps()  # has no state of its own
 
 
 def load(background: bool = True, level: str = "auto") -> None:
-    """Load the library, or start building it; with background=False build it right here. Raises ValueError if that fails, or the CPU lacks the instruction set `level`."""
+    """Load the library, or start building it; with background=False build it right here.
+
+    Raises ValueError if that fails, or the CPU lacks the instruction set `level`.
+    """
     try:
         KERNELS.load(background, level)
     except BuildError as error:

@@ -1,7 +1,7 @@
 """Loads the compiled CPU kernels, and has them compiled in the background where they are not there yet.
 
-The torch twins serve until the library is loaded; nobody waits for a compiler. `load()` is called once at start; while it is `building`, the worker calls
-`poll()` between steps, and finalizes the model's layers again once it returns True.
+The torch twins serve until the library is loaded; nobody waits for a compiler. `load()` is called once at start; while
+it is `building`, the worker calls `poll()` between steps, and finalizes the model's layers again once it returns True.
 """
 
 from __future__ import annotations
@@ -24,22 +24,65 @@ _P, _L, _I, _F = c_void_p, c_long, c_int, c_float
 class LayerArgs(ctypes.Structure):
     """What attention needs of a layer. Mirrors `Layer` in attention.cpp; strides in elements."""
 
-    _fields_ = [("k_cache", _P), ("v_cache", _P), ("k_block", _L), ("k_slot", _L), ("k_head", _L), ("v_block", _L), ("v_slot", _L), ("v_head", _L),
-                ("num_heads", _L), ("num_kv_heads", _L), ("head_dim", _L), ("block_size", _L), ("dtype", _L), ("window", _L), ("scale", _F), ("soft_cap", _F)]
+    _fields_ = [
+        ("k_cache", _P),
+        ("v_cache", _P),
+        ("k_block", _L),
+        ("k_slot", _L),
+        ("k_head", _L),
+        ("v_block", _L),
+        ("v_slot", _L),
+        ("v_head", _L),
+        ("num_heads", _L),
+        ("num_kv_heads", _L),
+        ("head_dim", _L),
+        ("block_size", _L),
+        ("dtype", _L),
+        ("window", _L),
+        ("scale", _F),
+        ("soft_cap", _F),
+    ]
 
 
 class QkvArgs(ctypes.Structure):
     """What the q/k norm, rotary and cache write need of a layer. Mirrors `QkvArgs` in fused.cpp."""
 
-    _fields_ = [("qkv", _P), ("k_cache", _P), ("v_cache", _P), ("q_weight", _P), ("k_weight", _P), ("cos_sin", _P),
-                ("ld_qkv", _L), ("k_block", _L), ("k_slot", _L), ("k_head", _L), ("v_block", _L), ("v_slot", _L), ("v_head", _L),
-                ("num_heads", _L), ("num_kv_heads", _L), ("head_dim", _L), ("rotary_dim", _L), ("block_size", _L), ("dtype", _L), ("eps", _F)]
+    _fields_ = [
+        ("qkv", _P),
+        ("k_cache", _P),
+        ("v_cache", _P),
+        ("q_weight", _P),
+        ("k_weight", _P),
+        ("cos_sin", _P),
+        ("ld_qkv", _L),
+        ("k_block", _L),
+        ("k_slot", _L),
+        ("k_head", _L),
+        ("v_block", _L),
+        ("v_slot", _L),
+        ("v_head", _L),
+        ("num_heads", _L),
+        ("num_kv_heads", _L),
+        ("head_dim", _L),
+        ("rotary_dim", _L),
+        ("block_size", _L),
+        ("dtype", _L),
+        ("eps", _F),
+    ]
 
 
 class QuantArgs(ctypes.Structure):
     """A packed weight of 4 or 8 bits. Mirrors `Quant` in quant.h."""
 
-    _fields_ = [("data", _P), ("scales", _P), ("offsets", _P), ("bits", _I), ("group", _I), ("groups", _I), ("k_steps", _I)]
+    _fields_ = [
+        ("data", _P),
+        ("scales", _P),
+        ("offsets", _P),
+        ("bits", _I),
+        ("group", _I),
+        ("groups", _I),
+        ("k_steps", _I),
+    ]
 
 
 class CompactArgs(ctypes.Structure):
@@ -49,7 +92,10 @@ class CompactArgs(ctypes.Structure):
 
 
 class ScreenArgs(ctypes.Structure):
-    """A copy of a weight `[n, k]` in 8 bits, and what is to be known of each of its rows. Mirrors `Int8ArgmaxPrefilter` in greedy.cpp, where both shapes are."""
+    """A copy of a weight `[n, k]` in 8 bits, and what is to be known of each of its rows.
+
+    Mirrors `Int8ArgmaxPrefilter` in greedy.cpp, where both shapes are.
+    """
 
     _fields_ = [("data", _P), ("columns", _P), ("k_steps", _L)]
 
@@ -57,14 +103,33 @@ class ScreenArgs(ctypes.Structure):
 class LinearArgs(ctypes.Structure):
     """A packed linear layer. Mirrors `Linear` in segment.cpp; all zero where there is none."""
 
-    _fields_ = [("packed", _P), ("quant", _P), ("compact", _P), ("bias", _P), ("n", _L), ("k", _L), ("silu_mul", _L), ("path", _L)]
+    _fields_ = [
+        ("packed", _P),
+        ("quant", _P),
+        ("compact", _P),
+        ("bias", _P),
+        ("n", _L),
+        ("k", _L),
+        ("silu_mul", _L),
+        ("path", _L),
+    ]
 
 
 class SegmentArgs(ctypes.Structure):
     """What lies between the attention of one layer and that of the next. Mirrors `Segment` in segment.cpp."""
 
-    _fields_ = [("o_proj", LinearArgs), ("gate_up", LinearArgs), ("down", LinearArgs), ("qkv", LinearArgs), ("mlp_norm", _P), ("norm", _P), ("cache", QkvArgs),
-                ("attention", _P), ("hidden", _L), ("eps", _F)]
+    _fields_ = [
+        ("o_proj", LinearArgs),
+        ("gate_up", LinearArgs),
+        ("down", LinearArgs),
+        ("qkv", LinearArgs),
+        ("mlp_norm", _P),
+        ("norm", _P),
+        ("cache", QkvArgs),
+        ("attention", _P),
+        ("hidden", _L),
+        ("eps", _F),
+    ]
 
 
 _SIGNATURES = {
@@ -93,13 +158,19 @@ _SIGNATURES = {
     "quire_segment_workspace": ([_L, _L], _L),
     "quire_segment_conflicts": ([_P, _L], ctypes.c_double),
     "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _L, _P, _P, _P, _P, _L, _P], None),
-    "quire_run_layers": ([ctypes.POINTER(SegmentArgs), _L, _P, _P, _P, _L, _P, _P, _P, _L, _P, _P, _L, _P, _P, _L, _I, _P, _L], None),
+    "quire_run_layers": (
+        [ctypes.POINTER(SegmentArgs), _L, _P, _P, _P, _L, _P, _P, _P, _L, _P, _P, _L, _P, _P, _L, _I, _P, _L],
+        None,
+    ),
     "quire_paged_attention": ([ctypes.POINTER(LayerArgs), _P, _L, _P, _L, _P, _L, _P, _P, _L, _I, _P, _L], None),
 }
 
 
 class Kernels:
-    """The library of this process. `lib` is None until it is loaded; `status` says where it stands, for the log and the table of choices."""
+    """The library of this process.
+
+    `lib` is None until it is loaded; `status` says where it stands, for the log and the table of choices.
+    """
 
     def __init__(self) -> None:
         self.lib: ctypes.CDLL | None = None
@@ -109,7 +180,8 @@ class Kernels:
         self._builder: subprocess.Popen | None = None
 
     def load(self, background: bool = True, level: str = "auto") -> bool:
-        """Load the library of `level` if it exists; else start building it, in a process of its own (or, with background=False, right here). True if it is loaded.
+        """Load the library of `level` if it exists; else start building it, in a process of its own (or, with
+        background=False, right here). True if it is loaded.
 
         Raises:
             ValueError: this CPU lacks the level.
@@ -128,9 +200,24 @@ class Kernels:
             return False
         if not background:
             return self._open(str(build.build(self.level, build.cache_folder())))
-        rivals = [f"--then={rival}" for rival in build.rivals(self.level) if level == "auto"]  # for the next start to choose from
-        self._builder = subprocess.Popen([sys.executable, build.__file__, "--background", "--level", self.level, *rivals, "--into", str(build.cache_folder())],
-                                         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        # for the next start to choose from
+        rivals = [f"--then={rival}" for rival in build.rivals(self.level) if level == "auto"]
+        self._builder = subprocess.Popen(
+            [
+                sys.executable,
+                build.__file__,
+                "--background",
+                "--level",
+                self.level,
+                *rivals,
+                "--into",
+                str(build.cache_folder()),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         self.status = f"building native kernels ({self.level}) in the background"
         return False
 

@@ -1,8 +1,9 @@
 """The native CPU kernels as functions of torch tensors. Call them only once `native.KERNELS.lib` is loaded.
 
-Each has a twin in plain torch that computes the same: `worker/layers` for the norms, the activation and the rotary embedding, `F.linear` for PackedLinear,
-`worker/attention/torch_paged.py` for attention, `worker/sampling/arithmetic.py` for sampling,
-`worker/sampling/logprobs.py` for log-probabilities. Results differ by rounding only: the kernels compute in float32 and round where the twins round.
+Each has a twin in plain torch that computes the same: `worker/layers` for the norms, the activation and the rotary
+embedding, `F.linear` for PackedLinear, `worker/attention/torch_paged.py` for attention, `worker/sampling/arithmetic.py`
+for sampling, `worker/sampling/logprobs.py` for log-probabilities. Results differ by rounding only: the kernels compute
+in float32 and round where the twins round.
 """
 
 from __future__ import annotations
@@ -26,15 +27,40 @@ MAX_HEAD_DIM = 512
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm (arXiv:1910.07467) over the last dimension of x `[T, H]`."""
     out = torch.empty_like(x)
-    KERNELS.lib.quire_add_rms_norm(x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), out.data_ptr(), out.stride(0), x.shape[0], x.shape[1], eps, _DTYPES[x.dtype])
+    KERNELS.lib.quire_add_rms_norm(
+        x.data_ptr(),
+        x.stride(0),
+        None,
+        0,
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        x.shape[0],
+        x.shape[1],
+        eps,
+        _DTYPES[x.dtype],
+    )
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """residual += x, in place; returns (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
     out = torch.empty_like(x)
-    KERNELS.lib.quire_add_rms_norm(x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0),
-                                   x.shape[0], x.shape[1], eps, _DTYPES[x.dtype])  # fmt: skip
+    KERNELS.lib.quire_add_rms_norm(
+        x.data_ptr(),
+        x.stride(0),
+        residual.data_ptr(),
+        residual.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        x.shape[0],
+        x.shape[1],
+        eps,
+        _DTYPES[x.dtype],
+    )
     return out, residual
 
 
@@ -42,40 +68,102 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` for x = [gate, up] side by side: `[T, 2 D] -> [T, D]` (SwiGLU, arXiv:2002.05202)."""
     width = x.shape[1] // 2
     out = x.new_empty(x.shape[0], width)
-    KERNELS.lib.quire_silu_and_mul(x.data_ptr(), x.stride(0), out.data_ptr(), width, x.shape[0], width, _DTYPES[x.dtype])
+    KERNELS.lib.quire_silu_and_mul(
+        x.data_ptr(), x.stride(0), out.data_ptr(), width, x.shape[0], width, _DTYPES[x.dtype]
+    )
     return out
 
 
-def qk_norm_rope_write(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor | None,
-                       positions: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Per-head RMSNorm of q and k (if weights are given), rotary embedding (rotate-half form, arXiv:2104.09864), and the store of k and v into their slots.
+def qk_norm_rope_write(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """Per-head RMSNorm of q and k (if weights are given), rotary embedding (rotate-half form, arXiv:2104.09864), and
+    the store of k and v into their slots.
 
-    qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, its q part is overwritten; cos_sin `[max_positions, head_dim]` float32 holds the cosines of
-    the head_dim / 2 angles, then the sines; positions and slot_mapping are int64 `[T]`; caches are `[num_blocks, block_size, num_kv_heads, head_dim]` of
-    qkv's type. Returns q as a view `[T, num_heads, head_dim]`.
+    qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, its q part is overwritten; cos_sin `[max_positions,
+    head_dim]` float32 holds the cosines of the head_dim / 2 angles, then the sines; positions and slot_mapping are
+    int64 `[T]`; caches are `[num_blocks, block_size, num_kv_heads, head_dim]` of qkv's type. Returns q as a view `[T,
+    num_heads, head_dim]`.
     """
     assert positions.dtype == slot_mapping.dtype == torch.int64 and k_cache.dtype == qkv.dtype
     head_dim = k_cache.shape[3]
     args = qkv_args(q_weight, k_weight, eps, cos_sin, k_cache, v_cache, num_heads, qkv.stride(0))
-    KERNELS.lib.quire_qkv_to_cache(byref(args), qkv.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(), qkv.shape[0])
+    KERNELS.lib.quire_qkv_to_cache(
+        byref(args), qkv.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(), qkv.shape[0]
+    )
     return qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
 
 
-def qkv_args(q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-             num_heads: int, row_stride: int) -> QkvArgs:
-    """Arguments of `qk_norm_rope_write` as the library takes them, for rows of qkv that are `row_stride` apart. Keeps none of the tensors alive."""
+def qkv_args(
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    row_stride: int,
+) -> QkvArgs:
+    """Arguments of `qk_norm_rope_write` as the library takes them, for rows of qkv that are `row_stride` apart.
+
+    Keeps none of the tensors alive.
+    """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    return QkvArgs(None, k_cache.data_ptr(), v_cache.data_ptr(), None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(),
-                   None if cos_sin is None else cos_sin.data_ptr(), row_stride, *k_cache.stride()[:3], *v_cache.stride()[:3],
-                   num_heads, num_kv_heads, head_dim, 0 if cos_sin is None else cos_sin.shape[1], block_size, _DTYPES[k_cache.dtype], eps)  # fmt: skip
+    return QkvArgs(
+        None,
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        None if q_weight is None else q_weight.data_ptr(),
+        None if k_weight is None else k_weight.data_ptr(),
+        None if cos_sin is None else cos_sin.data_ptr(),
+        row_stride,
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        0 if cos_sin is None else cos_sin.shape[1],
+        block_size,
+        _DTYPES[k_cache.dtype],
+        eps,
+    )
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
     """Store k and v `[T, num_kv_heads, head_dim]` (heads of a token contiguous) into their slots, int64 `[T]`."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    args = QkvArgs(None, k_cache.data_ptr(), v_cache.data_ptr(), None, None, None, 0, *k_cache.stride()[:3], *v_cache.stride()[:3],
-                   0, num_kv_heads, head_dim, 0, block_size, _DTYPES[k.dtype], 0.0)  # fmt: skip
-    KERNELS.lib.quire_write_kv(byref(args), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slot_mapping.data_ptr(), k.shape[0])
+    args = QkvArgs(
+        None,
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        None,
+        None,
+        None,
+        0,
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        0,
+        num_kv_heads,
+        head_dim,
+        0,
+        block_size,
+        _DTYPES[k.dtype],
+        0.0,
+    )
+    KERNELS.lib.quire_write_kv(
+        byref(args), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slot_mapping.data_ptr(), k.shape[0]
+    )
 
 
 def attention_reason(head_dim: int, dtype: torch.dtype) -> str | None:
@@ -90,71 +178,195 @@ def has_amx() -> bool:
     return KERNELS.level == "amx"
 
 
-def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-                    scale: float, window: int | None = None, soft_cap: float | None = None, out: torch.Tensor | None = None, path: int = 0, wanted: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, as `AttentionBackend.forward` describes it: any mixture of decode and prefill.
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    out: torch.Tensor | None = None,
+    path: int = 0,
+    wanted: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, as `AttentionBackend.forward` describes
+    it: any mixture of decode and prefill.
 
-    Caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, head_dim contiguous, of q's type (float32, bfloat16, float16); block_table `[R, K]`,
-    seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` is the sum of 1, not to use AMX, for tests, and 2, to add up in one order: a token's result then depends on its
-    own keys alone, bit for bit.
-    `wanted`, int64, ascending: the tokens whose results are read; what the others' rows hold then is undefined.
+    Caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, head_dim contiguous, of q's type (float32, bfloat16,
+    float16); block_table `[R, K]`, seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` is the sum of 1, not
+    to use AMX, for tests, and 2, to add up in one order: a token's result then depends on its own keys alone, bit for
+    bit. `wanted`, int64, ascending: the tokens whose results are read; what the others' rows hold then is undefined.
     """
-    assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32 and (wanted is None or wanted.dtype == torch.int64)
+    assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32 and (
+        wanted is None or wanted.dtype == torch.int64
+    )
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
     args = layer_args(k_cache, v_cache, q.shape[1], scale, window, soft_cap)
-    KERNELS.lib.quire_paged_attention(byref(args), q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0), block_table.data_ptr(), block_table.stride(0),
-                                      seq_lens.data_ptr(), query_start_loc.data_ptr(), seq_lens.shape[0], path, None if wanted is None else wanted.data_ptr(), 0 if wanted is None else len(wanted))  # fmt: skip
+    KERNELS.lib.quire_paged_attention(
+        byref(args),
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        block_table.data_ptr(),
+        block_table.stride(0),
+        seq_lens.data_ptr(),
+        query_start_loc.data_ptr(),
+        seq_lens.shape[0],
+        path,
+        None if wanted is None else wanted.data_ptr(),
+        0 if wanted is None else len(wanted),
+    )
     return out
 
 
-def layer_args(k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int, scale: float, window: int | None, soft_cap: float | None) -> LayerArgs:
-    """What of the arguments of `paged_attention` does not change from step to step, as the library takes it. Keeps none of the tensors alive."""
+def layer_args(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> LayerArgs:
+    """What of the arguments of `paged_attention` does not change from step to step, as the library takes it.
+
+    Keeps none of the tensors alive.
+    """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    return LayerArgs(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.stride()[:3], *v_cache.stride()[:3], num_heads, num_kv_heads, head_dim, block_size,
-                     _DTYPES[k_cache.dtype], window or 0, scale, soft_cap or 0.0)  # fmt: skip
+    return LayerArgs(
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        _DTYPES[k_cache.dtype],
+        window or 0,
+        scale,
+        soft_cap or 0.0,
+    )
 
 
-def fill_inputs(step: torch.Tensor, num_reqs: int, num_samples: int, tokens: torch.Tensor, blocks: torch.Tensor, block_size: int,
-                tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`Ops.fill_inputs`, the twin, in one call per cache group. `step` int64 begins with rows, computed, scheduled, starts and samples, one after another."""
+def fill_inputs(
+    step: torch.Tensor,
+    num_reqs: int,
+    num_samples: int,
+    tokens: torch.Tensor,
+    blocks: torch.Tensor,
+    block_size: int,
+    tensors: StepTensors,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Ops.fill_inputs`, the twin, in one call per cache group.
+
+    `step` int64 begins with rows, computed, scheduled, starts and samples, one after another.
+    """
     sampling = torch.empty(3, num_samples, dtype=torch.int64)
     for table, slots, out in zip(blocks, tensors.slot_mappings, tensors.block_tables):
-        KERNELS.lib.quire_fill_inputs(step.data_ptr(), num_reqs, num_samples, tokens.data_ptr(), tokens.stride(0), table.data_ptr(), table.stride(0), block_size,
-                                      tensors.input_ids.data_ptr(), tensors.positions.data_ptr(), slots.data_ptr(), tensors.query_start_loc.data_ptr(),
-                                      tensors.seq_lens.data_ptr(), out.data_ptr(), out.stride(0), out.shape[1], sampling.data_ptr())  # fmt: skip
+        KERNELS.lib.quire_fill_inputs(
+            step.data_ptr(),
+            num_reqs,
+            num_samples,
+            tokens.data_ptr(),
+            tokens.stride(0),
+            table.data_ptr(),
+            table.stride(0),
+            block_size,
+            tensors.input_ids.data_ptr(),
+            tensors.positions.data_ptr(),
+            slots.data_ptr(),
+            tensors.query_start_loc.data_ptr(),
+            tensors.seq_lens.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            out.shape[1],
+            sampling.data_ptr(),
+        )
     return sampling.unbind()
 
 
 def append_tokens(tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
     """`RequestTable.append` to the table `tokens`; the rest int64 and contiguous."""
-    KERNELS.lib.quire_append_tokens(tokens.data_ptr(), tokens.stride(0), rows.data_ptr(), positions.data_ptr(), token_ids.data_ptr(), len(token_ids))
+    KERNELS.lib.quire_append_tokens(
+        tokens.data_ptr(), tokens.stride(0), rows.data_ptr(), positions.data_ptr(), token_ids.data_ptr(), len(token_ids)
+    )
 
 
-def sample(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor) -> torch.Tensor:
-    """One token `[S]` int64 for each row of logits `[S, V]` float32; -1 where a logit is NaN or the largest is infinite.
+def sample(
+    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor
+) -> torch.Tensor:
+    """One token `[S]` int64 for each row of logits `[S, V]` float32; -1 where a logit is NaN or the largest is
+    infinite.
 
-    rows and positions are int64 `[S]`, like the tables contiguous. The tables that `rows` index: floats `[3, N]` float64 holds temperature (0: greedy, the first of the largest), top_p (1: off) and
-    min_p, ints `[2, N]` int64 top_k (0: off) and the seed's state. `sampling_math.best` and `pick` are the twins: the same arithmetic, but for the last bit of exp.
+    rows and positions are int64 `[S]`, like the tables contiguous. The tables that `rows` index: floats `[3, N]`
+    float64 holds temperature (0: greedy, the first of the largest), top_p (1: off) and min_p, ints `[2, N]` int64 top_k
+    (0: off) and the seed's state. `sampling_math.best` and `pick` are the twins: the same arithmetic, but for the last
+    bit of exp.
     """
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and rows.dtype == positions.dtype == ints.dtype == torch.int64 and floats.dtype == torch.float64
+    assert (
+        logits.dtype == torch.float32
+        and logits.stride(1) == 1
+        and rows.dtype == positions.dtype == ints.dtype == torch.int64
+        and floats.dtype == torch.float64
+    )
     token_ids = torch.empty(len(logits), dtype=torch.int64)
-    KERNELS.lib.quire_sample(logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), positions.data_ptr(), floats.data_ptr(), ints.data_ptr(),
-                             floats.shape[1], token_ids.data_ptr())  # fmt: skip
+    KERNELS.lib.quire_sample(
+        logits.data_ptr(),
+        logits.stride(0),
+        *logits.shape,
+        rows.data_ptr(),
+        positions.data_ptr(),
+        floats.data_ptr(),
+        ints.data_ptr(),
+        floats.shape[1],
+        token_ids.data_ptr(),
+    )
     return token_ids
 
 
-def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token ids int64 and values float32 `[n, 1 + num]`, ranks int64 `[n]`) of logits `[n, V]` float32, as `worker/sampling/logprobs.py`'s `entries`, the twin, describes them."""
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and token_ids.dtype == torch.int64 and token_ids.is_contiguous() and num <= logits.shape[1]
+def logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(token ids int64 and values float32 `[n, 1 + num]`, ranks int64 `[n]`) of logits `[n, V]` float32, as
+    `worker/sampling/logprobs.py`'s `entries`, the twin, describes them.
+    """
+    assert (
+        logits.dtype == torch.float32
+        and logits.stride(1) == 1
+        and token_ids.dtype == torch.int64
+        and token_ids.is_contiguous()
+        and num <= logits.shape[1]
+    )
     n = len(logits)
-    ids, values, ranks = torch.empty(n, 1 + num, dtype=torch.int64), torch.empty(n, 1 + num), torch.empty(n, dtype=torch.int64)
-    KERNELS.lib.quire_logprobs(logits.data_ptr(), logits.stride(0), *logits.shape, token_ids.data_ptr(), num, normalize, ids.data_ptr(), values.data_ptr(), ranks.data_ptr())
+    ids, values, ranks = (
+        torch.empty(n, 1 + num, dtype=torch.int64),
+        torch.empty(n, 1 + num),
+        torch.empty(n, dtype=torch.int64),
+    )
+    KERNELS.lib.quire_logprobs(
+        logits.data_ptr(),
+        logits.stride(0),
+        *logits.shape,
+        token_ids.data_ptr(),
+        num,
+        normalize,
+        ids.data_ptr(),
+        values.data_ptr(),
+        ranks.data_ptr(),
+    )
     return ids, values, ranks
 
 
 class _NativeLinear:
-    """What the linear layers of the library have in common. `run` and `pointer`: its function for such a weight, and what that takes as the weight."""
+    """What the linear layers of the library have in common.
+
+    `run` and `pointer`: its function for such a weight, and what that takes as the weight.
+    """
 
     paths = (0, 1, 2, 3)  # that a call may force
 
@@ -170,16 +382,38 @@ class _NativeLinear:
         self.bias = None if bias is None else _packed_bias(bias, self.columns, self.flags > 0)
         self._run, self._pointers = run, (pointer, None if self.bias is None else self.bias.data_ptr())
 
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, path: int = 0, workspace: huge_pages.Workspace | None = None) -> torch.Tensor:
-        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32, in a `workspace` of that type if there is one. `path` forces one way of computing, for tests:
-        for bfloat16 weights vectors of floats (1) or one way for any number of rows (3), for quantized ones integers without AMX (1), with it (2), or as many rows (3)."""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        dtype: torch.dtype = torch.bfloat16,
+        path: int = 0,
+        workspace: huge_pages.Workspace | None = None,
+    ) -> torch.Tensor:
+        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32, in a `workspace` of that type if there
+        is one. `path` forces one way of computing, for tests: for bfloat16 weights vectors of floats (1) or one way for
+        any number of rows (3), for quantized ones integers without AMX (1), with it (2), or as many rows (3).
+        """
         assert path in self.paths
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        out = torch.empty(rows.shape[0], self.out_features, dtype=dtype) if workspace is None else workspace.take(rows.shape[0], self.out_features)
-        self._run(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), self.out_features, rows.shape[0], self._n, self.in_features,
-                  self.flags | (dtype is torch.float32), path)  # fmt: skip
+        out = (
+            torch.empty(rows.shape[0], self.out_features, dtype=dtype)
+            if workspace is None
+            else workspace.take(rows.shape[0], self.out_features)
+        )
+        self._run(
+            rows.data_ptr(),
+            rows.stride(0),
+            *self._pointers,
+            out.data_ptr(),
+            self.out_features,
+            rows.shape[0],
+            self._n,
+            self.in_features,
+            self.flags | (dtype is torch.float32),
+            path,
+        )
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def _rows(self, take: Callable[..., None], ids: torch.Tensor) -> torch.Tensor:
@@ -190,11 +424,13 @@ class _NativeLinear:
 
 
 class PackedLinear(_NativeLinear):
-    """x -> x W^T + bias with a bfloat16 weight `[n, k]` rearranged once, so that any number of rows streams it front to back. The original may be freed.
+    """x -> x W^T + bias with a bfloat16 weight `[n, k]` rearranged once, so that any number of rows streams it front to
+    back. The original may be freed.
 
-    The sum over k is float32 in one fixed order, so that a row's result depends neither on the other rows nor on the threads; but without AMX 6 rows and more (AVX2: 9) are multiplied
-    by compact weights as fixed-point numbers (csrc/gemm_fixed.h), for float32 outputs 33. Path 3 keeps to the one order.
-    With `silu_and_mul` the weight is [gate, up] stacked and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 before it is rounded.
+    The sum over k is float32 in one fixed order, so that a row's result depends neither on the other rows nor on the
+    threads; but without AMX 6 rows and more (AVX2: 9) are multiplied by compact weights as fixed-point numbers
+    (csrc/gemm_fixed.h), for float32 outputs 33. Path 3 keeps to the one order. With `silu_and_mul` the weight is [gate,
+    up] stacked and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 before it is rounded.
 
     With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it, without loss.
 
@@ -202,7 +438,9 @@ class PackedLinear(_NativeLinear):
         ValueError: the weight is not bfloat16, or cannot be split in two.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, silu_and_mul: bool = False, compact: bool = True) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, silu_and_mul: bool = False, compact: bool = True
+    ) -> None:
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"PackedLinear takes a bfloat16 weight, not {weight.dtype}")
         super().__init__(tuple(weight.shape), silu_and_mul)
@@ -229,7 +467,8 @@ class PackedLinear(_NativeLinear):
 class _Compact:
     """Storage of a packed weight in 12 bits: what `args` points to."""
 
-    _EXCEPTIONS_PER_WEIGHT = 1 / 64  # at most; their list then takes 1/12 of the memory, and putting them in place a tenth of the time
+    # at most; their list then takes 1/12 of the memory, and putting them in place a tenth of the time
+    _EXCEPTIONS_PER_WEIGHT = 1 / 64
 
     def __init__(self, columns: int, k: int) -> None:
         blocks, self.steps = columns // 32, -(-k // 32)
@@ -244,41 +483,87 @@ class _Compact:
     def of(cls, weight: torch.Tensor, columns: int, silu_and_mul: bool) -> _Compact | None:
         """None where the weight has too many different exponents."""
         (n, k), self = weight.shape, cls(columns, weight.shape[1])
-        count = KERNELS.lib.quire_gemm_compact(weight.data_ptr(), weight.stride(0), self.data.data_ptr(), self.exceptions.data_ptr(), self.first.data_ptr(),
-                                               self.scales.data_ptr(), self.units.data_ptr(), n, k, int(silu_and_mul), len(self.exceptions) - 1)  # fmt: skip
+        count = KERNELS.lib.quire_gemm_compact(
+            weight.data_ptr(),
+            weight.stride(0),
+            self.data.data_ptr(),
+            self.exceptions.data_ptr(),
+            self.first.data_ptr(),
+            self.scales.data_ptr(),
+            self.units.data_ptr(),
+            n,
+            k,
+            int(silu_and_mul),
+            len(self.exceptions) - 1,
+        )
         if count < 0:
             return None
         self.exceptions = self.exceptions[: count + 1].clone()
-        self.args = CompactArgs(self.data.data_ptr(), self.exceptions.data_ptr(), self.first.data_ptr(), self.scales.data_ptr(), self.steps, self.units.data_ptr())
+        self.args = CompactArgs(
+            self.data.data_ptr(),
+            self.exceptions.data_ptr(),
+            self.first.data_ptr(),
+            self.scales.data_ptr(),
+            self.steps,
+            self.units.data_ptr(),
+        )
         return self
 
 
 class QuantizedLinear(_NativeLinear):
-    """x -> x W^T + bias for a weight of 8 or 4 bits with a scale per row and group of columns: weight = scale * q + offset. Activations are bfloat16.
+    """x -> x W^T + bias for a weight of 8 or 4 bits with a scale per row and group of columns: weight = scale * q +
+    offset. Activations are bfloat16.
 
-    Rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16), with AMX more than 32 in bfloat16, else 96 and more as
-    fixed-point numbers. Build one with `quantize` from a bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows` and `silu_and_mul` are as with
+    Rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16),
+    with AMX more than 32 in bfloat16, else 96 and more as fixed-point numbers. Build one with `quantize` from a
+    bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows` and `silu_and_mul` are as with
     PackedLinear.
     """
 
-    def __init__(self, shape: tuple[int, int], bits: int, group: int, bias: torch.Tensor | None, silu_and_mul: bool, has_offsets: bool) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        bits: int,
+        group: int,
+        bias: torch.Tensor | None,
+        silu_and_mul: bool,
+        has_offsets: bool,
+    ) -> None:
         if bits not in (4, 8):
             raise ValueError(f"weights of {bits} bits are not supported, only of 4 and 8")
         super().__init__(shape, silu_and_mul)
         self.bits, steps = bits, -(-self.in_features // 64)
         self.group = group if group > 0 else -(-steps // 4) * 256
         if self.group not in (32, 64, 128) and self.group % 256:
-            raise ValueError(f"group size {group} is not supported: 32, 64, 128, a multiple of 256, or -1 for one scale per row")
+            raise ValueError(
+                f"group size {group} is not supported: 32, 64, 128, a multiple of 256, or -1 for one scale per row"
+            )
         groups = -(-steps * 64 // self.group)
         self.packed = huge_pages.zeros(self.columns * steps * 64 * bits // 8, dtype=torch.uint8)
         self.scales = torch.empty(self.columns * groups, dtype=torch.bfloat16)
         self.offsets = torch.empty_like(self.scales) if has_offsets else None
-        self._args = QuantArgs(self.packed.data_ptr(), self.scales.data_ptr(), None if self.offsets is None else self.offsets.data_ptr(), bits, self.group, groups, steps)
+        self._args = QuantArgs(
+            self.packed.data_ptr(),
+            self.scales.data_ptr(),
+            None if self.offsets is None else self.offsets.data_ptr(),
+            bits,
+            self.group,
+            groups,
+            steps,
+        )
         self._bind(self.lib.quire_gemm_run_quant, byref(self._args), bias)
 
     @classmethod
-    def quantize(cls, weight: torch.Tensor, bits: int, group: int = 64, bias: torch.Tensor | None = None, silu_and_mul: bool = False) -> QuantizedLinear:
-        """Round a bfloat16 weight `[n, k]`: symmetric, each group's scale chosen for the least squared error (4 bits) or from its largest entry (8 bits).
+    def quantize(
+        cls,
+        weight: torch.Tensor,
+        bits: int,
+        group: int = 64,
+        bias: torch.Tensor | None = None,
+        silu_and_mul: bool = False,
+    ) -> QuantizedLinear:
+        """Round a bfloat16 weight `[n, k]`: symmetric, each group's scale chosen for the least squared error (4 bits)
+        or from its largest entry (8 bits).
 
         Raises:
             ValueError: bits, group or the weight's type are not supported.
@@ -287,25 +572,63 @@ class QuantizedLinear(_NativeLinear):
             raise ValueError(f"only bfloat16 weights can be quantized, not {weight.dtype}")
         linear = cls(tuple(weight.shape), bits, group, bias, silu_and_mul, has_offsets=False)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        linear.lib.quire_quantize(weight.data_ptr(), weight.stride(0), linear.packed.data_ptr(), linear.scales.data_ptr(), *weight.shape, bits, linear.group, int(silu_and_mul))
+        linear.lib.quire_quantize(
+            weight.data_ptr(),
+            weight.stride(0),
+            linear.packed.data_ptr(),
+            linear.scales.data_ptr(),
+            *weight.shape,
+            bits,
+            linear.group,
+            int(silu_and_mul),
+        )
         return linear
 
     @classmethod
-    def from_values(cls, values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, bits: int, group: int, bias: torch.Tensor | None = None,
-                    silu_and_mul: bool = False) -> QuantizedLinear:
-        """Values `[n, k]` int8 (-8 .. 7 for 4 bits) with scales and offsets `[n, ceil(k / group)]`, which are rounded to bfloat16. weight = scale * value + offset."""
+    def from_values(
+        cls,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        offsets: torch.Tensor | None,
+        bits: int,
+        group: int,
+        bias: torch.Tensor | None = None,
+        silu_and_mul: bool = False,
+    ) -> QuantizedLinear:
+        """Values `[n, k]` int8 (-8 ..
+
+        7 for 4 bits) with scales and offsets `[n, ceil(k / group)]`, which are rounded to bfloat16. weight = scale *
+        value + offset.
+        """
         linear = cls(tuple(values.shape), bits, group, bias, silu_and_mul, has_offsets=offsets is not None)
-        if scales.shape != (len(values), -(-values.shape[1] // linear.group)) or (offsets is not None and offsets.shape != scales.shape):
-            raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit values of shape {tuple(values.shape)} in groups of {group}")
+        if scales.shape != (len(values), -(-values.shape[1] // linear.group)) or (
+            offsets is not None and offsets.shape != scales.shape
+        ):
+            raise ValueError(
+                f"scales of shape {tuple(scales.shape)} do not fit values of shape {tuple(values.shape)} in "
+                f"groups of {group}"
+            )
         values, scales = values.contiguous(), scales.float().contiguous()
         offsets = None if offsets is None else offsets.float().contiguous()
-        linear.lib.quire_pack_quantized(values.data_ptr(), scales.data_ptr(), None if offsets is None else offsets.data_ptr(), linear.packed.data_ptr(),
-                                        linear.scales.data_ptr(), None if offsets is None else linear.offsets.data_ptr(), *values.shape, bits, linear.group, int(silu_and_mul))  # fmt: skip
+        linear.lib.quire_pack_quantized(
+            values.data_ptr(),
+            scales.data_ptr(),
+            None if offsets is None else offsets.data_ptr(),
+            linear.packed.data_ptr(),
+            linear.scales.data_ptr(),
+            None if offsets is None else linear.offsets.data_ptr(),
+            *values.shape,
+            bits,
+            linear.group,
+            int(silu_and_mul),
+        )
         return linear
 
     def args(self, path: int = 0) -> LinearArgs:
         """The layer as native code takes it; it must outlive what is returned."""
-        return LinearArgs(None, addressof(self._args), None, self._pointers[1], self._n, self.in_features, self.flags >> 1, path)
+        return LinearArgs(
+            None, addressof(self._args), None, self._pointers[1], self._n, self.in_features, self.flags >> 1, path
+        )
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight as the product sees it: `[T, k]` bfloat16."""

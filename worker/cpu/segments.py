@@ -1,6 +1,8 @@
-"""A decoder's layers on the native CPU kernels: one call for all of them where attention is native, too; else one between the attention of a layer and that of the next.
+"""A decoder's layers on the native CPU kernels: one call for all of them where attention is native, too; else one
+between the attention of a layer and that of the next.
 
-The same kernels in the same order as when the layers are called one by one, which is the twin. A layer is anything with the parts of `models/decoder.py`'s `DecoderLayer`.
+The same kernels in the same order as when the layers are called one by one, which is the twin. A layer is anything with
+the parts of `models/decoder.py`'s `DecoderLayer`.
 """
 
 from __future__ import annotations
@@ -23,28 +25,64 @@ _PAD = 32  # elements between rows: those whose distance is a multiple of 4 KiB 
 
 
 class Segments:
-    """Made from layers whose weights are packed and whose caches are bound; see `of`. Holds addresses: to be made anew when either changes (`fits`)."""
+    """Made from layers whose weights are packed and whose caches are bound; see `of`.
 
-    def __init__(self, layers: Sequence[nn.Module], linears: list[list[LinearArgs]], final_norm: RMSNorm, cos_sin: torch.Tensor):
+    Holds addresses: to be made anew when either changes (`fits`).
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], linears: list[list[LinearArgs]], final_norm: RMSNorm, cos_sin: torch.Tensor
+    ):
         first = layers[0].self_attn
         self.attentions = [layer.self_attn.attn for layer in layers]
         self.k_cache = first.attn.k_cache
-        self.num_heads, self.head_dim, self.hidden = first.attn.num_heads, first.attn.head_dim, final_norm.weight.shape[0]
+        self.num_heads, self.head_dim, self.hidden = (
+            first.attn.num_heads,
+            first.attn.head_dim,
+            final_norm.weight.shape[0],
+        )
         self.widths = linears[0][0].n + _PAD, linears[0][1].k + _PAD  # of rows of q, k and v; of what was attended to
-        self.layer_args = [layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap) for a in self.attentions]
+        self.layer_args = [
+            layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap)
+            for a in self.attentions
+        ]
         ends = zip([None, *zip(layers, linears, self.layer_args)], [*zip(layers, linears), None])
-        self.segments = (SegmentArgs * (len(layers) + 1))(*(_segment(before, after, final_norm, cos_sin) for before, after in ends))
-        size, conflicts = KERNELS.lib.quire_segment_workspace(self.hidden, linears[0][3].k), KERNELS.lib.quire_segment_conflicts
-        self.workspace = huge_pages.well_placed(size, dtype=torch.bfloat16, conflicts=lambda address: conflicts(address, self.hidden), enough=1.4)
+        self.segments = (SegmentArgs * (len(layers) + 1))(
+            *(_segment(before, after, final_norm, cos_sin) for before, after in ends)
+        )
+        size, conflicts = (
+            KERNELS.lib.quire_segment_workspace(self.hidden, linears[0][3].k),
+            KERNELS.lib.quire_segment_conflicts,
+        )
+        self.workspace = huge_pages.well_placed(
+            size, dtype=torch.bfloat16, conflicts=lambda address: conflicts(address, self.hidden), enough=1.4
+        )
         self.between = huge_pages.Workspace(torch.bfloat16)  # for activations on their way to attention and back
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
-        """None if the native code computes not all of the layers: a class that did not opt in, another kind of weight, or several ranks."""
+        """None if the native code computes not all of the layers: a class that did not opt in, another kind of weight,
+        or several ranks.
+        """
         if not all(_opted_in(layer) for layer in layers):
             return None
-        linears = [[_args(linear) for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)] for layer in layers]
-        if any(args is None for layer in linears for args in layer) or layers[0].self_attn.o_proj.group.size > 1 or layers[0].self_attn.attn.k_cache.dtype != torch.bfloat16:
+        linears = [
+            [
+                _args(linear)
+                for linear in (
+                    layer.self_attn.qkv_proj,
+                    layer.self_attn.o_proj,
+                    layer.mlp.gate_up_proj,
+                    layer.mlp.down_proj,
+                )
+            ]
+            for layer in layers
+        ]
+        if (
+            any(args is None for layer in linears for args in layer)
+            or layers[0].self_attn.o_proj.group.size > 1
+            or layers[0].self_attn.attn.k_cache.dtype != torch.bfloat16
+        ):
             return None
         return cls(layers, linears, final_norm, cos_sin)
 
@@ -52,18 +90,41 @@ class Segments:
         """Whether `layer`, the first, still has the cache that it had."""
         return layer.self_attn.attn.k_cache is self.k_cache
 
-    def run(self, x: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Embedded tokens `[T, H]` bfloat16, which are overwritten, -> the normed result of the last layer, of all tokens or of those in `wanted`."""
-        assert positions.dtype == attn[0].slot_mapping.dtype == torch.int64 and x.is_contiguous() and (wanted is None or wanted.dtype == torch.int64)
+    def run(
+        self, x: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Embedded tokens `[T, H]` bfloat16, which are overwritten, -> the normed result of the last layer, of all
+        tokens or of those in `wanted`.
+        """
+        assert (
+            positions.dtype == attn[0].slot_mapping.dtype == torch.int64
+            and x.is_contiguous()
+            and (wanted is None or wanted.dtype == torch.int64)
+        )
         qkv, attended = self._between(len(x))
         result = torch.empty_like(x if wanted is None else x[: len(wanted)])
         requests = attn[0].backend.native_requests(attn[0], self.head_dim, x.dtype) if len(attn) == 1 else None
         if requests:
             tokens = positions.data_ptr(), attn[0].slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()
             table, lengths, starts, path = requests
-            KERNELS.lib.quire_run_layers(self.segments, len(self.attentions), x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), attended.stride(0), result.data_ptr(), *tokens,
-                                         table.data_ptr(), table.stride(0), lengths.data_ptr(), starts.data_ptr(), len(lengths), path,
-                                         None if wanted is None else wanted.data_ptr(), len(result))  # fmt: skip
+            KERNELS.lib.quire_run_layers(
+                self.segments,
+                len(self.attentions),
+                x.data_ptr(),
+                qkv.data_ptr(),
+                attended.data_ptr(),
+                attended.stride(0),
+                result.data_ptr(),
+                *tokens,
+                table.data_ptr(),
+                table.stride(0),
+                lengths.data_ptr(),
+                starts.data_ptr(),
+                len(lengths),
+                path,
+                None if wanted is None else wanted.data_ptr(),
+                len(result),
+            )
         else:
             self._run_in_turn(x, qkv, result, positions, attn, wanted)
         return result
@@ -77,22 +138,49 @@ class Segments:
         attn: GroupedMetadata,
         wanted: torch.Tensor | None,
     ) -> None:
-        """For a backend that is called from here, between the native calls, and for several cache groups. Segment i writes keys and values of layer i."""
-        run, q = KERNELS.lib.quire_run_segment, qkv[:, : self.num_heads * self.head_dim].view(-1, self.num_heads, self.head_dim)
+        """For a backend that is called from here, between the native calls, and for several cache groups.
+
+        Segment i writes keys and values of layer i.
+        """
+        run, q = (
+            KERNELS.lib.quire_run_segment,
+            qkv[:, : self.num_heads * self.head_dim].view(-1, self.num_heads, self.head_dim),
+        )
         slots = [attn[attention.cache_group].slot_mapping.data_ptr() for attention in self.attentions]
         count, workspace = len(x), self.workspace.data_ptr()
-        run(byref(self.segments[0]), None, 0, x.data_ptr(), qkv.data_ptr(), positions.data_ptr(), slots[0], count, workspace)
+        run(
+            byref(self.segments[0]),
+            None,
+            0,
+            x.data_ptr(),
+            qkv.data_ptr(),
+            positions.data_ptr(),
+            slots[0],
+            count,
+            workspace,
+        )
         for i, attention in enumerate(self.attentions, 1):
             attended, end = attention.attend(q, attn[attention.cache_group]).contiguous(), i == len(self.attentions)
             if end and wanted is not None:
                 attended, x, count = attended[wanted], x[wanted], len(wanted)
-            run(byref(self.segments[i]), attended.data_ptr(), attended[0].numel(), x.data_ptr(), (result if end else qkv).data_ptr(),
-                positions.data_ptr(), slots[0 if end else i], count, workspace)  # fmt: skip
+            run(
+                byref(self.segments[i]),
+                attended.data_ptr(),
+                attended[0].numel(),
+                x.data_ptr(),
+                (result if end else qkv).data_ptr(),
+                positions.data_ptr(),
+                slots[0 if end else i],
+                count,
+                workspace,
+            )
 
     def _between(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for q, k and v of that many tokens, and for what was attended to."""
         flat = self.between.take(num_tokens * sum(self.widths))
-        return flat[: num_tokens * self.widths[0]].view(num_tokens, -1), flat[num_tokens * self.widths[0] :].view(num_tokens, -1)
+        return flat[: num_tokens * self.widths[0]].view(num_tokens, -1), flat[num_tokens * self.widths[0] :].view(
+            num_tokens, -1
+        )
 
 
 def _opted_in(layer: nn.Module) -> bool:
@@ -102,14 +190,21 @@ def _opted_in(layer: nn.Module) -> bool:
     """
     parts = {"layer": layer, "attention": layer.self_attn, "mlp": layer.mlp}
     norms = layer.input_layernorm, layer.post_attention_layernorm
-    return all(vars(type(part)).get("native_twin") == name for name, part in parts.items()) and all(type(norm) is RMSNorm for norm in norms)
+    return all(vars(type(part)).get("native_twin") == name for name, part in parts.items()) and all(
+        type(norm) is RMSNorm for norm in norms
+    )
 
 
 def _args(linear: Linear) -> LinearArgs | None:
     return linear.method.linear.args() if isinstance(linear.method, (PackedMethod, NativeQuantMethod)) else None
 
 
-def _segment(before: tuple[nn.Module, list[LinearArgs], LayerArgs] | None, after: tuple[nn.Module, list[LinearArgs]] | None, final_norm: RMSNorm, cos_sin: torch.Tensor) -> SegmentArgs:
+def _segment(
+    before: tuple[nn.Module, list[LinearArgs], LayerArgs] | None,
+    after: tuple[nn.Module, list[LinearArgs]] | None,
+    final_norm: RMSNorm,
+    cos_sin: torch.Tensor,
+) -> SegmentArgs:
     segment = SegmentArgs(hidden=final_norm.weight.shape[0], eps=final_norm.eps)
     if before:
         layer, (_, segment.o_proj, segment.gate_up, segment.down), attention = before
@@ -119,5 +214,13 @@ def _segment(before: tuple[nn.Module, list[LinearArgs], LayerArgs] | None, after
     if after:
         layer, (segment.qkv, *_) = after
         attention = layer.self_attn
-        segment.cache = qkv_args(*attention.head_norms(), attention.eps, cos_sin, attention.attn.k_cache, attention.attn.v_cache, attention.attn.num_heads, segment.qkv.n + _PAD)
+        segment.cache = qkv_args(
+            *attention.head_norms(),
+            attention.eps,
+            cos_sin,
+            attention.attn.k_cache,
+            attention.attn.v_cache,
+            attention.attn.num_heads,
+            segment.qkv.n + _PAD,
+        )
     return segment

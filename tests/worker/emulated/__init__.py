@@ -1,4 +1,6 @@
-"""The native kernels of the instruction-set levels that this CPU lacks, computed with AVX2 (avx512.h): the same code but for its instructions, and slow."""
+"""The native kernels of the instruction-set levels that this CPU lacks, computed with AVX2 (avx512.h): the same code
+but for its instructions, and slow.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from quire.worker.cpu import build
 
 HEADER = Path(__file__).parent / "avx512.h"
 _MACROS = {"amx": ["-DEMULATE_BF16", "-DEMULATE_AMX"], "avx512bf16": ["-DEMULATE_BF16"], "avx512": []}
-_FLAGS = ["-O1", "-fno-tree-sra", "-Wno-psabi"]  # as fast as with -O3, and compiled sooner; SRA of GCC 12 fails with an internal error on vectors wider than the machine's
+# as fast as with -O3, and compiled sooner; SRA of GCC 12 fails with an internal error on vectors wider than the
+# machine's
+_FLAGS = ["-O1", "-fno-tree-sra", "-Wno-psabi"]
 _ASSEMBLY = {  # of csrc that is not a macro of its own
     'asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));': "sum = emulated_dpwssd_epi32(sum, a, b);",
     'asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");': "emulated_ldtilecfg(&config);",
@@ -28,7 +32,12 @@ def build_library(level: str) -> Path:
         for path in build.SOURCES.iterdir():
             (Path(folder) / path.name).write_text(_emulated(path))
         (Path(folder) / HEADER.name).write_text(HEADER.read_text())
-        with mock.patch.multiple(build, SOURCES=Path(folder), FLAGS=[*build.FLAGS, *_FLAGS, *_MACROS[level]], LEVELS={level: build.LEVELS["avx2"]}):
+        with mock.patch.multiple(
+            build,
+            SOURCES=Path(folder),
+            FLAGS=[*build.FLAGS, *_FLAGS, *_MACROS[level]],
+            LEVELS={level: build.LEVELS["avx2"]},
+        ):
             return build.build(level, build.cache_folder())
 
 

@@ -1,4 +1,5 @@
-"""A pytest plugin: all tests of the process with the kernels of $EMULATED_LEVEL (default amx), which this CPU lacks. Takes ten minutes for the worker's:
+"""A pytest plugin: all tests of the process with the kernels of $EMULATED_LEVEL (default amx), which this CPU lacks.
+Takes ten minutes for the worker's:
 
     EMULATED_LEVEL=amx .venv/bin/python -m pytest -p tests.worker.emulated.everywhere tests/worker
 """
@@ -15,7 +16,11 @@ _LIBRARY = emulated.build_library(_LEVEL)
 
 
 def pytest_configure() -> None:
-    build.cpu_levels, build.build, build.find_library = lambda: [_LEVEL], lambda level, folder: _LIBRARY, lambda level: _LIBRARY
+    build.cpu_levels, build.build, build.find_library = (
+        lambda: [_LEVEL],
+        lambda level, folder: _LIBRARY,
+        lambda level: _LIBRARY,
+    )
     build.LEVELS = {_LEVEL: build.LEVELS[_LEVEL]}
 
 
