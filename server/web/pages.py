@@ -42,7 +42,7 @@ async def docs(request: Request) -> Response:
 
 @cache
 def _docs_page() -> str:
-    return (Path(__file__).parent / "web" / "docs.html").read_text(encoding="utf-8")
+    return (Path(__file__).parent / "docs.html").read_text(encoding="utf-8")
 
 
 def add_pages(app: Starlette) -> None:
