@@ -79,7 +79,7 @@ def test_the_page_is_complete_in_itself():
     assert not re.findall(r"(?:src|href)\s*=|url\(|@import|https?://", PAGE)
     assert 'fetch("openapi.json"' in PAGE  # relative: works under a path prefix
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "web/*.html" in project["tool"]["setuptools"]["package-data"]["server"]
+    assert "*.html" in project["tool"]["setuptools"]["package-data"]["quire.server.web"]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
