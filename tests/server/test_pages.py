@@ -32,7 +32,7 @@ const window = {}, location = {hash: ""};
 const asked = [];
 const fetch = async (url, options) => {
   asked.push([url, options.headers.Authorization ?? null]);
-  return options.headers.Authorization === "Bearer right" 
+  return options.headers.Authorization === "Bearer right"
     ? {status: 200, ok: true, json: async () => SPEC} : {status: 401, ok: false};
 };
 """
