@@ -34,11 +34,9 @@ struct Compact {
 // A register of each of three vectors of words to one of each of four of weights.
 static inline void expand_part(const uint16_t* src, Ints* weights) {
   const Ints keep = set1_words(0x87ff), low = set1_words(Compact::kLow << 7), a = load_ints(src), b = load_ints(src + 32), c = load_ints(src + 64);
-  const Ints upper = (words_left<1>(c) & set1_words(0x8000)) | (words_right<7>(c) & set1_words(0x0070));
-  weights[0] = (a & keep) | low;
-  weights[1] = (b & keep) | low;
-  weights[2] = (c & keep) | low;
-  weights[3] = upper | low | (words_right<4>(a) & set1_words(0x0780)) | (words_right<11>(b) & set1_words(0x000f));
+  weights[0] = or_masked(low, a, keep), weights[1] = or_masked(low, b, keep), weights[2] = or_masked(low, c, keep);
+  const Ints lower = or_masked(or_masked(low, words_right<4>(a), set1_words(0x0780)), words_right<11>(b), set1_words(0x000f));
+  weights[3] = or_masked(or_masked(lower, words_right<7>(c), set1_words(0x0070)), words_left<1>(c), set1_words(0x8000));
 }
 // Three vectors of words to four of weights.
 static inline void expand_group(const uint16_t* src, bf16* dst) {
