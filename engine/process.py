@@ -79,7 +79,8 @@ def dump_stacks_on(number: signal.Signals, name: str) -> None:
     stderr.
     """
     folder = os.environ.get(STACKS_FOLDER)
-    file = Path(folder, name + STACKS_SUFFIX).open("w") if folder else sys.stderr  # noqa: SIM115  it stays open for the handler
+    # The file stays open for the handler.
+    file = Path(folder, name + STACKS_SUFFIX).open("w") if folder else sys.stderr  # noqa: SIM115
     faulthandler.register(number, file, all_threads=True, chain=False)
 
 
