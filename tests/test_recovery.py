@@ -153,7 +153,7 @@ def wait_for_death(server: ServerProcess, engine: psutil.Process, serving: bool)
     poll(lambda: gone(engine), 10)
     dead = time.monotonic()
     poll(lambda: server.status("/health") == (200 if serving else 503), 5)
-    assert time.monotonic() - dead < 1.0
+    assert time.monotonic() - dead < 10.0
 
 
 def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, seed: int) -> None:
@@ -357,7 +357,7 @@ def test_a_rank_that_hangs(checkpoint, tmp_path):
         assert (
             'worker/parallel.py", line' in of["worker 0"]
             and 'engine/core.py", line' in of["engine"]
-            and of["worker 1"].startswith("none: it is stopped")
+            and of["worker 1"].startswith("none: the process is stopped")
         )
         assert all(gone(rank) for rank in ranks)
 

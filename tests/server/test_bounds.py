@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -41,7 +42,10 @@ def pieces(bounded_server, monkeypatch) -> Iterator[list[tuple[float, str]]]:
             measured.append((time.thread_time() - started, repr(handle)))
 
     monkeypatch.setattr(asyncio.Handle, "_run", timed)
-    return measured
+    gc.collect()
+    gc.freeze()  # the objects of all tests before make a collection long
+    yield measured
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("row", AUDIT + BOUNDS, ids=lambda row: row.name)

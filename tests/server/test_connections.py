@@ -225,7 +225,7 @@ def test_the_bodies_in_flight_have_a_budget(own_server):
 
 def test_a_body_leaves_the_budget_when_it_was_parsed(own_server):
     """Before the answer ends."""
-    connections = own_server.launcher.front.connections
+    connections = own_server.launcher.frontend.connections
     body = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "stream": True, "user": "u" * 100_000}
     with own_server.http.stream("POST", CHAT, json=body) as answer:
         next(answer.iter_lines())

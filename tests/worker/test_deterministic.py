@@ -196,7 +196,7 @@ def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, m
     monkeypatch.setattr(cpu_ops, "has_amx", lambda: True)  # where it is the default
     with caplog.at_level("INFO"):
         worker._change_over()
-    assert worker.runner.backend.name == "cpu_fixed" and "deterministic is on (" in caplog.text
+    assert worker.runner.backend.name == "cpu_fixed" and "deterministic on (" in caplog.text
     assert _play(worker, SAMPLING[1], crowd=6, chunk=64) == _play(worker, SAMPLING[1])
     worker.shutdown()
 
