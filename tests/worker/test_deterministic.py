@@ -1,4 +1,4 @@
-"""`deterministic`: equal bits alone, among others, in chunks of any size, after preemption; where it is the default."""
+"""`deterministic`: equal bits alone, in a batch, in chunks of any size and after preemption; when it is the default."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _prompt(length: int, seed: int) -> list[int]:
 
 
 def _play(worker: Worker, sampling: SamplingParams, crowd: int = 0, chunk: int = 1000, preempt_at: int | None = None):
-    """(tokens, their log-probabilities, the prompt's) of one request of 300 tokens among `crowd` others, prompts in
-    chunks of `chunk`.
+    """(tokens, their log-probabilities, the prompt's log-probabilities) of a request with a prompt of 300 tokens that
+    runs with `crowd` others; prompts are computed in chunks of `chunk` tokens.
     """
     script, kept, prompt_kept = Script(16), [], []
     me = crowd // 2
@@ -112,7 +112,7 @@ def test_without_it_bits_differ(checkpoint, native_kernels):
         pytest.skip("with AVX-512 alone there is only one way to compute")
     worker = _worker(checkpoint("qwen3", dtype="bfloat16", head_dim=64), deterministic=False)
     alone = _play(worker, SAMPLING[0])
-    # with AVX2 only attention differs, and not of many rows
+    # with AVX2 only attention differs, and only for few rows
     assert any(_play(worker, SAMPLING[0], **case)[1:] != alone[1:] for case in [*CASES, {"chunk": 2}])
     worker.shutdown()
 
@@ -193,7 +193,7 @@ def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, m
         _play(worker, SAMPLING[0])
     finally:
         native_kernels.lib, native_kernels.status = lib, status
-    monkeypatch.setattr(cpu_ops, "has_amx", lambda: True)  # where it is the default
+    monkeypatch.setattr(cpu_ops, "has_amx", lambda: True)  # with AMX it is the default
     with caplog.at_level("INFO"):
         worker._change_over()
     assert worker.runner.backend.name == "cpu_fixed" and "deterministic on (" in caplog.text
@@ -219,7 +219,7 @@ def test_rows_of_a_product(native_kernels, kind, silu_and_mul):
 def test_log_probabilities_with_several_threads():
     torch.manual_seed(0)
     logits, chosen = torch.randn(12, 151936), torch.zeros(12, dtype=torch.int64)
-    torch.set_num_threads(2)  # a single row is summed by both, several rows by one each
+    torch.set_num_threads(2)  # both threads sum a single row; with several rows, one thread sums each
     try:
         together = logprobs.entries(logits, chosen, 0, True, CpuPlatform()).values
         alone = torch.cat([logprobs.entries(row, chosen[:1], 0, True, CpuPlatform()).values for row in logits.split(1)])

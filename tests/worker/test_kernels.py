@@ -1,5 +1,5 @@
-"""The native CPU kernels against float32 references in plain torch, on random shapes, odd ones included, at every
-instruction-set level this CPU runs.
+"""Compares the native CPU kernels with references in plain torch, on random shapes including odd ones, at every
+instruction-set level that this CPU supports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.worker.sampling import logprobs
 LEVELS = list(build.LEVELS)
 TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# relative error of one rounding, with room for another order of summation
+# Relative error of one rounding, with a margin for a different order of summation.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
@@ -38,7 +38,7 @@ def usable_levels() -> list[str]:
 
 @contextmanager
 def installed(level: str, library: Path):
-    """`library` as the process's kernels."""
+    """Make `library` the process's kernels within the context."""
     kernels, loaded = native.KERNELS, native.Kernels()
     loaded.level = level
     assert loaded._open(str(library)), loaded.status
@@ -55,9 +55,9 @@ def installed(level: str, library: Path):
     ],
 )
 def kernels(request):
-    """The process's kernels, of one level after the other.
+    """Install the kernels of each level in turn, and return the level.
 
-    They are compiled on first use (seconds), then come from the cache.
+    They are compiled on first use (seconds) and cached.
     """
     with installed(request.param, build.build(request.param, build.cache_folder())):
         yield request.param
@@ -70,8 +70,8 @@ def rng(request):
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, relative: float, scale: float | None = None) -> None:
-    """Every element within `relative` of its own size plus that of a typical element: cancellation makes small ones
-    less exact.
+    """Assert that each element's error is within 2 * `relative` times the sum of its own size and a typical element's.
+    The typical size allows for cancellation, which makes small elements less exact.
     """
     got, want = got.float(), want.float()
     typical = want.abs().mean().item() if scale is None else scale
@@ -90,7 +90,7 @@ def test_packed_linear(kernels, m):
     rng = random.Random(m)
     torch.manual_seed(m)
     for _ in range(3):
-        # 2200: of 290 rows more than a product takes at once
+        # k = 2200 with 290 rows exceeds what a product computes in one pass
         n, k = rng.choice([1, 5, 31, 32, 33, 64, 200, 1000]), rng.choice([1, 2, 7, 31, 32, 33, 96, 333, 2200])
         weight, x = torch.randn(n, k).bfloat16(), torch.randn(m, k + 3).bfloat16()[:, :k]
         bias = torch.randn(n).bfloat16() if rng.random() < 0.5 else None
@@ -98,7 +98,7 @@ def test_packed_linear(kernels, m):
         want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         plain = cpu_ops.PackedLinear(weight, bias, compact=False)
         for got, path in ((linear, 0), (linear, 3), (plain, 0), (plain, 1), (plain, 3)):
-            error = 2e-5 if kernels != "amx" and path == 0 and m > 32 else 1e-6  # test_fixed_point.py has more of it
+            error = 2e-5 if kernels != "amx" and path == 0 and m > 32 else 1e-6  # test_fixed_point.py tests this
             assert_near(got(x, torch.float32, path), want, error * k**0.5, scale=k**0.5)
             assert_near(got(x, path=path), want, 2**-8)
         ids = torch.randint(0, n, (7,), dtype=rng.choice([torch.int32, torch.int64]))
@@ -112,14 +112,14 @@ def test_packed_linear(kernels, m):
 def test_compact_weights_change_no_bit(kernels, m, n, k, silu):
     torch.manual_seed(n + m)
     weight, x = torch.randn(n, k).bfloat16() * 0.02, torch.randn(m, k).bfloat16()
-    # exponents far from the others
+    # these exponents are far from the others
     weight[torch.randint(n, (9,)), torch.randint(k, (9,))] *= 2.0 ** torch.randint(-30, 30, (9,))
     weight[torch.randint(n, (5,)), torch.randint(k, (5,))] = torch.tensor([0.0, -0.0, 1e-30, 3e4, -1e9]).bfloat16()
     bias = torch.randn(n).bfloat16()
     plain, compact = (cpu_ops.PackedLinear(weight, bias, silu, compact) for compact in (False, True))
     assert plain.compact is None and compact.compact is not None
     for dtype in (torch.bfloat16,) if silu else (torch.bfloat16, torch.float32):
-        # without AMX many rows of compact weights are multiplied as fixed-point numbers
+        # without AMX, path 0 multiplies many rows by compact weights in fixed point
         for path in (0, 3) if kernels == "amx" else (3,):
             assert torch.equal(plain(x, dtype, path), compact(x, dtype, path))
     if not silu:
@@ -128,7 +128,7 @@ def test_compact_weights_change_no_bit(kernels, m, n, k, silu):
 
 def test_compact_storage(kernels):
     weight = torch.randn(96, 640).bfloat16()
-    weight[32:64] = 0  # a block of its own
+    weight[32:64] = 0  # a whole block
     linear = cpu_ops.PackedLinear(weight)
     assert linear.packed.nbytes == weight.nbytes * 3 // 4 and len(linear.compact.exceptions) < 0.002 * weight.numel()
     assert torch.equal(linear.rows(torch.arange(96)), weight)
@@ -154,17 +154,17 @@ def test_weights_that_are_not_compacted(kernels, spoil):
 
 
 def test_packed_linear_with_a_long_sum_and_leading_dimensions(kernels):
-    weight, x = torch.randn(70, 5000).bfloat16(), torch.randn(3, 11, 5000).bfloat16()  # k in several runs
+    weight, x = torch.randn(70, 5000).bfloat16(), torch.randn(3, 11, 5000).bfloat16()  # k spans several runs
     linear = cpu_ops.PackedLinear(weight)
     got = linear(x, torch.float32, path=3)
     assert got.shape == (3, 11, 70)
     assert_near(got, x.double() @ weight.double().T, 1e-4, scale=70.0)
 
 
-# rows that are padded; that are multiplied where they lie; whose distance of 4 KiB makes them copied
+# 2100: rows are padded; 2112: rows are multiplied in place; 2048: rows are 4 KiB apart and therefore copied
 @pytest.mark.parametrize("k", [2100, 2112, 2048])
 def test_packed_linear_rows_do_not_depend_on_each_other(kernels, k):
-    # k in several runs, rows in several groups
+    # k spans several runs, the rows several groups
     weight, x = torch.randn(96, k).bfloat16(), torch.randn(1100, k).bfloat16()
     linear = cpu_ops.PackedLinear(weight)
     together = linear(x, torch.float32, path=3)
@@ -223,14 +223,14 @@ def test_quantized_linear(kernels, bits, m):
         linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, group, bias)
         x = torch.randn(m, k + 3).bfloat16()[:, :k] * torch.rand(m, 1).bfloat16()
         want = x.double() @ weight.T + (0 if bias is None else bias.double())
-        # relative errors of the terms add up to a fraction of this
+        # the total of the terms' relative errors is a fraction of this
         terms = (x.double().square() @ weight.T.square()).sqrt()
         for path in (0, 1, 2, 3):
             # each weight is rounded to bf16
             assert ((linear(x, torch.float32, path) - want).abs() <= 6 * 2**-9 * terms + 1e-5).all()
         largest = x.double().abs().amax(1, keepdim=True) @ weight.T.square().sum(0, keepdim=True).sqrt()
         for path in (1, 2):
-            # each x to a 32767th of the largest
+            # each x is rounded to 1/32767 of the largest
             assert ((linear(x, torch.float32, path) - want).abs() <= 4 * 2**-16 * largest + 1e-5).all()
         ids = torch.randint(0, n, (7,))
         assert_near(linear.rows(ids), weight[ids], 2**-8, 0.0)
@@ -238,7 +238,7 @@ def test_quantized_linear(kernels, bits, m):
 
 @pytest.mark.parametrize("bits,relative_error", [(8, 0.0067), (4, 0.095)])
 def test_quantize(kernels, bits, relative_error):
-    """The error of Gaussian weights is what the step size predicts; outliers, zeros and tiny groups survive."""
+    """Gaussian weights have the error that the step size predicts; zeros stay zero and tiny groups finite."""
     torch.manual_seed(0)
     weight = (torch.randn(96, 640) * torch.rand(96, 1)).bfloat16()
     weight[3, 64:128] = 0
@@ -288,7 +288,7 @@ def test_the_thread_count_is_torchs(kernels):
     for _ in range(3):
         linear(x)
         F.linear(x, torch.randn(640, 640).bfloat16())
-    assert len(_threads()) == before  # one pool, not two
+    assert len(_threads()) == before  # the kernels share torch's thread pool
 
 
 def _threads() -> list[str]:
@@ -322,7 +322,7 @@ def test_silu_and_mul(kernels, rng, dtype):
 
 
 def _cache(num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """A cache full of NaN: what nobody wrote must not be read, not even to be multiplied by 0."""
+    """A cache full of NaN, which exposes any read of an unwritten slot, even one that is multiplied by 0."""
     if layout == "heads first":
         return torch.full((num_blocks, heads, block_size, dim), float("nan"), dtype=dtype).transpose(1, 2)
     return torch.full((num_blocks, block_size, heads, dim), float("nan"), dtype=dtype)
@@ -393,8 +393,8 @@ FILTERS = [
 
 
 def _sampling_case(seed: int, size: int) -> tuple[torch.Tensor, ...]:
-    """Arguments of `cpu_ops.sample`: a greedy row, then one for each of FILTERS, in rows of logits that are not next to
-    each other.
+    """Arguments of `cpu_ops.sample`: a greedy row, then one row for each of FILTERS. The rows of logits are not
+    adjacent in memory.
     """
     generator = torch.Generator().manual_seed(seed)
     n = 1 + len(FILTERS)
@@ -408,7 +408,7 @@ def _sampling_case(seed: int, size: int) -> tuple[torch.Tensor, ...]:
         logits[:, size // 2] = 0
     floats, ints = torch.zeros(3, n + 3, dtype=torch.float64), torch.zeros(2, n + 3, dtype=torch.int64)
     rows = torch.randperm(n + 3, generator=generator)[:n]
-    # what a former request left counts for nothing
+    # a greedy row ignores the top_p, min_p, top_k and seed that an earlier request left
     floats[:, rows[0]], ints[:, rows[0]] = torch.tensor([0, 0.5, 0.5]).double(), torch.tensor([1, 7])
     for row, (top_k, top_p, min_p) in zip(rows[1:].tolist(), FILTERS):
         floats[:, row] = torch.tensor(
@@ -421,7 +421,7 @@ def _sampling_case(seed: int, size: int) -> tuple[torch.Tensor, ...]:
 def _sample_by_twin(
     logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor
 ) -> list[int]:
-    """Row by row, by the whole row."""
+    """Tokens of the twin, computed row by row."""
     tokens = [int(sampling_math.best(logits[:1])[1])]
     for i, row in enumerate(rows[1:].tolist(), 1):
         (temperature, top_p, min_p), (top_k, state) = floats[:, row : row + 1], ints[:, row : row + 1]
@@ -443,7 +443,7 @@ def _sample_by_twin(
 
 @pytest.mark.parametrize("size", [1, 15, 100, 1003, 8192, 33000, 151936])
 def test_sample(kernels, size):
-    """The twin's token, draw by draw; one in hundreds may fall on an edge that the last bit of exp moves."""
+    """Each draw gives the twin's token. At most one may differ, because the last bit of exp moves a boundary."""
     others = 0
     rounds = 3 if size > 100_000 else 12
     for seed in range(rounds):
@@ -454,7 +454,7 @@ def test_sample(kernels, size):
 
 @pytest.mark.parametrize("size", [1, 15, 100, 1003, 8192, 33000])
 def test_logprobs(kernels, size, monkeypatch):
-    """Values, order and ranks are those of the twin; which of equal logits comes first is not promised."""
+    """Values, order and ranks equal the twin's; the order of equal logits is unspecified."""
     for seed in range(9):
         logits, *_ = _sampling_case(seed, size)
         tokens = torch.randint(0, size, (len(logits),))
@@ -508,7 +508,7 @@ def test_sample_without_a_token(kernels):
 
 
 def dense_attention(q, k, v, scale, window, soft_cap):
-    """One request: q [n, H, D] are the last n of the tokens of k, v [L, Hk, D]."""
+    """Attention of one request in float64: q [n, H, D] holds the last n of the L tokens of k and v [L, Hk, D]."""
     n, length, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
@@ -551,7 +551,7 @@ def _paged_case(
         first_seen = max(0, length - n - window + 1) if window else 0
         for b in range(-(-length // block_size)):
             table[i, b] = free.pop()
-            # what fell out of the window may be overwritten
+            # positions outside the window may be overwritten, so leave them NaN
             part = slice(max(b * block_size, first_seen), min((b + 1) * block_size, length))
             if part.start < part.stop:
                 k_cache[table[i, b], part.start - b * block_size : part.stop - b * block_size] = k[part]
@@ -580,7 +580,7 @@ def test_attention_decode(kernels, rng, dtype, head_dim):
 @pytest.mark.parametrize("group", [4, 5, 8, 16, 17])
 @pytest.mark.parametrize("head_dim", [32, 96, 128])
 def test_attention_decode_with_many_query_heads(kernels, rng, group, head_dim):
-    """Each request alone gives the same bits: it is cut by heads then, so that all threads have something to do."""
+    """A request alone, whose work is split by heads to occupy all threads, gives the same bits as in a batch."""
     contexts = [rng.choice([0, 1, 15, 16, 63, 127, 128, 300]) for _ in range(5)]
     (q, k_cache, v_cache, table, lengths, starts, *rest), want = _paged_case(
         rng, torch.bfloat16, [1] * 5, contexts, head_dim, group, rng.choice([16, 48])
@@ -605,8 +605,8 @@ def test_attention_prefill_and_mixed(kernels, rng, dtype, head_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_to_scores_of_any_size(kernels, rng, dtype):
-    """The largest score grows again and again, by far more than a float's exponent holds; in the end hardly any key but
-    the last ones counts.
+    """The running maximum of the scores grows many times, by more than the range of a float's exponent; in the end only
+    the last keys have weight.
     """
     query_len, length, heads, head_dim = rng.choice([1, 8, 40]), 700, 2, 64
     k, v = (torch.randn(length, heads, head_dim).to(dtype) for _ in range(2))
@@ -626,7 +626,7 @@ def test_attention_to_scores_of_any_size(kernels, rng, dtype):
 
 
 def test_attention_to_scores_that_overflow(kernels):
-    """It shows in the rows it belongs to and in no others."""
+    """NaN appears for the affected token and head and for no other."""
     torch.manual_seed(0)
     q, k_cache, v_cache = (
         torch.randn(40, 4, 64).bfloat16(),
@@ -649,8 +649,8 @@ def test_attention_to_scores_that_overflow(kernels):
 
 
 def _sharing_requests(rng: random.Random) -> list[tuple[list[tuple[object, int]], int]]:
-    """For each request the (name, length) of the pieces of its context, of which those before the last may be another's
-    too, and its number of query tokens.
+    """For each request: the (name, length) of each piece of its context, and its number of query tokens. Requests may
+    share all pieces but the last.
     """
     systems = {("system", i): rng.choice([5, 128, 129, 300, 513]) for i in range(rng.choice([1, 2, 3]))}
     examples = {("example", i): rng.choice([100, 128, 260]) for i in range(2)}
@@ -664,8 +664,8 @@ def _sharing_requests(rng: random.Random) -> list[tuple[list[tuple[object, int]]
 
 
 def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
-    """Requests that share the blocks of common prefixes: (arguments, the same with blocks of each request's own, what
-    dense attention gives).
+    """Requests with common prefixes: (arguments in which they share blocks, the same with private blocks for each
+    request, the result of dense attention).
     """
     kv_heads, group, block_size = (
         rng.choice([1, 2, 3]),
@@ -692,8 +692,8 @@ def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
         ends = torch.tensor(sizes).cumsum(0)
         for b in range(-(-lengths[i] // block_size)):
             part = slice(b * block_size, min((b + 1) * block_size, lengths[i]))
-            piece = int((ends < (b + 1) * block_size).sum())  # in which its last position lies
-            shared = piece < len(pieces) - 1  # a full block, and all before it is the same
+            piece = int((ends < (b + 1) * block_size).sum())  # the piece that contains the block's last position
+            shared = piece < len(pieces) - 1  # the block is full and everything before it is equal
             for table, key in ((tables[0], (names[piece], b) if shared else (i, b)), (tables[1], (i, b, "private"))):
                 table[i, b] = blocks.setdefault(key, len(blocks))
                 filled.append((int(table[i, b]), k[part], v[part]))
@@ -714,7 +714,7 @@ def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 def test_attention_over_shared_keys(kernels, rng, dtype, head_dim):
-    """Right on every path, and without a bit of difference where the path is fixed, as --deterministic asks."""
+    """Every path is correct; the fixed-order paths, used by --deterministic, give the same bits as private blocks."""
     shared, private, want = _sharing_case(rng, dtype, head_dim)
     for path in range(4):
         got = cpu_ops.paged_attention(*shared, path=path)
@@ -725,7 +725,7 @@ def test_attention_over_shared_keys(kernels, rng, dtype, head_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_wanted_tokens(kernels, rng, dtype):
-    """Of some tokens of some requests; those that nobody reads, be they all of a request, disturb no other's."""
+    """Results of the wanted tokens are correct even if no token of some request is wanted."""
     shared, _, want = _sharing_case(rng, dtype, 64)
     ends = shared[5].tolist()
     wanted = torch.tensor(
@@ -737,8 +737,9 @@ def test_attention_of_wanted_tokens(kernels, rng, dtype):
 
 
 def test_attention_of_one_token_depends_on_its_keys_alone(kernels):
-    """In one order (2) wherever a prompt is cut and whatever is beside it; else of a chunk as it is cut, where AMX
-    computes it: by vectors values are rounded beside those of the other keys of a task, which is cut to suit the batch.
+    """A token's bits do not depend on the batch: on fixed-order paths (2, 3) for any split of the prompt into chunks;
+    on path 0 for the same chunk, if AMX computes it. Vector code rounds values together with those of the other keys of
+    a task, and the split into tasks depends on the batch.
     """
     rng = random.Random(1)
     for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 80), (torch.float32, 64), (torch.float16, 128)):
@@ -768,7 +769,7 @@ def test_attention_of_one_token_depends_on_its_keys_alone(kernels):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_a_chunk_is_that_of_its_tokens_one_by_one(kernels, rng, dtype):
-    """In one order, which is what `--deterministic` asks for."""
+    """On the fixed-order path, which `--deterministic` uses."""
     (q, k_cache, v_cache, table, lengths, starts, *rest), _ = _paged_case(rng, dtype, [1, 70, 9], [200, 500, 5], 64)
     request = torch.repeat_interleave(torch.arange(3), starts.diff())
     seen = (lengths[request] - starts[1:][request] + torch.arange(len(q)) + 1).int()

@@ -1,4 +1,4 @@
-"""The layers as one native call, or as calls from attention to attention, against the same layers called one by one."""
+"""Compares the layers run in one native call, or in one call per segment, with the same layers called one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.worker.models.qwen3 import Qwen3Attention
 from quire.worker.platforms.cpu import CpuPlatform
 from tests.worker.dense_attention import DenseAttention, PagedRunner
 
-# Prompts, more than 1024 tokens in a step, odd sizes, and single tokens.
+# Prompts, a step of more than 1024 tokens, odd sizes and single tokens.
 STEPS = [{0: 3, 1: 290}, {0: 1, 1: 1}, {0: 40, 2: 1}, {0: 560, 1: 7, 2: 530}, {2: 1}]
 
 
@@ -35,7 +35,7 @@ def _play(
     wanted: Callable[[int], int] | None = None,
     steps: list[dict[int, int]] = STEPS,
 ) -> list[torch.Tensor]:
-    """Hidden states of each step: of all tokens, or of the last `wanted(count)` of each request."""
+    """Hidden states of each step, for all tokens or for the last `wanted(count)` tokens of each request."""
     rng, runner = random.Random(0), PagedRunner(model, 3, 1024, backend)
     return [
         torch.cat(
@@ -57,7 +57,7 @@ def _play(
     [("qwen3", None), ("llama-bias", None), ("qwen2-window", None), ("llama-tied", "int8"), ("qwen3", "int4")],
 )
 def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, name, quantization, fixed, backend):
-    """With attention called from Python between the segments, and within the native call."""
+    """Both if Python calls attention between the segments and if the native call includes it."""
     model = _model(checkpoint(name, dtype="bfloat16"), quantization=quantization)
     if fixed:
         fix_order(model)
@@ -70,7 +70,7 @@ def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, na
 
 @pytest.fixture
 def two_threads(native_kernels):
-    """With as many threads as heads, these would not leave their product one at a time."""
+    """Two threads: with as many threads as heads, a product would not emit its heads one at a time."""
     native_kernels.lib.quire_set_threads(2)
     yield
     native_kernels.lib.quire_set_threads(torch.get_num_threads())
@@ -88,8 +88,8 @@ def two_threads(native_kernels):
 )
 @pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("mistral", "int8")])
 def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quantization, shape):
-    """Projections of many rows leave the product a head at a time; also where k takes several runs, with several heads
-    in each.
+    """A product of many rows emits its output one head at a time, also if k takes several runs with several heads in
+    each.
     """
     model = _model(checkpoint(name, dtype="bfloat16", **shape), quantization=quantization)
     got = _play(model, CpuNativeAttention())
@@ -107,7 +107,7 @@ def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quan
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-window"])
 def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypatch, name, wanted, backend):
     model = _model(checkpoint(name, dtype="bfloat16"))
-    fix_order(model)  # else few rows and many may differ
+    fix_order(model)  # otherwise the bits may depend on the number of rows
     backend = CpuFixedAttention if backend is CpuNativeAttention else backend
     steps = [step for step in STEPS if any(wanted(count) for count in step.values())]
     everything, got = _play(model, backend(), None, steps), _play(model, backend(), wanted, steps)
@@ -124,7 +124,7 @@ def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypat
 def test_made_anew_for_another_cache(checkpoint, native_kernels):
     model = _model(checkpoint("qwen3", dtype="bfloat16"))
     first, segments = _play(model), model.model.fused_layers()
-    assert all(torch.equal(a, b) for a, b in zip(first, _play(model)))  # over a cache of its own
+    assert all(torch.equal(a, b) for a, b in zip(first, _play(model)))  # each _play has its own cache
     assert model.model.fused_layers() is not segments
 
 
@@ -136,7 +136,7 @@ def test_only_for_packed_weights(checkpoint, native_kernels):
 
 @pytest.mark.parametrize("hidden", [32, 1024, 3000])
 def test_conflicts_of_a_workspace(native_kernels, hidden):
-    """How large they are is up to the machine. Everything is looked at, nothing else is, and zeros are left behind."""
+    """The value depends on the machine. The measurement writes zeros to the whole workspace and to no other memory."""
     size = 1024 * (hidden + 32)
     memory = torch.full((size + 2048,), 3.0, dtype=torch.bfloat16)
     assert 1 <= native_kernels.lib.quire_segment_conflicts(memory[1024:].data_ptr(), hidden) < 1000
@@ -144,7 +144,7 @@ def test_conflicts_of_a_workspace(native_kernels, hidden):
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_called(checkpoint, native_kernels):
-    """It does not inherit `native_twin`, so the native code never computes the layers in its place."""
+    """A subclass does not inherit `native_twin`, so the native code does not replace its forward."""
 
     class Doubled(Qwen3Attention):
         def forward(self, *args, **kwargs):

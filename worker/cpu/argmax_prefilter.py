@@ -1,4 +1,4 @@
-"""The largest outputs of the output head, by reading little more than 8 bits of each of its weights."""
+"""argmax of the output head that reads little more than 8 bits of each weight."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from quire.worker.platforms import huge_pages
 
 
 class Int8ArgmaxPrefilter:
-    """A copy of a `PackedLinear`'s weight, rounded to 8 bits, which tells of most outputs that they are not the largest
+    """A copy of a `PackedLinear`'s weight, rounded to 8 bits, that rules out most outputs as the largest
     (csrc/greedy.cpp). The linear must outlive it.
 
-    Where the norms say so little that many outputs remain, it costs more than it saves: then all outputs are left to
-    the linear for a while.
+    If the norms bound the outputs so loosely that many candidates remain, the filter costs more than it saves: it then
+    pauses for 64 calls, and the caller computes all outputs with the linear.
     """
 
-    MIN_WEIGHTS = 1 << 24  # fewer come out of the caches
+    MIN_WEIGHTS = 1 << 24  # a smaller weight fits in the caches
     MAX_ROWS = 32
-    _MOST = 1 / 4  # of the outputs, to be computed
+    _MOST = 1 / 4  # maximum fraction of outputs to compute before a pause
     _PAUSE = 64  # calls
 
     def __init__(self, linear: PackedLinear) -> None:
@@ -32,11 +32,11 @@ class Int8ArgmaxPrefilter:
         self.finite = self.lib.quire_screen_make(
             self.linear.packed, self.linear.compact, byref(self.args), self.linear.n, self.linear.k
         )
-        self.computed = self._pause = 0  # computed: blocks of 32 outputs, in the last call
+        self.computed = self._pause = 0  # computed: number of blocks of 32 outputs, in the last call
 
     @classmethod
     def of(cls, linear: PackedLinear) -> Int8ArgmaxPrefilter | None:
-        """None where there is none, or no use for one."""
+        """The prefilter of `linear`, or None if its weight is unsupported or too small to benefit."""
         n, k = linear.out_features, linear.in_features
         if k % 64 or n * k < cls.MIN_WEIGHTS or linear.bias is not None or linear.flags:
             return None
@@ -44,8 +44,10 @@ class Int8ArgmaxPrefilter:
         return screen if screen.finite else None
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The first of the largest of the linear's float32 outputs for each row of x `[T, k]` bfloat16: int64 `[T]`.
-        None where these are to be looked at: there are many rows, an output is not finite, or this would not be faster.
+        """argmax (first of equals), int64 `[T]`, of the linear's float32 outputs for each row of x `[T, k]` bfloat16.
+
+        Returns None if the caller must compute the outputs: x has more than MAX_ROWS rows, an output is not finite, or
+        the filter is paused.
         """
         if len(x) > self.MAX_ROWS or self._pause > 0:
             self._pause = max(self._pause - 1, 0)

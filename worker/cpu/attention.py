@@ -1,5 +1,5 @@
-"""Paged attention through the native CPU kernel (`kernels/csrc/attention.cpp`): any mixture of decode and prefill in
-one call, K and V read where they lie.
+"""Paged attention with the native CPU kernel (`csrc/attention.cpp`): computes any mixture of decode and prefill in one
+call and reads K and V in place.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from quire.worker.cpu.native import KERNELS
 
 
 class CpuNativeAttention(AttentionBackend):
-    """See the module.
+    """The backend `cpu_native`.
 
-    Shares cpu_paged's block size, so that a worker may change from that to this between two steps.
+    Its block size is that of cpu_paged, so that a worker can switch from cpu_paged to it between two steps.
     """
 
     name = "cpu_native"

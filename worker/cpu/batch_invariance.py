@@ -1,8 +1,8 @@
-"""Whether no request changes a bit of another's: as `--deterministic` says; where it says nothing, if that is cheap.
+"""Decides whether a request's bits are independent of the other requests: by `--deterministic` or, without it, by cost.
 
-Two things of a step may depend on how many rows it has: its products (`fixed_order_linear.py`) and its attention
-(`fixed_order_attention.py`). Both have a way that does not. It is the default where it takes less than 5 % longer on
-the loads of benchmarks/RESULTS.md.
+In a step, the results of products (`fixed_order_linear.py`) and of attention (`fixed_order_attention.py`) may depend on
+the number of rows. Both have an implementation whose results do not. It is the default if it takes less than 5 %
+longer on the loads of benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ PROMISE = "a request's tokens do not depend on what runs beside it"
 
 
 def resolve(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
-    """(whether a request's bits are independent of the others, why and at what cost).
+    """(whether a request's bits are independent of the other requests, the reason and the cost).
 
-    Raises ValueError where `--deterministic` is given and this model or device has no such way.
+    Raises:
+        ValueError: `--deterministic` is given, and this model or device does not support it.
     """
     asked = config.device.deterministic
     if asked is False:
@@ -43,7 +44,7 @@ def _off() -> str:
 
 
 def _cost(quantization: str | None) -> tuple[bool, str]:
-    """(whether that is little enough for a default, what the loaded kernels pay); measured in docs/deployment.md."""
+    """(whether the cost is low enough for a default, the cost with the loaded kernels), from docs/deployment.md."""
     if cpu_ops.has_amx():
         if quantization:
             return False, "prompts take 2 to 2.7 times as long"
@@ -56,7 +57,7 @@ def _cost(quantization: str | None) -> tuple[bool, str]:
 
 
 def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str] | None:
-    """What is not known to be independent of the batch, in words that go on from `--deterministic`, and what helps."""
+    """(why batch invariance is unavailable, as a predicate of `--deterministic`; the remedy), or None if available."""
     backend = config.device.attention_backend
     if config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size > 1:
         return "works with one rank", ": leave --tensor-parallel-size and --pipeline-parallel-size at 1"

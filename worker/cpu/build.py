@@ -1,9 +1,9 @@
-"""Compiles the native CPU kernels (`csrc/`) into one shared library per instruction-set level. Needs no torch, and runs
-as a script of its own.
+"""Compiles the native CPU kernels (`csrc/`) into one shared library per instruction-set level. Needs no torch and also
+runs as a script.
 
-A library is named after what it was made from: `quire-<hash of the sources and flags>-<level>-<compiler>.so`. It
-appears under its name in one atomic step, and a lock keeps two builders of the same library apart. What a builder has
-compiled when it is killed the next one uses. The libraries need libstdc++ and nothing else.
+A library's name identifies its inputs: `quire-<hash of the sources and flags>-<level>-<compiler>.so`. It is renamed
+into place atomically, and a file lock keeps two processes from building the same library. If a build is killed, the
+next one reuses its object files. The libraries depend on libstdc++ only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
-# Functions are aligned, for otherwise what lies before a loop in the library decides how fast it is.
+# -falign-functions: without it the speed of a loop depends on the code before it in the library.
 FLAGS = [
     "-O3",
     "-std=c++17",
@@ -38,15 +38,15 @@ FLAGS = [
 _AVX2 = ["avx2", "fma", "f16c", "bmi2"]
 _AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"]
 _BF16 = [*_AVX512, "avx512bf16"]
-# best first: compiler options -m...
+# Best level first. The values are compiler options without their -m.
 LEVELS = {
     "amx": [*_BF16, "avx512vbmi", "amx-tile", "amx-bf16", "amx-int8"],
     "avx512bf16": _BF16,
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
-_MUCH_FASTER = 0.95  # of the time of the level with more instructions: less may be noise
-# where /proc/cpuinfo spells it differently
+_MUCH_FASTER = 0.95  # maximum time relative to the level with more instructions; a smaller gain may be noise
+# compiler option -> flag in /proc/cpuinfo, if spelled differently
 _CPU_FLAGS = {
     "avx512bf16": "avx512_bf16",
     "avx512vnni": "avx512_vnni",
@@ -57,22 +57,22 @@ _CPU_FLAGS = {
 
 
 class BuildError(Exception):
-    """The kernels cannot be compiled here; the text says why."""
+    """The kernels cannot be compiled on this machine; the message says why."""
 
 
 def cpu_level() -> str | None:
-    """The level with the most instructions of those that this machine's CPU runs, or None if it has none (not x86-64,
-    or too old).
+    """The level with the most instructions that this machine's CPU supports, or None if it supports no level (not
+    x86-64, or too old).
     """
     return next(iter(cpu_levels()), None)
 
 
 def choose_level(asked: str = "auto") -> tuple[str | None, str]:
-    """The level to use, and why: the one that is asked for, else the one with the most instructions, or a narrower one
-    that calibration finds faster.
+    """(the level to use, the reason): the requested one; for "auto" the one with the most instructions, or a narrower
+    one if calibration finds that faster. The level is None if this CPU supports none.
 
     Raises:
-        ValueError: this CPU lacks what is asked for.
+        ValueError: this CPU does not support the requested level.
     """
     levels = cpu_levels()
     if asked != "auto":
@@ -94,17 +94,17 @@ def choose_level(asked: str = "auto") -> tuple[str | None, str]:
 
 
 def rivals(level: str) -> list[str]:
-    """The levels that may be faster than `level`, for CPUs lower their clock for wide registers.
+    """The narrower levels that may be faster than `level`, because CPUs lower their clock for wide registers.
 
-    Nothing comes near AMX.
+    AMX has no rival.
     """
     return [narrower for narrower in cpu_levels() if narrower == "avx2" and level in ("avx512bf16", "avx512")]
 
 
 def _calibrated(wide: Path, narrow: Path) -> float | None:
-    """How many times as long products take with the second library.
+    """Time of products with library `narrow` divided by the time with `wide`, or None if the measurement failed.
 
-    Measured once, in a process of its own, for these libraries on this CPU. None if that failed.
+    Measured once per CPU model and pair of libraries, in a separate process, and cached.
     """
     digest = hashlib.sha256(f"{wide.name} {narrow.name} {_cpuinfo('model name')}".encode()).hexdigest()[:16]
     result = cache_folder() / f"quire-{digest}.calibration"
@@ -114,7 +114,7 @@ def _calibrated(wide: Path, narrow: Path) -> float | None:
         )
         if calibration.returncode:
             return None
-        with contextlib.suppress(OSError):  # a cache that cannot be written: the next start measures again
+        with contextlib.suppress(OSError):  # the cache is not writable: the next start measures again
             result.parent.mkdir(parents=True, exist_ok=True)
             draft = result.with_name(f"{result.name}.{os.getpid()}")
             draft.write_text(calibration.stdout)
@@ -124,7 +124,7 @@ def _calibrated(wide: Path, narrow: Path) -> float | None:
 
 
 def cpu_levels() -> list[str]:
-    """The levels that this machine's CPU runs, that with the most instructions first."""
+    """The levels that this machine's CPU supports, the one with the most instructions first."""
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
         return []
     flags = set(_cpuinfo("flags").split())
@@ -142,7 +142,7 @@ def _cpuinfo(key: str) -> str:
 
 @cache
 def _amx_permitted() -> bool:
-    """Whether Linux lets this process use the tile registers, as `amx_permitted` in csrc/amx.h asks."""
+    """Whether Linux permits this process to use the tile registers. Same request as `amx_permitted` in csrc/amx.h."""
     return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 
 
@@ -163,7 +163,7 @@ def library_prefix(level: str) -> str:
 def library_name(level: str, cxx: str) -> str:
     """The name of the library that `cxx` builds for `level`.
 
-    The compiler is known by its file, which is quicker than asking for its version.
+    The name identifies the compiler by its path, size and mtime, which is faster than running it for its version.
     """
     path = os.path.realpath(cxx)
     stat = os.stat(path)
@@ -180,13 +180,13 @@ def cache_folder() -> Path:
 
 
 def prebuilt_folder() -> Path:
-    """Where a wheel or an image carries libraries that were built ahead."""
+    """The folder for libraries that a wheel or an image ships."""
     return Path(__file__).parent / "prebuilt"
 
 
 def find_library(level: str) -> Path | None:
-    """A library for `level` that is ready to load: a prebuilt one, or the cached one of this compiler (of any, where
-    there is none).
+    """A library for `level` that is ready to load, or None: a prebuilt one, else the cached one of this machine's
+    compiler (without a compiler: a cached one of any).
     """
     cxx = compiler()
     cached = library_name(level, cxx) if cxx else f"{library_prefix(level)}*.so"
@@ -197,10 +197,10 @@ def find_library(level: str) -> Path | None:
 
 
 def build(level: str, folder: Path) -> Path:
-    """Compile the library for `level` into `folder`, unless it is there already.
+    """Compile the library for `level` into `folder` unless it exists, and return its path.
 
     Raises:
-        BuildError: there is no compiler, or it failed (with its output).
+        BuildError: there is no compiler, or it failed; the message contains its output.
     """
     cxx = compiler()
     if cxx is None:
@@ -218,9 +218,9 @@ def build(level: str, folder: Path) -> Path:
 
 
 def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
-    """By way of objects in `work`, of which those are used that a builder left which was killed."""
+    """Compile and link `target` from object files in `work`, reusing those that a killed build left there."""
     options = FLAGS + [f"-m{name}" for name in LEVELS[level]]
-    environment = os.environ | {"TMPDIR": str(work)}  # a compiler that is killed leaves its temporary files
+    environment = os.environ | {"TMPDIR": str(work)}  # a killed compiler leaves its temporary files
 
     def make(out: Path, *arguments: str) -> None:
         if out.exists():
@@ -233,19 +233,19 @@ def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
         os.replace(draft, out)
 
     objects = {work / f"{source.stem}.o": source for source in sorted(SOURCES.glob("*.cpp"))}
-    # no more at a time, or a background build takes most of a small machine whatever its priority
+    # One compiler per core: with more, a background build takes most of a small machine despite its low priority.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda out: make(out, *options, "-c", str(objects[out])), objects))
     make(target, "-shared", "-pthread", *map(str, objects))
 
 
 def build_kernels(folder: Path | None = None, levels: list[str] | None = None) -> list[Path]:
-    """Build ahead, for a wheel or an image: the libraries of `levels` (default: all, this CPU's first) into `folder`
-    (default: where the package looks for them).
+    """Build the libraries of `levels` (default: all, this CPU's first) into `folder` (default: `prebuilt_folder()`),
+    for a wheel or an image. Returns their paths.
 
     Raises:
         BuildError: there is no compiler, or it failed.
-        ValueError: an unknown level.
+        ValueError: a level is unknown.
     """
     for level in levels or []:
         if level not in LEVELS:
@@ -257,7 +257,7 @@ def build_kernels(folder: Path | None = None, levels: list[str] | None = None) -
 
 
 def _build_and_calibrate(level: str, folder: Path | None) -> None:
-    """In a process that nobody waits for, and whose output nobody reads."""
+    """Build `level`, calibrate, and exit. Runs in a forked child that has no reader for its output."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
@@ -285,15 +285,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--level", action="append", choices=list(LEVELS), help="instruction-set level, may be repeated (default: all)"
     )
-    # another level, behind the back of whoever waits for the first
+    # A level to build in a forked child after the others, so that the caller need not wait for it.
     parser.add_argument("--then", choices=list(LEVELS), help=argparse.SUPPRESS)
     parser.add_argument(
         "--background", action="store_true", help="at a lower priority, as a server's first start runs it"
     )
     args = parser.parse_args(argv)
     if args.background:
-        # of two cores that a server keeps busy a build gets the time of half a one: 19 left it none for minutes, in
-        # which torch's twins served
+        # With 5, a build on two cores that a server keeps busy gets the time of half a core. With 19 it got none for
+        # minutes, during which the torch twins served.
         os.nice(5)
     try:
         for path in build_kernels(args.into, args.level):

@@ -1,10 +1,9 @@
-"""Measures what one native library's products take beside another's, for `build.choose_level`. Needs no torch, and runs
-as a script of its own:
+"""Compares the time of products in two native libraries, for `build.choose_level`. Needs no torch and runs as a script:
 
     python calibration.py LIBRARY OTHER
 
-Prints the time of OTHER's products over LIBRARY's, the geometric mean over numbers of rows, then each. Takes some
-milliseconds of one thread's CPU time.
+Prints the time of OTHER's products divided by LIBRARY's: the geometric mean over ROWS, then one ratio per number of
+rows. Takes some milliseconds of one thread's CPU time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ROWS = (1, 8, 32, 128)
 ROUNDS = 5
 
 
-class _Compact(Structure):  # as in native.py
+class _Compact(Structure):  # same as native.CompactArgs, whose module imports torch
     _fields_ = [
         ("data", c_void_p),
         ("exceptions", c_void_p),
@@ -32,7 +31,7 @@ class _Compact(Structure):  # as in native.py
 
 
 def _memory(size: int) -> c_void_p:
-    """`size` bytes, aligned to 64; they live as long as the process."""
+    """A pointer to `size` bytes, aligned to 64 and never freed."""
     room = (c_char * (size + 64))()
     _KEPT.append(room)
     return c_void_p(-(-addressof(room) // 64) * 64)
@@ -42,7 +41,7 @@ _KEPT: list = []
 
 
 def _random(count: int) -> c_void_p:
-    """bf16 between 2^-8 and 2 in size."""
+    """A pointer to `count` random bf16 numbers of magnitude 2^-8 to 2."""
     every = int.from_bytes(b"\1\0" * count, "little")
     bits = int.from_bytes(os.urandom(2 * count), "little") & every * 0x83FF | every * 0x3C00
     memory = _memory(2 * count)
@@ -51,7 +50,7 @@ def _random(count: int) -> c_void_p:
 
 
 class Products:
-    """One library and the same weight in its layout."""
+    """One library, with the weight packed in its layout."""
 
     def __init__(self, path: str, weight: c_void_p) -> None:
         self.lib = CDLL(path)

@@ -1,8 +1,8 @@
-"""The native CPU attention with one order of summation: what a token gets depends on its own keys alone, bit for bit,
-whether it comes in a chunk of a prompt, by itself, or among others. For `--deterministic`.
+"""The native CPU attention with one fixed order of summation, for `--deterministic`: a token's result depends on its
+own keys alone, bit for bit, whether the token is computed in a chunk of a prompt, by itself, or among others.
 
-cpu_native cuts the keys of a token that comes by itself, so that several threads have some of them. Here one goes
-through all of them, 128 at a time.
+cpu_native splits the keys of a token that is computed by itself over several threads. Here one thread reads all of
+them, 128 at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ONE_ORDER = 2  # `path` of ops.paged_attention
 
 
 class CpuFixedAttention(CpuNativeAttention):
-    """See the module."""
+    """The backend `cpu_fixed`."""
 
     name = "cpu_fixed"
 

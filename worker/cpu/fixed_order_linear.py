@@ -1,8 +1,8 @@
-"""Linear layers whose rows have the same bits whatever rows are beside them. For `--deterministic`.
+"""Linear layers in which a row's result has the same bits in any batch, for `--deterministic`.
 
-How a native product adds up over k may depend on how many rows there are: with AMX it does not; without it many rows
-are multiplied as fixed-point numbers, few as floats; quantized weights are, with AMX, multiplied as integers up to 32
-rows and in bfloat16 beyond. So floats, and of quantized weights integers, are used for any number of rows.
+The order in which a native product sums over k may depend on the number of rows. Bfloat16 weights: with AMX it does
+not; without AMX many rows are multiplied in fixed point, few as floats. Quantized weights: with AMX up to 32 rows are
+multiplied as integers, more in bfloat16. These layers use floats (quantized weights: integers) for any number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ONE_WAY = 3  # `path` of PackedLinear
 
 
 class FixedRows:
-    """Calls `linear` so that each row takes the same way through it."""
+    """Calls `linear` with the same algorithm for any number of rows."""
 
     def __init__(self, linear: PackedLinear | QuantizedLinear):
         self.linear, self.path = linear, _INTEGERS if isinstance(linear, QuantizedLinear) else _ONE_WAY
@@ -32,12 +32,12 @@ class FixedRows:
         return self.linear(x, dtype, self.path, workspace)
 
     def args(self) -> LinearArgs:
-        """The layer as native code takes it."""
+        """The C struct of the layer, which must outlive the struct."""
         return self.linear.args(self.path)
 
 
 def fix_order(model: nn.Module) -> None:
-    """Make every linear layer of `model`, whose weights are loaded and packed, independent of the number of rows."""
+    """Make the rows of each linear layer of `model` independent of each other. Weights must be loaded and packed."""
     for layer in model.modules():
         if isinstance(layer, Linear):
             assert isinstance(layer.method, (PackedMethod, NativeQuantMethod)), "not packed for the native kernels"

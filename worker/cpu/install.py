@@ -1,7 +1,7 @@
-"""The one entry to the native CPU kernels: loads or builds the library, and gives the operations that it computes.
+"""The only entry point to the native CPU kernels: loads or builds the library and returns its operations.
 
-`load` is called once at start. While the library is `building` in the background plain torch serves; `poll` returns
-True once it is loaded, and `ops` then returns its operations.
+Call `load` once at start. While a background build is running (`building`), plain torch serves. `poll`
+returns True when the library is loaded; from then on `native_ops` returns its operations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class NativeOps(Ops):
-    """The loaded library. Layers, weights and shapes that it does not take stay with plain torch."""
+    """The operations of the loaded library. Layers, weights and shapes that it does not support stay with torch."""
 
     name = "native"
 
@@ -98,13 +98,14 @@ class NativeOps(Ops):
         ops.append_tokens(tokens, rows, positions, token_ids)
 
 
-_NATIVE = NativeOps()  # has no state of its own
+_NATIVE = NativeOps()  # stateless
 
 
 def load(background: bool = True, level: str = "auto") -> None:
-    """Load the library, or start building it; with background=False build it right here.
+    """Load the library or start a background build of it; with background=False build it in this process.
 
-    Raises ValueError if that fails, or the CPU lacks the instruction set `level`.
+    Raises:
+        ValueError: the build failed, or the CPU does not support the instruction set `level`.
     """
     try:
         KERNELS.load(background, level)
@@ -113,30 +114,30 @@ def load(background: bool = True, level: str = "auto") -> None:
 
 
 def native_ops() -> NativeOps | None:
-    """The operations of the library, None unless it is loaded."""
+    """The operations of the library, or None if it is not loaded."""
     return None if KERNELS.lib is None else _NATIVE
 
 
 def building() -> bool:
-    """Whether a background build has not been seen to end yet."""
+    """Whether a background build is running or its end has not been polled yet."""
     return KERNELS.building
 
 
 def poll() -> bool:
-    """True exactly once: when a background build has ended well and its library is now loaded."""
+    """Load the library if the background build has succeeded. Returns True exactly once, when it is loaded."""
     return KERNELS.poll()
 
 
 def give_up(reason: str) -> None:
-    """Use no native kernels in this process, for `reason`."""
+    """Use no native kernels in this process, and report `reason` in `status`."""
     KERNELS.give_up(reason)
 
 
 def level() -> tuple[str, str]:
-    """The instruction set of the library, and why it is that one."""
+    """(the instruction set of the library, why it was chosen)."""
     return KERNELS.level or "none", KERNELS.level_reason
 
 
 def status() -> str:
-    """Where the library stands, for the log and the table of choices."""
+    """The state of the library, for the log and the table of choices."""
     return KERNELS.status

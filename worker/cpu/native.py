@@ -1,7 +1,8 @@
-"""Loads the compiled CPU kernels, and has them compiled in the background where they are not there yet.
+"""Loads the compiled CPU kernels, or starts a background build if they are not compiled yet.
 
-The torch twins serve until the library is loaded; nobody waits for a compiler. `load()` is called once at start; while
-it is `building`, the worker calls `poll()` between steps, and finalizes the model's layers again once it returns True.
+The torch twins serve until the library is loaded, so a start does not wait for the compiler. The worker calls `load()`
+once at start. While `building` is true, it calls `poll()` between steps; when that returns True, it finalizes the
+model's layers again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _P, _L, _I, _F = c_void_p, c_long, c_int, c_float
 
 
 class LayerArgs(ctypes.Structure):
-    """What attention needs of a layer. Mirrors `Layer` in attention.cpp; strides in elements."""
+    """The arguments of attention that are constant per layer. Mirrors `Layer` in attention.cpp; strides in elements."""
 
     _fields_ = [
         ("k_cache", _P),
@@ -45,7 +46,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class QkvArgs(ctypes.Structure):
-    """What the q/k norm, rotary and cache write need of a layer. Mirrors `QkvArgs` in fused.cpp."""
+    """The arguments of q/k norm, rotary embedding and cache write. Mirrors `QkvArgs` in fused.cpp."""
 
     _fields_ = [
         ("qkv", _P),
@@ -92,16 +93,16 @@ class CompactArgs(ctypes.Structure):
 
 
 class ScreenArgs(ctypes.Structure):
-    """A copy of a weight `[n, k]` in 8 bits, and what is to be known of each of its rows.
+    """A copy of a weight `[n, k]` in 8 bits, and statistics of each of its rows.
 
-    Mirrors `Int8ArgmaxPrefilter` in greedy.cpp, where both shapes are.
+    Mirrors `Int8ArgmaxPrefilter` in greedy.cpp, which documents both shapes.
     """
 
     _fields_ = [("data", _P), ("columns", _P), ("k_steps", _L)]
 
 
 class LinearArgs(ctypes.Structure):
-    """A packed linear layer. Mirrors `Linear` in segment.cpp; all zero where there is none."""
+    """A packed linear layer. Mirrors `Linear` in segment.cpp; all zero if absent."""
 
     _fields_ = [
         ("packed", _P),
@@ -116,7 +117,7 @@ class LinearArgs(ctypes.Structure):
 
 
 class SegmentArgs(ctypes.Structure):
-    """What lies between the attention of one layer and that of the next. Mirrors `Segment` in segment.cpp."""
+    """The operations between the attention of one layer and that of the next. Mirrors `Segment` in segment.cpp."""
 
     _fields_ = [
         ("o_proj", LinearArgs),
@@ -167,9 +168,9 @@ _SIGNATURES = {
 
 
 class Kernels:
-    """The library of this process.
+    """The native library of this process.
 
-    `lib` is None until it is loaded; `status` says where it stands, for the log and the table of choices.
+    `lib` is None until it is loaded. `status` describes its state for the log and the table of choices.
     """
 
     def __init__(self) -> None:
@@ -180,11 +181,12 @@ class Kernels:
         self._builder: subprocess.Popen | None = None
 
     def load(self, background: bool = True, level: str = "auto") -> bool:
-        """Load the library of `level` if it exists; else start building it, in a process of its own (or, with
-        background=False, right here). True if it is loaded.
+        """Load the library of `level` if it exists, else start a build in a separate process (background=False: build
+        in this one). Returns True if the library is loaded.
 
         Raises:
-            ValueError: this CPU lacks the level.
+            ValueError: this CPU does not support the level.
+            BuildError: background=False, and the build failed.
         """
         if self.lib is not None and level in ("auto", self.level):
             return True
@@ -200,7 +202,7 @@ class Kernels:
             return False
         if not background:
             return self._open(str(build.build(self.level, build.cache_folder())))
-        # for the next start to choose from
+        # Also build the narrower levels, so that the next start can choose between them.
         rivals = [f"--then={rival}" for rival in build.rivals(self.level) if level == "auto"]
         self._builder = subprocess.Popen(
             [
@@ -222,20 +224,22 @@ class Kernels:
         return False
 
     def serve(self, device: torch.device) -> bool:
-        """Whether the library is there, and computes on `device`."""
+        """Whether the library is loaded and `device` is the CPU."""
         return self.lib is not None and device.type == "cpu"
 
     @property
     def building(self) -> bool:
-        """Whether a background build has not been seen to end yet."""
+        """Whether a background build is running or its end has not been polled yet."""
         return self._builder is not None
 
     def give_up(self, reason: str) -> None:
-        """Use no native kernels in this process, for `reason`. A build goes on for the next start."""
+        """Use no native kernels in this process, and report `reason` in `status`. A running build continues, for the
+        next start.
+        """
         self.lib, self._builder, self.status = None, None, f"no native kernels: {reason}"
 
     def poll(self) -> bool:
-        """True exactly once: when a background build has ended well and its library is now loaded."""
+        """Load the library if the background build has succeeded. Returns True exactly once, when it is loaded."""
         if self._builder is None or self._builder.poll() is None:
             return False
         builder, self._builder = self._builder, None
@@ -262,4 +266,4 @@ class Kernels:
         return True
 
 
-KERNELS = Kernels()  # one per process: a library cannot be unloaded
+KERNELS = Kernels()  # one per process, because a library cannot be unloaded

@@ -1,9 +1,9 @@
-"""The native CPU kernels as functions of torch tensors. Call them only once `native.KERNELS.lib` is loaded.
+"""The native CPU kernels as functions of torch tensors. Call them only after `native.KERNELS.lib` is loaded.
 
-Each has a twin in plain torch that computes the same: `worker/layers` for the norms, the activation and the rotary
+Each function has a reference (its "twin") in plain torch: `worker/layers` for the norms, the activation and the rotary
 embedding, `F.linear` for PackedLinear, `worker/attention/torch_paged.py` for attention, `worker/sampling/arithmetic.py`
-for sampling, `worker/sampling/logprobs.py` for log-probabilities. Results differ by rounding only: the kernels compute
-in float32 and round where the twins round.
+for sampling, `worker/sampling/logprobs.py` for log-probabilities. Results differ from the twins by rounding only: the
+kernels compute in float32 and round at the same points.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual += x, in place; returns (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
+    """Add x to residual in place and return (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
     out = torch.empty_like(x)
     KERNELS.lib.quire_add_rms_norm(
         x.data_ptr(),
@@ -65,7 +65,7 @@ def add_rms_norm(
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` for x = [gate, up] side by side: `[T, 2 D] -> [T, D]` (SwiGLU, arXiv:2002.05202)."""
+    """`silu(gate) * up` for x = [gate, up] concatenated: `[T, 2 D] -> [T, D]` (SwiGLU, arXiv:2002.05202)."""
     width = x.shape[1] // 2
     out = x.new_empty(x.shape[0], width)
     KERNELS.lib.quire_silu_and_mul(
@@ -86,13 +86,12 @@ def qk_norm_rope_write(
     slot_mapping: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """Per-head RMSNorm of q and k (if weights are given), rotary embedding (rotate-half form, arXiv:2104.09864), and
-    the store of k and v into their slots.
+    """Normalize q and k per head (RMSNorm, if weights are given), apply the rotary embedding (rotate-half form,
+    arXiv:2104.09864) and store k and v into their slots. Returns q as a view `[T, num_heads, head_dim]`.
 
-    qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, its q part is overwritten; cos_sin `[max_positions,
-    head_dim]` float32 holds the cosines of the head_dim / 2 angles, then the sines; positions and slot_mapping are
-    int64 `[T]`; caches are `[num_blocks, block_size, num_kv_heads, head_dim]` of qkv's type. Returns q as a view `[T,
-    num_heads, head_dim]`.
+    qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`; its q part is overwritten. cos_sin `[max_positions,
+    head_dim]` float32 holds the cosines of the head_dim / 2 angles, then the sines. positions and slot_mapping are
+    int64 `[T]`. Caches are `[num_blocks, block_size, num_kv_heads, head_dim]` of qkv's type.
     """
     assert positions.dtype == slot_mapping.dtype == torch.int64 and k_cache.dtype == qkv.dtype
     head_dim = k_cache.shape[3]
@@ -113,9 +112,9 @@ def qkv_args(
     num_heads: int,
     row_stride: int,
 ) -> QkvArgs:
-    """Arguments of `qk_norm_rope_write` as the library takes them, for rows of qkv that are `row_stride` apart.
+    """The C struct of `qk_norm_rope_write`'s arguments, for rows of qkv that are `row_stride` elements apart.
 
-    Keeps none of the tensors alive.
+    It holds addresses only: the caller keeps the tensors alive.
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     return QkvArgs(
@@ -167,7 +166,7 @@ def write_kv(
 
 
 def attention_reason(head_dim: int, dtype: torch.dtype) -> str | None:
-    """None if `paged_attention` can serve such a model, else why not."""
+    """None if `paged_attention` supports this head size and type, else the reason why not."""
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
     return None if dtype in _DTYPES else f"no kernel for {dtype}"
@@ -192,13 +191,14 @@ def paged_attention(
     path: int = 0,
     wanted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, as `AttentionBackend.forward` describes
-    it: any mixture of decode and prefill.
+    """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, for any mixture of decode and prefill.
+    `AttentionBackend.forward` describes the arguments and the result.
 
     Caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, head_dim contiguous, of q's type (float32, bfloat16,
-    float16); block_table `[R, K]`, seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` is the sum of 1, not
-    to use AMX, for tests, and 2, to add up in one order: a token's result then depends on its own keys alone, bit for
-    bit. `wanted`, int64, ascending: the tokens whose results are read; what the others' rows hold then is undefined.
+    float16); block_table `[R, K]`, seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` is a sum of
+    flags: 1 disables AMX (for tests); 2 sums in one fixed order, so that a token's result depends on its own keys
+    alone, bit for bit. `wanted` (int64, ascending) lists the tokens whose results the caller reads; the rows of all
+    other tokens are undefined.
     """
     assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32 and (
         wanted is None or wanted.dtype == torch.int64
@@ -232,9 +232,9 @@ def layer_args(
     window: int | None,
     soft_cap: float | None,
 ) -> LayerArgs:
-    """What of the arguments of `paged_attention` does not change from step to step, as the library takes it.
+    """The C struct of those arguments of `paged_attention` that stay the same from step to step.
 
-    Keeps none of the tensors alive.
+    It holds addresses only: the caller keeps the tensors alive.
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     return LayerArgs(
@@ -262,9 +262,9 @@ def fill_inputs(
     block_size: int,
     tensors: StepTensors,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`Ops.fill_inputs`, the twin, in one call per cache group.
+    """Same as its twin `Ops.fill_inputs`, in one native call per cache group.
 
-    `step` int64 begins with rows, computed, scheduled, starts and samples, one after another.
+    `step` (int64) begins with rows, computed, scheduled, starts and samples, in this order.
     """
     sampling = torch.empty(3, num_samples, dtype=torch.int64)
     for table, slots, out in zip(blocks, tensors.slot_mappings, tensors.block_tables):
@@ -291,7 +291,7 @@ def fill_inputs(
 
 
 def append_tokens(tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """`RequestTable.append` to the table `tokens`; the rest int64 and contiguous."""
+    """Append to the table `tokens` as `RequestTable.append` does; the other tensors are int64 and contiguous."""
     KERNELS.lib.quire_append_tokens(
         tokens.data_ptr(), tokens.stride(0), rows.data_ptr(), positions.data_ptr(), token_ids.data_ptr(), len(token_ids)
     )
@@ -300,13 +300,13 @@ def append_tokens(tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Ten
 def sample(
     logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor
 ) -> torch.Tensor:
-    """One token `[S]` int64 for each row of logits `[S, V]` float32; -1 where a logit is NaN or the largest is
-    infinite.
+    """Sample one token, int64 `[S]`, from each row of logits `[S, V]` float32; -1 if a logit of the row is NaN or its
+    largest logit is infinite.
 
-    rows and positions are int64 `[S]`, like the tables contiguous. The tables that `rows` index: floats `[3, N]`
-    float64 holds temperature (0: greedy, the first of the largest), top_p (1: off) and min_p, ints `[2, N]` int64 top_k
-    (0: off) and the seed's state. `sampling_math.best` and `pick` are the twins: the same arithmetic, but for the last
-    bit of exp.
+    rows and positions are int64 `[S]`. `rows` indexes two tables: floats `[3, N]` float64 holds temperature (0: greedy,
+    the first of the largest logits), top_p (1: off) and min_p; ints `[2, N]` int64 holds top_k (0: off) and the state
+    of the seed. All four are contiguous. The twins, `best` and `pick` of `worker/sampling/arithmetic.py`, do the same
+    arithmetic except for the last bit of exp.
     """
     assert (
         logits.dtype == torch.float32
@@ -332,8 +332,8 @@ def sample(
 def logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token ids int64 and values float32 `[n, 1 + num]`, ranks int64 `[n]`) of logits `[n, V]` float32, as
-    `worker/sampling/logprobs.py`'s `entries`, the twin, describes them.
+    """(token ids int64 and values float32 `[n, 1 + num]`, ranks int64 `[n]`) of logits `[n, V]` float32. The twin,
+    `entries` in `worker/sampling/logprobs.py`, describes them.
     """
     assert (
         logits.dtype == torch.float32
@@ -363,12 +363,13 @@ def logprobs(
 
 
 class _NativeLinear:
-    """What the linear layers of the library have in common.
+    """Base class of the library's linear layers.
 
-    `run` and `pointer`: its function for such a weight, and what that takes as the weight.
+    A subclass passes `_bind` the library's function for its kind of weight (`run`) and the weight argument of that
+    function (`pointer`).
     """
 
-    paths = (0, 1, 2, 3)  # that a call may force
+    paths = (0, 1, 2, 3)  # values of `path` that a call accepts
 
     def __init__(self, shape: tuple[int, int], silu_and_mul: bool) -> None:
         self._n, self.in_features = shape
@@ -389,9 +390,12 @@ class _NativeLinear:
         path: int = 0,
         workspace: huge_pages.Workspace | None = None,
     ) -> torch.Tensor:
-        """x `[..., k]` bfloat16 -> `[..., n]` of `dtype`, bfloat16 or float32, in a `workspace` of that type if there
-        is one. `path` forces one way of computing, for tests: for bfloat16 weights vectors of floats (1) or one way for
-        any number of rows (3), for quantized ones integers without AMX (1), with it (2), or as many rows (3).
+        """Multiply x `[..., k]` bfloat16: returns `[..., n]` of `dtype` (bfloat16 or float32), allocated in `workspace`
+        (of the same type) if one is given.
+
+        `path` forces one algorithm: bfloat16 weights take 1 (float vectors) or 3 (the same algorithm for any number of
+        rows); quantized weights take 1 (integers without AMX), 2 (integers with AMX) or 3 (the algorithm for many
+        rows).
         """
         assert path in self.paths
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
@@ -424,18 +428,18 @@ class _NativeLinear:
 
 
 class PackedLinear(_NativeLinear):
-    """x -> x W^T + bias with a bfloat16 weight `[n, k]` rearranged once, so that any number of rows streams it front to
-    back. The original may be freed.
+    """Computes x W^T + bias with a bfloat16 weight `[n, k]`, packed once so that a product of any number of rows reads
+    it sequentially. The caller may free the original.
 
-    The sum over k is float32 in one fixed order, so that a row's result depends neither on the other rows nor on the
-    threads; but without AMX 6 rows and more (AVX2: 9) are multiplied by compact weights as fixed-point numbers
-    (csrc/gemm_fixed.h), for float32 outputs 33. Path 3 keeps to the one order. With `silu_and_mul` the weight is [gate,
-    up] stacked and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 before it is rounded.
+    The sum over k is float32 in one fixed order, so a row's result depends neither on the other rows nor on the
+    threads. Exception: without AMX, a compact weight is multiplied in fixed point (csrc/gemm_fixed.h) from 6 rows on
+    (AVX2: 9; float32 outputs: 33); path 3 forces the fixed order. With `silu_and_mul` the weight is [gate, up] stacked
+    and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 and then rounded.
 
-    With `compact` the weight takes 12 bits instead of 16 (csrc/compact.h) where its exponents allow it, without loss.
+    With `compact` each weight is stored losslessly in 12 bits instead of 16 (csrc/compact.h) if its exponents allow it.
 
     Raises:
-        ValueError: the weight is not bfloat16, or cannot be split in two.
+        ValueError: the weight is not bfloat16, or has an odd number of rows with `silu_and_mul`.
     """
 
     def __init__(
@@ -455,19 +459,19 @@ class PackedLinear(_NativeLinear):
         self._bind(self.lib.quire_gemm_run, self.packed.data_ptr(), bias)
 
     def args(self, path: int = 0) -> LinearArgs:
-        """The layer as native code takes it; it must outlive what is returned."""
+        """The C struct of this layer, which must outlive the struct."""
         packed, compact = (self._pointers[0], None) if self.compact is None else (None, addressof(self.compact.args))
         return LinearArgs(packed, None, compact, self._pointers[1], self._n, self.in_features, self.flags >> 1, path)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` of the weight as it was: `[T, k]`. So an embedding can share the packed output head."""
+        """Rows `ids` `[T]` of the original weight: `[T, k]`. Lets an embedding share the packed head."""
         return self._rows(self.lib.quire_gemm_unpack_rows if self.compact is None else self.lib.quire_compact_rows, ids)
 
 
 class _Compact:
-    """Storage of a packed weight in 12 bits: what `args` points to."""
+    """Owns the memory of a packed weight in 12 bits, to which `args` points."""
 
-    # at most; their list then takes 1/12 of the memory, and putting them in place a tenth of the time
+    # Upper limit: at 1 / 64 their list takes 1/12 of the memory, and putting them in place a tenth of the time.
     _EXCEPTIONS_PER_WEIGHT = 1 / 64
 
     def __init__(self, columns: int, k: int) -> None:
@@ -481,7 +485,7 @@ class _Compact:
 
     @classmethod
     def of(cls, weight: torch.Tensor, columns: int, silu_and_mul: bool) -> _Compact | None:
-        """None where the weight has too many different exponents."""
+        """The weight in 12 bits, or None if it has too many different exponents."""
         (n, k), self = weight.shape, cls(columns, weight.shape[1])
         count = KERNELS.lib.quire_gemm_compact(
             weight.data_ptr(),
@@ -511,13 +515,13 @@ class _Compact:
 
 
 class QuantizedLinear(_NativeLinear):
-    """x -> x W^T + bias for a weight of 8 or 4 bits with a scale per row and group of columns: weight = scale * q +
-    offset. Activations are bfloat16.
+    """Computes x W^T + bias for a weight of 8 or 4 bits with one scale per row and group of columns: weight = scale * q
+    + offset. Activations are bfloat16.
 
-    Rows are multiplied as integers (x as 16-bit integers, at most 256 at a time with a scale: finer than bfloat16),
-    with AMX more than 32 in bfloat16, else 96 and more as fixed-point numbers. Build one with `quantize` from a
-    bfloat16 weight, or with `from_values` from a checkpoint that is quantized. `rows` and `silu_and_mul` are as with
-    PackedLinear.
+    Few rows are multiplied as integers: x becomes 16-bit integers with one scale per at most 256 columns, which is
+    finer than bfloat16. With AMX more than 32 rows are multiplied in bfloat16; without AMX 96 rows and more are
+    multiplied in fixed point. Build one with `quantize` from a bfloat16 weight, or with `from_values` from a quantized
+    checkpoint. `rows` and `silu_and_mul` are as in PackedLinear.
     """
 
     def __init__(
@@ -562,8 +566,8 @@ class QuantizedLinear(_NativeLinear):
         bias: torch.Tensor | None = None,
         silu_and_mul: bool = False,
     ) -> QuantizedLinear:
-        """Round a bfloat16 weight `[n, k]`: symmetric, each group's scale chosen for the least squared error (4 bits)
-        or from its largest entry (8 bits).
+        """Quantize a bfloat16 weight `[n, k]` symmetrically. Each group's scale minimizes the squared error (4 bits) or
+        follows from the largest entry (8 bits).
 
         Raises:
             ValueError: bits, group or the weight's type are not supported.
@@ -595,10 +599,13 @@ class QuantizedLinear(_NativeLinear):
         bias: torch.Tensor | None = None,
         silu_and_mul: bool = False,
     ) -> QuantizedLinear:
-        """Values `[n, k]` int8 (-8 ..
+        """Pack a quantized weight: weight = scale * value + offset.
 
-        7 for 4 bits) with scales and offsets `[n, ceil(k / group)]`, which are rounded to bfloat16. weight = scale *
-        value + offset.
+        values are int8 `[n, k]` (-8 .. 7 for 4 bits); scales and offsets are `[n, ceil(k / group)]` and are rounded to
+        bfloat16.
+
+        Raises:
+            ValueError: bits or group are not supported, or the shapes do not match.
         """
         linear = cls(tuple(values.shape), bits, group, bias, silu_and_mul, has_offsets=offsets is not None)
         if scales.shape != (len(values), -(-values.shape[1] // linear.group)) or (
@@ -625,18 +632,18 @@ class QuantizedLinear(_NativeLinear):
         return linear
 
     def args(self, path: int = 0) -> LinearArgs:
-        """The layer as native code takes it; it must outlive what is returned."""
+        """The C struct of this layer, which must outlive the struct."""
         return LinearArgs(
             None, addressof(self._args), None, self._pointers[1], self._n, self.in_features, self.flags >> 1, path
         )
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` of the weight as the product sees it: `[T, k]` bfloat16."""
+        """Rows `ids` `[T]` of the dequantized weight: `[T, k]` bfloat16."""
         return self._rows(self.lib.quire_quant_rows, ids)
 
 
 def _packed_bias(bias: torch.Tensor, columns: int, silu_and_mul: bool) -> torch.Tensor:
-    """Float32, padded, and with silu_and_mul in the packed order: 16 of the gate, 16 of up, and so on."""
+    """The bias in float32, padded; with silu_and_mul in the packed order: 16 of the gate, 16 of up, and so on."""
     if not silu_and_mul:
         return torch.nn.functional.pad(bias.float(), (0, columns - len(bias)))
     halves = bias.float().view(2, -1)

@@ -1,4 +1,4 @@
-"""Linear layers through the native CPU kernels, which take their weights rearranged."""
+"""Linear methods that use the native CPU kernels, whose weights are packed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire.worker.platforms.huge_pages import Workspace
 
 
 class PackedMethod(LinearMethod):
-    """Takes a layer's weight over: after construction the layer holds `packed_weight` instead of `weight`."""
+    """Packs a layer's weight: after construction the layer holds `packed_weight` instead of `weight`."""
 
     def __init__(self, layer: Linear):
         self.linear = PackedLinear(layer.weight, layer.bias, silu_and_mul=isinstance(layer, GateUpParallelLinear))
         layer.weight = None
         layer.register_buffer("packed_weight", self.linear.packed, persistent=False)
-        self.rows = self.linear.rows  # of the weight as it was, for an embedding tied to it
+        self.rows = self.linear.rows  # rows of the original weight, for a tied embedding
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
@@ -29,7 +29,7 @@ class PackedMethod(LinearMethod):
 
 
 class NativeQuantMethod(LinearMethod):
-    """Weights of 8 or 4 bits through the native kernel. The layer's buffers are what it packed."""
+    """Multiplies by weights of 8 or 4 bits with the native kernel. The layer's buffers hold the packed weight."""
 
     def __init__(self, layer: Linear, linear: QuantizedLinear):
         self.linear, self.rows = linear, linear.rows

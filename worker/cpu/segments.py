@@ -1,8 +1,8 @@
-"""A decoder's layers on the native CPU kernels: one call for all of them where attention is native, too; else one
-between the attention of a layer and that of the next.
+"""Runs a decoder's layers on the native CPU kernels: in one call if attention is native too, else in one call between
+each attention and the next (a segment).
 
-The same kernels in the same order as when the layers are called one by one, which is the twin. A layer is anything with
-the parts of `models/decoder.py`'s `DecoderLayer`.
+The kernels and their order are the same as in the twin, the layers called one by one. A layer is any module with the
+parts of `DecoderLayer` in `models/decoder.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from quire.worker.layers.linear import Linear
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.platforms import huge_pages
 
-_PAD = 32  # elements between rows: those whose distance is a multiple of 4 KiB would share a few lines of the caches
+_PAD = 32  # elements between rows: rows at multiples of 4 KiB would map to the same few cache lines
 
 
 class Segments:
-    """Made from layers whose weights are packed and whose caches are bound; see `of`.
+    """The native form of decoder layers whose weights are packed and whose caches are bound. Create it with `of`.
 
-    Holds addresses: to be made anew when either changes (`fits`).
+    It holds addresses: create it again when weights or caches change (see `fits`).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Segments:
             first.attn.head_dim,
             final_norm.weight.shape[0],
         )
-        self.widths = linears[0][0].n + _PAD, linears[0][1].k + _PAD  # of rows of q, k and v; of what was attended to
+        self.widths = linears[0][0].n + _PAD, linears[0][1].k + _PAD  # of rows of q, k and v; of attention output
         self.layer_args = [
             layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap)
             for a in self.attentions
@@ -57,12 +57,12 @@ class Segments:
         self.workspace = huge_pages.well_placed(
             size, dtype=torch.bfloat16, conflicts=lambda address: conflicts(address, self.hidden), enough=1.4
         )
-        self.between = huge_pages.Workspace(torch.bfloat16)  # for activations on their way to attention and back
+        self.between = huge_pages.Workspace(torch.bfloat16)  # for the inputs and outputs of attention
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
-        """None if the native code computes not all of the layers: a class that did not opt in, another kind of weight,
-        or several ranks.
+        """Segments for `layers`, or None if the native code cannot compute all of them: a class did not opt in, a
+        weight is not packed, the cache is not bfloat16, or there are several ranks.
         """
         if not all(_opted_in(layer) for layer in layers):
             return None
@@ -87,14 +87,14 @@ class Segments:
         return cls(layers, linears, final_norm, cos_sin)
 
     def fits(self, layer: nn.Module) -> bool:
-        """Whether `layer`, the first, still has the cache that it had."""
+        """Whether the first layer, `layer`, still has the same cache."""
         return layer.self_attn.attn.k_cache is self.k_cache
 
     def run(
         self, x: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Embedded tokens `[T, H]` bfloat16, which are overwritten, -> the normed result of the last layer, of all
-        tokens or of those in `wanted`.
+        """Run all layers on embedded tokens x `[T, H]` bfloat16, which are overwritten. Returns the normalized output
+        of the last layer for all tokens or, if given, for the tokens `wanted` (int64 indices).
         """
         assert (
             positions.dtype == attn[0].slot_mapping.dtype == torch.int64
@@ -138,9 +138,8 @@ class Segments:
         attn: GroupedMetadata,
         wanted: torch.Tensor | None,
     ) -> None:
-        """For a backend that is called from here, between the native calls, and for several cache groups.
-
-        Segment i writes keys and values of layer i.
+        """Run the segments one by one and call attention between them, for backends that are not native and for
+        several cache groups. Segment i writes the keys and values of layer i.
         """
         run, q = (
             KERNELS.lib.quire_run_segment,
@@ -176,7 +175,7 @@ class Segments:
             )
 
     def _between(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for q, k and v of that many tokens, and for what was attended to."""
+        """Buffers for the q, k and v and for the attention output of `num_tokens` tokens."""
         flat = self.between.take(num_tokens * sum(self.widths))
         return flat[: num_tokens * self.widths[0]].view(num_tokens, -1), flat[num_tokens * self.widths[0] :].view(
             num_tokens, -1
@@ -184,9 +183,9 @@ class Segments:
 
 
 def _opted_in(layer: nn.Module) -> bool:
-    """Whether the classes of a decoder layer and its parts say that the native code computes what their `forward` does.
+    """Whether the classes of a decoder layer and its parts declare that the native code computes their `forward`.
 
-    A class says so itself, by `native_twin` in its own body: a subclass that changes something does not inherit it.
+    A class declares it with `native_twin` in its own body, so a subclass that overrides something does not inherit it.
     """
     parts = {"layer": layer, "attention": layer.self_attn, "mlp": layer.mlp}
     norms = layer.input_layernorm, layer.post_attention_layernorm
