@@ -101,7 +101,7 @@ inline void run_vector(const Gemm& g, int threads) {
       [&](float* memory, int row0, int rows, int nb) { vector_block(g, floats(memory, rows), row0, rows, nb, memory); });
 }
 
-// --- quantized weights ------------------------------------------------------------------------------------------------------------------------------
+// --- quantized weights -----------------------------------------------------------------------------------------------
 
 // K entries of a block that stay in L1 while all rows of a chunk use them; the maximum run length
 constexpr int kPart = 256;
@@ -113,7 +113,8 @@ constexpr bool streams(int rows) { return kLanes == 16 && rows <= 4; }
 // of 32 covers half a step. Every other byte or half byte of a line becomes a 16-bit entry of one register.
 template <int ROWS, int BITS>
 void quant_part(const Gemm& g, const QuantRows& x, long row, int nb, int k0, int k1, Fetch& fetch, float* y) {
-  // Registers made of each register of a line of 64 bytes; entries of k in a line; bytes of a tile
+  // PARTS: 16-bit registers made from one register of a line. K: entries of k in a line of 64 bytes. TILE: bytes of a
+  // tile.
   constexpr int PARTS = 16 / BITS, K = 32 / BITS, TILE = BITS * 128;
   // Independent chains of sums, to hide latency
   constexpr int CHAINS = std::min(PARTS, ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1);
