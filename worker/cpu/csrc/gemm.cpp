@@ -2,8 +2,9 @@
 //
 // Packed weight: blocks of 32 output columns; a block is a sequence of k-steps of 32; a k-step is two tiles of 16
 // columns; a tile is 16 rows of 16 columns x 2 consecutive k, the layout of AMX's right operand and of `vdpbf16ps`:
-//     packed[n / 32][k / 32][n / 16 % 2][k / 2 % 16][n % 16][k % 2]          n and k padded with zeros to multiples of 32
-// Every kernel reads the weight once, front to back. The same layout serves one row and thousands.
+//     packed[n / 32][k / 32][n / 16 % 2][k / 2 % 16][n % 16][k % 2]
+// n and k are padded with zeros to multiples of 32. Every kernel reads the weight once, front to back. The same layout
+// serves one row and thousands.
 //
 // If its exponents allow, the weight is stored in three quarters of the bytes (compact.h); its k-steps are then
 // expanded into a buffer in L1.

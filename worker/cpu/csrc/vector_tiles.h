@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int kTileStep = 1024;                        // elements from one k-step to the next
-// The sums of these rows by two registers of columns fit the 32 or 16 registers, with operands
+// Maximum rows of a group: their sums for two registers of columns, and the operands, fit 32 or 16 registers.
 constexpr int kMostRows = kLanes == 16 ? 12 : 6;
 constexpr int kRowsOfAll = kLanes == 16 ? 12 : 2;      // the same for all 32 columns
 constexpr int kPasses = 32 / (2 * kLanes);             // passes over a k-step, two registers of columns each
