@@ -51,7 +51,8 @@ inline void vector_block(const Gemm& g, const Groups& x, int row0, int rows, int
     steps = std::min(run, g.k_steps() - s);
     if constexpr (kMostInRegisters > 0)
       if (g.compact && rows <= kMostInRegisters) {
-        const long until = std::min(long(*exceptions >> 32) - long(nb) * g.k_steps(), long(g.k_steps()));  // the next exception
+        // Up to the k-step of the next exception
+        const long until = std::min(long(*exceptions >> 32) - long(nb) * g.k_steps(), long(g.k_steps()));
         if (until > s) {
           steps = int(until) - s;
           of_rows(rows, [&](auto n) { if constexpr (n <= kMostInRegisters) compact_rows<n>(x.at(0, long(s) * kStep), g.compact->step(nb, s), steps, sums); });

@@ -23,7 +23,8 @@ struct Quant {
   long step_bytes() const { return bits * 256; }
   const uint8_t* step(int nb, int s) const { return data + (long(nb) * k_steps + s) * step_bytes(); }
   long group_at(int nb, int k) const { return (long(nb) * groups + k / group) * 32; }
-  int run() const { return group < 256 ? group : 256; }  // k that share a scale of x; 256 * 127 * 32767 still fits 32 bits
+  // Number of k that share a scale of x; 256 * 127 * 32767 still fits 32 bits
+  int run() const { return group < 256 ? group : 256; }
   int zero_point() const { return bits == 4 ? 8 : 128; }
 };
 

@@ -180,7 +180,8 @@ template <int N> static inline Ints signed_right(Ints x) { return _mm512_srai_ep
 template <int N> static inline Ints words_left(Ints x) { return _mm512_slli_epi16(x, N); }
 template <int N> static inline Ints words_right(Ints x) { return _mm512_srli_epi16(x, N); }
 static inline Ints shuffle_bytes(Ints x, Ints order) { return _mm512_shuffle_epi8(x, order); }
-static inline Ints or_masked(Ints x, Ints y, Ints mask) { return _mm512_ternarylogic_epi32(y, mask, x, 0xea); }  // x | y & mask
+// Returns x | y & mask
+static inline Ints or_masked(Ints x, Ints y, Ints mask) { return _mm512_ternarylogic_epi32(y, mask, x, 0xea); }
 // Odd words of `odd`, even words of `even`
 static inline Ints odd_words(Ints even, Ints odd) { return _mm512_mask_blend_epi16(0xaaaaaaaau, even, odd); }
 static inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
