@@ -1,11 +1,14 @@
-// bf16 weights in 12 bits each, without loss: the exponents of the weights of 32 outputs are nearly all among 16 neighbouring ones, so that 4 bits tell which, beside
-// sign and mantissa. The few others are listed. (That exponents of weights carry fewer than 3 bits: DFloat11, arXiv:2504.11651.)
+// bf16 weights in 12 bits each, without loss. Nearly all exponents of the weights of 32 outputs fall into a range of 16
+// neighbouring values, so 4 bits encode the exponent, in addition to sign and mantissa. The few other weights are
+// stored in an exception list. (DFloat11, arXiv:2504.11651, shows that exponents of weights carry fewer than 3 bits.)
 //
-// A k-step of the packed layout (gemm.cpp) is 32 vectors of 32 weights. Four vectors of weights become three of words, of 16 bits:
-//     word i, i < 3:   bit 15 sign, bits 7 - 10 exponent, bits 0 - 6 mantissa of weight i; in bits 11 - 14
-//                      of word 0 the exponent, of word 1 the lower mantissa, of word 2 the sign and the upper mantissa of weight 3
-// so three of four weights need one instruction. They come out as if the lowest of the 16 exponents were kLow; the sums are multiplied by the power of two that
-// is missing, which is exact. A weight that is listed is stored with that same shift.
+// A k-step of the packed layout (gemm.cpp) is 32 vectors of 32 weights. Four vectors of weights become three vectors of
+// 16-bit words:
+//     word i, i < 3:   bit 15 sign, bits 7 - 10 exponent, bits 0 - 6 mantissa of weight i
+//     bits 11 - 14:    in word 0 the exponent, in word 1 the lower mantissa, in word 2 the sign and the upper mantissa
+//                      of weight 3
+// so three of four weights need one instruction. Expansion yields weights as if the lowest of the 16 exponents were
+// kLow; the sums are multiplied by the missing power of two, which is exact. Exceptions are stored with the same shift.
 #pragma once
 
 #include <algorithm>
@@ -15,30 +18,31 @@
 
 struct Compact {
   const uint16_t* data;         // [columns / 32][k_steps][8][3][32]
-  const uint64_t* exceptions;   // in order: number of the k-step among all << 32 | place in the packed k-step << 16 | bits; then one beyond all
-  const uint32_t* first;        // [columns / 32]: where the exceptions of each block begin
+  // Sorted: global k-step index << 32 | place in the packed k-step << 16 | bits; then an end marker
+  const uint64_t* exceptions;
+  const uint32_t* first;        // [columns / 32]: index of each block's first exception
   const float* scales;          // [columns / 32]: the power of two
   int k_steps;
-  const uint8_t* units;         // [columns / 32][runs][32]: what gemm_fixed.h counts in; nothing for AMX
+  const uint8_t* units;         // [columns / 32][runs][32]: the units of gemm_fixed.h; unused with AMX
 
   static constexpr int kStepWords = 8 * 3 * 32;
   static constexpr int kLow = 112;
   const uint16_t* step(int nb, int s) const { return data + (long(nb) * k_steps + s) * kStepWords; }
-  const uint64_t* exceptions_from(int nb, int s) const {  // those of k-step s of block nb and all that follow
+  const uint64_t* exceptions_from(int nb, int s) const {  // exceptions from k-step s of block nb on
     const uint64_t* e = exceptions + first[nb];
     while (*e >> 32 < uint64_t(nb) * k_steps + s) e++;
     return e;
   }
 };
 
-// A register of each of three vectors of words to one of each of four of weights.
+// Expands one register of each of three vectors of words to one register of each of four vectors of weights.
 static inline void expand_part(const uint16_t* src, Ints* weights) {
   const Ints keep = set1_words(0x87ff), low = set1_words(Compact::kLow << 7), a = load_ints(src), b = load_ints(src + 32), c = load_ints(src + 64);
   weights[0] = or_masked(low, a, keep), weights[1] = or_masked(low, b, keep), weights[2] = or_masked(low, c, keep);
   const Ints lower = or_masked(or_masked(low, words_right<4>(a), set1_words(0x0780)), words_right<11>(b), set1_words(0x000f));
   weights[3] = or_masked(or_masked(lower, words_right<7>(c), set1_words(0x0070)), words_left<1>(c), set1_words(0x8000));
 }
-// Three vectors of words to four of weights.
+// Expands three vectors of words to four vectors of weights.
 static inline void expand_group(const uint16_t* src, bf16* dst) {
   for (int half = 0; half < 32; half += 2 * kLanes) {
     Ints weights[4];
@@ -47,8 +51,9 @@ static inline void expand_group(const uint16_t* src, bf16* dst) {
   }
 }
 
-// K-step s of block nb as in the packed layout, but for the power of two; dst is aligned to 64 bytes. `next`: its exceptions and those that follow; leaves those of the
-// next step. So nothing but this list, of which a line serves dozens of steps, is read beside the weights. STREAM: the steps are read one after the other, from memory.
+// Expands k-step s of block nb to the packed layout, without the power of two; dst is aligned to 64 bytes. `next`
+// points to the exceptions of this step and is advanced to those of the next. In addition to the weights this reads
+// only the exception list, one line of which serves dozens of steps. STREAM: the steps are read in order, from memory.
 template <bool STREAM>
 static inline void expand_step(const Compact& w, int nb, int s, const uint64_t*& next, bf16* dst) {
   const uint16_t* src = w.step(nb, s);
@@ -60,7 +65,7 @@ static inline void expand_step(const Compact& w, int nb, int s, const uint64_t*&
   for (const uint64_t step = uint64_t(nb) * w.k_steps + s; *next >> 32 == step; next++) dst[*next >> 16 & 1023].bits = uint16_t(*next);
 }
 
-// The lowest of the 16 exponents that most weights have, by a sample.
+// Returns the lowest of the 16 neighbouring exponents that cover the most weights, estimated from a sample.
 static inline int likely_exponents(const bf16* packed, long count) {
   int histogram[256] = {}, best = 1, most = -1, inside = 0;
   for (long i = 0; i < count; i += 13) histogram[packed[i].bits >> 7 & 255]++;
@@ -73,7 +78,8 @@ static inline int likely_exponents(const bf16* packed, long count) {
   return best;
 }
 
-// A weight that is not among the block's 16 exponents, as the list holds it: -1 if it cannot (denormal, infinite, NaN, or out of range after the shift).
+// Returns the list entry of a weight outside the block's 16 exponents, or -1 if it cannot be stored (denormal,
+// infinite, NaN, or out of range after the shift).
 static inline int exception_bits(int bits, int shift) {
   const int exponent = bits >> 7 & 255, shifted = exponent - shift;
   if (!(bits & 0x7fff)) return bits;
@@ -86,7 +92,8 @@ static inline bool all_zero(const bf16* packed, long count) {
   return seen == 0;
 }
 
-// Four vectors of weights to three of words. list(place, bits) is called for each weight that is to be listed; false if one cannot be.
+// Compacts four vectors of weights to three vectors of words. Calls list(place, bits) for each exception; returns false
+// if one cannot be stored.
 template <typename F>
 static inline bool compact_group(const bf16* packed, int low, uint16_t* data, F&& list) {
   auto bits_of = [](__m256i word, int mask) { return _mm256_and_si256(word, _mm256_set1_epi16(short(mask))); };
@@ -111,9 +118,10 @@ static inline bool compact_group(const bf16* packed, int low, uint16_t* data, F&
   return true;
 }
 
-// Compacts one block of `steps` packed k-steps, the first of which has number `step0`. Returns the number of exceptions, or -1 if the list cannot hold one.
+// Compacts one block of `steps` packed k-steps, the first of which has index `step0`. Returns the number of exceptions,
+// or -1 if one cannot be stored.
 static inline long compact_block(const bf16* packed, int steps, long step0, uint16_t* data, uint64_t* exceptions, float* scale) {
-  if (all_zero(packed, long(steps) * 1024)) {  // as when a vocabulary has spare rows
+  if (all_zero(packed, long(steps) * 1024)) {  // for example spare rows of a vocabulary
     *scale = 0.f;
     memset(data, 0, long(steps) * Compact::kStepWords * 2);
     return 0;
@@ -131,7 +139,8 @@ static inline long compact_block(const bf16* packed, int steps, long step0, uint
   return count;
 }
 
-// Both weights, k and k + 1, that lie in lane pair `pair` of vector `v` of a k-step, as two halves of 32 bits; listed ones apart.
+// Returns the two weights, k and k + 1, in lane pair `pair` of vector `v` of a k-step, as two halves of 32 bits; does
+// not apply exceptions.
 static inline uint32_t expand_pair(const uint16_t* step, int v, int pair) {
   uint32_t word[3];
   for (int i = 0; i < 3; i++) memcpy(word + i, step + v / 4 * 96 + i * 32 + pair * 2, 4);

@@ -1,29 +1,35 @@
-// What products by vectors as fixed-point numbers are made of: of integers of 16 bits one instruction multiplies twice as many as of floats.
+// Building blocks of fixed-point products on vector units: one instruction multiplies twice as many 16-bit integers as
+// floats.
 //
-// A run of k of a row, and of a column, is written as integers times a power of two, its unit, such that its Euclidean norm is 16000 to 32000 units.
-// So no sum of products leaves 32 bits (Cauchy-Schwarz), and none is rounded. Entries of 128 units and more are what they were, for a bf16 has 8 bits; smaller ones are rounded
-// to whole units, by at most 1/32000 of the norm: a fifth to a fifteenth of the error that rounding to bf16 has made before. Tiles are those of vector_tiles.h.
+// A run of k of a row or column is stored as integers times a power of two, its unit, chosen so that the Euclidean norm
+// of the run is 16000 to 32000 units. By Cauchy-Schwarz no sum of products overflows 32 bits, and no sum is rounded.
+// Entries of 128 units or more are exact, since a bf16 has 8 bits; smaller ones are rounded to whole units, by at most
+// 1/32000 of the norm: a fifth to a fifteenth of the error of the earlier rounding to bf16. The tiles are those of
+// vector_tiles.h.
 #pragma once
 
 #include "vector_tiles.h"
 
 namespace {
 
-constexpr int kFixedSteps = 8;  // k-steps of a run, whose weights, 16 KiB, stay in L1 while all rows of a chunk meet them
+constexpr int kFixedSteps = 8;  // k-steps of a run; its weights, 16 KiB, stay in L1 while all rows of a chunk use them
 constexpr int kFixedRun = kFixedSteps * 32;
 
 constexpr long runs_of(long k_steps) { return (k_steps + kFixedSteps - 1) / kFixedSteps; }
 
-// Where pair p of k lies in tiles, of register `part` of 32 columns.
+// Returns the position in the tiles of pair p of k, for register `part` of 32 columns.
 inline long pair_place(int part, long p) { return tile_place(part * kLanes) + p / 16 * kTileStep + p % 16 * 32; }
 
-// The units of runs that have these sums of squares. Where they are no finite number, from a norm of 2^64 on, infinite, so that results are not finite either; below one of 2^-74 zero.
+// Returns the units of runs with these sums of squares. If a sum is not finite (norm of 2^64 or more), the unit is
+// infinite, so that the results are not finite either; below a norm of 2^-74 it is zero.
 inline Floats fixed_unit(Floats squares) { return Floats(Ints(root(squares) * set1_floats(1.f / 16000)) & set1_ints(0x7f800000)); }
 
-// Rows as integers, in groups of at most kMostRows: run by run, in a run group by group, in a group pair of k by pair of k. So a block of the weight reads them front to back.
+// Rows as integers, in groups of at most kMostRows, ordered by run, then group, then pair of k, so that a block of the
+// weight reads them front to back.
 class FixedRows {
  public:
-  FixedRows(void* memory, int rows, long k) : values_((int16_t*)memory), units_((float*)(values_ + rows * k + 2 * kLanes)), k_(k), rows_(rows) {}  // kLanes pairs are stored at a time
+  // Fill() stores kLanes pairs at a time
+  FixedRows(void* memory, int rows, long k) : values_((int16_t*)memory), units_((float*)(values_ + rows * k + 2 * kLanes)), k_(k), rows_(rows) {}
   static constexpr size_t bytes(long rows, long k) { return (rows * k + 2 * kLanes) * sizeof(int16_t) + rows * runs_of(k / 32) * sizeof(float); }
 
   int groups() const { return (rows_ + kMostRows - 1) / kMostRows; }
@@ -32,11 +38,12 @@ class FixedRows {
   const int16_t* at(int group, long run) const { return values_ + place(group, run); }
   const float* units(int group, long run) const { return units_ + run * rows_ + begin(group); }
 
-  // row(r) is a row's start; it has `given` elements, and zeros from there on.
+  // row(r) points to the start of a row of `given` elements; the rest is filled with zeros.
   template <typename F>
   void fill(long given, F&& row) const {
     for (long run = 0; run < runs_of(k_ / 32); run++)
-      for (int i = 0; i < groups(); i++) {  // in order: what is stored beyond a group is in the next one's place
+      // Order matters: stores past the end of a group are overwritten by the next group
+      for (int i = 0; i < groups(); i++) {
         alignas(64) int16_t integers[kMostRows][kFixedRun];
         for (int r = 0; r < size(i); r++)
           units_[run * rows_ + begin(i) + r] = fix_row(row(begin(i) + r) + run * kFixedRun, std::min(given - run * kFixedRun, count(run)), count(run), integers[r]);
@@ -48,7 +55,7 @@ class FixedRows {
   long count(long run) const { return std::min(long(kFixedRun), k_ - run * kFixedRun); }
   long place(int group, long run) const { return rows_ * run * kFixedRun + begin(group) * count(run); }
 
-  // Returns the unit.
+  // Converts a run of a row to integers; returns its unit.
   template <typename T>
   static float fix_row(const T* x, long given, long count, int16_t* integers) {
     T padded[kFixedRun];
@@ -74,16 +81,17 @@ class FixedRows {
   }
 
   int16_t* values_;
-  float* units_;  // of each run and row
+  float* units_;  // [run][row]
   long k_;
   int rows_;
 };
 
-// Weights of even k and of odd k in units, as pairs. Adding 1.5 * 2^23 units leaves in a float's lower bits how many units it is.
+// in_units returns weights of even and odd k in units, as pairs of integers. Adding 1.5 * 2^23 units puts the number of
+// units into a float's low bits.
 inline Floats magic_of(Floats unit) { return unit * set1_floats(1.5f * (1 << 23)); }
 inline Ints in_units(Floats even, Floats odd, Floats magic) { return odd_words(Ints(even + magic), left<16>(Ints(odd + magic))); }
 
-// y[r * ld + column] += a run of ROWS rows x times 32 columns w, `count` k-steps of it.
+// y[r * ld + column] += a run of ROWS rows x times 32 columns w, over `count` k-steps.
 template <int ROWS>
 void fixed_products(const int16_t* x, const float* row_units, const int16_t* w, int count, const float* units, Fetch& fetch, float* y, long ld) {
   for (int c = 0; c < 32; c += 2 * kLanes, w += tile_place(2 * kLanes)) {
@@ -112,12 +120,12 @@ void fixed_products(const int16_t* x, const float* row_units, const int16_t* w, 
   }
 }
 
-// The same for run `run` of a group of rows.
+// Like fixed_products, for run `run` of a group of rows.
 inline void fixed_group(const FixedRows& x, int group, long run, const int16_t* w, int count, const float* units, Fetch& fetch, float* y, long ld) {
   of_rows(x.size(group), [&](auto n) { fixed_products<n>(x.at(group, run), x.units(group, run), w, count, units, fetch, y, ld); });
 }
 
-// A run of `count` k-steps of 32 columns from bf16 to integers, in place. units: [32].
+// Converts a run of `count` k-steps of 32 columns from bf16 to integers in place. units: [32].
 inline void fix_tiles(bf16* tiles, int count, float* units) {
   for (int part = 0; part < 32 / kLanes; part++) {
     Floats squares[4] = {};

@@ -1,14 +1,17 @@
-// y[m, n] = x[m, k] W[n, k]^T (+ bias), bf16 in, fp32 accumulation, for a weight that is packed once.
+// y[m, n] = x[m, k] W[n, k]^T (+ bias): bf16 inputs, fp32 accumulation, a weight that is packed once.
 //
-// Packed weight: blocks of 32 output columns; a block is a sequence of k-steps of 32; a k-step is two tiles of 16 columns; a tile is 16 rows of
-// 16 columns x 2 consecutive k, which is both AMX's right operand and what `vdpbf16ps` wants:
-//     packed[n / 32][k / 32][n / 16 % 2][k / 2 % 16][n % 16][k % 2]          n and k padded with zeros to multiples of 32
-// So whatever computes reads the weight once, front to back. The same layout serves one row and thousands.
+// Packed weight: blocks of 32 output columns; a block is a sequence of k-steps of 32; a k-step is two tiles of 16
+// columns; a tile is 16 rows of 16 columns x 2 consecutive k, the layout of AMX's right operand and of `vdpbf16ps`:
+//     packed[n / 32][k / 32][n / 16 % 2][k / 2 % 16][n % 16][k % 2]
+// n and k are padded with zeros to multiples of 32. Every kernel reads the weight once, front to back. The same layout
+// serves one row and thousands.
 //
-// Where its exponents allow it the same weight is stored in three quarters of the bytes (compact.h), and its k-steps come out of that into a buffer in L1.
+// If its exponents allow, the weight is stored in three quarters of the bytes (compact.h); its k-steps are then
+// expanded into a buffer in L1.
 //
-// Weights of 4 and 8 bits have a layout of their own (quant.h). Rows are multiplied as integers; with AMX more than 32 as bf16, else many as fixed-point numbers, for
-// which a stretch of weight is expanded in cache, in the layout above.
+// Weights of 4 and 8 bits have their own layout (quant.h). Their products use integer rows; more than 32 rows use bf16
+// with AMX, and many rows use fixed point without AMX, for which a stretch of the weight is expanded in cache, in the
+// layout above.
 #include <cassert>
 #include <vector>
 
@@ -19,7 +22,7 @@
 
 namespace {
 
-// path: as in quire_gemm_run and quire_gemm_run_quant.
+// Returns whether the product takes the many-rows path. path: as in quire_gemm_run and quire_gemm_run_quant.
 bool by_many_rows(const Gemm& g, int path) {
 #if QUIRE_AMX
   if (!amx_permitted()) return false;
@@ -44,21 +47,22 @@ void run_bf16(const Gemm& g, int path) {
 
 extern "C" {
 
-// How many threads all kernels use from now on, the caller's included.
+// Sets the number of threads that all kernels use from now on, including the caller's.
 void quire_set_threads(int n) { Pool::get().set_threads(n); }
 
-// Source column of packed column j: with silu_mul, tiles of 16 gate columns and the matching 16 up columns alternate.
+// Returns the source column of packed column j, or -1. With silu_mul, tiles of 16 gate columns and the matching 16 up
+// columns alternate.
 static inline long source_column(long j, long n, int silu_mul) {
   if (!silu_mul) return j < n ? j : -1;
   long half = n / 2, i = j / 32 * 16 + j % 16;
   return i < half ? (j % 32 < 16 ? i : half + i) : -1;
 }
 
-// Columns the packed weight has: n rounded up to whole blocks (of each half, with silu_mul).
+// Returns the number of columns of the packed weight: n rounded up to whole blocks (of each half, with silu_mul).
 long quire_gemm_packed_columns(long n, int silu_mul) { return silu_mul ? (n / 2 + 15) / 16 * 32 : (n + 31) / 32 * 32; }
 
-// Block nb of weight [n, k] with row stride ldw, to [ceil(k / 32)][2][16][16][2]. What there is no weight for is 0, or, with `repeat`, some other weight: it meets
-// only zeros, or gives outputs that nobody reads.
+// Packs block nb of weight [n, k] with row stride ldw to [ceil(k / 32)][2][16][16][2]. The padding is 0, or, with
+// `repeat`, copies of other weights: those are multiplied only by zeros or produce outputs that are not read.
 static void pack_block(const bf16* weight, long ldw, bf16* packed, long nb, long n, long k, int silu_mul, bool repeat) {
   const long steps = (k + kStep - 1) / kStep;
   for (long t = 0; t < 2; t++) {
@@ -85,15 +89,15 @@ static void pack_block(const bf16* weight, long ldw, bf16* packed, long nb, long
   }
 }
 
-// weight [n, k] with row stride ldw, to packed [columns / 32][ceil(k / 32)][2][16][16][2].
+// Packs weight [n, k] with row stride ldw to packed [columns / 32][ceil(k / 32)][2][16][16][2].
 void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k, int silu_mul) {
   const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols;
   parallel_for(blocks, 4, [&](long nb) { pack_block(weight, ldw, packed + nb * steps * kStepElems, nb, n, k, silu_mul, false); });
 }
 
-// The same to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [most + 1], first and scales [columns / 32], units
-// [columns / 32][ceil(k / 256)][32]. Returns the number of exceptions, the one at their
-// end not counted; -1: there are more than `most`, or a weight is not of that kind.
+// Packs the weight to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [most + 1], first and scales [columns
+// / 32], units [columns / 32][ceil(k / 256)][32]. Returns the number of exceptions without the end marker, or -1 if
+// there are more than `most` or a weight cannot be stored this way.
 long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* exceptions, uint32_t* first, float* scales, uint8_t* units, long n, long k, int silu_mul, long most) {
   const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols, room = steps * kStepElems;
   std::vector<std::vector<uint64_t>> found(blocks);
@@ -120,7 +124,8 @@ long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* 
   return total;
 }
 
-// out[i, :k] = row ids[i] of the weight that `packed` was made from (without silu_mul): an embedding that shares the packed LM head.
+// out[i, :k] = row ids[i] of the weight that was packed to `packed` (without silu_mul); for an embedding that shares
+// the packed LM head.
 void quire_gemm_unpack_rows(const bf16* packed, const long* ids, long num_ids, bf16* out, long ldo, long k) {
   const long steps = (k + kStep - 1) / kStep;
   parallel_for(num_ids, 4, [&](long i) {
@@ -129,7 +134,7 @@ void quire_gemm_unpack_rows(const bf16* packed, const long* ids, long num_ids, b
   });
 }
 
-// The same of a compact weight.
+// Like quire_gemm_unpack_rows, for a compact weight.
 void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* out, long ldo, long k) {
   parallel_for(num_ids, 4, [&](long i) {
     const int nb = int(ids[i] / 32), v0 = int(ids[i] / 16 % 2) * 16, pair = int(ids[i] % 16);
@@ -150,18 +155,19 @@ void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* o
   });
 }
 
-// bias: fp32, padded to the packed columns, in packed order. out: bf16, or float32 with out_f32. path: 0 automatic, 1 vector, 2 AMX, 3 automatic, but one way for any
-// number of rows.
+// y = x W^T (+ bias). bias: fp32, in packed order, padded to the packed columns. out: bf16, or float32 with out_f32.
+// path: 0 automatic, 1 vector, 2 AMX, 3 automatic, but the same path for any number of rows.
 void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
   run_bf16({x, ldx, packed, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1}, path);
 }
 
-// As quire_gemm_run, for a compact weight.
+// Like quire_gemm_run, for a compact weight.
 void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
   run_bf16({x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, nullptr, weight}, path);
 }
 
-// As quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 with, 3 as many rows: by AMX as bf16, else as fixed-point numbers.
+// Like quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 integers with AMX, 3
+// the many-rows path: bf16 with AMX, else fixed point.
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
   Gemm g{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, weight};
   const int threads = Pool::get().threads();
@@ -173,8 +179,8 @@ void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const fl
   run_quant_vector(g, threads);
 }
 
-// As those, whichever weight is not null, but the result goes to `sink`. False, and nothing is done, where the rows are few, there is no AMX, or the sink takes so much at
-// a time that threads would be idle.
+// Like the functions above, for whichever weight is not null, but passes the result to `sink`. Returns false and does
+// nothing if the rows are few, there is no AMX, or the sink takes so many columns at a time that threads would be idle.
 bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact, const float* bias, const Sink* sink, long m, long n, long k, int path) {
   Gemm g{x, ldx, packed, bias, nullptr, sink->columns + kCols, int(m), int(n), int(k), 0, 0, quant, compact, sink};
   const int threads = Pool::get().threads();
@@ -204,12 +210,12 @@ void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, l
   });
 }
 
-// The same for a weight that is quantized already: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n, ceil(k / group)]
-// float32, offset may be null.
+// Packs a weight that is already quantized: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n, ceil(k /
+// group)] float32; offset may be null.
 void quire_pack_quantized(const int8_t* values, const float* scale, const float* offset, uint8_t* data, bf16* scales, bf16* offsets, long n, long k, int bits,
                           long group, int silu_mul) {
   const long steps = (k + 63) / 64, groups = (steps * 64 + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
-  const long given = (k + group - 1) / group;  // groups that the source has
+  const long given = (k + group - 1) / group;  // number of groups in the source
   parallel_for(columns / 16, 2, [&](long tile) {
     const long ld = steps * 64;
     int8_t* q = (int8_t*)own_scratch.get(ld * 16);
@@ -227,7 +233,7 @@ void quire_pack_quantized(const int8_t* values, const float* scale, const float*
   });
 }
 
-// out[i, :k] = row ids[i] of the weight, in bf16: an embedding that shares the packed LM head.
+// out[i, :k] = row ids[i] of the weight, in bf16; for an embedding that shares the packed LM head.
 void quire_quant_rows(const Quant* q, const long* ids, long num_ids, bf16* out, long ldo, long k) {
   parallel_for(num_ids, 4, [&](long i) {
     for (long kk = 0; kk < k; kk++) out[i * ldo + kk] = to_bf16(quant_value(*q, ids[i], int(kk)));

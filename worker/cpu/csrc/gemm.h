@@ -1,4 +1,5 @@
-// What the ways through the matrix product have in common (gemm_few.h, gemm_many.h): the product to compute, and what becomes of a row of sums.
+// Code shared by the matrix products (gemm_few.h, gemm_many.h, gemm_vector.h, gemm_fixed.h): the description of a
+// product and the epilogue of a row of sums.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@ namespace {
 constexpr int kCols = 32;                   // columns of a block
 constexpr int kStep = 32;                   // k of a step
 constexpr int kStepElems = kCols * kStep;   // 2 KiB of weight
-constexpr int kMostGreedy = 32;             // rows of which a step may want the largest logit alone (greedy.cpp)
+constexpr int kMostGreedy = 32;             // maximum rows of a step that needs only the largest logits (greedy.cpp)
 
 struct Gemm {
   const bf16* x;
@@ -26,9 +27,9 @@ struct Gemm {
   long ldo;
   int m, n, k;
   int out_f32, silu_mul;
-  const Quant* quant = nullptr;  // instead of `packed`, as is:
+  const Quant* quant = nullptr;  // replaces `packed`, as does `compact`
   const Compact* compact = nullptr;
-  const Sink* sink = nullptr;  // instead of `out`; of many rows only
+  const Sink* sink = nullptr;  // replaces `out`; only for products of many rows
 
   int k_steps() const { return quant ? 2 * quant->k_steps : (k + kStep - 1) / kStep; }
   int n_blocks() const { return (n + kCols - 1) / kCols; }
@@ -36,10 +37,10 @@ struct Gemm {
   long block_bytes() const { return quant ? quant->k_steps * quant->step_bytes() : long(k_steps()) * 2 * (compact ? Compact::kStepWords : kStepElems); }
 };
 
-// Columns n0..n0+31 of one row: acc holds them as two vectors.
+// Writes columns n0..n0+31 of one row, given as two vectors of sums: applies the scale, the bias and silu_mul.
 inline void finish_row(const Gemm& g, int row, int n0, vf a, vf b) {
   if (g.compact) a = a * set1(g.compact->scales[n0 / kCols]), b = b * set1(g.compact->scales[n0 / kCols]);
-  if (g.silu_mul) {  // tile 0 is the gate, tile 1 the matching columns of up
+  if (g.silu_mul) {  // tile 0 holds the gate, tile 1 the matching columns of up
     int n1 = n0 / 2, width = std::min(16, g.n / 2 - n1);
     bf16* p = (bf16*)g.out + row * g.ldo + n1;
     if (g.bias) a = a + load(g.bias + n0), b = b + load(g.bias + n0 + 16);
@@ -69,7 +70,7 @@ inline void finish_row(const Gemm& g, int row, int n0, vf a, vf b) {
 
 thread_local Scratch shared_scratch, own_scratch;
 
-// The rows of x where k is a multiple of `step`, else a copy that is padded with zeros to whole k-steps of the weight.
+// The rows of x if k is a multiple of `step`, else a copy padded with zeros to whole k-steps of the weight.
 struct PaddedRows {
   const bf16* rows;
   long ld;
@@ -85,20 +86,21 @@ struct PaddedRows {
   }
 };
 
-// The rows as integers, `rows` of them; those from m on are zeros. In memory that all threads share.
+// Returns the rows of g.x as integers, padded with zero rows from g.m to `rows`. All threads share the memory.
 inline QuantRows quant_rows(const Gemm& g, int rows, bool planes) {
   QuantRows x((char*)shared_scratch.get(QuantRows::bytes(rows, *g.quant)), rows, *g.quant);
   parallel_for(rows, g.m <= 4 ? rows : 4, [&](long r) { x.fill(r, r < g.m ? g.x + r * g.ldx : nullptr, g.k, planes); });
   return x;
 }
 
-// Blocks per piece: up to 128 KiB, but at least four pieces a thread.
+// Returns the number of blocks per piece: up to 128 KiB, but at least four pieces per thread.
 inline long blocks_per_piece(const Gemm& g, int threads) {
   const long by_size = std::max(1L, (128L << 10) / g.block_bytes());
   return std::max(1L, std::min(by_size, g.n_blocks() / (4L * threads)));
 }
 
-// Calls work(each) in every thread; each(f) calls f with the numbers of the blocks that fall to the thread, `per` neighbours at a time.
+// Calls work(each) in every thread; each(f) calls f with the index of each block of the thread, `per` neighbours at a
+// time.
 template <typename W>
 void over_blocks(const Gemm& g, int threads, long per, W&& work) {
   Stretches pieces((g.n_blocks() + per - 1) / per, threads);

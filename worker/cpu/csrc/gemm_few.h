@@ -1,4 +1,5 @@
-// Products of few rows by AMX, which read the weight at the speed of memory: up to 32 rows, and as integers where the weight is quantized.
+// Products of few rows on AMX, which read the weight at memory speed: up to 32 rows in bf16, or integer products if the
+// weight is quantized.
 #pragma once
 
 #include "gemm.h"
@@ -7,8 +8,8 @@
 
 namespace {
 
-// Up to 32 rows of 32 columns; the left operand is a row-major matrix of whole k-steps. A compact weight is expanded two steps ahead of its use, so that the
-// tiles are not loaded from lines that are still on their way to L1.
+// Multiplies up to 32 rows by 32 columns. x is row-major and padded to whole k-steps. A compact weight is expanded two
+// steps before its use, so that tile loads do not wait for lines still in flight to L1.
 template <bool COMPACT>
 void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
   constexpr int kAhead = 2;
@@ -56,7 +57,8 @@ inline void run_few_rows(const Gemm& g, int threads) {
   });
 }
 
-constexpr int kMaxQuantRows = 32;  // of AMX's integer products; from there on expanding the weight costs less than scaling the sums
+// Maximum rows for AMX integer products; above that, expanding the weight costs less than scaling the sums
+constexpr int kMaxQuantRows = 32;
 
 inline void run_quant_rows(const Gemm& g, int threads) {
   const Quant& q = *g.quant;

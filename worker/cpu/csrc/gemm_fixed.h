@@ -1,5 +1,5 @@
-// Products of many rows by vectors as fixed-point numbers (fixed_tiles.h). For compact weights, and for those of 8 and 4 bits, whose groups are too short for integers of their own
-// (gemm_vector.h) to be as fast.
+// Products of many rows in fixed point on vector units (fixed_tiles.h). Used for compact weights, and for 8-bit and
+// 4-bit weights, whose groups are too short for their own integer products (gemm_vector.h) to be as fast.
 #pragma once
 
 #include "fixed_tiles.h"
@@ -7,16 +7,18 @@
 
 namespace {
 
-constexpr int kFixedRows = kLanes == 16 ? 6 : 9;  // from which on it pays: of 5, and with AVX2 of 8, it takes as long as floats
-constexpr int kFixedQuantRows = 96;               // of weights of 8 and 4 bits, which take more work to prepare
-constexpr int kFixedLogitRows = kMostGreedy + 1;  // the largest logit must be the same whether it alone is wanted or all
-constexpr long kFixedPiece = 1 << 20;   // bytes of the rows of a chunk
-constexpr long kFixedAhead = 16 << 10;  // bytes that the memory is ahead
+constexpr int kFixedRows = kLanes == 16 ? 6 : 9;  // minimum rows; 5 rows, or 8 with AVX2, take as long as in floats
+// Minimum rows for 8-bit and 4-bit weights, which cost more to prepare
+constexpr int kFixedQuantRows = 96;
+// Minimum rows for logits: the largest must not depend on whether all are computed
+constexpr int kFixedLogitRows = kMostGreedy + 1;
+constexpr long kFixedPiece = 1 << 20;   // bytes of the rows of one chunk
+constexpr long kFixedAhead = 16 << 10;  // prefetch distance in bytes
 
 inline const uint8_t* units_of(const Compact& w, int nb, long run) { return w.units + (nb * runs_of(w.k_steps) + run) * kCols; }
 
-// Finds the columns' units in each run of a block, packed [k_steps][2 tiles][16][16 columns][2], of which k counts: units [runs][32] are their exponents as floats of the
-// compact weight have them, less by `shift`.
+// Computes the columns' units in each run of a block, packed [k_steps][2 tiles][16][16 columns][2]; only the first k
+// entries count. units [runs][32] are the units' float exponents minus `shift`, to match the compact weight.
 inline void find_units(const bf16* packed, long k, int shift, uint8_t* units) {
   for (long begin = 0; begin < k; begin += kFixedRun, units += kCols)
     for (int part = 0; part < kCols / kLanes; part++) {
@@ -35,7 +37,7 @@ inline void find_units(const bf16* packed, long k, int shift, uint8_t* units) {
     }
 }
 
-// A block of a weight, run by run as integers: those of a run come with their columns' units.
+// Converts a block of a weight to integers, one run at a time, with the run's unit for each column.
 class FixedCompact {
  public:
   FixedCompact(const Gemm& g, int nb, bool stream) : w_(*g.compact), nb_(nb), stream_(stream), next_(w_.exceptions_from(nb, 0)) {}
@@ -53,7 +55,7 @@ class FixedCompact {
   }
 
  private:
-  // As expand_step, to integers.
+  // Like expand_step, but writes integers.
   void fix_step(int s, const float* magic, int16_t* fixed) {
     const uint16_t* src = w_.step(nb_, s);
     int16_t* dst = fixed;
@@ -102,7 +104,7 @@ class FixedQuant {
   }
 
  private:
-  // Two k-steps as integers of 16 bits.
+  // Widens two k-steps to 16-bit integers.
   void widen(int s, int16_t* to) const {
     const Ints zero_point = set1_words(q_.zero_point()), low = set1_words(0x0f0f);
     const __m128i order = _mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
@@ -122,7 +124,8 @@ class FixedQuant {
         }
   }
 
-  // f(0 or 1, where both are, weights of even k, of odd k) for all pairs of register `part` of the columns.
+  // Calls f(p % 2, address of the pairs, weights of even k, weights of odd k) for all pairs of k in register `part` of
+  // the columns.
   template <typename F>
   void over_pairs(int s, int count, int part, int16_t* fixed, F&& f) const {
     for (int i = 0; i < count; i++) {
@@ -140,11 +143,12 @@ class FixedQuant {
   int nb_;
 };
 
-// The chunk of rows that begins with row0 times block nb. y: [rows][32], room.
+// Multiplies the chunk of rows that begins with row0 by block nb. y: scratch, [rows][32].
 template <typename W>
 void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, float* y) {
   const int passes = kPasses * x.groups();
-  const bool stream = x.groups() == 1;  // fetched where they are expanded: beside what few rows multiply, it would be all at once
+  // If so, prefetch while expanding: the products of few rows are too short to spread the prefetches over
+  const bool stream = x.groups() == 1;
   W weights(g, nb, stream);
   alignas(64) int16_t fixed[kFixedSteps * kStepElems];
   float units[kCols];
@@ -158,7 +162,7 @@ void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, 
   for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
 }
 
-// memory: sums, then the chunk as integers.
+// `memory` holds the sums, then the chunk as integers.
 inline void run_fixed(const Gemm& g, int threads) {
   const long k = long(g.k_steps()) * kStep;
   const auto block = g.compact ? fixed_block<FixedCompact> : g.quant->bits == 8 ? fixed_block<FixedQuant<8>> : fixed_block<FixedQuant<4>>;

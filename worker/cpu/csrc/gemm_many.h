@@ -1,4 +1,4 @@
-// Products of many rows, by AMX. Results go to memory, or some columns at a time to a sink.
+// Products of many rows on AMX. Results go to memory, or to a sink, some columns at a time.
 #pragma once
 
 #include "gemm.h"
@@ -7,21 +7,24 @@
 
 namespace {
 
-// The rows go in groups of at most kMaxRows; k whole if a group takes no more than kPiece bytes, else in runs of at most kRun steps. Such a piece of the rows stays in
-// L2, a block of the weight streams by, and of that the first kHot steps stay in L1 while all rows of the group use them. Sums that are not complete at the end of a
-// run wait in memory, beside the rows in L2: those of kBlocksAtOnce blocks.
+// Rows are processed in groups of at most kMaxRows. A group covers all of k if it takes at most kPiece bytes, else k is
+// split into runs of at most kRun steps. This piece of the rows stays in L2 while blocks of the weight stream past; the
+// first kHot steps of a block stay in L1 while all rows of the group use them. At the end of a run the partial sums of
+// kBlocksAtOnce blocks wait in memory; they share L2 with the rows.
 constexpr int kMaxRows = 512, kPiece = 1 << 20, kRun = 20, kBlocksAtOnce = 16, kHot = 18;
-// With few pairs of tiles a weight that is expanded goes block by block, in runs that stay in L1 with their sums.
+// With few pairs of tiles, a weight that must be expanded is processed block by block, in runs that stay in L1 with
+// their sums.
 constexpr int kFewPairs = 4, kRunInL1 = 8;
 
-// The left operand: rows of x as they lie, but for what must be padded to whole k-steps or whole pairs of tiles, which is copied.
+// The left operand: the rows of x in place, except those that must be padded to whole k-steps or whole pairs of tiles,
+// which are copied.
 class PairedRows {
  public:
   explicit PairedRows(const Gemm& g) : g_(g), ld_(g.ldx), rows_(g.x), whole_(g.m / 32) {
     const long width = long(g.k_steps()) * kStep;
     if (g.k != width || g.ldx * 2 % 4096 == 0) whole_ = 0;
     if (whole_ * 32 == g.m) return;
-    tail_ld_ = width + kStep;  // not a multiple of 4 KiB, which would put a tile's rows into the same few lines of a cache
+    tail_ld_ = width + kStep;  // not a multiple of 4 KiB, which would map a tile's rows to the same few cache sets
     const long first = whole_ * 32, rows = (g.m + 31) / 32 * 32 - first;
     tail_ = (bf16*)shared_scratch.get(rows * tail_ld_ * 2);
     parallel_for(rows, 4, [&](long r) {
@@ -39,18 +42,19 @@ class PairedRows {
   long ld_, tail_ld_ = 0;
   const bf16* rows_;
   bf16* tail_ = nullptr;
-  long whole_;  // pairs of tiles that are used where they are
+  long whole_;  // pairs of tiles that are used in place
 };
 
-// What of the weight is used at a time: k-steps [s0, s1) of block nb. s0 is even.
+// The part of the weight in use: k-steps [s0, s1) of block nb. s0 is even.
 struct Part {
   int nb = -1, s0 = 0, s1 = 0;
   int steps() const { return s1 - s0; }
   bool operator==(const Part& o) const { return nb == o.nb && s0 == o.s0 && s1 == o.s1; }
 };
 
-// Hands out a part as tiles, and has the next one fetched into L2 in the meantime. A weight that is not stored as tiles is expanded while the first rows meet it,
-// just ahead of them: with two parts in turn, one of them expanded beside all products with the other, both would have to stay near.
+// Returns parts as tiles and prefetches the next part into L2 in the meantime. A weight that is not stored as tiles is
+// expanded just ahead of the first rows that use it. Double buffering, with one part expanded during all products with
+// the other, would have to keep both parts in cache.
 class WeightStream {
  public:
   WeightStream(const Gemm& g, bf16* buffer) : g_(g), buffer_(buffer) {}
@@ -66,7 +70,8 @@ class WeightStream {
 
   bool expanded() const { return g_.quant || g_.compact; }
 
-  // Two k-steps more of the part, if there are: called every two k-steps by those who multiply with it first.
+  // Expands the next two k-steps of the part, if any remain. The first rows that multiply with the part call this every
+  // two k-steps.
   void expand() {
     const int left = part_.steps() - step_, s = part_.s0 + step_;
     if (left <= 0) return;
@@ -79,7 +84,8 @@ class WeightStream {
     step_ += 2;
   }
 
-  // `next`, if it has steps, will be wanted after `calls` calls of bring(), each of which brings a share of it.
+  // Announces that `next`, if it has steps, is used after `calls` calls of bring(), each of which prefetches a share of
+  // it.
   void announce(const Part& next, long calls) {
     next_ = next, lines_ = bytes(next) / 64, calls_ = calls, due_ = 0;
     if (lines_ > 0) at_ = source(next);
@@ -103,15 +109,15 @@ class WeightStream {
 
   const Gemm& g_;
   bf16* buffer_;
-  Part part_, next_;  // handed out, announced
-  int step_ = 0;  // of part_, up to which it is expanded
-  const uint64_t* exceptions_ = nullptr;  // of a compact weight, from step_ on
-  bool announced_ = false;  // part_
+  Part part_, next_;  // current, announced
+  int step_ = 0;  // part_ is expanded up to this step
+  const uint64_t* exceptions_ = nullptr;  // a compact weight's exceptions from step_ on
+  bool announced_ = false;  // whether part_ was announced
   const char* at_ = nullptr;
   long lines_ = 0, calls_ = 1, due_ = 0;
 };
 
-// Sums of 32 rows and 32 columns on their way out: they are finished row by row while AMX computes the next ones.
+// Finishes the sums of 32 rows and 32 columns row by row while AMX computes the next ones.
 class Finisher {
  public:
   explicit Finisher(const Gemm& g) : g_(g) {}
@@ -132,7 +138,7 @@ class Finisher {
   }
 
  private:
-  static constexpr int kAhead = 3;  // rows; a store that waits for its line holds up all that come after it
+  static constexpr int kAhead = 3;  // rows; a store that waits for its cache line delays all later stores
   const char* place(int r) const {
     const long column = g_.silu_mul ? nb_ * 16 : nb_ * kCols;
     return (const char*)g_.out + ((row0_ + r) * g_.ldo + column) * (g_.out_f32 ? 4 : 2);
@@ -142,8 +148,9 @@ class Finisher {
   int row0_ = 0, nb_ = 0, next_ = 0, end_ = 0;
 };
 
-// Sums that wait for the next run, 32 rows and 32 columns each: [pair][4][16][16] block after block. The next ones are fetched into L1 while these are added to: tile
-// loads, and still more tile stores, that miss it hold up the products.
+// Partial sums that wait for the next run, 32 rows by 32 columns each: [pair][4][16][16], block after block. The next
+// ones are prefetched into L1 while products are added to these: tile loads, and even more so tile stores, that miss L1
+// delay the products.
 class WaitingSums {
  public:
   WaitingSums(float* memory, int pairs) : memory_(memory), pairs_(pairs) {}
@@ -160,25 +167,27 @@ class WaitingSums {
   const char *next_ = nullptr, *end_ = nullptr;
 };
 
-// The product of some blocks of the weight with some pairs of tiles of rows.
+// Multiplies some blocks of the weight by some pairs of tiles of rows.
 struct ManyRows {
-  Gemm g;  // a copy: with a sink, `out` is this thread's
+  Gemm g;  // a copy: with a sink, `out` points to this thread's memory
   const PairedRows& x;
-  bf16* room;  // for what the sink takes at a time
+  bf16* room;  // the columns that the sink takes at a time
   WeightStream weights;
   Finisher finisher;
-  WaitingSums waiting;  // where there are several runs
+  WaitingSums waiting;  // used if there are several runs
   alignas(64) char spare[1024];
 
-  // Blocks [nb0, nb1) for the pairs [pair0, pair1). After them block `following` is wanted; -1: who knows.
+  // Computes blocks [nb0, nb1) for the pairs [pair0, pair1). `following` is the block that is used next; -1 if unknown.
   void run(int pair0, int pair1, int nb0, int nb1, int max_run, int following) {
     const int steps = g.k_steps();
-    const bool one_block = nb1 - nb0 == 1;  // then the sums at the end of a run stay in the tiles: the next one begins with them, and goes the other way
+    // Then sums stay in the tiles at the end of a run, and the next run starts from them in the opposite order
+    const bool one_block = nb1 - nb0 == 1;
     for (int s0 = 0, turn = 0; s0 < steps; s0 += max_run, turn++) {
       const int s1 = std::min(s0 + max_run, steps), first = one_block && turn % 2 ? pair1 - 1 : pair0, by = first == pair0 ? 1 : -1;
       for (int nb = nb0; nb < nb1; nb++) {
         const Part at{nb, s0, s1};
-        if (g.sink && nb % sink_blocks() == 0) g.out = room - pair0 * 32 * g.ldo - nb * kCols;  // so that what follows lies at the start of the room
+        // So that the next columns are written to the start of `room`
+        if (g.sink && nb % sink_blocks() == 0) g.out = room - pair0 * 32 * g.ldo - nb * kCols;
         const bf16* w = weights.tiles(at);
         weights.announce(after(at, nb0, nb1, max_run, following), long(pair1 - pair0) * at.steps());
         for (int p = first, left = pair1 - pair0; left > 0; left--, p += by) {
@@ -197,12 +206,13 @@ struct ManyRows {
  private:
   int sink_blocks() const { return int(g.sink->columns / kCols); }
 
-  void hand_over(int row0, int row1, long end) {  // the columns before `end` of these rows
+  void hand_over(int row0, int row1, long end) {  // passes the columns before `end` of these rows to the sink
     finisher.flush();
     g.sink->take(g.sink->context, room, g.ldo, row0, row1 - row0, end - g.sink->columns);
   }
 
-  Part after(const Part& at, int nb0, int nb1, int max_run, int following) const {  // without steps where nobody knows
+  // Returns a part without steps if the next one is unknown
+  Part after(const Part& at, int nb0, int nb1, int max_run, int following) const {
     if (at.nb + 1 < nb1) return {at.nb + 1, at.s0, at.s1};
     if (at.s1 < g.k_steps()) return {nb0, at.s1, std::min(at.s1 + max_run, g.k_steps())};
     return {following, 0, following < 0 ? 0 : std::min(max_run, g.k_steps())};
@@ -217,17 +227,19 @@ struct ManyRows {
   void multiply(int p, bool first, const Part& at, const bf16* w) {
     const bf16* a = x.pair(p) + at.s0 * kStep;
     auto aside = [&](int) { weights.bring(); waiting.bring(); finisher.row(); };
-    auto expanding = [&](int s) { if (s % 2 == 0) weights.expand(); aside(s); };  // two k-steps ahead of themselves
+    auto expanding = [&](int s) { if (s % 2 == 0) weights.expand(); aside(s); };  // two k-steps before their use
     if (first && weights.expanded()) amx_tiles_2x2_streaming(a, x.ld(p), w, at.steps(), kHot, spare, expanding);
     else amx_tiles_2x2_streaming(a, x.ld(p), w, at.steps(), kHot, spare, aside);
   }
 };
 
-// Each piece reads its rows anew, with several runs once per run: then pieces are few and large.
+// Returns the number of blocks per piece. Each piece reads its rows once per run, so with several runs pieces are few
+// and large.
 long blocks_per_piece(long blocks, long groups, long threads, bool in_l1, bool several_runs) {
   if (in_l1) return 1;
   if (!several_runs) return std::max(1L, std::min(4L, blocks * groups / (4 * threads)));
-  const long least = (blocks + kBlocksAtOnce - 1) / kBlocksAtOnce * groups, pieces = (least + threads - 1) / threads * threads;  // as many for each thread
+  // The same number for each thread
+  const long least = (blocks + kBlocksAtOnce - 1) / kBlocksAtOnce * groups, pieces = (least + threads - 1) / threads * threads;
   return std::max(1L, (blocks * groups + pieces - 1) / pieces);
 }
 
@@ -237,7 +249,7 @@ void run_many_rows(const Gemm& g, int threads) {
   const int groups = (pairs * 32 + kMaxRows - 1) / kMaxRows, group = (pairs + groups - 1) / groups;
   const int longest = in_l1 ? kRunInL1 : long(group) * 32 * steps * kStep * 2 <= kPiece ? steps : kRun;
   const int runs = (steps + longest - 1) / longest, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
-  const long at_once = g.sink ? g.sink->columns / kCols : 1;  // blocks that must not part
+  const long at_once = g.sink ? g.sink->columns / kCols : 1;  // blocks that must stay in one piece
   const long per = (blocks_per_piece(blocks, groups, threads, in_l1, runs > 1) + at_once - 1) / at_once * at_once, pieces = (blocks + per - 1) / per;
   const PairedRows x(g);
   Stretches stretches(pieces * groups, threads);

@@ -1,4 +1,4 @@
-// Products by vectors, of any number of rows: where there is no AMX, or the rows are few and the weight is quantized.
+// Products on vector units for any number of rows: used without AMX, or for few rows of a quantized weight.
 #pragma once
 
 #include "gemm.h"
@@ -6,19 +6,21 @@
 
 namespace {
 
-// kVectorRun k-steps of a block, 8 KiB, stay in L1 while all rows of a chunk meet them, and a chunk's rows, kVectorPiece bytes, stay in L2 while blocks go by. What is read from
-// memory is fetched kVectorAhead bytes before, evenly beside all products. Each sum is of its products in the order of k, one after another, so that a row's result is the
-// same whatever the number of rows.
+// kVectorRun k-steps of a block (8 KiB) stay in L1 while all rows of a chunk use them; the rows of a chunk
+// (kVectorPiece bytes) stay in L2 across blocks. The weight is prefetched kVectorAhead bytes before its use, spread
+// evenly over all products. Each sum adds its products one by one in the order of k, so a row's result does not depend
+// on the number of rows.
 constexpr int kVectorRun = 4, kVectorPiece = 256 << 10, kVectorAhead = 8 << 10;
 
-// sums[ROWS][32] += a group x of `Groups` times `steps` k-steps of a compact weight without exceptions, in the order of vector_tiles. AVX-512 has the registers to expand weights
-// where they are multiplied: 1.05 x of one row, 1.12 of two to four, 1.07 of six, but 0.95 of eight.
-constexpr int kMostInRegisters = kLanes == 16 ? 6 : 0;  // rows
+// sums[ROWS][32] += a group x of `Groups` times `steps` k-steps of a compact weight without exceptions, in the order of
+// vector_tiles. AVX-512 has enough registers to expand weights during the multiplication: speedup 1.05 for one row,
+// 1.12 for two to four, 1.07 for six, but 0.95 for eight.
+constexpr int kMostInRegisters = kLanes == 16 ? 6 : 0;  // maximum rows
 template <int ROWS>
 void compact_rows(const float* x, const uint16_t* w, int steps, float* sums) {
   Floats acc[ROWS * 2];
   unrolled<ROWS * 2>([&](auto i) { acc[i] = load_floats(sums + i * 16); });
-  for (int i = 0; i < 4 * steps; i++, w += i % 4 ? 96 : 5 * 96, x += 8 * ROWS)  // four pairs of k, of either tile
+  for (int i = 0; i < 4 * steps; i++, w += i % 4 ? 96 : 5 * 96, x += 8 * ROWS)  // four pairs of k, of both tiles
     unrolled<2>([&](auto t) __attribute__((always_inline)) {
       const uint16_t* group = w + t * 4 * 96;
       read_ahead(group), read_ahead(group + 32), read_ahead(group + 64);
@@ -37,18 +39,20 @@ void compact_rows(const float* x, const uint16_t* w, int steps, float* sums) {
   unrolled<ROWS * 2>([&](auto i) { store_floats(sums + i * 16, acc[i]); });
 }
 
-// The chunk that begins with row0 times block nb. sums: [rows][32], room.
+// Multiplies the chunk that begins with row0 by block nb. sums: scratch, [rows][32].
 inline void vector_block(const Gemm& g, const Groups& x, int row0, int rows, int nb, float* sums) {
   std::fill(sums, sums + rows * kCols, 0.f);
   alignas(64) bf16 expanded[kVectorRun * kStepElems];
   const uint64_t* exceptions = g.compact ? g.compact->exceptions_from(nb, 0) : nullptr;
-  const int lines = (g.compact ? Compact::kStepWords : kStepElems) / 32, passes = rows <= kRowsOfAll ? 1 : kPasses * x.count();  // all of a k-step
-  const int run = rows == 1 ? 1 : kVectorRun;  // one row uses a weight best as soon as it is expanded
+  // Passes over one k-step
+  const int lines = (g.compact ? Compact::kStepWords : kStepElems) / 32, passes = rows <= kRowsOfAll ? 1 : kPasses * x.count();
+  const int run = rows == 1 ? 1 : kVectorRun;  // for one row it is fastest to use a weight as soon as it is expanded
   for (int s = 0, steps; s < g.k_steps(); s += steps) {
     steps = std::min(run, g.k_steps() - s);
     if constexpr (kMostInRegisters > 0)
       if (g.compact && rows <= kMostInRegisters) {
-        const long until = std::min(long(*exceptions >> 32) - long(nb) * g.k_steps(), long(g.k_steps()));  // the next exception
+        // Up to the k-step of the next exception
+        const long until = std::min(long(*exceptions >> 32) - long(nb) * g.k_steps(), long(g.k_steps()));
         if (until > s) {
           steps = int(until) - s;
           of_rows(rows, [&](auto n) { if constexpr (n <= kMostInRegisters) compact_rows<n>(x.at(0, long(s) * kStep), g.compact->step(nb, s), steps, sums); });
@@ -67,8 +71,9 @@ inline void vector_block(const Gemm& g, const Groups& x, int row0, int rows, int
   for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(sums + r * kCols), load(sums + r * kCols + 16));
 }
 
-// Calls block(memory, row0, rows, nb) in every thread, for each block and chunk of rows that falls to it; chunk(memory, row0, rows) before the first block of a chunk.
-// A chunk has at most `rows` rows, or 24 where that is less. memory: room_bytes(its rows).
+// Calls block(memory, row0, rows, nb) in every thread for each of its blocks and chunks of rows, and chunk(memory,
+// row0, rows) before the first block of a chunk. A chunk has at most max(`rows`, 4 * kMostRows) rows. memory:
+// room_bytes(rows of the chunk) bytes.
 template <typename R, typename C, typename B>
 void over_chunks(const Gemm& g, int threads, long rows, R&& room_bytes, C&& chunk, B&& block) {
   const long most = std::max(4L * kMostRows, rows / kMostRows * kMostRows);
@@ -87,7 +92,7 @@ void over_chunks(const Gemm& g, int threads, long rows, R&& room_bytes, C&& chun
   });
 }
 
-// memory: sums, then the chunk as floats.
+// `memory` holds the sums, then the chunk as floats.
 inline void run_vector(const Gemm& g, int threads) {
   const long k = long(g.k_steps()) * kStep;
   auto floats = [&](float* memory, int rows) { return Groups(memory + rows * kCols, k, rows); };
@@ -97,19 +102,23 @@ inline void run_vector(const Gemm& g, int threads) {
       [&](float* memory, int row0, int rows, int nb) { vector_block(g, floats(memory, rows), row0, rows, nb, memory); });
 }
 
-// --- quantized weights ------------------------------------------------------------------------------------------------------------------------------
+// --- quantized weights -----------------------------------------------------------------------------------------------
 
-constexpr int kPart = 256;  // of k, of a block that stays in L1 while all rows of a chunk meet it: the most that a run is long
+// K entries of a block that stay in L1 while all rows of a chunk use them; the maximum run length
+constexpr int kPart = 256;
 
-// Whether that many rows, which are all that there are, fetch weights as they use them.
+// Returns whether a product of this many rows in total prefetches weights as it uses them.
 constexpr bool streams(int rows) { return kLanes == 16 && rows <= 4; }
 
-// y[ROWS][32] += k0 .. k1 - 1, whole runs, of ROWS rows from `row` on times block nb. A step has 64 k, of which a group of 32 has half. Of the bytes or half bytes of
-// a line every other one makes a register of 16 bits each.
+// y[ROWS][32] += rows `row` to row + ROWS - 1 times k0 .. k1 - 1 (whole runs) of block nb. A step covers 64 k; a group
+// of 32 covers half a step. Every other byte or half byte of a line becomes a 16-bit entry of one register.
 template <int ROWS, int BITS>
 void quant_part(const Gemm& g, const QuantRows& x, long row, int nb, int k0, int k1, Fetch& fetch, float* y) {
-  constexpr int PARTS = 16 / BITS, K = 32 / BITS, TILE = BITS * 128;  // of a line of 64 bytes: registers for each of its entries, and entries of k; bytes of a tile
-  constexpr int CHAINS = std::min(PARTS, ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1);  // of sums, or one would wait for another
+  // PARTS: 16-bit registers made from one register of a line. K: entries of k in a line of 64 bytes. TILE: bytes of a
+  // tile.
+  constexpr int PARTS = 16 / BITS, K = 32 / BITS, TILE = BITS * 128;
+  // Independent chains of sums, to hide latency
+  constexpr int CHAINS = std::min(PARTS, ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1);
   const Quant& q = *g.quant;
   const int run = q.run(), zero_point = q.zero_point(), stretch = std::min(run, 64);
   const long ld = x.ld, step_bytes = q.step_bytes();
@@ -118,7 +127,8 @@ void quant_part(const Gemm& g, const QuantRows& x, long row, int nb, int k0, int
     for (int begin = k0; begin < k1; begin += run) {
       const long i = row * x.runs + begin / x.run;
       Ints sums[CHAINS][ROWS * 2] = {};
-      unrolled<ROWS>([&](auto r) { sums[0][2 * r] = sums[0][2 * r + 1] = set1_ints(-zero_point * x.sum[i + r * x.runs]); });  // which the stored weights add
+      // Cancels the zero point that the stored weights contain
+      unrolled<ROWS>([&](auto r) { sums[0][2 * r] = sums[0][2 * r + 1] = set1_ints(-zero_point * x.sum[i + r * x.runs]); });
       const uint8_t* w = q.step(nb, begin / 64) + c / 16 * TILE + begin % 64 * BITS * 2;
       const int16_t *at = x.values + row * ld + begin, *end = at + std::min(run, k1 - begin);
       for (; at < end; w += step_bytes) {
@@ -175,7 +185,7 @@ void quant_sums(const Gemm& g, const QuantRows& x, int row0, int rows, int nb, f
   }
 }
 
-// The same, and what becomes of it.
+// Like quant_sums, then writes the rows with finish_row.
 template <int BITS>
 void quant_block(const Gemm& g, const QuantRows& x, int row0, int rows, int nb, float* y) {
   quant_sums<BITS>(g, x, row0, rows, nb, y);

@@ -1,8 +1,11 @@
-// The largest logit of each row, where nothing else is wanted of them: the same as of all logits, but reading little more than 8 bits of each weight.
+// argmax of each row of logits without computing all of them: the same result, but reads little more than 8 bits of
+// each weight.
 //
-// Beside the output head lies a copy of it that is rounded to 8 bits. With a row h = h' + d, h' of 16 bits, and a weight w = w' + e, h w is at most h' w' + |d| |w'| + |h| |e|
-// (Cauchy-Schwarz), where all norms are known beforehand. So one pass over the copy finds a limit for each block of 32 logits. The block with the highest limit of a row is
-// computed as always, then those whose limits reach the largest logit found there: of random weights a few in a thousand. All others are smaller.
+// The output head has an additional copy that is rounded to 8 bits. With a row h = h' + d, h' of 16 bits, and a weight
+// w = w' + e, h w is at most h' w' + |d| |w'| + |h| |e| (Cauchy-Schwarz); all norms are known beforehand. One pass over
+// the copy yields an upper bound (limit) for each block of 32 logits. For each row the block with the highest limit is
+// computed exactly, then all blocks whose limits reach the largest logit found there: for random weights a few in a
+// thousand. All other logits are smaller.
 #include <climits>
 #include <vector>
 
@@ -11,7 +14,7 @@
 
 namespace {
 
-// A block of the weight as packed k-steps, in `room` if need be.
+// Returns a block of the weight as packed k-steps, expanded into `room` if the weight is compact.
 const bf16* packed_block(const Gemm& g, int nb, bf16* room) {
   if (!g.compact) return g.block(nb);
   const uint64_t* exceptions = g.compact->exceptions_from(nb, 0);
@@ -19,7 +22,7 @@ const bf16* packed_block(const Gemm& g, int nb, bf16* room) {
   return room;
 }
 
-struct Best {  // of each row so far: the first of the largest
+struct Best {  // argmax of each row so far; the lowest index wins ties
   float value[kMostGreedy];
   int index[kMostGreedy];
   bool nan = false;
@@ -33,7 +36,7 @@ class Greedy {
  public:
   Greedy(const Gemm& g, const float* limits) : g_(g), logits_(g), limits_(limits), ld_(limits_ld(g.m)), done_(g.n_blocks()) {}
 
-  // The blocks that may hold a row's largest logit, computed as always. How many.
+  // Computes the blocks that may hold a row's largest logit; returns the number of blocks.
   long find() {
     const std::vector<int> likely = highest();
     compute(likely);
@@ -44,7 +47,7 @@ class Greedy {
   const Best& best() const { return best_; }
 
  private:
-  // Each row's block with the highest limit.
+  // Returns each row's block with the highest limit.
   std::vector<int> highest() {
     std::vector<int> blocks;
     for (int r0 = 0; r0 < g_.m; r0 += 16) {
@@ -61,7 +64,7 @@ class Greedy {
     return blocks;
   }
 
-  // Those whose limit for some row is not below the largest logit found for it.
+  // Returns the remaining blocks whose limit for some row is not below the largest logit found for that row.
   std::vector<int> reached() const {
     std::vector<int> blocks;
     for (int nb = 0; nb < g_.n_blocks(); nb++) {
@@ -91,7 +94,7 @@ class Greedy {
     alignas(64) float logits[kMostGreedy][kCols];
     Gemm here = g_;
     here.out = &logits[0][0] - nb * kCols, here.ldo = kCols;
-    for (auto& row : logits) std::fill(row, row + kCols, kNegInf);  // the last block's may be fewer
+    for (auto& row : logits) std::fill(row, row + kCols, kNegInf);  // the last block may have fewer
     logits_.block(here, nb);
     for (int r = 0; r < g_.m; r++) {
       const vf a = load(logits[r]), b = load(logits[r] + 16);
@@ -115,7 +118,8 @@ thread_local Scratch block_limits;
 
 extern "C" {
 
-// Makes the copy of a weight [n, k], packed or compact; k is a multiple of 64. False where a weight is not finite.
+// Makes the 8-bit copy of a weight [n, k], packed or compact; k is a multiple of 64. Returns false if a weight is not
+// finite.
 bool quire_screen_make(const bf16* packed, const Compact* compact, const Screen* screen, long n, long k) {
   const Gemm g{nullptr, 0, packed, nullptr, nullptr, 0, 0, int(n), int(k), 1, 0, nullptr, compact};
   std::atomic<bool> finite{true};
@@ -126,8 +130,8 @@ bool quire_screen_make(const bf16* packed, const Compact* compact, const Screen*
   return finite;
 }
 
-// ids[r]: the first of the largest of the logits x[r] W^T, for x [m, k] with m <= 32 and a weight with its copy. Returns how many blocks of 32 logits were computed;
-// -1 where a logit that counts is not finite: what that means is not for this to say.
+// ids[r] = argmax of the logits x[r] W^T (first index on ties), for x [m, k] with m <= 32 and a weight with its copy.
+// Returns the number of computed blocks of 32 logits, or -1 if a candidate logit is not finite; the caller decides.
 long quire_greedy(const bf16* x, long ldx, const bf16* packed, const Compact* compact, const Screen* screen, int64_t* ids, long m, long n, long k) {
   const Gemm g{x, ldx, packed, nullptr, nullptr, 0, int(m), int(n), int(k), 1, 0, nullptr, compact};
   float* limits = (float*)block_limits.get(g.n_blocks() * limits_ld(m) * sizeof(float));

@@ -1,30 +1,33 @@
-// What the ways to find the largest logits (greedy_amx.h, greedy_vector.h) have in common.
+// Code shared by the argmax pre-filters of the output head (greedy_amx.h, greedy_vector.h).
 #pragma once
 
 #include "gemm_vector.h"
 
 namespace {
 
-constexpr long kGreedyPiece = 4;   // blocks that a thread takes at a time
+constexpr long kGreedyPiece = 4;   // blocks per piece of work
 
-// The copy: [columns / 32][k / 64][2 tiles of 16 columns][16][16 columns][4 k]; bytes with a sign for AMX, else 128 more.
+// The 8-bit copy of the output head: [columns / 32][k / 64][2 tiles of 16 columns][16][16 columns][4 k]; signed bytes
+// for AMX, else bytes offset by 128.
 struct Screen {
   int8_t* data;
-  float* columns;  // [columns / 32][scale, norm of what is rounded, norm of what rounding took away][32]
-  long k_steps;    // of 64
+  float* columns;  // [columns / 32][scale, norm of rounded weights, norm of rounding errors][32]
+  long k_steps;    // steps of 64
   int8_t* step(long nb, long s) const { return data + (nb * k_steps + s) * 2048; }
   float* about(long nb) const { return columns + nb * 3 * kCols; }
 };
 
-inline long limits_ld(long rows) { return (rows + 15) / 16 * 16; }  // of the limits, [blocks][rows]
+inline long limits_ld(long rows) { return (rows + 15) / 16 * 16; }  // row stride of the limits, [blocks][rows]
 
-// Sums of k products in float32, of the copy and where they are computed as always, may be off by k * 2^-24 of the product of the norms each; twice that covers these norms,
-// too. This much of a column's norm is added to what rounding took away.
+// Returns the share of a column's norm that is added to the norm of its rounding errors. Float32 sums of k products, of
+// the copy and of the exact logits, may each be off by k * 2^-24 of the product of the norms; twice that also covers
+// errors in these norms.
 inline float slack_of(long k) { return float(k) * 0x1p-22f; }
 
 thread_local Scratch rounded_rows;
 
-// A block of the copy, and what is to be known of its columns. False if a weight is not finite.
+// Rounds a block of the weight to 8 bits and stores the scale and norms of its columns. Returns false if a weight is
+// not finite.
 inline bool round_block(const Gemm& g, const Screen& screen, int nb, const bf16* packed) {
   const Floats factor = set1_floats(g.compact ? g.compact->scales[nb] : 1.f);
   bool finite = true;

@@ -1,4 +1,4 @@
-// The copy of the output head, the limits that it gives, and logits as always: by AMX.
+// Logit bounds from the 8-bit copy of the output head, and exact logits of single blocks, on AMX.
 #pragma once
 
 #include "gemm_few.h"
@@ -8,13 +8,13 @@
 
 namespace {
 
-// Rows as integers of 16 bits, in two planes of bytes: scale * (256 hi + lo).
+// Rows as 16-bit integers in two planes of bytes: scale * (256 hi + lo).
 struct RoundedRows {
   int rows;
-  long ld;  // of the planes
+  long ld;  // row stride of the planes
   int8_t *hi, *lo;
-  float scale[kMostGreedy], norm[kMostGreedy];  // norm: of the row as it was
-  float away = 0;  // the largest ratio of the norm of what rounding took away to that
+  float scale[kMostGreedy], norm[kMostGreedy];  // norm: of the original row
+  float away = 0;  // largest ratio of the norm of a row's rounding errors to `norm`
 
   RoundedRows(Scratch& memory, const Gemm& g) : rows(g.m <= 16 ? g.m : kMostGreedy), ld(g.k + 64) {
     hi = (int8_t*)memory.get(2 * rows * ld), lo = hi + rows * ld;
@@ -41,7 +41,8 @@ struct RoundedRows {
   }
 };
 
-// What the logits of blocks are at most. The sums of a block are looked at, row by row, while AMX multiplies the next one.
+// Computes upper bounds of the logits of each block. The sums of a block are evaluated row by row while AMX multiplies
+// the next one.
 class Limits {
  public:
   Limits(const Screen& screen, const RoundedRows& x, int rows, float* limits) : screen_(screen), x_(x), rows_(rows), limits_(limits) {}
@@ -95,12 +96,12 @@ class Limits {
   const RoundedRows& x_;
   int rows_, nb_ = 0, row0_ = 0, next_ = 0, end_ = 0;
   float* limits_;
-  alignas(64) int32_t sums_[4][16][16];  // hi, lo of 16 columns, then of the others
+  alignas(64) int32_t sums_[4][16][16];  // hi and lo of the first 16 columns, then of the other 16
   alignas(64) float margin_[2][16];
   alignas(64) char spare_[1024];
 };
 
-// What the logits of each block are at most: limits [blocks][limits_ld(g.m)].
+// Computes an upper bound of the logits of each block: limits [blocks][limits_ld(g.m)].
 void find_limits(const Gemm& g, const Screen& screen, float* limits) {
   const RoundedRows rounded(rounded_rows, g);
   over_blocks(g, Pool::get().threads(), kGreedyPiece, [&](auto&& each) {
@@ -110,11 +111,11 @@ void find_limits(const Gemm& g, const Screen& screen, float* limits) {
   });
 }
 
-// Logits of some blocks, as always.
+// Computes exact logits of single blocks, by the same code as for all logits.
 class Logits {
  public:
   explicit Logits(const Gemm& g) : g_(g) {}
-  // Calls f in a thread that is to compute blocks.
+  // Calls f with this thread set up to compute blocks.
   template <typename F>
   void run(F&& f) const {
     TileScope tiles(std::min(g_.m, 16), 64, std::max(g_.m - 16, 0));

@@ -1,4 +1,5 @@
-// The copy of the output head, the limits that it gives, and logits as always: by vectors. The copy is a quantized weight (quant.h) but for its scales.
+// Logit bounds from the 8-bit copy of the output head, and exact logits of single blocks, on vector units. The copy is
+// a quantized weight (quant.h) with separate scales.
 #pragma once
 
 #include "gemm_vector.h"
@@ -8,16 +9,17 @@
 
 namespace {
 
-// What the logits of each block are at most: limits [blocks][limits_ld(g.m)].
+// Computes an upper bound of the logits of each block: limits [blocks][limits_ld(g.m)].
 void find_limits(const Gemm& g, const Screen& screen, float* limits) {
   const bf16 one = to_bf16(1.f);
   bf16 ones[kCols];
   std::fill(ones, ones + kCols, one);
-  const Quant copy{(const uint8_t*)screen.data, ones, nullptr, 8, 1 << 30, 0, int(screen.k_steps)};  // one group of no size: all share these scales
+  // One group for all of k; group stride 0, so all blocks share these scales
+  const Quant copy{(const uint8_t*)screen.data, ones, nullptr, 8, 1 << 30, 0, int(screen.k_steps)};
   Gemm rounded = g;
   rounded.quant = &copy;
   const QuantRows x = quant_rows(rounded, g.m, false);
-  float norm[kMostGreedy], away[kMostGreedy];  // of each row as it was, and of what rounding took away
+  float norm[kMostGreedy], away[kMostGreedy];  // norms of each original row and of its rounding errors
   for (int r = 0; r < g.m; r++) {
     float squares = 0, rest = 0;
     for (int k = 0; k < g.k; k++) {
@@ -43,13 +45,13 @@ void find_limits(const Gemm& g, const Screen& screen, float* limits) {
   });
 }
 
-// Logits of some blocks, as always.
+// Computes exact logits of single blocks, by the same code as for all logits.
 class Logits {
  public:
   explicit Logits(const Gemm& g) : g_(g), x_((float*)rounded_rows.get(Groups::floats(g.k, g.m) * sizeof(float)), g.k, g.m) {
     x_.fill(g.k, [&](int r) { return g.x + r * g.ldx; });
   }
-  // Calls f in a thread that is to compute blocks.
+  // Calls f in a thread that computes blocks; no setup is needed.
   template <typename F>
   void run(F&& f) const { f(); }
   void block(const Gemm& to, int nb) const {

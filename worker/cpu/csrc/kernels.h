@@ -1,4 +1,4 @@
-// The kernels that other kernels call.
+// Kernels that other kernels call.
 #pragma once
 
 #include "compact.h"
@@ -6,7 +6,7 @@
 #include "simd.h"
 
 struct QkvArgs {
-  void* qkv;  // [T, (num_heads + 2 num_kv_heads) * head_dim]; where q goes, normalised and rotated
+  void* qkv;  // [T, (num_heads + 2 num_kv_heads) * head_dim]; q is written back here, normalised and rotated
   void* k_cache;
   void* v_cache;
   const void* q_weight;  // [head_dim] of the q norm, or null
@@ -17,9 +17,10 @@ struct QkvArgs {
   float eps;
 };
 
-// Where the columns of a product go instead of to `out`, some at a time for some of the rows, in the thread that has computed them: what follows finds them in its cache.
+// Callback for output tiles that replaces `out`: called with some columns of some rows, in the thread that computed
+// them, while they are hot in cache.
 struct Sink {
-  long columns;  // at a time; a multiple of 32 that divides all
+  long columns;  // columns per call; a multiple of 32 that divides the number of columns
   void* context;
   void (*take)(void* context, const bf16* x, long ldx, long row, long rows, long column);
 };
@@ -34,6 +35,7 @@ bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Q
 void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype);
 void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
 void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count);
+// Only attention knows the type of `layer`.
 void quire_paged_attention(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
-                           const int* query_start_loc, long num_requests, int path, const long* wanted, long num_wanted);  // what a layer is matters to attention alone
+                           const int* query_start_loc, long num_requests, int path, const long* wanted, long num_wanted);
 }

@@ -1,12 +1,14 @@
-// Weights of 4 or 8 bits, with a scale, and perhaps an offset, per column and group of k: weight = scale * q + offset, q = -8 .. 7 or a signed byte.
-// Stored is u = q + 8 or q + 128. For each block of 32 columns and step of 64 k there are two tiles of 16 columns; a tile is 16 rows of 16 columns x 4
-// consecutive k, which is the right operand of AMX's byte products:
+// Weights of 4 or 8 bits, with a scale and an optional offset per column and group of k: weight = scale * q + offset
+// with q in -8 .. 7 or a signed byte. Stored as u = q + 8 or q + 128. Each block of 32 columns and step of 64 k has two
+// tiles of 16 columns; a tile is 16 rows of 16 columns x 4 consecutive k, the layout of the right operand of AMX's byte
+// products:
 //     8 bits   a row is 64 bytes
 //     4 bits   64 bytes hold two rows: the low halves of the bytes are row 2i, the high halves row 2i + 1
 // scales, offsets: bf16 [columns / 32][groups][32]. A group is 32, 64, 128 or a multiple of 256 long.
 //
-// Activations become integers of 16 bits, a run of k at a time with a scale: finer than bf16 for all but the smallest entries of a run. AMX multiplies bytes,
-// so for it they are two planes, x = 256 hi + lo. Products and sums are exact; scales are applied once per run.
+// Activations become 16-bit integers, with one scale per run of k: finer than bf16 for all but the smallest entries of
+// a run. AMX multiplies bytes, so it takes them as two planes, x = 256 hi + lo. Products and sums are exact; scales are
+// applied once per run.
 #pragma once
 
 #include "amx.h"
@@ -21,18 +23,21 @@ struct Quant {
   long step_bytes() const { return bits * 256; }
   const uint8_t* step(int nb, int s) const { return data + (long(nb) * k_steps + s) * step_bytes(); }
   long group_at(int nb, int k) const { return (long(nb) * groups + k / group) * 32; }
-  int run() const { return group < 256 ? group : 256; }  // k that share a scale of x; 256 * 127 * 32767 still fits 32 bits
+  // Number of k that share a scale of x; 256 * 127 * 32767 still fits 32 bits
+  int run() const { return group < 256 ? group : 256; }
   int zero_point() const { return bits == 4 ? 8 : 128; }
 };
 
-// --- activations ------------------------------------------------------------------------------------------------------------------------------------
+// --- activations -----------------------------------------------------------------------------------------------------
 
 struct QuantRows {
-  long width, ld, runs;  // row length; distance of rows, no multiple of 1 KiB, which would put a tile's rows into the same few lines of L1; runs per row
+  // Row length; row stride, not a multiple of 1 KiB, which would map a tile's rows to the same few lines of L1; runs
+  // per row
+  long width, ld, runs;
   int run;
-  int16_t* values;  // each four as 0, 2, 1, 3; or, for AMX:
+  int16_t* values;  // every four values in the order 0, 2, 1, 3; AMX uses hi and lo instead
   int8_t *hi, *lo;
-  float* scale;  // per row and run
+  float* scale;  // [row][run], as is `sum`
   int32_t* sum;
   static constexpr float kTop = 32639;  // 127 * 256 + 127
   QuantRows(char* memory, long rows, const Quant& q) : width(long(q.k_steps) * 64), ld(width + 64), runs((width + q.run() - 1) / q.run()), run(q.run()) {
@@ -46,7 +51,7 @@ struct QuantRows {
 
   int value(long row, long k) const { return values[row * ld + k / 4 * 4 + k % 4 / 2 + k % 2 * 2]; }
 
-  // x null: a row of zeros.
+  // Quantizes row x; if x is null, writes zeros. planes: write hi and lo instead of values.
   void fill(long row, const bf16* x, long k, bool planes) {
     if (!x) k = 0;
     for (long i = 0; i < runs; i++) {
@@ -95,11 +100,11 @@ struct QuantRows {
   }
 };
 
-// --- AMX ----------------------------------------------------------------------------------------------------------------------------------------------
+// --- AMX -------------------------------------------------------------------------------------------------------------
 
 #if QUIRE_AMX && defined(__AVX512BF16__)
 
-// A tile of 4-bit weights as bytes.
+// Expands a tile of 4-bit weights to bytes.
 static inline void expand_tile(const uint8_t* src, uint8_t* dst) {
   const __m512i low = _mm512_set1_epi8(15);
   for (int i = 0; i < 8; i++, src += 64, dst += 128) {
@@ -109,9 +114,11 @@ static inline void expand_tile(const uint8_t* src, uint8_t* dst) {
   }
 }
 
-// A tile of bytes as bf16, scaled: to rows 0..15 of the same tile position in two consecutive bf16 k-steps (gemm.cpp), which lie 1024 entries apart.
+// Converts a tile of bytes to scaled bf16, written to rows 0..15 of the same tile position in two consecutive bf16
+// k-steps (gemm.cpp), which are 1024 entries apart.
 static inline void dequantize_tile(const uint8_t* src, vf scale, vf offset, bf16* dst) {
-  const __m512i lanes = _mm512_srli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 2);  // each column's scale four times
+  // Repeats each column's scale four times
+  const __m512i lanes = _mm512_srli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 2);
   const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
   vf s[4], o[4];
   for (int c = 0; c < 4; c++) {
@@ -128,7 +135,7 @@ static inline void dequantize_tile(const uint8_t* src, vf scale, vf offset, bf16
   }
 }
 
-// Tile t of step s of block nb, 64 k, to its places in two bf16 k-steps [2][2 tiles][16][32].
+// Dequantizes tile t of step s (64 k) of block nb to its places in two bf16 k-steps [2][2 tiles][16][32].
 static inline void dequantize_half(const Quant& q, int nb, int s, int t, bf16* dst) {
   alignas(64) uint8_t bytes[1024];
   const uint8_t* src = q.step(nb, s) + t * q.step_bytes() / 2;
@@ -148,10 +155,10 @@ static inline void dequantize_half(const Quant& q, int nb, int s, int t, bf16* d
 // The sums of one run for 16 rows or fewer: planes hi and lo of tile 0, then of tile 1.
 struct QuantSums {
   alignas(64) int32_t c[4][16][16];
-  int k = -1, row = 0;  // where the run begins; -1: there is none
+  int k = -1, row = 0;  // start of the run, -1 if there is none; first row
 };
 
-// y += scales * (what `sums` holds), for `rows` rows of x from row0 + sums.row on.
+// y += scales * sums, for up to `rows` rows of x from row0 + sums.row on.
 static inline void add_quant_sums(const Quant& q, const QuantRows& x, const QuantSums& sums, int row0, int rows, int nb, float (*y)[32]) {
   if (sums.k < 0) return;
   const long at = q.group_at(nb, sums.k);
@@ -171,8 +178,8 @@ static inline void add_quant_sums(const Quant& q, const QuantRows& x, const Quan
   }
 }
 
-// y[rows][32] = rows row0 .. of x W for the 32 columns of block nb, by the planes of x. A run's sums are scaled while AMX computes those of the next, for what
-// a tile store wrote can be read only some time later.
+// y[rows][32] = rows of x from row0 on times block nb (32 columns), from the planes of x. A run's sums are scaled while
+// AMX computes those of the next run, since the data of a tile store can be read only some time later.
 static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0, int rows, int nb, float (*y)[32]) {
   alignas(64) uint8_t bytes[4][2][1024];
   QuantSums sums[2];
@@ -214,9 +221,10 @@ static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0,
 }
 #endif
 
-// --- packing --------------------------------------------------------------------------------------------------------------------------------------------
+// --- packing ---------------------------------------------------------------------------------------------------------
 
-// Where entry k of column `column` (0 .. 31) of block nb is: its byte, and for 4 bits the shift within it.
+// Returns the byte index of entry k of column `column` (0 .. 31) of block nb; for 4 bits `shift` is set to its bit
+// offset.
 static inline long quant_place(int bits, int k_steps, long nb, int column, int k, int& shift) {
   const int row = k % 64 / 4, entry = column % 16 * 4 + k % 4;
   const long step = (nb * k_steps + k / 64) * bits * 256;
@@ -224,7 +232,7 @@ static inline long quant_place(int bits, int k_steps, long nb, int column, int k
   return step + column / 16 * bits * 128 + (bits == 4 ? row / 2 : row) * 64 + entry;
 }
 
-// Sixteen columns' values q[16][64 k_steps] (signed) into tile t of every step of block nb.
+// Packs the values q[16][64 k_steps] (signed) of sixteen columns into tile t of every step of block nb.
 static inline void pack_columns(uint8_t* data, int bits, int k_steps, long nb, int t, const int8_t* q) {
   const long ld = long(k_steps) * 64;
   for (int s = 0; s < k_steps; s++) {
@@ -253,13 +261,14 @@ static inline float quant_value(const Quant& q, long row, int k) {
   return float(v) * to_float(q.scales[at]) + (q.offsets ? to_float(q.offsets[at]) : 0.f);
 }
 
-// The scale, a bf16, that quantizes w[0..n) best in the square, and the values. 4 bits try scales around the one that makes the largest entry -8 (which has
-// no opposite), some of which clip it; 8 bits are fine enough without a search.
+// Returns the scale, a bf16 value, that quantizes w[0..n) with the least squared error, and writes the values to q. For
+// 4 bits it tries scales around the one that maps the largest entry to -8 (which has no opposite), some of which clip
+// that entry; 8 bits are fine enough without a search.
 static inline float quantize_group(const float* w, int n, int bits, int8_t* q) {
   vf tops = zero();
   for (int i = 0; i < n; i += 16) tops = max(tops, max(load(w + i), zero() - load(w + i)));
   const float size = reduce_max(tops);
-  int first = 0;  // of the entries of that size: its sign matters
+  int first = 0;  // first entry of that size; its sign matters
   while (std::fabs(w[first]) < size) first++;
   const float top = w[first];
   float best = 0;

@@ -1,10 +1,11 @@
-// What kernels compute with, at either width. Every kernel is written once against these few functions.
+// Vector types and functions, for AVX-512 and AVX2. Every kernel is written once against these few functions.
 //
-// `vf` is sixteen floats: one AVX-512 register, or two AVX2 registers where there is no AVX-512. `load`/`store` are overloaded on the element type, so a template over the
-// cache's dtype (float, bf16, f16) is all it takes to support all three.
+// `vf` is sixteen floats: one AVX-512 register, or two AVX2 registers without AVX-512. `load` and `store` are
+// overloaded on the element type, so a template over the cache's dtype (float, bf16, f16) supports all three.
 //
-// `Floats` and `Ints` are one register of the level, kLanes entries of 32 bits wide; products (vector_tiles.h, fixed_tiles.h) count registers, since how many there are decides
-// how many sums a loop can keep. GCC's operators work on both.
+// `Floats` and `Ints` are one register of the instruction set, kLanes entries of 32 bits. Products (vector_tiles.h,
+// fixed_tiles.h) count registers, since the number of registers limits how many sums a loop can keep. GCC's operators
+// work on both types.
 #pragma once
 
 #include <immintrin.h>
@@ -17,9 +18,10 @@
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
-// Called for each line of a stream that is read once, as it is used: the stream is fetched in two stages, into L2 and from there into L1. A line that is on its way
-// from memory to L1 keeps one of the core's 16 places for such all the time; one on its way to L2 mostly finds that the hardware has asked for it already. (Not inlined at once
-// GCC takes it for a function without effect, and drops it.)
+// Prefetches ahead of `line` in a stream that is read once; called for each line as it is used. The stream is fetched
+// in two stages, into L2 and from there into L1: a line on its way from memory to L1 occupies one of the core's 16 fill
+// buffers all the time, while for a line on its way to L2 the hardware prefetcher has usually issued the request
+// already. (always_inline, because GCC otherwise takes it for a function without effect and drops it.)
 __attribute__((always_inline)) static inline void read_ahead(const void* line) {
   _mm_prefetch((const char*)line + 6144, _MM_HINT_T1);
   _mm_prefetch((const char*)line + 1024, _MM_HINT_T0);
@@ -69,7 +71,7 @@ static inline void store(bf16* p, vf a) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
 }
 #endif
-// As a tensor of type T would hold it.
+// Rounds x to the precision of T.
 template <typename T> static inline vf rounded(vf x) {
   T t[16];
   store(t, x);
@@ -90,7 +92,7 @@ static inline vf min(vf a, vf b) { return {_mm512_min_ps(a.v, b.v)}; }
 static inline vf root(vf a) { return {_mm512_sqrt_ps(a.v)}; }
 static inline float reduce_add(vf a) { return _mm512_reduce_add_ps(a.v); }
 static inline float reduce_max(vf a) { return _mm512_reduce_max_ps(a.v); }
-// Lanes lo <= lane < hi of a, `other` elsewhere.
+// Returns lanes lo <= lane < hi of a, and `other` in the remaining lanes.
 static inline vf select_range(vf a, int lo, int hi, vf other) {
   uint32_t m = hi <= 0 ? 0u : hi >= 16 ? 0xffffu : (1u << hi) - 1;
   m &= lo <= 0 ? 0xffffu : lo >= 16 ? 0u : ~((1u << lo) - 1);
@@ -99,18 +101,18 @@ static inline vf select_range(vf a, int lo, int hi, vf other) {
 static inline vf nearest(vf x) { return {_mm512_roundscale_ps(x.v, 0)}; }
 static inline vf zero_below(vf x, vf least) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), x.v)}; }
 static inline bool any_nan(vf x, vf y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_UNORD_Q) != 0; }
-// x * 2^n for whole n, the result a normal number.
+// Returns x * 2^n for integer n; the result must be a normal number.
 static inline vf scaled(vf x, vf n) { return {_mm512_scalef_ps(x.v, n.v)}; }
-// Appends the lanes of x that are not below `least` to p, which has room for 16; returns how many.
+// Appends the lanes of x that are not below `least` to p, which has room for 16; returns their number.
 static inline int append_not_below(float* p, vf x, vf least) {
   const __mmask16 mask = _mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ);
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps(mask, x.v));
   return __builtin_popcount(mask);
 }
 static inline void store_bytes(int8_t* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
-// 2^x for x <= 0 and -inf: relative error below 4e-7.
+// Returns 2^x for x <= 0 and -inf, with a relative error below 4e-7.
 static inline vf exp2(vf x) {
-  x = max(x, set1(-150.f));  // scalef would do, but -inf - -inf below would not
+  x = max(x, set1(-150.f));  // scalef handles -inf, but -inf - -inf below gives NaN
   __m512 n = _mm512_roundscale_ps(x.v, 0);
   vf f = {_mm512_sub_ps(x.v, n)};
   vf p = fma(set1(0.0013276472f), f, set1(0.0096755413f));
@@ -120,7 +122,7 @@ static inline vf exp2(vf x) {
   p = fma(p, f, set1(1.0f));
   return {_mm512_scalef_ps(p.v, n)};
 }
-// The same to 1e-4, for values that become bf16; x finite.
+// Returns 2^x for finite x <= 0 with a relative error of 1e-4, for values that become bf16.
 static inline vf exp2_coarse(vf x) {
   __m512 n = _mm512_roundscale_ps(x.v, 0);
   vf f = {_mm512_sub_ps(x.v, n)};
@@ -178,14 +180,17 @@ template <int N> static inline Ints signed_right(Ints x) { return _mm512_srai_ep
 template <int N> static inline Ints words_left(Ints x) { return _mm512_slli_epi16(x, N); }
 template <int N> static inline Ints words_right(Ints x) { return _mm512_srli_epi16(x, N); }
 static inline Ints shuffle_bytes(Ints x, Ints order) { return _mm512_shuffle_epi8(x, order); }
-static inline Ints or_masked(Ints x, Ints y, Ints mask) { return _mm512_ternarylogic_epi32(y, mask, x, 0xea); }  // x | y & mask
-static inline Ints odd_words(Ints even, Ints odd) { return _mm512_mask_blend_epi16(0xaaaaaaaau, even, odd); }  // of `odd`, the others of `even`
+// Returns x | y & mask
+static inline Ints or_masked(Ints x, Ints y, Ints mask) { return _mm512_ternarylogic_epi32(y, mask, x, 0xea); }
+// Odd words of `odd`, even words of `even`
+static inline Ints odd_words(Ints even, Ints odd) { return _mm512_mask_blend_epi16(0xaaaaaaaau, even, odd); }
 static inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 static inline Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
 static inline Ints widen_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 static inline Ints widen_words(const void* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 static inline void store_words(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v))); }
-// sum += the two products of 16-bit integers of each lane. Of the intrinsic GCC 12 copies the sums, and stores them in each turn of a loop.
+// sum += the two products of 16-bit integers in each lane. Uses asm because with the intrinsic GCC 12 copies the sums
+// and stores them in each loop iteration.
 static inline Ints add_products(Ints sum, Ints a, Ints b) {
   asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
   return sum;
@@ -324,10 +329,10 @@ static inline void store_words(int16_t* p, vf x) {
 }
 static inline Ints add_products(Ints sum, Ints a, Ints b) {
   sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
-  asm("" : "+x"(sum));  // or the compiler adds products to each other first, for which there are too few registers
+  asm("" : "+x"(sum));  // stops the compiler from adding products to each other first, which needs too many registers
   return sum;
 }
-// Eight rows of eight dwords to eight columns.
+// Transposes eight rows of eight dwords.
 static inline void transpose(Ints* r) {
   __m256i t[8];
   for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
@@ -341,13 +346,14 @@ static inline Floats part(vf x, int i) { return i ? x.b : x.a; }
 
 #endif
 
-// bf16 to float: of pairs those at even places, or those at odd ones.
+// Convert bf16 to float: the even or the odd elements of pairs.
 static inline Floats evens(Ints pairs) { return (Floats)left<16>(pairs); }
 static inline Floats odds(Ints pairs) { return (Floats)(pairs & set1_ints(int(0xffff0000u))); }
 
 static inline vf exp(vf x) { return exp2(x * set1(1.44269504f)); }  // for x <= ~88
 
-// e^x within about one unit in the last place, for -87 < x <= 88: the argument is reduced in two parts (Cephes' expf).
+// Returns e^x within about one unit in the last place, for -87 < x <= 88; reduces the argument in two parts (Cephes'
+// expf).
 static inline vf exp_exact(vf x) {
   const vf n = nearest(x * set1(1.44269504f));
   const vf f = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), x));
@@ -359,7 +365,7 @@ static inline vf exp_exact(vf x) {
   return scaled(fma(p, f * f, f) + set1(1.f), n);
 }
 
-// Absolute error below 1e-6, which is what a soft cap needs.
+// tanh with an absolute error below 1e-6, enough for a soft cap.
 static inline vf tanh(vf x) {
   vf e = exp(min(max(x + x, set1(-30.f)), set1(30.f)));
   return (e - set1(1.f)) / (e + set1(1.f));

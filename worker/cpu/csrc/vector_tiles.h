@@ -1,6 +1,7 @@
-// What products by vectors are made of: a few rows of floats times tiles of bf16.
+// Building blocks of products on vector units: a few rows of floats times tiles of bf16.
 //
-// A tile is 16 pairs of k by 16 columns, [16][16][2], two of them side by side a k-step (gemm.cpp): bf16 becomes float by a shift or a mask, even k and odd k apart.
+// A tile is 16 pairs of k by 16 columns, [16][16][2]; two tiles, one after the other, form a k-step (gemm.cpp). bf16 is
+// converted to float by a shift or a mask, separately for even k and odd k.
 #pragma once
 
 #include <utility>
@@ -9,22 +10,23 @@
 
 namespace {
 
-constexpr int kTileStep = 1024;                        // elements from a k-step to the next
-constexpr int kMostRows = kLanes == 16 ? 12 : 6;       // 32 or 16 registers hold the sums of these and two registers of columns beside what they are made of,
-constexpr int kRowsOfAll = kLanes == 16 ? 12 : 2;      // or of these and all 32 columns
-constexpr int kPasses = 32 / (2 * kLanes);             // over a k-step, of two registers of columns each
-constexpr int kParts = 16 / kLanes, kVectors = 2 / kParts;  // registers of 16 columns; 16 columns of a pass
+constexpr int kTileStep = 1024;                        // elements from one k-step to the next
+// Maximum rows of a group: their sums for two registers of columns, and the operands, fit 32 or 16 registers.
+constexpr int kMostRows = kLanes == 16 ? 12 : 6;
+constexpr int kRowsOfAll = kLanes == 16 ? 12 : 2;      // the same for all 32 columns
+constexpr int kPasses = 32 / (2 * kLanes);             // passes over a k-step, two registers of columns each
+constexpr int kParts = 16 / kLanes, kVectors = 2 / kParts;  // registers per 16 columns; groups of 16 columns per pass
 
-// Where a column's pairs lie in a tile row, in elements.
+// Returns the offset of a column's pairs in a tile row, in elements.
 constexpr long tile_place(long column) { return column / 16 * (kTileStep / 2) + column % 16 * 2; }
 
-// f(0) .. f(N - 1), written out: an array that is indexed so stays in registers.
+// Calls f(0) .. f(N - 1), fully unrolled, so that an array indexed by the argument stays in registers.
 template <typename F, int... I>
 __attribute__((always_inline)) inline void unrolled(F&& f, std::integer_sequence<int, I...>) { (f(std::integral_constant<int, I>()), ...); }
 template <int N, typename F>
 __attribute__((always_inline)) inline void unrolled(F&& f) { unrolled(f, std::make_integer_sequence<int, N>()); }
 
-// f(n) for a number of rows, 1 .. kMostRows, that the compiler knows.
+// Calls f(n) with the number of rows, 1 .. kMostRows, as a compile-time constant.
 template <typename F, int... I>
 inline void of_rows(int rows, F&& f, std::integer_sequence<int, I...>) {
   using Way = void (*)(F&);
@@ -34,7 +36,7 @@ inline void of_rows(int rows, F&& f, std::integer_sequence<int, I...>) {
 template <typename F>
 inline void of_rows(int rows, F&& f) { of_rows(rows, f, std::make_integer_sequence<int, kMostRows>()); }
 
-// What is fetched from memory on the side: `lines` cache lines with each k-step, into L2, and from there those that are used 7 KiB before them into L1.
+// Prefetches a stream: `lines` cache lines per k-step into L2, and from there into L1 the lines 7 KiB before those.
 struct Fetch {
   const char* at = nullptr;
   int lines = 0;
@@ -43,8 +45,9 @@ struct Fetch {
   }
 };
 
-// sums[r * ld + column] += the sum over k of x[r * ROW + k * K] w[k][column], for ROWS rows, `steps` k-steps and WIDTH registers of columns, k after k. (`vdpbf16ps`, which takes pairs of k as
-// they lie, is slower: 8 rows 0.73 x, many 0.6.)
+// sums[r * ld + column] += sum over k of x[r * ROW + k * K] w[k][column], for ROWS rows, `steps` k-steps and WIDTH
+// registers of columns, in the order of k. (`vdpbf16ps`, which takes pairs of k as stored, is slower: 0.73 x for 8
+// rows, 0.6 for many.)
 template <int ROWS, int WIDTH, int ROW, int K>
 void vector_tiles(const float* x, const bf16* w, int steps, Fetch& fetch, float* sums, long ld) {
   const Ints upper = set1_ints(int(0xffff0000u));
@@ -69,7 +72,7 @@ void vector_tiles(const float* x, const bf16* w, int steps, Fetch& fetch, float*
   unrolled<ROWS * WIDTH>([&](auto i) __attribute__((always_inline)) { store_floats(sums + i / WIDTH * ld + i % WIDTH * kLanes, acc[i]); });
 }
 
-// The same for 32 columns and `rows` rows, at most kMostRows. ROW = 0: x is a group of `Groups`.
+// Like vector_tiles, for 32 columns and `rows` rows, at most kMostRows. ROW = 0: x is a group of `Groups`.
 template <int ROW = 0>
 inline void vector_group(int rows, const float* x, const bf16* w, int steps, Fetch& fetch, float* sums, long ld) {
   of_rows(rows, [&](auto n) {
@@ -79,13 +82,14 @@ inline void vector_group(int rows, const float* x, const bf16* w, int steps, Fet
   });
 }
 
-// Rows in groups of at most kMostRows, as floats, each group k by k: what is multiplied in turn lies in a row. memory: floats(k, rows).
+// Rows as floats in groups of at most kMostRows, each group ordered by k, so that values are contiguous in the order of
+// use. memory: floats(k, rows) floats.
 class Groups {
  public:
-  static long floats(long k, long rows) { return rows * k + kLanes; }  // kLanes are stored at a time
+  static long floats(long k, long rows) { return rows * k + kLanes; }  // fill() stores kLanes floats at a time
   Groups(float* memory, long k, int rows) : memory_(memory), k_(k), rows_(rows), count_((rows + kMostRows - 1) / kMostRows) {}
 
-  // row(r) is a row's start; it has `given` elements, and zeros from there on.
+  // row(r) points to the start of a row of `given` elements; the rest is filled with zeros.
   template <typename F>
   void fill(long given, F&& row) const {
     for (int i = 0; i < count_; i++) {
@@ -98,7 +102,8 @@ class Groups {
         Ints v[kLanes];
         for (int r = 0; r < (rows > 1 ? kLanes : 1); r++) v[r] = left<16>(widen_words(from[r] + k));
         if (rows > 1) transpose(v);
-        for (int j = 0; j < (rows > 1 ? kLanes : 1); j++) store_ints(to + (k + j) * rows, v[j]);  // in order: what is there beyond these rows is in the next one's place
+        // Order matters: the next store overwrites what this one writes beyond these rows
+        for (int j = 0; j < (rows > 1 ? kLanes : 1); j++) store_ints(to + (k + j) * rows, v[j]);
       }
       for (; k < given; k++) for (int r = 0; r < rows; r++) to[k * rows + r] = to_float(from[r][k]);
       std::fill(to + given * rows, to + k_ * rows, 0.f);
