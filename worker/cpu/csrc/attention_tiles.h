@@ -30,8 +30,7 @@ struct FlashScratch {
   static size_t bytes(long rows, long d) { return rows * d * 6 + kKeys * d * 4 + 32 * kKeys * 4 + rows * 68 + 1024; }
 };
 
-// Copies the queries of KV head h0 to dst [rows][d]: for each token, the query heads of that KV head. Zeroes unused
-// rows.
+// Copies the queries of KV head h0 to dst [rows][d]: for each token, its query heads of h0. Zeroes unused rows.
 void gather_queries(const Step& s, const Task& t, int rows, bf16* dst) {
   const long d = s.layer.head_dim, of_token = s.group() * d;
   for (int i = 0; i < t.count; i++, dst += of_token) {

@@ -5,11 +5,11 @@
 
 extern "C" {
 
-// Fills input_ids, positions and slots of all tokens, query_start_loc [num_requests + 1], lengths [num_requests] and
-// block_table [num_requests, width] with row stride ld_table. `sampling` [3, num_samples] receives the row, the length
-// and the last token's index of each request in `samples`. step: rows, computed, scheduled [num_requests each], starts
-// [num_requests + 1] and samples [num_samples], concatenated. tokens [.., max_model_len] and blocks [.., max_blocks]
-// are the tables.
+// Fills input_ids, positions and slots of all tokens, query_start_loc [num_requests + 1], lengths [num_requests]
+// and block_table [num_requests, width] with row stride ld_table. Writes the row, the length and the index of the last
+// token of each request in `samples` to `sampling` [3, num_samples].
+// step: rows, computed, scheduled [num_requests each], starts [num_requests + 1], samples [num_samples]; concatenated.
+// tokens [.., max_model_len] and blocks [.., max_blocks] are the tables.
 void quire_fill_inputs(const long* step, long num_requests, long num_samples, const int* tokens, long max_model_len, const int* blocks, long max_blocks, long block_size,
                        int* input_ids, long* positions, long* slots, int* query_start_loc, int* lengths, int* block_table, long ld_table, long width, long* sampling) {
   const long *rows = step, *computed = rows + num_requests, *scheduled = computed + num_requests, *starts = scheduled + num_requests, *samples = starts + num_requests + 1;

@@ -200,9 +200,9 @@ class Row : public LogitsRow {
     return n < k ? kLeast : kth_weight(weights_, n, k, false);
   }
 
-  // Returns the smallest weight of the nucleus: the fewest largest weights whose sum is at least `top_p` of that of all
-  // weights >= `least`. The weights below (1 - top_p) times the mean sum to less than 1 - top_p of the total, so none
-  // is in the nucleus.
+  // Returns the smallest weight of the nucleus: the fewest largest weights whose sum is at least `top_p` times the sum
+  // of all weights >= `least`. The weights below (1 - top_p) times the mean sum to less than 1 - top_p of the total, so
+  // none of them is in the nucleus.
   float nucleus(double top_p, float least) {
     const int64_t total = sum(least), needed = std::min(std::max(int64_t(std::ceil(double(total) * top_p)), int64_t(1)), total);
     const double bound = 0.99 * (1 - top_p) * double(total) / double(n_) * kLeast;
@@ -219,10 +219,10 @@ class Row : public LogitsRow {
 
 extern "C" {
 
-// Samples token_ids[i] from row i of logits [num_rows, n] (row stride ld). The token is for position positions[i] of
-// the request in row rows[i] of the tables. It is -1 if a logit is NaN or the largest is infinite. floats: temperature
-// (0: argmax), top_p (1: off) and min_p; ints: top_k (0: off) and the seed state. Each is an array of `max_rows`,
-// concatenated.
+// Samples token_ids[i] from row i of logits [num_rows, n] (row stride ld), for position positions[i] of the request in
+// row rows[i] of the tables. The token is -1 if a logit is NaN or the largest is infinite.
+// floats: temperature (0: argmax), top_p (1: off) and min_p, each [max_rows], concatenated.
+// ints: top_k (0: off) and the seed state, each [max_rows], concatenated.
 void quire_sample(const float* logits, long ld, long num_rows, long n, const long* rows, const long* positions, const double* floats, const long* ints, long max_rows,
                   long* token_ids) {
   parallel_for(num_rows, 1, [&](long i) {
