@@ -1,12 +1,16 @@
-// Causal attention over a paged KV cache, for decode, prefill, chunks of it, and any mixture in one call. Keys and values are read where they lie.
+// Causal attention over a paged KV cache, for decode, prefill, chunked prefill, and any mixture in one call. Reads keys
+// and values directly from the cache.
 //
-// bf16 goes by AMX tiles: prefill (attention_tiles.h), and decode with up to 16 query heads per KV head (attention_decode.h). The rest goes by vectors
-// (attention_rows.h). Keys that several requests share are read once for all of them (attention_share.h).
+// bf16 uses AMX tiles for prefill (attention_tiles.h) and for decode with up to 16 query heads per KV head
+// (attention_decode.h). Everything else uses vectors (attention_rows.h). Keys that several requests share are read once
+// for all of them (attention_share.h).
 //
-// Key ranges start at absolute multiples of kSplit and partial results merge in order, so neither the batch nor the number of threads changes a token's result as long as it goes
-// the same way, which kOneOrder asks for: all keys of a token in one order, whatever is beside it and wherever its prompt is cut; sharing keys changes no bit then. Otherwise shared
-// keys and those of several tokens go the way of prefill, a token alone has its keys cut for several threads, and many rows may be fixed-point numbers, of which the values are
-// rounded beside those of the other keys of a task.
+// Key ranges start at absolute multiples of kSplit and partial results merge in order, so neither the batch nor the
+// number of threads changes a token's result as long as the token takes the same path. kOneOrder guarantees that path:
+// all keys of a token are summed in one order, for any batch and any chunking of the prompt, and sharing keys changes
+// no bit. Without kOneOrder, shared keys and requests with several tokens take the prefill path, the keys of a single
+// token are split across threads, and many rows may use fixed-point numbers, whose values share a scale with those of
+// the other keys of a task.
 #include <numeric>
 
 #include "attention.h"
@@ -20,17 +24,17 @@ namespace {
 
 constexpr int kNoTiles = 1, kOneOrder = 2;  // flags of `path`
 
-struct Merge {  // the partial results of a token, in slots that follow each other
+struct Merge {  // a token's partial results, in consecutive slots
   int token;
   long first, count;
 };
 
 struct Plan {
-  std::vector<int> tokens;  // all of the step in order, then for each shared prefix its tokens
-  std::vector<long> slots;  // of each token: the one for shared keys, behind which are those for splits of its own
+  std::vector<int> tokens;  // all tokens of the step in order, then the tokens of each shared prefix
+  std::vector<long> slots;  // each token's slot for shared keys; the slots for splits of its own keys follow it
   long num_slots = 0;
-  std::vector<std::vector<Task>> shared;    // level by level: each goes on from the results of those before
-  std::vector<Task> tiles, decode, vector;  // each request's own keys, by AMX, and by vectors
+  std::vector<std::vector<Task>> shared;    // by level; each level resumes from the results of the previous ones
+  std::vector<Task> tiles, decode, vector;  // each request's own keys: with AMX (tiles, decode) or vectors
   int rows = 0;                             // of the largest task
   std::vector<Merge> merges;
 };
@@ -49,10 +53,10 @@ class Planner {
     size_t listed = num_tokens_;
     for (const SharedKeys& keys : shared.found()) for (int i : keys.requests) listed += s_.query_len(i);
     plan_.slots.assign(num_tokens_, 0);
-    plan_.tokens.reserve(listed);  // tasks point into it
+    plan_.tokens.reserve(listed);  // tasks point into it: must not reallocate
     plan_.tokens.resize(num_tokens_);
     std::iota(plan_.tokens.begin(), plan_.tokens.end(), 0);
-    std::vector<int> counts;  // of tokens of those requests that go by rows
+    std::vector<int> counts;  // wanted tokens of each request that takes the row path
     for (long i = 0; i < s_.num_requests; i++)
       if (by_rows(i)) counts.push_back(s_.query_start_loc[i + 1] - s_.first_wanted(i));
     const int at_once = tokens_at_once(counts);
@@ -62,7 +66,8 @@ class Planner {
       else own_by_splits(i, shared.own_begin(i));
     }
     for (const SharedKeys& keys : shared.found()) add_shared(keys);
-    const long most = std::max(1, 16 / s_.group());  // by AMX as many KV heads as have 16 query heads, else all; fewer where that would leave threads idle
+    // An AMX task takes the KV heads of 16 query heads, a vector task all; fewer if threads would be idle.
+    const long most = std::max(1, 16 / s_.group());
     cut_by_heads(plan_.decode, std::min(most, l_.num_kv_heads * long(plan_.decode.size()) / (2 * threads_)));
     cut_by_heads(plan_.vector, l_.num_kv_heads * long(plan_.vector.size()) / (4 * threads_));
     plan_.vector.insert(plan_.vector.begin(), rows_.begin(), rows_.end());
@@ -71,10 +76,11 @@ class Planner {
 
  private:
   bool by_decode_tiles(long i) const { return tiles_ && !one_order_ && s_.query_len(i) == 1 && s_.group() <= 16 && l_.block_size % 16 == 0; }
-  // Several tokens, and whatever has rows for AMX to multiply; else a token's keys are cut in splits.
+  // True for requests with several tokens or with enough rows for AMX. Otherwise the token's keys are split.
   bool by_rows(long i) const { return one_order_ || s_.query_len(i) > 1 || (tiles_ && s_.group() >= 8 && !by_decode_tiles(i)); }
 
-  // The requests whose keys may be another's. A long chunk has rows enough of its own, and a window may hide shared keys from some.
+  // Returns the requests that may share keys. A long chunk has enough rows by itself, and a window may hide shared keys
+  // from some tokens.
   std::vector<int> sharing() const {
     std::vector<int> requests;
     for (long i = 0; i < s_.num_requests; i++) {
@@ -93,7 +99,7 @@ class Planner {
     });
   }
 
-  // One token, whether it is wanted or not.
+  // Adds the splits of a request with one token, wanted or not.
   void own_by_splits(long i, long own_begin) {
     const int token = s_.query_start_loc[i], before = own_begin > 0;
     const long position = s_.position[token], begin = std::max(own_begin, s_.first_key(position)), first = begin / kSplit, last = position / kSplit;
@@ -119,12 +125,12 @@ class Planner {
     });
   }
 
-  // How many tokens a task of one KV head takes, for requests of so many: what stays in L2 with their queries and values, so that keys are made ready rarely, fewer where that would
-  // leave threads idle.
+  // Returns the number of tokens per task of one KV head, for requests with `counts` tokens: as many as keep queries
+  // and results in L2, so that keys are packed rarely; fewer if threads would be idle.
   int tokens_at_once(const std::vector<int>& counts) const {
     const int g = s_.group();
     long rows = (tiles_ ? 1024 : 384) / (l_.head_dim <= 128 ? 1 : l_.head_dim <= 256 ? 2 : 4);
-    for (; rows >= 64; rows /= 2) {  // 32 and more remain
+    for (; rows >= 64; rows /= 2) {  // never below 32
       long tasks = 0;
       for (int count : counts) tasks += (count * g + rows - 1) / rows * l_.num_kv_heads;
       if (tasks >= 4L * threads_) break;
@@ -134,7 +140,8 @@ class Planner {
 
   template <typename F>
   void add_rows(std::vector<Task>& tasks, const int* tokens, int count, int at_once, F&& make) {
-    for (int t = (count - 1) / at_once * at_once; t >= 0 && count > 0; t -= at_once)  // those that see most keys first
+    // Tokens that see the most keys come first.
+    for (int t = (count - 1) / at_once * at_once; t >= 0 && count > 0; t -= at_once)
       for (long h = 0; h < l_.num_kv_heads; h++) {
         tasks.push_back(make(tokens + t, std::min(at_once, count - t)));
         tasks.back().h0 = h, tasks.back().h1 = h + 1;
@@ -159,10 +166,10 @@ class Planner {
   const int num_tokens_;
   bool tiles_ = false;
   Plan plan_;
-  std::vector<Task> rows_;  // of plan_.vector
+  std::vector<Task> rows_;  // first part of plan_.vector
 };
 
-constexpr int kFixedRowsFrom = 32;  // from which on it pays to make integers of them
+constexpr int kFixedRowsFrom = 32;  // minimum rows for which the conversion to integers pays off
 
 template <typename T>
 size_t vector_bytes(const Step& s, int rows) {
@@ -170,7 +177,7 @@ size_t vector_bytes(const Step& s, int rows) {
   return state_bytes(rows, d) + std::max(FloatTiles<T, true>::bytes(rows, d), FixedTiles::bytes(rows, d));
 }
 
-// A task by vectors, the way that suits its rows.
+// Runs a task with vectors, in fixed point or in floats depending on its number of rows.
 template <typename T>
 void attend_vector(const Step& s, const Task& t, const Task* following, const Partials& partials, const Plan& plan, bool one_order, char* memory) {
   if constexpr (std::is_same_v<T, bf16>)
@@ -223,7 +230,8 @@ void run(const Step& s, int path) {
     char* own = (char*)memory.get(vector_bytes<T>(s, plan.rows));
     long i, next;
     for (bool more = queue.take(i); more; i = next) {
-      const bool known = queue.end - i > 4 * Pool::get().threads() && queue.take(next);  // not at the end, where another thread would wait for it
+      // Near the end of the queue, a task is not taken early: another thread may be free sooner.
+      const bool known = queue.end - i > 4 * Pool::get().threads() && queue.take(next);
       attend_vector<T>(s, tasks[i], known ? &tasks[next] : nullptr, partials, plan, path & kOneOrder, own);
       more = known || queue.take(next);
     }
@@ -245,8 +253,11 @@ void run(const Step& s, int path) {
 
 extern "C" {
 
-// q, out: [tokens, num_heads, head_dim], the last two dimensions contiguous. head_dim is a multiple of 16, at most 512 (AMX: of 32).
-// path: the sum of 1, no AMX, and 2, one order of summation. wanted, if not null: the tokens whose results are read, ascending; those of others may be left out.
+// Computes the attention of a step.
+// q, out: [tokens, num_heads, head_dim], the last two dimensions contiguous. head_dim is a multiple of 16 (32 for AMX),
+// at most 512.
+// path: bit flags; 1: no AMX, 2: one order of summation.
+// wanted: ascending tokens whose results are read; the results of other tokens may be left unwritten. Null: all.
 void quire_paged_attention(const Layer* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
                            const int* query_start_loc, long num_requests, int path, const long* wanted, long num_wanted) {
   Step s{*layer, q, out, ldq, ldo, block_table, ld_table, seq_lens, query_start_loc, num_requests, wanted, num_wanted};

@@ -1,4 +1,5 @@
-// What the ways through paged attention (attention_rows.h, attention_tiles.h) have in common: the description of a step, and partial results.
+// Types shared by the implementations of paged attention (attention_rows.h, attention_tiles.h, attention_decode.h): the
+// description of a step, tasks and partial results.
 #pragma once
 
 #include <algorithm>
@@ -9,19 +10,19 @@
 
 namespace {
 
-struct Layer {  // what stays the same from step to step; strides in elements
+struct Layer {  // constant across steps; strides in elements
   const void* k_cache;
   const void* v_cache;
   long k_block, k_slot, k_head, v_block, v_slot, v_head;
   long num_heads, num_kv_heads, head_dim, block_size, dtype, window;
   float scale, soft_cap;
 
-  // Where the token at position `at` of a sequence lies in each cache, in elements from its start.
+  // Offset in each cache, in elements, of the token at position `at` of a sequence.
   long k_place(const int* table, long at) const { return table[at / block_size] * k_block + at % block_size * k_slot; }
   long v_place(const int* table, long at) const { return table[at / block_size] * v_block + at % block_size * v_slot; }
 };
 
-struct Step {  // i is a request, token a row of q and out
+struct Step {  // i: index of a request; token: row of q and out
   const Layer& layer;
   const void* q;
   void* out;
@@ -31,15 +32,15 @@ struct Step {  // i is a request, token a row of q and out
   const int* seq_lens;
   const int* query_start_loc;
   long num_requests;
-  const long* wanted;  // ascending: the tokens whose results are read, or null for all
+  const long* wanted;  // ascending: the tokens whose results are read; null: all
   long num_wanted;
-  std::vector<long> position = {};  // of each token in its request
+  std::vector<long> position = {};  // each token's position in its request
 
   int group() const { return int(layer.num_heads / layer.num_kv_heads); }
   int query_len(long i) const { return query_start_loc[i + 1] - query_start_loc[i]; }
   long context_len(long i) const { return seq_lens[i] - query_len(i); }
   long first_key(long position) const { return layer.window > 0 ? std::max(0L, position - layer.window + 1) : 0; }
-  // The first of request i's tokens that is wanted; the one behind its last if none is.
+  // Returns the first wanted token of request i, or the token after its last if none is wanted.
   int first_wanted(long i) const {
     if (!wanted) return query_start_loc[i];
     const long* at = std::lower_bound(wanted, wanted + num_wanted, long(query_start_loc[i]));
@@ -50,10 +51,11 @@ struct Step {  // i is a request, token a row of q and out
 
 constexpr float kLog2e = 1.44269504f;
 
-// Key ranges are cut at multiples of this, counted from a sequence's start, whatever the batch: a task of decode ends there, and a shared prefix.
+// Key ranges are cut at multiples of kSplit from a sequence's start, independent of the batch: decode tasks and shared
+// prefixes end there.
 constexpr long kSplit = 128;
 
-// Partial results of tokens: the softmax over some of the keys, for each query head. Slots are handed out by the plan.
+// A token's partial result for one query head: the softmax over some of the keys. The plan assigns the slots.
 struct Partial {
   float *acc, *l, *m;  // weighted values [head_dim], sum as 16 terms, maximum (of scores times log2 e)
 };
@@ -61,23 +63,24 @@ struct Partial {
 struct Partials {
   float* base;
   long num_heads, head_dim;
-  size_t floats() const { return num_heads * (head_dim + 32); }  // of a slot
+  size_t floats() const { return num_heads * (head_dim + 32); }  // per slot
   Partial at(long slot, long head) const {
     float* p = base + slot * floats() + head * (head_dim + 32);
     return {p, p + head_dim, p + head_dim + 16};
   }
 };
 
-// Some tokens of a request, or of several whose block tables begin alike, against keys that all of them have.
+// Attention of some tokens over the keys [begin, end). The tokens belong to one request, or to several requests that
+// share these keys.
 struct Task {
   const int* tokens;
   int count;
-  const int* table;  // where the keys [begin, end) lie
+  const int* table;  // block table of the keys
   long h0, h1;       // KV heads
   long begin, end;
-  bool resume;     // from the tokens' partial results
-  bool keep;       // as partial results; else this is the end
-  long slot = -1;  // of the one token's partial result; else the plan knows them
+  bool resume;     // start from the tokens' partial results
+  bool keep;       // write partial results; false: write the output
+  long slot = -1;  // slot of the single token's partial result; -1: use the plan's slots
 };
 
 template <typename T>

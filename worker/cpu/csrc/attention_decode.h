@@ -1,9 +1,10 @@
-// Decode by AMX tiles, for bf16: one token against at most kSplit keys. K and V go from the cache to the tiles as they lie, with nothing moved or rearranged, and in
-// an order that the hardware's prefetch follows.
+// Decode attention in bf16 with AMX tiles: one token, at most kSplit keys. The tiles load K and V directly from the
+// cache, without copying or repacking, in an order that the hardware prefetcher follows.
 //
-// Scores: 16 keys are the left operand, the query heads of their KV head the columns of the right one.
-// Values: 16 keys are the right operand, so its rows hold pairs of elements of one key, where a product wants pairs of keys. The left operand therefore has two rows
-// for a query, its probabilities each followed by a zero, and each after one: the products with even and with odd elements.
+// Scores: 16 keys are the left operand; the query heads of their KV head are the columns of the right operand.
+// Values: the values of 16 keys are the right operand. Its rows hold pairs of elements of one key, but a product needs
+// pairs of keys. The left operand therefore has two rows per query: one with a zero after each probability, one with a
+// zero before it. These rows yield the even and the odd elements.
 #pragma once
 
 #include "amx.h"
@@ -19,10 +20,10 @@ struct DecodeScratch {
   float *s, *o;
   explicit DecodeScratch(char* base, long d) {
     p = (bf16*)base;                // [keys / 16][16 queries][even, odd][16 keys][2]
-    s = (float*)(p + kSplit * 64);  // [keys][16 queries]; the last tiles of p reach into it
+    s = (float*)(p + kSplit * 64);  // [keys][16 queries]; the last tile loads from p extend into s
     o = s + kSplit * 16;            // [4][16 rows][16]
     v = (bf16*)(o + 4 * 256);       // [16 keys][128 d]
-    q = v + 16 * 128;                // [KV heads][d / 32][16 pairs of d][query heads of one][2]
+    q = v + 16 * 128;                // [KV heads][d / 32][16 pairs of d][query heads per KV head][2]
   }
   static size_t bytes(long d) { return kSplit * (64 * 2 + 16 * 4) + 4 * 1024 + 16 * 128 * 2 + 16 * d * 2; }
 };
@@ -36,7 +37,7 @@ inline void pack_decode_queries(const Step& s, const Task& t, bf16* dst) {
     }
 }
 
-// Scores of `tiles` times 16 keys from `key` on: [keys][16].
+// Computes the scores s [keys][16] of `tiles` * 16 keys from `key` on.
 inline void decode_scores(const Layer& l, const Task& t, const bf16* q, long key, int tiles, float* s) {
   const long g = l.num_heads / l.num_kv_heads, stride = l.k_slot * 2;
   TileScope scope(16, 64, 0, int(g));
@@ -56,7 +57,8 @@ inline void decode_scores(const Layer& l, const Task& t, const bf16* q, long key
   }
 }
 
-// Scores s of keys lo .. hi - 1 to probabilities p of `tiles` times 16 keys, 0 for the others. A lane is a query: its maximum and sum.
+// Converts the scores s of keys lo .. hi - 1 to probabilities p of `tiles` * 16 keys, 0 outside [lo, hi). Each lane of
+// m and sum is the maximum and the sum of one query.
 inline void decode_softmax(const Layer& l, float* s, int lo, int hi, int tiles, bf16* p, vf& m, vf& sum) {
   m = set1(kNegInf), sum = zero();
   for (int j = 0; j < tiles * 16; j++) {
@@ -84,8 +86,9 @@ inline void decode_softmax(const Layer& l, float* s, int lo, int hi, int tiles, 
   }
 }
 
-// p, from the rows of KV head h on, times columns c0 .. c0 + 32 * chunks - 1 of the values of that head: [chunk][16 rows][16]. Keys outside [begin, end) count as zeros:
-// what lies there may be anything, and 0 * NaN is NaN. The values of the next head, which lie beside these, come to L2 meanwhile.
+// Computes o [chunk][16 rows][16]: 16 rows of p times columns c0 .. c0 + 32 * chunks - 1 of the values of KV head h.
+// Values of keys outside [begin, end) are replaced with zeros: they may be NaN, and 0 * NaN is NaN. Prefetches the
+// values of the next head, adjacent in memory, to L2.
 inline void decode_values(const Layer& l, const Task& t, long h, long key, int tiles, const bf16* p, long c0, int chunks, bf16* own, float* o) {
   TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
   for (int tile = 0; tile < tiles; tile++) {
@@ -114,7 +117,7 @@ inline void decode_values(const Layer& l, const Task& t, long h, long key, int t
   if (chunks > 3) TILE_STORE(3, o + 768, 64);
 }
 
-// The even and the odd ones of 32 elements, multiplied, in order.
+// Interleaves 16 even and 16 odd elements, multiplied by `by` (if given), into 32 in order.
 inline void store_interleaved(bf16* to, const float* even, const float* odd, vf by) {
   const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((load(even) * by).v)), high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((load(odd) * by).v));
   _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
@@ -125,7 +128,7 @@ inline void store_interleaved(float* to, const float* even, const float* odd) {
   store(to + 16, {_mm512_permutex2var_ps(load(even).v, high, load(odd).v)});
 }
 
-// A task of one token, with at most kSplit keys, and at most 16 query heads.
+// Runs a task of one token with at most kSplit keys and at most 16 query heads.
 inline void attend_decode(const Step& s, const Task& t, const Partials& partials, char* memory) {
   const Layer& l = s.layer;
   const long d = l.head_dim, g = s.group(), key = t.begin / 16 * 16;
@@ -141,7 +144,7 @@ inline void attend_decode(const Step& s, const Task& t, const Partials& partials
   TileScope scope;
   for (long h = t.h0; h < t.h1; h++)
     for (long c0 = 0; c0 < d; c0 += 128)
-      for (long j = 0; j < g; j++) {  // 16 rows of p are those of 8 queries
+      for (long j = 0; j < g; j++) {  // 16 rows of p hold 8 queries
         const int chunks = int(std::min(128L, d - c0)) / 32;
         const long column = (h - t.h0) * g + j, head = h * g + j;
         if (j % 8 == 0) decode_values(l, t, h, key, tiles, f.p + column * 64, c0, chunks, f.v, f.o);

@@ -1,10 +1,14 @@
-// Attention by vectors, of either width and for any type: blocked flash attention (https://arxiv.org/abs/2205.14135), 128 keys at a time.
+// Attention with vectors, of either width and for any dtype: blocked flash attention
+// (https://arxiv.org/abs/2205.14135), 128 keys at a time.
 //
-// Rows, that is tokens by query heads of one KV head, are floats, kMostRows of them at a time, k by k: what is multiplied in turn lies in a row. Keys and values become tiles of
-// floats, 32 of k by 32 columns: of a key the columns are keys, of a value its elements. Where there are rows enough to use them more than once all tiles of the 128 keys are
-// made first and stay in L2; else each is used as soon as it is made, in L1.
+// Rows (tokens x query heads of one KV head) are converted to floats in groups of up to kMostRows, stored k by k so
+// that operands are contiguous in the order of use. Keys and values become tiles of floats, 32 of k by 32 columns; the
+// columns of a key tile are keys, those of a value tile are elements. If there are enough rows to use them more than
+// once, all tiles of the 128 keys are packed first and stay in L2. Otherwise each tile is used right after it is
+// packed, in L1.
 //
-// In one order every sum is in the order of k or of keys whatever the number of rows, and keys that a row does not see add zeros: a row's result depends on no other row.
+// With ONE_ORDER, every sum is in the order of k or of keys for any number of rows, and keys that a row does not see
+// add zeros: a row's result depends on no other row.
 #pragma once
 
 #include "attention.h"
@@ -14,8 +18,9 @@ namespace {
 
 constexpr int kKeys = 128;
 
-// The softmax of a row goes on: x, the products of its query with 16 V keys, become weights beside the largest of all so far, m, and `sum` is theirs. Keys outside
-// [lo, hi) have none. Returns the factor of what was summed before.
+// Continues the online softmax of a row: replaces x, the products of its query with 16 V keys, with weights relative to
+// the running maximum m, and updates m and the running sum. Keys outside [lo, hi) get weight 0. Returns the factor by
+// which the earlier results must be multiplied.
 template <int V>
 inline float weigh(const Layer& l, float* x, long lo, long hi, float& m, float& sum) {
   const int first = int(std::min(lo, 16L * V)), last = int(std::max(hi, 0L));
@@ -29,7 +34,7 @@ inline float weigh(const Layer& l, float* x, long lo, long hi, float& m, float& 
     top = max(top, v[i]);
   }
   const float before = m, now = std::max(before, reduce_max(top));
-  if (std::isinf(now)) {  // no key so far; or products that overflow, of which nothing finite may come
+  if (std::isinf(now)) {  // -inf: no key so far; +inf: a product overflowed, so the result is NaN
     for (int i = 0; i < V; i++) store(x + 16 * i, zero());
     if (now < 0) return 1.f;
     m = now;
@@ -48,10 +53,11 @@ inline float weigh(const Layer& l, float* x, long lo, long hi, float& m, float& 
   return correction;
 }
 
-// sums[r * ld + column] += the sum over `count` k of x[r * R + k * K] tile[k][column], for ROWS rows and the 32 columns of tiles that follow each other.
+// Computes sums[r * ld + column] += the sum over k < count of x[r * R + k * K] * tile[k][column], for ROWS rows and the
+// 32 columns of a tile. Tiles are contiguous along k.
 template <int ROWS, int R, int K>
 void tile_products(const float* x, const float* tile, int count, float* sums, long ld) {
-  constexpr int WIDTH = ROWS <= kRowsOfAll ? 32 / kLanes : 2;  // registers of a row
+  constexpr int WIDTH = ROWS <= kRowsOfAll ? 32 / kLanes : 2;  // registers per row
   for (int c = 0; c < 32; c += WIDTH * kLanes) {
     Floats acc[ROWS * WIDTH];
     unrolled<ROWS * WIDTH>([&](auto i) __attribute__((always_inline)) { acc[i] = load_floats(sums + i / WIDTH * ld + c + i % WIDTH * kLanes); });
@@ -68,12 +74,13 @@ void tile_products(const float* x, const float* tile, int count, float* sums, lo
   }
 }
 
-// Some of 128 keys of a KV head and their values, where they lie in the cache: places outside [begin, end) repeat one within.
+// Pointers to 128 keys of a KV head and their values in the cache. Keys outside the wanted range point to one inside
+// it.
 template <typename T>
 struct KeyBlock {
   const T *k[kKeys], *v[kKeys];
-  int end = 0;           // of those that are wanted
-  int row = 0, line = 0;  // that fetch brings next
+  int end = 0;            // of the wanted keys
+  int row = 0, line = 0;  // the next key, and the byte in it, to prefetch
 
   void locate(const Layer& l, const int* table, long head, long key, long first, long last) {
     long at = std::max(key, first), block = at / l.block_size, slot = at % l.block_size;
@@ -88,7 +95,7 @@ struct KeyBlock {
     std::fill(k + end, k + kKeys, k[end - 1]), std::fill(v + end, v + kKeys, v[end - 1]);
   }
 
-  // Brings the next lines of both to L2, K and V in turn.
+  // Prefetches the next `lines` cache lines of K and as many of V to L2. A key has `bytes` bytes.
   void fetch(int lines, int bytes) {
     if (row >= end) return;
     const char *at_k = (const char*)k[row] + line, *at_v = (const char*)v[row] + line;
@@ -103,7 +110,8 @@ struct KeyBlock {
   }
 };
 
-// Calls f(integral constant i, x) for all elements k[0 .. kLanes - 1][c + i] = x of a step, whose length is returned: of 16, or two registers of bf16 where there are so many.
+// Calls f(integral constant i, x) with x = k[0 .. kLanes - 1][c + i] for every i of a step, and returns the step's
+// length: 2 * kLanes for bf16 if that many elements remain, else 16.
 template <typename T, typename F>
 __attribute__((always_inline)) inline long transposed(const T* const* k, long c, long count, F&& f) {
   if constexpr (std::is_same_v<T, bf16>)
@@ -126,7 +134,7 @@ __attribute__((always_inline)) inline long transposed(const T* const* k, long c,
   return 16;
 }
 
-// Elements [c, c + 32) of 32 keys, of which there are d, to a tile whose columns are keys.
+// Packs elements [c, c + 32) of 32 keys with d elements each into a tile whose columns are keys.
 template <typename T>
 void pack_keys(const T* const* k, long c, long d, float* tile) {
   for (int j = 0; j < 32; j += kLanes)
@@ -136,22 +144,24 @@ void pack_keys(const T* const* k, long c, long d, float* tile) {
     }
 }
 
-// Elements [c, c + 32) of 32 values to a tile whose columns are elements.
+// Packs elements [c, c + 32) of 32 values into a tile whose columns are elements. Pads with zeros from d on.
 template <typename T>
 void pack_values(const T* const* v, long c, long d, float* tile) {
   for (int j = 0; j < 32; j++)
     for (int i = 0; i < 32; i += 16) store(tile + j * 32 + i, c + i < d ? load(v[j] + c + i) : zero());
 }
 
-// A few rows use keys and values as they come. x[r][32] = the products of ROWS queries, k by k, with 32 keys. CHAINS: sums of each, that of even k and that of odd k, or one in order.
+// For a few rows, which read keys and values without packing: computes x[r][32] = the products of ROWS queries, stored
+// k by k, with 32 keys. CHAINS: partial sums per product; 2: one of even k and one of odd k; 1: a single sum in order.
 template <int ROWS, int CHAINS, typename T>
 void score_few(const float* q, const T* const* k, long d, float* x, KeyBlock<T>& ahead) {
-  constexpr int TILES = std::min(32 / kLanes, std::max(1, 8 / ROWS / CHAINS));  // registers of keys at a time, for enough independent sums
+  // Registers of keys at a time: enough independent sums to hide the latency of fma.
+  constexpr int TILES = std::min(32 / kLanes, std::max(1, 8 / ROWS / CHAINS));
   for (int j = 0; j < 32; j += TILES * kLanes) {
     Floats sums[CHAINS][TILES * ROWS] = {};
     for (long c = 0, step; c < d; c += step) {
       unrolled<TILES>([&](auto tile) __attribute__((always_inline)) {
-        asm volatile("" ::: "memory");  // or the compiler keeps the queries of a step for the next tile, on the stack
+        asm volatile("" ::: "memory");  // prevents the compiler from spilling a step's queries for the next tile
         step = transposed(k + j + tile * kLanes, c, d, [&](auto i, Floats keys) __attribute__((always_inline)) {
           unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { Floats& sum = sums[i % CHAINS][tile * ROWS + r];
             sum = fma(keys, set1_floats(q[(c + i) * ROWS + r]), sum);
@@ -166,7 +176,7 @@ void score_few(const float* q, const T* const* k, long d, float* x, KeyBlock<T>&
   }
 }
 
-// acc[r][ld] += the sum over 32 keys of x[r][j] v[j], elements c .. c + 16 * WIDTH - 1.
+// Computes acc[r][ld] += the sum over 32 keys j of x[r][j] * v[j], for elements c .. c + 16 * WIDTH - 1.
 template <int ROWS, int WIDTH, typename T>
 __attribute__((always_inline)) inline void add_columns(const float* x, const T* const* v, long c, float* acc, long ld) {
   vf sums[ROWS * WIDTH];
@@ -193,7 +203,7 @@ void add_few(const float* x, const T* const* v, long d, float* acc, long ld, Key
 constexpr long padded(long d) { return (d + 31) / 32 * 32; }
 constexpr size_t state_bytes(long rows, long d) { return (rows * (padded(d) + 2) + 15) / 16 * 16 * sizeof(float); }
 
-// How attend_rows computes: rows of queries and 128 keys and values of a KV head, as floats.
+// The arithmetic of attend_rows in floats, for the rows of queries and 128 keys and values of a KV head.
 template <typename T, bool ONE_ORDER>
 class FloatTiles {
  public:
@@ -215,15 +225,15 @@ class FloatTiles {
     }
   }
 
-  // `steps` times 32 keys. `ahead`: that is fetched meanwhile.
+  // Sets the block of keys, of which 32 * steps are used. `ahead` is prefetched during the computation.
   void keys(const KeyBlock<T>& keys, int steps, KeyBlock<T>& ahead) {
     keys_ = &keys, ahead_ = &ahead;
-    if (groups() == 1) return;  // each is made when it is wanted
+    if (groups() == 1) return;  // score and add pack each tile on use
     for (int b = 0; b < steps; b++)
       for (long c = 0; c < d_; c += 32) make_keys(b, c, k_ + (b * padded(d_) + c) * 32), make_values(b, c, v_ + (c * kKeys / 32 + b * 32) * 32);
   }
 
-  // x[r][kKeys] += the group's queries times 32 * steps keys.
+  // Computes x[r][kKeys] += the group's queries times 32 * steps keys.
   void score(int group, int steps, float* x) {
     of_rows(size(group), [&](auto n) {
       const float* q = q_ + begin(group) * d_;
@@ -234,7 +244,7 @@ class FloatTiles {
       }
     });
   }
-  // acc[r][padded(d)] += x[r] times values.
+  // Computes acc[r][padded(d)] += x[r] times the values of 32 * steps keys.
   void add(int group, int steps, const float* x, float* acc) {
     of_rows(size(group), [&](auto n) {
       for (long c = 0; groups() > 1 && c < d_; c += 32) tile_products<n, kKeys, 1>(x, v_ + c * kKeys, steps * 32, acc + c, padded(d_));
@@ -247,7 +257,8 @@ class FloatTiles {
 
  private:
   static constexpr int kFewRows = 4;
-  static constexpr int kFetched = 8 * sizeof(T);  // lines of K and as many of V: with 4 * d / 32 tiles of each all that 128 keys have
+  // Cache lines of K, and as many of V, to prefetch per tile. The 4 * d / 32 tiles of each cover all of 128 keys.
+  static constexpr int kFetched = 8 * sizeof(T);
   const float* make_keys(int b, long c, float* tile) {
     ahead_->fetch(kFetched, int(d_ * sizeof(T)));
     pack_keys(keys_->k + b * 32, c, d_, tile);
@@ -267,7 +278,8 @@ class FloatTiles {
   KeyBlock<T>* ahead_ = nullptr;
 };
 
-// 128 keys as pairs of bf16, to k-steps whose columns are keys: [128 / 32][d / 32][2 tiles][16 pairs of d][16 keys][2].
+// Packs 128 keys, as pairs of bf16, into k-steps whose columns are keys:
+// [128 / 32][d / 32][2 tiles][16 pairs of d][16 keys][2].
 inline void pair_keys(const bf16* const* k, long d, bf16* steps) {
   for (int j = 0; j < kKeys; j += kLanes)
     for (long c = 0; c < d; c += 2 * kLanes) {
@@ -279,14 +291,14 @@ inline void pair_keys(const bf16* const* k, long d, bf16* steps) {
     }
 }
 
-// Their values to k-steps whose columns are elements: [d / 32][128 / 32][2 tiles][16 pairs of keys][16 d][2].
+// Packs their values into k-steps whose columns are elements: [d / 32][128 / 32][2 tiles][16 pairs of keys][16 d][2].
 inline void pair_values(const bf16* const* v, long d, bf16* steps) {
   for (int j = 0; j < kKeys; j += 2)
     for (long c = 0; c < d; c += kLanes)
       store_ints(steps + c / 32 * 32 * kKeys + j / 32 * kTileStep + tile_place(c % 32) + j % 32 * 16, widen_words(v[j] + c) | left<16>(widen_words(v[j + 1] + c)));
 }
 
-// ... or as fixed-point numbers: a key is a column of runs of its own, values are columns of kKeys.
+// The arithmetic of attend_rows in fixed point. Each key is a column with its own runs; values are columns of kKeys.
 class FixedTiles {
  public:
   static size_t bytes(long rows, long d) { return unit_count(d) * sizeof(float) + 2 * kKeys * d * sizeof(bf16) + FixedRows::bytes(rows, d); }
@@ -317,7 +329,7 @@ class FixedTiles {
  private:
   static long unit_count(long d) { return kKeys * runs_of(d / 32) + d; }
   template <typename F>
-  void over_runs(int b, F&& f) {  // of 32 keys
+  void over_runs(int b, F&& f) {  // calls f for each run of the 32 keys from b on
     const long steps = d_ / 32, runs = runs_of(steps);
     for (long run = 0; run < runs; run++)
       f(run, k_ + b * d_ + run * kFixedSteps * kTileStep, int(std::min(long(kFixedSteps), steps - run * kFixedSteps)), k_units_ + (b / 32 * runs + run) * 32);
@@ -325,12 +337,13 @@ class FixedTiles {
 
   long d_;
   float *k_units_, *v_units_;
-  bf16 *k_, *v_;  // these become integers where they lie
+  bf16 *k_, *v_;  // converted to integers in place
   FixedRows q_;
   Fetch none_;
 };
 
-// `slots[token]` is where the partial result of a token is, unless the task says so. following: the task that this thread takes next, if that is known, whose first keys are fetched.
+// Runs a task. slots[token] is the slot of the token's partial result, unless the task has its own slot. following: the
+// thread's next task, whose first keys are prefetched, or null if not known yet.
 template <typename T, typename Tiles>
 void attend_rows(const Step& s, const Task& t, const Task* following, const Partials& partials, const long* slots, char* memory) {
   const Layer& l = s.layer;
@@ -365,7 +378,8 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
       for (int i = 0; i < tiles.groups(); i++) {
         const int row0 = tiles.begin(i), size = tiles.size(i);
         alignas(64) float x[kMostRows * kKeys];
-        const long seen = std::min(t.end, s.position[token(row0 + size - 1)] + 1) - key;  // a task's tokens ascend, or all see all its keys
+        // A task's tokens ascend, or all of them see all its keys.
+        const long seen = std::min(t.end, s.position[token(row0 + size - 1)] + 1) - key;
         if (seen <= 0) continue;
         const int steps = int(std::min((seen + 31) / 32, kKeys / 32L));
         std::fill(x, x + size * kKeys, 0.f);

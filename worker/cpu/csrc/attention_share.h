@@ -1,5 +1,6 @@
-// Which keys several requests of a step share: prefix caching lets their block tables begin with the same blocks. What is shared is attended by all its requests
-// at once (https://arxiv.org/abs/2402.05099), then each goes on with its own keys.
+// Finds the keys that several requests of a step share: with prefix caching, their block tables begin with the same
+// blocks. All these requests attend to the shared keys at once (https://arxiv.org/abs/2402.05099); then each continues
+// with its own keys.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +10,8 @@
 
 namespace {
 
-// Keys [begin, end), the same for all tokens of these requests. Bounds are multiples of kSplit. Level 0 begins at key 0; a group within a group goes on, one
-// level up, where that ends.
+// Keys [begin, end) that all tokens of these requests share. Bounds are multiples of kSplit. Level 0 begins at key 0; a
+// subgroup of a group is one level higher and begins at the end of that group.
 struct SharedKeys {
   std::vector<int> requests;
   long begin, end;
@@ -19,15 +20,15 @@ struct SharedKeys {
 
 class SharedPrefixes {
  public:
-  // Among `requests`, those that share at least kSplit keys, where their tokens together are at least `min_tokens`.
+  // Finds the groups among `requests` that share at least kSplit keys and have at least `min_tokens` tokens in total.
   SharedPrefixes(const Step& s, std::vector<int> requests, long min_tokens) : s_(s), min_tokens_(min_tokens), own_begin_(s.num_requests, 0) {
     find(requests.data(), requests.data() + requests.size(), 0, 0);
   }
   const std::vector<SharedKeys>& found() const { return found_; }
-  long own_begin(long i) const { return own_begin_[i]; }  // the first key of request i that it does not share
+  long own_begin(long i) const { return own_begin_[i]; }  // the first key that request i does not share
 
  private:
-  // All of [first, last) have the same keys before `begin`.
+  // Finds the groups in [first, last), whose keys before `begin` are the same.
   void find(int* first, int* last, long begin, int level) {
     last = std::partition(first, last, [&](int i) { return s_.context_len(i) >= begin + kSplit; });
     const long block = begin / s_.layer.block_size, blocks = (begin + kSplit - 1) / s_.layer.block_size + 1 - block;
@@ -41,7 +42,7 @@ class SharedPrefixes {
     }
   }
 
-  // [first, last) share the keys begin .. begin + kSplit - 1, at least.
+  // Adds the group [first, last), which shares at least the keys begin .. begin + kSplit - 1, and its subgroups.
   void add(int* first, int* last, long begin, int level) {
     long tokens = 0, keys = s_.context_len(*first);
     for (int* i = first; i < last; i++) tokens += s_.query_len(*i), keys = std::min(keys, s_.context_len(*i));

@@ -1,5 +1,6 @@
-// Attention by AMX tiles, for bf16: blocked flash attention (https://arxiv.org/abs/2205.14135). 128 keys at a time are rearranged into tiles and used by up to
-// 1024 rows (tokens x query heads of one KV head): those of a chunk of a prompt, or of several requests that share these keys.
+// Attention in bf16 with AMX tiles: blocked flash attention (https://arxiv.org/abs/2205.14135). Packs 128 keys at a
+// time into tiles for up to 1024 rows (tokens x query heads of one KV head): the rows of a prompt chunk, or of several
+// requests that share these keys.
 #pragma once
 
 #include "amx.h"
@@ -9,10 +10,10 @@
 
 namespace {
 
-constexpr int kTileElems = 512;    // bf16 of a tile
-constexpr float kUnseen = -1e30f;  // a score that softmax turns into 0
+constexpr int kTileElems = 512;    // bf16 elements per tile
+constexpr float kUnseen = -1e30f;  // a masked score, which softmax turns into 0
 
-// Memory of one task: `rows` rows (a multiple of 32) of head_dim d.
+// Scratch memory of one task: `rows` rows (a multiple of 32) of head_dim d.
 struct FlashScratch {
   bf16 *q, *k, *v;
   float *s, *o, *m, *l;
@@ -29,7 +30,7 @@ struct FlashScratch {
   static size_t bytes(long rows, long d) { return rows * d * 6 + kKeys * d * 4 + 32 * kKeys * 4 + rows * 68 + 1024; }
 };
 
-// Rows of q of one KV head, [rows][d]: a token's query heads of that follow each other.
+// Copies the queries of KV head h0 to dst [rows][d]: for each token, its query heads of h0. Zeroes unused rows.
 void gather_queries(const Step& s, const Task& t, int rows, bf16* dst) {
   const long d = s.layer.head_dim, of_token = s.group() * d;
   for (int i = 0; i < t.count; i++, dst += of_token) {
@@ -39,9 +40,10 @@ void gather_queries(const Step& s, const Task& t, int rows, bf16* dst) {
   memset(dst, 0, (rows - t.count * s.group()) * d * sizeof(bf16));
 }
 
-// Keys key .. key + n - 1 (n a multiple of 32) as right operands: K^T as [n / 32][d / 32][2][16 pairs of d][16 keys][2], V as [d / 32][n / 32][2][16 pairs of
-// keys][16 d][2], the pairs in the order in which softmax_row leaves probabilities: of 32 keys 0 .. 3, 16 .. 19, 4 .. 7, 20 .. 23 and so on. Keys outside [begin, end)
-// become zeros: what lies there may be anything, and 0 * NaN is NaN.
+// Packs keys key .. key + n - 1 (n a multiple of 32) as right operands: K^T as [n / 32][d / 32][2][16 pairs of d]
+// [16 keys][2], V as [d / 32][kKeys / 32][2][16 pairs of keys][16 d][2]. The pairs have the order of softmax_row's
+// probabilities: of 32 keys 0 .. 3, 16 .. 19, 4 .. 7, 20 .. 23 and so on. Keys outside [begin, end) become zeros: their
+// memory may hold NaN, and 0 * NaN is NaN.
 void pack_keys(const Layer& l, const int* table, long head, long key, int n, long begin, long end, bf16* kd, bf16* vd) {
   const long steps = l.head_dim / 32;
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -72,7 +74,7 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
   }
 }
 
-// Fetches the keys [key, end) of a head and their values into L2, a few lines at a time.
+// Prefetches the keys [key, end) of a head and their values to L2, a few cache lines at a time.
 class KeysAhead {
  public:
   KeysAhead(const Layer& l, const int* table, long head, long key, long end) : l_(l), table_(table), head_(head), key_(key), end_(end) { find(); }
@@ -93,24 +95,27 @@ class KeysAhead {
   }
   const Layer& l_;
   const int* table_;
-  long head_, key_, end_, at_ = 0;  // at_: bytes of key_ that are on their way
+  long head_, key_, end_, at_ = 0;  // at_: bytes of key_ already prefetched
   const char *k_ = nullptr, *v_ = nullptr;
 };
 
-// How far (in powers of two) a row's maximum may rise before its earlier values are rescaled: probabilities up to 2^8 are as exact as those up to 1.
+// The rise of a row's maximum (as a power of two) above which earlier values are rescaled: probabilities up to 2^8 are
+// as exact as those up to 1.
 constexpr float kHeadroom = 8;
 
-// 2^(x / 256 - 127) of 32 whole numbers x as bf16, with an rms error of 0.20 % (rounding alone has 0.17). An exponent and 8 bits of fraction f are a bf16 with a bit
-// too many already, but for 2^f - 1 in f's place: up to 0.086 less, which a table knows for every 64th.
+// Returns 2^(x / 256 - 127) of 32 integers x as bf16, with an rms error of 0.20 % (rounding alone has 0.17). x, an
+// exponent and 8 bits of fraction f, is already a bf16 with one bit too many, except that the fraction must be 2^f - 1
+// instead of f. The difference, up to 0.086, comes from a table of 64 entries.
 inline __m512i exp2_fixed(__m512i x) {
   alignas(64) static const uint8_t kLess[64] = {1,  2,  3,  5,  5,  7,  8,  9,  10, 11, 11, 13, 13, 14, 15, 16, 16, 17, 18, 18, 19, 19, 20, 20, 21, 21, 21, 22, 22, 22, 22, 22,
                                                 22, 23, 23, 22, 22, 22, 22, 22, 22, 21, 21, 20, 20, 20, 19, 18, 18, 17, 16, 16, 14, 14, 13, 12, 10, 10, 8,  7,  6,  4,  3,  2};
   const __m512i less = _mm512_maskz_permutexvar_epi8(0x5555555555555555, _mm512_srli_epi16(x, 2), _mm512_load_si512(kLess));
-  return _mm512_avg_epu16(_mm512_subs_epu16(x, less), _mm512_setzero_si512());  // half of it, rounded
+  return _mm512_avg_epu16(_mm512_subs_epu16(x, less), _mm512_setzero_si512());  // x / 2, rounded
 }
 
-// One row of scores, N vectors, to probabilities, which take its place: bf16, of 32 keys each 0 .. 3, 16 .. 19, 4 .. 7, 20 .. 23 and so on. The row sees columns
-// [lo, hi). Returns what the row's earlier values must be multiplied by.
+// Converts one row of scores, N vectors, to bf16 probabilities in place, in the order 0 .. 3, 16 .. 19, 4 .. 7, 20 ..
+// 23 and so on of each 32 keys. Columns outside [lo, hi) are masked. Updates the row's maximum m and sum. Returns the
+// factor by which the row's earlier values must be multiplied.
 template <int N>
 inline float softmax_row(const Layer& l, float* row, long lo, long hi, float* m, float* sum) {
   bf16* p = (bf16*)row;
@@ -121,11 +126,11 @@ inline float softmax_row(const Layer& l, float* row, long lo, long hi, float* m,
     for (int i = 0; i < N; i++) x[i] = tanh(x[i] * set1(l.scale / l.soft_cap)) * set1(l.soft_cap);
     scale = kLog2e;
   }
-  if (lo > 0 || hi < N * 16)  // what is not seen: finite, and far enough down to become 0
+  if (lo > 0 || hi < N * 16)  // mask with a finite score that becomes 0
     for (int i = 0; i < N; i++) x[i] = select_range(x[i], int(std::max(lo - i * 16, 0L)), int(std::min(hi - i * 16, 16L)), set1(kUnseen));
   vf top = x[0], total = load(sum);
   for (int i = 1; i < N; i++) top = max(top, x[i]);
-  if (_mm512_cmp_ps_mask(top.v, set1((*m + kHeadroom) / scale).v, _CMP_NLE_UQ)) {  // true for the first block: m is -inf
+  if (_mm512_cmp_ps_mask(top.v, set1((*m + kHeadroom) / scale).v, _CMP_NLE_UQ)) {  // true at first: m is -inf
     const float highest = reduce_max(top), now = highest * scale;
     if (highest == kUnseen || !std::isfinite(highest)) {
       const __m512i all = _mm512_set1_epi16(highest == kUnseen ? 0 : 0x7fc0);  // NaN
@@ -137,7 +142,7 @@ inline float softmax_row(const Layer& l, float* row, long lo, long hi, float* m,
     *m = now;
   }
   const vf by = set1(scale * 256), plus = set1((127 - *m) * 256), ones = {(__m512)_mm512_set1_epi16(0x3f80)};
-  for (int i = 0; i < N; i += 2) {  // saturated, what is too small becomes 0
+  for (int i = 0; i < N; i += 2) {  // saturating: values that are too small become 0
     const __m512i e = exp2_fixed(_mm512_packus_epi32(_mm512_cvtps_epi32(fma(x[i], by, plus).v), _mm512_cvtps_epi32(fma(x[i + 1], by, plus).v)));
     total = {_mm512_dpbf16_ps(total.v, (__m512bh)e, (__m512bh)ones.v)};
     _mm512_store_si512(p + i * 16, e);
@@ -153,22 +158,24 @@ inline float softmax_row(const Layer& l, float* row, int columns, long lo, long 
   return softmax_row<2>(l, row, lo, hi, m, sum);
 }
 
-// Row r of the values so far, which lie as [rows / 32][d / 32][2 x 2 tiles][16][16]: its first 16 elements; elements c .. c + 15 follow at offset(c).
+// Returns the first 16 elements of row r of the output o, [rows / 32][d / 32][2 x 2 tiles][16][16]. Elements c .. c +
+// 15 are at flash_offset(c) from there.
 inline float* flash_row(float* o, int r, long d) { return o + r / 32 * 32 * d + r % 32 / 16 * 512 + r % 16 * 16; }
 inline long flash_offset(long c) { return c / 32 * 1024 + c % 32 / 16 * 256; }
 
-// A task of one KV head. `slots[token]` is where the partial result of a token is.
+// Runs a task of one KV head. slots[token] is the slot of the token's partial result.
 void attend_flash(const Step& s, const Task& t, const Partials& partials, const long* slots, char* memory) {
   const Layer& l = s.layer;
   const long d = l.head_dim, steps = d / 32;
   const int g = s.group(), used = t.count * g, rows = (used + 31) / 32 * 32;
-  const long lines_per_row = (kKeys * d / 32 + used - 1) / used;  // of the next keys: where rows are few, these take as long to come as the rows to compute
+  // Cache lines of the next keys to prefetch per row. With few rows, the prefetch takes as long as the computation.
+  const long lines_per_row = (kKeys * d / 32 + used - 1) / used;
   FlashScratch f(memory, rows, d);
   auto token = [&](int r) { return t.tokens[std::min(r, used - 1) / g]; };
   std::fill(f.m, f.m + rows, kNegInf);
   std::fill(f.l, f.l + rows * 16, 0.f);
   if (t.resume) {
-    std::fill(f.o + rows / 32 * 32 * d - 32 * d, f.o + rows * d, 0.f);  // the last rows may be nobody's
+    std::fill(f.o + rows / 32 * 32 * d - 32 * d, f.o + rows * d, 0.f);  // the last rows may be unused
     for (int r = 0; r < used; r++) {
       const Partial from = partials.at(slots[token(r)], t.h0 * g + r % g);
       for (long c = 0; c < d; c += 16) store(flash_row(f.o, r, d) + flash_offset(c), load(from.acc + c));
@@ -183,7 +190,8 @@ void attend_flash(const Step& s, const Task& t, const Partials& partials, const 
     pack_keys(l, t.table, t.h0, key, n, t.begin, t.end, f.k, f.v);
     KeysAhead ahead(l, t.table, t.h0, key + n, std::min(key + n + kKeys, t.end));
     for (int r0 = 0; r0 < rows; r0 += 32) {
-      const long low = s.position[token(r0)], high = s.position[token(r0 + 31)];  // of tokens of one request; those of several all see all of [begin, end)
+      // For tokens of one request. Tokens of several requests all see all of [begin, end).
+      const long low = s.position[token(r0)], high = s.position[token(r0 + 31)];
       if (key > high || s.first_key(low) >= key + n) continue;
       const int columns = int(std::min(long(n), (high + 1 - key + 31) / 32 * 32));
       for (int c = 0; c < columns; c += 32) {
@@ -193,7 +201,8 @@ void attend_flash(const Step& s, const Task& t, const Partials& partials, const 
         TILE_STORE(2, f.s + 16 * kKeys + c, kKeys * 4); TILE_STORE(3, f.s + 16 * kKeys + c + 16, kKeys * 4);
       }
       float* o = f.o + r0 * d;
-      for (int r = 0; r < std::min(32, used - r0); r++) {  // the rows beyond are anything: a row of a product depends on its own row only
+      // The other rows are undefined: a row of a product depends only on its own row.
+      for (int r = 0; r < std::min(32, used - r0); r++) {
         ahead.bring(lines_per_row);
         const long position = s.position[token(r0 + r)];
         const float correction = softmax_row(l, f.s + r * kKeys, columns, s.first_key(position) - key, position + 1 - key, f.m + r0 + r, f.l + (r0 + r) * 16);

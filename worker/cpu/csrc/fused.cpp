@@ -1,12 +1,13 @@
-// The element-wise work between two matrix products, each as one pass: residual + RMS norm; q/k norm + rotary embedding + KV cache write; SiLU * up.
-// Arithmetic is float32; it rounds where the layers in plain torch do: a normalised value before it is scaled, and every result.
+// Element-wise kernels between matmuls, each fused into one pass: residual + RMS norm; q/k norm + rotary embedding + KV
+// cache write; SiLU * up. Arithmetic is float32 and rounds at the same points as the plain torch layers: a normalised
+// value before its scaling by the weight, and every result.
 #include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
 
 namespace {
 
-constexpr long kMinParallel = 1 << 15;  // elements; below, waking the other threads costs more than it saves
+constexpr long kMinParallel = 1 << 15;  // elements; for fewer, waking other threads costs more than it saves
 
 template <typename F>
 void parallel_rows(long rows, long elements, F&& f) {
@@ -23,7 +24,7 @@ void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, long h, 
     if (residual) {
       v = v + load(residual + i);
       store(residual + i, v);
-      v = rounded<T>(v);  // what the next layer will see
+      v = rounded<T>(v);  // the value stored in residual
     }
     sum = fma(v, v, sum);
   }
@@ -57,19 +58,21 @@ void silu_and_mul_row(const T* x, T* out, long width) {
 constexpr long kMaxHeadDim = 512;
 
 template <typename T>
-struct Head {  // of a token, on its way from src to dst
+struct Head {  // a token's head: read from src, written to dst
   const T* src;
   T* dst;
-  const float* cos_sin;  // of the token's position; null: no rotation
+  const float* cos_sin;  // for the token's position; null: no rotation
 };
 
-// Has memory fetched that will be written: it is of other tokens than what comes before and after, and stores wait for their lines in turn.
+// Prefetches `count` elements for writing. They are not contiguous with the previous token's, and stores wait for their
+// cache lines in order.
 template <typename T>
 void fetch_to_write(T* p, long count) {
   for (long i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 1);
 }
 
-// `count` heads of 16 N entries, at(i) the i-th, that are rotated whole: a head stays in registers. The norms of 16 heads come first, so that nobody waits for a root.
+// Normalises and rotates `count` heads of 16 N entries (at(i) is the i-th) with rotary_dim = head_dim; a head stays in
+// registers. Computes the norms of 16 heads at a time, so that the latency of the square root is paid once for all.
 template <int N, typename T, typename At>
 void norm_rope_in_registers(long count, const T* weight, float eps, At&& at) {
   constexpr int HALF = N / 2, AT_ONCE = 16;
@@ -169,7 +172,7 @@ void qkv_token(const QkvArgs& a, long t, long position, long slot) {
   for (long h = 0; h < hk; h++) memcpy(v + h * a.v_head, row + (hq + hk + h) * d, d * sizeof(T));
 }
 
-// One head of q, k or v of `count` tokens, x in rows of ldx: q to its place in a.qkv, k and v to the cache.
+// Processes one head of q, k or v for `count` tokens, x with row stride ldx: writes q to a.qkv, k and v to the cache.
 template <typename T>
 void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* positions, const long* slots, long token, long count) {
   const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
@@ -199,14 +202,14 @@ void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* pos
 
 extern "C" {
 
-// residual may be null: then out = norm(x). Else residual += x, out = norm(residual).
+// Computes residual += x, out = norm(residual), or out = norm(x) if residual is null.
 void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype) {
   DISPATCH(dtype, parallel_rows(rows, rows * h, [&](long r) {
              add_rms_norm_row<T>((const T*)x + r * ldx, residual ? (T*)residual + r * ldr : nullptr, (const T*)weight, (T*)out + r * ldo, h, eps);
            }));
 }
 
-// x [rows, 2 * width] -> out [rows, width] = silu(x[:, :width]) * x[:, width:].
+// Computes out [rows, width] = silu(x[:, :width]) * x[:, width:] for x [rows, 2 * width].
 void quire_silu_and_mul(const void* x, long ldx, void* out, long ldo, long rows, long width, int dtype) {
   DISPATCH(dtype, parallel_rows(rows, rows * width, [&](long r) { silu_and_mul_row<T>((const T*)x + r * ldx, (T*)out + r * ldo, width); }));
 }
@@ -219,12 +222,13 @@ void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, cons
   DISPATCH(a->dtype, parallel_rows(num_tokens, elements, [&](long t) { qkv_token<T>(args, t, positions[t], slots[t]); }));
 }
 
-// The same for one head of q, k or v of `count` bf16 tokens from `token` on, which lies in rows of ldx elsewhere. In this thread alone.
+// Does the same for one head of q, k or v of the `count` bf16 tokens from `token` on, read from x with row stride ldx.
+// Runs in the calling thread.
 void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count) {
   qkv_head(*a, head, x, ldx, positions, slots, token, count);
 }
 
-// k, v [T, num_kv_heads, head_dim] (row strides ldk, ldv) to their slots; strides and sizes from `a`.
+// Copies k, v [num_tokens, num_kv_heads, head_dim] (row strides ldk, ldv) to their slots. Strides and sizes are in `a`.
 void quire_write_kv(const QkvArgs* a, const void* k, long ldk, const void* v, long ldv, const long* slots, long num_tokens) {
   DISPATCH(a->dtype, parallel_rows(num_tokens, num_tokens * 2 * a->num_kv_heads * a->head_dim, [&](long t) {
              const long block = slots[t] / a->block_size, offset = slots[t] % a->block_size, d = a->head_dim;

@@ -1,12 +1,15 @@
-// Between the tables of the requests and a step: its tensors from them, and what it sampled into them. See worker/batch/input_batch.py, whose `_fill` is the twin of the
-// first, and worker/batch/request_table.py.
+// Copies between the request tables (worker/batch/request_table.py) and a step: fills the step's tensors from the
+// tables and appends the sampled tokens to them. `Ops.fill_inputs` in worker/platforms/ops.py is the twin of
+// quire_fill_inputs.
 #include <cstring>
 
 extern "C" {
 
-// step: rows, computed, scheduled [num_requests each], starts [num_requests + 1] and samples [num_samples], one after another. tokens [.., max_model_len] and blocks
-// [.., max_blocks] are the tables. Fills input_ids, positions and slots of all tokens, query_start_loc [num_requests + 1], lengths and block_table [num_requests, width],
-// rows ld_table apart; and for each request of `samples`, in `sampling` [3, num_samples], its row, its length and its last token.
+// Fills input_ids, positions and slots of all tokens, query_start_loc [num_requests + 1], lengths [num_requests]
+// and block_table [num_requests, width] with row stride ld_table. Writes the row, the length and the index of the last
+// token of each request in `samples` to `sampling` [3, num_samples].
+// step: rows, computed, scheduled [num_requests each], starts [num_requests + 1], samples [num_samples]; concatenated.
+// tokens [.., max_model_len] and blocks [.., max_blocks] are the tables.
 void quire_fill_inputs(const long* step, long num_requests, long num_samples, const int* tokens, long max_model_len, const int* blocks, long max_blocks, long block_size,
                        int* input_ids, long* positions, long* slots, int* query_start_loc, int* lengths, int* block_table, long ld_table, long width, long* sampling) {
   const long *rows = step, *computed = rows + num_requests, *scheduled = computed + num_requests, *starts = scheduled + num_requests, *samples = starts + num_requests + 1;
@@ -32,7 +35,7 @@ void quire_fill_inputs(const long* step, long num_requests, long num_samples, co
   }
 }
 
-// tokens[rows[i], positions[i]] = token_ids[i], or 0 where that is negative; a position of max_model_len has no place.
+// Sets tokens[rows[i], positions[i]] to token_ids[i], or to 0 if that is negative. Skips positions >= max_model_len.
 void quire_append_tokens(int* tokens, long max_model_len, const long* rows, const long* positions, const long* token_ids, long num_tokens) {
   for (long i = 0; i < num_tokens; i++)
     if (positions[i] < max_model_len) tokens[rows[i] * max_model_len + positions[i]] = token_ids[i] < 0 ? 0 : int(token_ids[i]);

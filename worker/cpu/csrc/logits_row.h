@@ -1,4 +1,5 @@
-// A row of logits and the maximum of every block of it: what sampling and log-probabilities look at first, and what tells them where they need not look again.
+// A row of logits and the maximum of each of its blocks. Sampling and log-probabilities read the maxima first and then
+// skip the blocks that cannot matter.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +15,10 @@ class LogitsRow {
  public:
   static long blocks_of(long n) { return (n + kBlock - 1) / kBlock; }
 
-  // `room` for twice as many floats as there are blocks.
+  // `room` holds two floats per block.
   LogitsRow(const float* x, long n, float* room) : x_(x), n_(n), blocks_(blocks_of(n)), maxima_(room), order_(room + blocks_) {}
 
-  // Finds the maxima. False where a logit is NaN, or the largest is infinite: such a row means nothing.
+  // Computes the maxima. Returns false if a logit is NaN or the largest is infinite: such a row is invalid.
   bool scan() {
     bool nan = false;
     float buffer[kBlock];
@@ -42,7 +43,7 @@ class LogitsRow {
   }
 
  protected:
-  // Block b, filled up with -inf where the row ends.
+  // Returns block b; `buffer` holds it, padded with -inf, if the row ends within the block.
   const float* block(long b, float* buffer) const {
     const float* p = x_ + b * kBlock;
     const long real = std::min(kBlock, n_ - b * kBlock);
@@ -51,7 +52,7 @@ class LogitsRow {
     return buffer;
   }
 
-  // A value that at least k logits reach: the k-th largest of the maxima, or -inf where there are fewer.
+  // Returns a value that at least k logits reach: the k-th largest block maximum, or -inf with fewer than k blocks.
   float reached_by(long k) {
     if (k > blocks_) return kNegInf;
     std::copy(maxima_, maxima_ + blocks_, order_);

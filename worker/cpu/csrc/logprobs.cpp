@@ -1,4 +1,5 @@
-// Log-probabilities of one token of each row of logits and of the most likely ones, and that token's rank: the twin is `entries` in worker/sampling/logprobs.py.
+// Log-probabilities of a given token and of the most likely tokens in each row of logits, and the given token's rank.
+// The twin is `entries` in worker/sampling/logprobs.py.
 #include <utility>
 #include <vector>
 
@@ -22,7 +23,7 @@ class Row : public LogitsRow {
     return above + 1;
   }
 
-  // The `num` largest, in order, those of equal value in that of their ids.
+  // Writes the `num` largest logits in descending order; ties are in order of token id.
   void largest(long num, long* ids, float* values) {
     if (num == 0) return;
     const float least = reached_by(num);
@@ -36,7 +37,7 @@ class Row : public LogitsRow {
     for (long i = 0; i < num; i++) ids[i] = candidates[i].second, values[i] = -candidates[i].first;
   }
 
-  // Log of the sum of the exponentials, summed in one order whatever else is computed.
+  // Returns log(sum(exp(x))). The order of summation is fixed.
   double log_normalizer() const {
     double total = 0;
     float buffer[kBlock];
@@ -54,8 +55,9 @@ class Row : public LogitsRow {
 
 extern "C" {
 
-// For row i of logits [num_rows, n], ld apart: ids and values [num_rows, 1 + num] of tokens[i] and the num largest, and the rank of the former. Values are
-// log-probabilities, or the logits themselves without `normalize`; all NaN where a logit is, or the largest is infinite.
+// For each row i of logits [num_rows, n] (row stride ld), writes the ids and values [num_rows, 1 + num] of tokens[i]
+// followed by the num largest logits, and the rank of tokens[i]. Values are log-probabilities, or the raw logits
+// without `normalize`. All values of a row are NaN if one of its logits is NaN or the largest is infinite.
 void quire_logprobs(const float* logits, long ld, long num_rows, long n, const long* tokens, long num, int normalize, long* ids, float* values, long* ranks) {
   parallel_for(num_rows, 1, [&](long i) {
     Row row(logits + i * ld, n);

@@ -1,7 +1,8 @@
-// A pool of threads for work that comes in many small pieces, and memory that a thread keeps.
+// A thread pool for work in many small pieces, and per-thread scratch memory.
 //
-// A parallel region here ends when the pieces are done, not when every thread has turned up: a thread that the system has put aside, for another process or
-// because it slept, is simply not there this time. With OpenMP's regions all wait for it, a time slice each time, in a hundred regions per token.
+// A parallel region ends when its pieces are done, even if some threads never joined: the region does not wait for a
+// thread that sleeps or that the kernel has preempted. In OpenMP all threads wait for such a thread, a time slice each
+// time, in a hundred regions per token.
 #pragma once
 
 #include <immintrin.h>
@@ -20,12 +21,12 @@
 class Pool {
  public:
   static Pool& get() {
-    static Pool* pool = new Pool;  // never destroyed: its threads end with the process
+    static Pool* pool = new Pool;  // never destroyed: its threads run until the process ends
     return *pool;
   }
 
   int threads() const { return threads_; }
-  static int thread() { return thread_; }  // 0 but in the pool's own: 1, 2 ...
+  static int thread() { return thread_; }  // 1, 2 ... in the pool's own threads, else 0
 
   void set_threads(int n) {
     std::lock_guard<std::mutex> lock(busy_);
@@ -37,14 +38,16 @@ class Pool {
       }).detach();
   }
 
-  // Calls body() here, and at the same time in as many of the other threads as come. It takes work from a queue until that is empty.
+  // Calls body() in this thread and, concurrently, in every pool thread that joins. body() takes work from a queue
+  // until the queue is empty.
   template <typename F>
   void run(F&& body) {
     std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
-    if (threads_ == 1 || !lock.owns_lock()) return body();  // another thread of the program has the pool
+    if (threads_ == 1 || !lock.owns_lock()) return body();  // another thread uses the pool
     call_ = [](void* p) { (*static_cast<std::remove_reference_t<F>*>(p))(); };
     context_ = &body;
-    // state_: a number that grows with each region, whether it is open, how many pool threads are inside. The number alone is what sleepers wait on.
+    // state_ packs the region's number (32 bits), whether it is open (1) and how many pool threads are inside (31).
+    // Sleepers wait for number_ to change.
     const uint32_t region = ++region_;
     state_.store(uint64_t(region) << 32 | kOpen, std::memory_order_release);
     number_.store(region, std::memory_order_seq_cst);
@@ -56,8 +59,9 @@ class Pool {
 
  private:
   static constexpr uint64_t kOpen = 1u << 31, kInside = kOpen - 1;
-  // Ticks of the clock, 2 to 3 a nanosecond. Without a region about 100 us: longer than the gap between two kernels, shorter than that between two steps. In one whose
-  // pieces are all taken about 1 ms: another one follows, and to be woken for it costs him who calls, too.
+  // Spin times in TSC ticks, 2 to 3 per ns. Outside a region about 100 us: longer than the gap between two kernels,
+  // shorter than the gap between two steps. In an open region with all pieces taken about 1 ms: another region follows,
+  // and waking threads for it costs the caller time, too.
   static constexpr uint64_t kPatience = 250'000, kPatienceInside = 2'500'000;
 
   void work() {
@@ -99,7 +103,7 @@ class Pool {
   alignas(64) std::atomic<uint32_t> number_{0};
 };
 
-// Pieces 0 .. end - 1, handed out in order.
+// Hands out the pieces 0 .. end - 1 in order.
 struct Queue {
   std::atomic<long> next{0};
   long end;
@@ -107,8 +111,9 @@ struct Queue {
   bool take(long& i) { return (i = next.fetch_add(1, std::memory_order_relaxed)) < end; }
 };
 
-// Pieces 0 .. n - 1 in one stretch per thread: what a thread reads ahead of itself is then its own next piece, and where the pieces are rows it has those in its cache
-// that it had in the region before. When it is through with its stretch it helps with the others.
+// Hands out the pieces 0 .. n - 1 in one stretch per thread, so that a thread prefetches its own next piece and, if the
+// pieces are rows, finds in its cache the rows it processed in the previous region. A thread that finishes its stretch
+// takes pieces of the others.
 class Stretches {
  public:
   Stretches(long n, int threads) : count_(int(std::max(1L, std::min({n, long(threads), long(kMost)})))) {
@@ -130,7 +135,7 @@ class Stretches {
   int count_;
 };
 
-// f(0) .. f(n - 1), `grain` of them at a time.
+// Calls f(0) .. f(n - 1) in parallel, `grain` of them per piece.
 template <typename F>
 void parallel_for(long n, long grain, F&& f) {
   if (n <= grain || Pool::get().threads() == 1) {
@@ -144,7 +149,7 @@ void parallel_for(long n, long grain, F&& f) {
   });
 }
 
-struct Scratch {  // per thread, grows, lives as long as the thread
+struct Scratch {  // a thread's memory: grows on demand, freed when the thread ends
   void* p = nullptr;
   size_t size = 0;
   void* get(size_t bytes) {

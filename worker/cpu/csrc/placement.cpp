@@ -1,5 +1,6 @@
-// How well memory suits a core's L2 cache. Which of its sets a page may use is decided by the page's physical address, which nobody can choose: a program gets pages
-// from the system, and a virtual machine from its host, whose pages are small and, if several threads asked for memory at once, perhaps every second or fourth in a row.
+// Measures how well a piece of memory maps to a core's L2 cache. A page's physical address decides which cache sets it
+// uses, and a program cannot choose that address: the kernel picks the page, and on a virtual machine the host does.
+// Host pages are small and, if several threads allocated at once, may be only every second or fourth page of a run.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -12,9 +13,10 @@
 
 namespace {
 
-constexpr long kLine = 64, kSmall = 256 << 10, kStretch = 1 << 20;  // bytes; kSmall is in L2 wherever it lies
+constexpr long kLine = 64, kSmall = 256 << 10, kStretch = 1 << 20;  // bytes; kSmall fits in L2 at any address
 
-// Nanoseconds of an access that waits for the one before it, to all lines in random order: the least of several rounds. Overwrites them.
+// Returns the latency in ns of dependent loads that visit all lines in random order: the minimum of several rounds.
+// Overwrites the memory.
 double access_time(char* memory, long bytes) {
   std::vector<long> order(bytes / kLine);
   std::iota(order.begin(), order.end(), 0);
@@ -28,7 +30,7 @@ double access_time(char* memory, long bytes) {
     const auto start = std::chrono::steady_clock::now();
     char* at = memory;
     for (size_t i = 0; i < order.size(); i++) memcpy(&at, at, sizeof at);
-    asm volatile("" ::"r"(at));  // it is wanted
+    asm volatile("" ::"r"(at));  // keep the loads
     least = std::min(least, std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count() / double(order.size()));
   }
   return least;
@@ -36,8 +38,9 @@ double access_time(char* memory, long bytes) {
 
 }  // namespace
 
-// How much longer an access to the worst of about `bytes` / 1 MiB stretches of memory takes than one to a small part of it: 1.3 at most where each can be in L2 as a
-// whole (more of the small part is in L1). The memory is zeros then.
+// Splits the memory into about `bytes` / 1 MiB stretches and returns the access time of the slowest, divided by that of
+// a small part of it. The ratio is at most 1.3 if each stretch fits in L2 (it exceeds 1 because more of the small part
+// is in L1). Zeroes the memory.
 double cache_conflicts(char* memory, long bytes) {
   const long stretches = std::max(1L, (bytes + kStretch / 2) / kStretch), each = bytes / stretches / kLine * kLine;
   const double small = access_time(memory, std::min(each, kSmall));

@@ -1,23 +1,26 @@
-// One token for each row of logits: the first of the largest, or drawn at random after temperature, min-p, top-k and top-p.
+// Samples one token per row of logits: the argmax (lowest id on ties), or a random draw after temperature, min-p, top-k
+// and top-p.
 //
-// The arithmetic is that of worker/sampling/arithmetic.py, the twin, where it is explained: weights w = exp((x - max) / temperature), which become integers
-// q = floor(w * 2^40); filters are thresholds on w; the token is the first at which the running sum of q exceeds floor(uniform * total). Integer sums are exact in any
-// order, so they can be taken by vectors and by tiles, and a row's token depends on nothing but the row. Only exp's last bit may differ from the twin's.
+// The twin, worker/sampling/arithmetic.py, explains the arithmetic: weights w = exp((x - max) / temperature) become
+// integers q = floor(w * 2^40); filters are thresholds on w; the token is the first at which the running sum of q
+// exceeds floor(uniform * total). Integer sums are exact in any order, so vectors and tiles may compute them, and a
+// row's token depends only on the row. Only the last bit of exp may differ from the twin's.
 //
-// A thread takes a row at a time, which stays in its L2. The first pass leaves the maximum of every block. Later ones skip the blocks in which no weight counts, so
-// that with a filter, or a row with a clear favourite, they touch little.
+// A thread processes one row at a time, which stays in its L2. The first pass computes the maximum of every block.
+// Later passes skip the blocks in which every weight is below the threshold, so they read little of a row that has a
+// filter or a clear favourite.
 #include "logits_row.h"
 #include "parallel.h"
 #include "simd.h"
 
 namespace {
 
-constexpr long kTileBlocks = 32;                // blocks of a tile, of which a sum is kept
-constexpr float kScale = 1 << 20;               // weights become integers in two steps of so much, which float32 holds exactly
-constexpr float kLeast = 1.f / kScale / kScale; // a weight below is nothing
+constexpr long kTileBlocks = 32;                // blocks per tile; each tile has its own sum
+constexpr float kScale = 1 << 20;               // weights become integers in two steps of 20 bits, exact in float32
+constexpr float kLeast = 1.f / kScale / kScale; // smaller weights count as 0
 constexpr float kFarBelow = -30.f;              // e^this is less than kLeast
 
-// Sixteen floats without their fractions, as 32-bit integers.
+// Sixteen floats truncated to 32-bit integers.
 #if defined(__AVX512F__)
 struct Whole { __m512i v; };
 Whole truncated(vf x) { return {_mm512_cvttps_epi32(x.v)}; }
@@ -54,7 +57,7 @@ float float_of(uint32_t u) {
   return x;
 }
 
-// sampling_math.uniform: SplitMix64.
+// Returns a uniform number in [0, 1) by SplitMix64, as `uniform` in worker/sampling/arithmetic.py does.
 double uniform(uint64_t state, uint64_t position) {
   uint64_t z = state + (position + 1) * 0x9E3779B97F4A7C15u;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -62,8 +65,9 @@ double uniform(uint64_t state, uint64_t position) {
   return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
 }
 
-// The largest t such that the weights >= t, or their q if `amounts`, sum to at least `needed`, which `weights` hold; they are overwritten. By histograms over their
-// bits, which order like they do, from the highest to the lowest.
+// Returns the largest t for which the number of weights >= t, or the sum of their q if `amounts`, is at least `needed`.
+// All weights together must reach `needed`. Overwrites `weights`. Computes histograms over the weights' bits, from the
+// highest to the lowest: positive floats sort like their bits.
 float kth_weight(float* weights, long n, int64_t needed, bool amounts) {
   const uint32_t base = bits_of(kLeast);
   uint32_t found = 0;
@@ -86,7 +90,8 @@ float kth_weight(float* weights, long n, int64_t needed, bool amounts) {
   return float_of(found + base);
 }
 
-// exp((x - maximum) / temperature). As if divided, but for rare last bits: the quotient's error is computed exactly and divided in turn.
+// Computes exp((x - maximum) / temperature). The quotient equals a division's except for a last bit in rare cases: its
+// error is computed exactly and then multiplied by the inverse, too.
 struct Weigh {
   vf maximum, divisor, inverse, floor;
   Weigh(float maximum, float temperature)
@@ -131,7 +136,7 @@ class Row : public LogitsRow {
     return (float*)scratch.get((2 * blocks + blocks * kBlock + 16) * sizeof(float) + (blocks / kTileBlocks + 1) * sizeof(int64_t));
   }
 
-  // A logit below this has a weight below `least`, however the two are rounded.
+  // Returns a bound: a logit below it has a weight below `least`, rounding errors included.
   float logit_below(float least) const {
     const double log = temperature_ * std::log(double(std::max(least, kLeast)));
     return float(maximum_ + log - 1e-5 * temperature_ - 1e-6 * (std::abs(maximum_) - log));
@@ -144,13 +149,13 @@ class Row : public LogitsRow {
     for (long i = 0; i < kBlock; i += 16) store(w + i, zero_below(weight(load(p + i)), set1(least)));
   }
 
-  // What q of the weights not below `least` sums to, also of each tile.
+  // Returns the sum of q over the weights >= `least`, and stores each tile's sum in sums_.
   int64_t sum(float least) {
     const float low = logit_below(least);
     const Weigh weight(maximum_, temperature_);
     int64_t total = 0;
     for (long tile = 0; tile < tiles_; tile++) {
-      Whole high = truncated(zero()), rest = high;  // in a lane at most 256 * 2^20
+      Whole high = truncated(zero()), rest = high;  // at most 256 * 2^20 per lane
       for (long b = tile * kTileBlocks, end = std::min(b + kTileBlocks, blocks_); b < end; b++) {
         if (maxima_[b] < low) continue;
         float buffer[kBlock];
@@ -172,7 +177,7 @@ class Row : public LogitsRow {
     return total;
   }
 
-  // Gathers all weights not below `least` in weights_; how many. `least` is kLeast or more.
+  // Copies all weights >= `least` to weights_ and returns their number. `least` must be at least kLeast.
   long collect(float least) {
     const float low = logit_below(least);
     const Weigh weight(maximum_, temperature_);
@@ -186,17 +191,18 @@ class Row : public LogitsRow {
     return n;
   }
 
-  // The k-th largest weight, or kLeast if that is less.
+  // Returns the k-th largest weight, at least kLeast.
   float kth_largest(long k) {
     float w[16];
     store(w, Weigh(maximum_, temperature_)(set1(reached_by(k))));
-    const float least = std::max(kLeast, w[0] * 0.99999f);  // exp need not grow in the last bit
+    const float least = std::max(kLeast, w[0] * 0.99999f);  // exp may not be monotonic in the last bit
     const long n = collect(least);
     return n < k ? kLeast : kth_weight(weights_, n, k, false);
   }
 
-  // The least of the fewest largest weights that hold `top_p` of what is not below `least`. What is below 1 - top_p of the mean sums to less than 1 - top_p of the
-  // whole, so it cannot be among them.
+  // Returns the smallest weight of the nucleus: the fewest largest weights whose sum is at least `top_p` times the sum
+  // of all weights >= `least`. The weights below (1 - top_p) times the mean sum to less than 1 - top_p of the total, so
+  // none of them is in the nucleus.
   float nucleus(double top_p, float least) {
     const int64_t total = sum(least), needed = std::min(std::max(int64_t(std::ceil(double(total) * top_p)), int64_t(1)), total);
     const double bound = 0.99 * (1 - top_p) * double(total) / double(n_) * kLeast;
@@ -204,8 +210,8 @@ class Row : public LogitsRow {
   }
 
   long tiles_;
-  float* weights_;  // room for those of a row, and a vector more
-  int64_t* sums_;   // of q, of each tile
+  float* weights_;  // room for a row's weights and one more vector
+  int64_t* sums_;   // sum of q per tile
   float temperature_ = 1;
 };
 
@@ -213,9 +219,10 @@ class Row : public LogitsRow {
 
 extern "C" {
 
-// token_ids[i]: sampled from row i of logits [num_rows, n], ld apart, for the request in row r = rows[i] of the tables as its token at positions[i]; -1 where a logit is
-// NaN or the largest is infinite. floats: temperature (0: the first of the largest), top_p (1: off) and min_p, ints: top_k (0: off) and the state of the seed, each an
-// array of `max_rows`, one after another.
+// Samples token_ids[i] from row i of logits [num_rows, n] (row stride ld), for position positions[i] of the request in
+// row rows[i] of the tables. The token is -1 if a logit is NaN or the largest is infinite.
+// floats: temperature (0: argmax), top_p (1: off) and min_p, each [max_rows], concatenated.
+// ints: top_k (0: off) and the seed state, each [max_rows], concatenated.
 void quire_sample(const float* logits, long ld, long num_rows, long n, const long* rows, const long* positions, const double* floats, const long* ints, long max_rows,
                   long* token_ids) {
   parallel_for(num_rows, 1, [&](long i) {

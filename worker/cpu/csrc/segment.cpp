@@ -1,22 +1,25 @@
-// All that a decoder computes between the attention of one layer and that of the next, as one call, and all its layers as one: behind a gigabyte of weights the code
-// that would make these calls from Python has left the caches. The activations of a piece of the tokens are used again while they are in cache, in memory that
-// is not new to the process each time.
+// Computes everything between the attention of one layer and that of the next in one call, and all layers in one call:
+// after a gigabyte of weights, the Python code that would make these calls is no longer in cache. The tokens are
+// processed in pieces whose activations stay in cache, in a workspace that is allocated once.
 #include <algorithm>
 
 #include "kernels.h"
 
 namespace {
 
-constexpr long kBf16 = 1;       // the `dtype` of other kernels
-constexpr long kTokens = 1024;  // at a time: a product takes 512 rows per pass over its weight, so that each of two threads has rows of its own from start to end
-constexpr long kPad = 32;       // between rows of the workspace: rows whose distance is a multiple of 4 KiB would share a few lines of the caches
+constexpr long kBf16 = 1;  // the `dtype` of other kernels
+// Tokens per piece. A matmul takes 512 rows per pass over its weight, so each of two threads keeps its own rows
+// throughout.
+constexpr long kTokens = 1024;
+// Elements between rows of the workspace. Rows at a distance of a multiple of 4 KiB would map to a few cache sets only.
+constexpr long kPad = 32;
 
-struct Linear {  // k = 0: there is none
+struct Linear {  // k = 0: no layer
   const bf16* packed;
-  const Quant* quant;  // instead of `packed`, as is:
-  const Compact* compact;
+  const Quant* quant;      // replaces `packed` if not null
+  const Compact* compact;  // likewise
   const float* bias;
-  long n, k, silu_mul, path;  // as quire_gemm_run takes them
+  long n, k, silu_mul, path;  // arguments of quire_gemm_run
 
   long width() const { return silu_mul ? n / 2 : n; }
   void run(const bf16* x, long ldx, bf16* out, long ldo, long rows) const {
@@ -27,12 +30,13 @@ struct Linear {  // k = 0: there is none
   }
 };
 
-// o_proj, the MLP, then the projections of the next layer. At the start there are only these; at the end only what is before, and a norm.
+// o_proj, the MLP, then the qkv projection of the next layer. The first segment has only the qkv projection; the last
+// has o_proj, the MLP and the final norm.
 struct Segment {
   Linear o_proj, gate_up, down, qkv;
-  const bf16 *mlp_norm, *norm;  // before the MLP; before qkv, or at the end
-  QkvArgs cache;                // of the next layer
-  const void* attention;        // of the layer before, as quire_paged_attention takes it
+  const bf16 *mlp_norm, *norm;  // weights of the norms before the MLP, and before qkv or the end
+  QkvArgs cache;                // the next layer's
+  const void* attention;        // the previous layer's `Layer`, for quire_paged_attention
   long hidden;
   float eps;
 };
@@ -41,7 +45,8 @@ void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const b
   quire_add_rms_norm(x, ldx, residual, s.hidden, weight, out, ldo, rows, s.hidden, s.eps, kBf16);
 }
 
-// The projections, each head normalised, rotated and put where it belongs as soon as there are enough of its rows. False where the products do not come head by head.
+// Computes the qkv projection and normalises, rotates and stores each head as soon as a tile of its rows is ready.
+// Returns false, with nothing done, if the matmul cannot produce its output head by head.
 bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const long* positions, const long* slots, long rows) {
   if (s.cache.head_dim % 32 != 0 || s.cache.dtype != kBf16) return false;
   struct Heads { QkvArgs args; const long *positions, *slots; } heads{s.cache, positions, slots};
@@ -53,7 +58,7 @@ bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const lo
   return quire_gemm_run_to_sink(x, ldx, s.qkv.packed, s.qkv.quant, s.qkv.compact, s.qkv.bias, &sink, rows, s.qkv.n, s.qkv.k, int(s.qkv.path));
 }
 
-// x, inner: workspace, rows of hidden + kPad and of the MLP's width + kPad.
+// Runs the segment on `rows` tokens. x and inner are workspace, with row strides hidden + kPad and MLP width + kPad.
 void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long rows, bf16* x, bf16* inner) {
   const long ldx = s.hidden + kPad, ldi = s.gate_up.width() + kPad;
   bf16* normed = s.qkv.k ? x : out;
@@ -72,7 +77,7 @@ void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual
   quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
 }
 
-// Moves the rows in `wanted`, which ascends, to the front.
+// Moves the rows in `wanted` (ascending) to the front.
 void keep_rows(bf16* x, long ldx, long width, const long* wanted, long num_wanted) {
   for (long i = 0; i < num_wanted; i++) memmove(x + i * ldx, x + wanted[i] * ldx, width * sizeof(bf16));
 }
@@ -81,14 +86,16 @@ void keep_rows(bf16* x, long ldx, long width, const long* wanted, long num_wante
 
 extern "C" {
 
-// Elements of bf16 that quire_run_segment wants as `workspace`.
+// Returns the number of bf16 elements that quire_run_segment needs as `workspace`.
 long quire_segment_workspace(long hidden, long inner) { return kTokens * (hidden + inner + 2 * kPad); }
 
-// How badly such a workspace is placed for the rows in it that are to stay in L2: x. Overwrites it (see placement.cpp).
+// Returns cache_conflicts (placement.cpp) of the part of the workspace that must stay in L2: the rows x. Overwrites it.
 double quire_segment_conflicts(bf16* workspace, long hidden) { return cache_conflicts((char*)workspace, kTokens * (hidden + kPad) * sizeof(bf16)); }
 
-// attended [tokens, o_proj.k] in rows of lda, not read at the start. residual [tokens, hidden] is added to. out: [tokens, qkv.n] in rows of cache.ld_qkv, its q rotated;
-// k and v are in the cache, and what is in their place here nobody may read; at the end [tokens, hidden], the normed sum. All others contiguous.
+// Runs one segment on all tokens. attended: [tokens, o_proj.k], row stride lda; the first segment does not read it.
+// residual: [tokens, hidden], added to. out: [tokens, qkv.n], row stride cache.ld_qkv, with q rotated; k and v go to
+// the cache and their columns of `out` are undefined. For the last segment, out is [tokens, hidden], the normed sum.
+// All other tensors are contiguous.
 void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long tokens, bf16* workspace) {
   const long ldo = s->qkv.k ? s->cache.ld_qkv : s->hidden, pieces = (tokens + kTokens - 1) / kTokens;
   const long each = pieces > 1 ? ((tokens + pieces - 1) / pieces + 31) / 32 * 32 : tokens;
@@ -97,9 +104,10 @@ void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* r
                workspace + kTokens * (s->hidden + kPad));
 }
 
-// All layers, for a step whose attention is quire_paged_attention with the arguments from block_table to path. segments: one more than there are layers. residual
-// [tokens, hidden] is added to; qkv [tokens, qkv.n], in rows of cache.ld_qkv, and attended [tokens, o_proj.k], in rows of lda, are room for what is in between;
-// out [num_wanted, hidden]: of the tokens whose indices `wanted` lists, ascending, or of all if it is null.
+// Runs all layers of a step. The arguments from block_table to path are those of quire_paged_attention.
+// segments: num_layers + 1. residual: [tokens, hidden], added to.
+// qkv [tokens, qkv.n], row stride cache.ld_qkv, and attended [tokens, o_proj.k], row stride lda: buffers.
+// out: [num_wanted, hidden], for the tokens with the indices in `wanted` (ascending), or for all if `wanted` is null.
 void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, bf16* qkv, bf16* attended, long lda, bf16* out, const long* positions, const long* slots,
                       long tokens, bf16* workspace, const int* block_table, long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
                       const long* wanted, long num_wanted) {
