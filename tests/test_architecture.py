@@ -30,7 +30,7 @@ SINGLETONS = {
 @dataclass(frozen=True)
 class Import:
     module: str  # the importing file as a module: "quire.engine.scheduler"
-    target: str  # what it imports: "quire.worker.messages"
+    target: str  # the imported module: "quire.worker.messages"
     line: int
     at_start: bool  # when the module is imported: not inside a function or under TYPE_CHECKING
 
@@ -103,7 +103,7 @@ def test_the_worker_knows_configs_only():
 
 def test_the_engine_knows_the_workers_messages_only():
     wrong = outside("quire.engine", "quire.configs", "quire.worker.messages")
-    executors = [text for text in wrong if text.startswith("quire.engine.executor.")]  # where the worker enters
+    executors = [text for text in wrong if text.startswith("quire.engine.executor.")]  # executors start the worker
     assert wrong == executors
     assert all(" imports quire.worker.worker" in text for text in executors)
 

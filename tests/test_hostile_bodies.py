@@ -44,12 +44,11 @@ PATHS = {
 }
 STREAMS, TOKENS = 4, 64
 NUMBER = int(os.environ.get("HOSTILE_BODIES", "200"))
-# characters or ids of prompts, times n: how much a caller may have computed is the scheduler's business, not that of
-# bodies
+# characters or ids of prompts, times n: these bodies do not test the amount of computation, which the scheduler limits
 MAX_COMPUTED = 20_000
-LONGEST = 70_000  # elements or characters of what is drawn
-MAX_BYTES = 3 * 2**20  # of a drawn list or mapping, about: more than the server reads
-# in addition to the initial size; the warmup of an idle server alone takes 0.9 GiB of KV cache
+LONGEST = 70_000  # maximum elements or characters of a drawn value
+MAX_BYTES = 3 * 2**20  # approximate bytes of a drawn list or mapping; more than the server reads
+# in addition to the initial size; the warmer of an idle server alone takes 0.9 GiB of KV cache
 ENGINE_MIB, SERVER_MIB = 1500, 700
 
 

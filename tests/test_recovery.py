@@ -149,7 +149,7 @@ def check(answers: list[list[Choice]], expected: list[list[Choice]]) -> None:
 
 
 def wait_for_death(server: ServerProcess, engine: psutil.Process, serving: bool) -> None:
-    """Wait until the engine ends; health reports within a second whether there is another."""
+    """Wait until the engine ends; health reports within a second whether another one serves."""
     poll(lambda: gone(engine), 10)
     dead = time.monotonic()
     poll(lambda: server.status("/health") == (200 if serving else 503), 5)

@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         self.crowded = False  # over the limit: only probes are answered
         self._next_app, self.app = self.app, self._run
         self.app_state = self.app_state | {"connection": self}
-        self._expects: str | None = None  # what we wait for: "head", "body" or nothing
+        self._expects: str | None = None  # the awaited part: "head", "body" or None
         self._timer: asyncio.TimerHandle | None = None
         self._progress_at, self._progress_bytes = 0.0, 0
         self._body_bytes = self._largest_body = 0

@@ -315,7 +315,7 @@ _COUNTERS = {
     "prompt_tokens_cached": "Prompt tokens that were found in the cache.",
     "generation_tokens": "Tokens generated.",
 }
-_HISTOGRAMS = {  # name: (bounds; None: token counts up to the context length, what it is)
+_HISTOGRAMS = {  # name: (bounds, or None for token counts up to the context length; help text)
     "time_to_first_token_seconds": (_FIRST_TOKEN, "From a request's arrival to its first token."),
     "inter_token_latency_seconds": (_NEXT_TOKEN, "Between consecutive tokens of a sequence."),
     "request_time_per_output_token_seconds": (_NEXT_TOKEN, "A sequence's mean time per token after its first."),

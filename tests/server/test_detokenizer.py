@@ -242,7 +242,7 @@ class TestStopStrings:
 
 
 def test_cost_per_token_does_not_grow(tokenizers):
-    """The last thousand of 20,000 tokens cost what the first did (with ample room for a busy machine)."""
+    """The last thousand of 20,000 tokens cost as much as the first (with ample room for a busy machine)."""
     for kind in ("byte_level", "llama2", "word_piece"):
         tokenizer = tokenizers[kind]
         ids = (tokenizer.encode(" ".join(CORPUS), False) * 200)[:20_000]
