@@ -1,4 +1,4 @@
-"""Every error the API answers with, in OpenAI's one shape: `{"error": {"message", "type", "param", "code"}}`.
+"""Every error that the API returns, in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
 
 ApiError
 +-- BadRequest            400  the client can correct it; `param` names the field by its dotted path
@@ -18,7 +18,7 @@ import msgspec
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """A response with a status other than 200.
 
     The client sees `message`: it must not contain tracebacks, paths or addresses of the server.
     """
@@ -110,7 +110,7 @@ def error_body(message: str, type: str, param: str | None = None, code: str | No
 
 
 def internal_error_body() -> bytes:
-    """For unexpected exceptions: the traceback is in the log, not in the answer."""
+    """The body for unexpected exceptions; the traceback goes to the log, not to the client."""
     return error_body(
         "The server failed to process the request; its log says why.", "server_error", None, "internal_error"
     )

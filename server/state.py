@@ -1,4 +1,4 @@
-"""What the routes know about the server: its status, the served model, and the engine client.
+"""Server state that the routes read: the status, the served model, and the engine client.
 
 Written only by `frontends/frontend.py`, `frontends/member.py` and `startup/runtime.py`.
 """
@@ -32,7 +32,7 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
-    sampling_defaults: dict[str, Any]  # from generation_config.json, by our parameter names
+    sampling_defaults: dict[str, Any]  # from generation_config.json, under our parameter names
     max_logprobs: int  # -1: no limit
     priorities: bool  # whether the scheduler uses them
 
@@ -57,12 +57,12 @@ class ServerState:
     """One per server process."""
 
     config: Config
-    names: list[str]  # of the model; the first one is used in responses
+    names: list[str]  # model names; responses use the first
     version: str
     system_fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
     phase: str = "starting"
-    fraction: float = 0.0  # of the phase
+    fraction: float = 0.0  # completed fraction of the phase
     model: ModelInfo | None = None
     tokenizer: Tokenizer | None = None
     client: EngineHandle | None = None
@@ -70,10 +70,10 @@ class ServerState:
     ready: Ready | None = None  # None while loading, and again while a new engine starts
     stats: EngineStats = field(default_factory=EngineStats)  # the engine's latest gauges
     draining: bool = False
-    failure: str | None = None  # why the engine is gone for good
-    stalled: str | None = None  # why the engine seems to hang
+    failure: str | None = None  # reason of the engine's final failure
+    stalled: str | None = None  # reason for which the engine seems to hang
     num_in_flight: int = 0  # HTTP requests being answered, except probes
-    num_in_flight_elsewhere: int = 0  # in other frontends, as last reported
+    num_in_flight_elsewhere: int = 0  # HTTP requests in other frontends, as last reported
     # the metrics of all frontends, if there are several; raises TimeoutError
     scrape: Callable[[], Awaitable[bytes]] | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while num_in_flight is 0
@@ -98,7 +98,7 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """failed, draining, loading, stalled (requests are taken, and wait) or ready."""
+        """failed, draining, loading, stalled (requests are accepted and wait) or ready."""
         if self.failure is not None:
             return "failed"
         if self.draining:
@@ -139,7 +139,7 @@ class ServerState:
         server, load = self.config.server, max(self.client.load, self.num_reserved)
         num_open = load + num_choices
         num_waiting = max(num_open - (self.ready.worker.max_num_seqs if self.ready else 0), 0)
-        if stuck := min(self.stats.num_waiting, self.client.load):  # the KV cache is full before all rows are
+        if stuck := min(self.stats.num_waiting, self.client.load):  # the KV cache is full but rows are free
             num_waiting = max(num_waiting, stuck + num_choices)
         num_waiting_tokens = self.client.num_waiting_tokens + num_tokens if num_waiting else 0
         for count, limit, what, flag in (

@@ -54,7 +54,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 256,
 }
 
-# name -> (class prefix in transformers, what differs from _COMMON)
+# name -> (class prefix in transformers, differences from _COMMON)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "rms_norm_eps": 1e-5}),
@@ -90,8 +90,8 @@ def build_checkpoint(
 
 
 def randomize(model, seed: int) -> None:
-    """Gaussian weights with gains that keep the residual stream of order one and make what the layers add outweigh the
-    input embedding.
+    """Gaussian weights with gains that keep the residual stream of order one and make the layers' outputs outweigh
+    the input embedding.
     """
     import torch
 
@@ -199,7 +199,7 @@ def load_reference(folder: str, dtype: str = "float32"):
 
 
 def greedy(model, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float], list[float]]:
-    """`num_tokens` greedy tokens of a transformers `model` (EOS ignored), with each one's log-probability and its
+    """`num_tokens` greedy tokens of a transformers `model` (EOS ignored), each with its log-probability and its
     margin over the second best logit.
     """
     import torch

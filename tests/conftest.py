@@ -30,7 +30,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread():
-    if "torch" in sys.modules:  # never the test's reason to import it
+    if "torch" in sys.modules:  # do not import it for this check
         torch = sys.modules["torch"]
         if torch.get_num_threads() != 1:
             torch.set_num_threads(1)
@@ -38,7 +38,7 @@ def _one_torch_thread():
 
 @pytest.fixture(scope="session")
 def _kernels_in_the_cache() -> None:
-    """Or, on a fresh machine, each server of the tests would compile them for as long as it lives."""
+    """Compile the kernels once; otherwise, on a fresh machine, every server in the tests would compile them."""
     if (level := build.cpu_level()) and build.compiler() and build.find_library(level) is None:
         build.build(level, build.cache_folder())
 

@@ -15,7 +15,7 @@ from quire.worker.messages import WorkerReady
 
 @dataclass
 class Result:
-    """Everything one request was sent."""
+    """All outputs of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -54,7 +54,7 @@ class InProcessEngine:
         sampling: SamplingParams | list[SamplingParams],
         outputs: list[list[int]] | None = None,
     ) -> list[Result]:
-        """Run all prompts at once to their ends. `outputs` are tokens the requests already have (a resubmission)."""
+        """Run all prompts at once until they finish. `outputs` are tokens from before a resubmission."""
         params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         results = {str(i): Result() for i in range(len(prompts))}
         for i, (prompt, one) in enumerate(zip(prompts, params)):

@@ -1,5 +1,5 @@
-"""The dependency rules of docs/architecture.md, held by walking the imports of every file and by starting the light
-modules in a process of their own.
+"""Tests the dependency rules of docs/architecture.md: walks the imports of every file and starts the light modules in a
+separate process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SINGLETONS = {
 @dataclass(frozen=True)
 class Import:
     module: str  # the importing file as a module: "quire.engine.scheduler"
-    target: str  # what it imports: "quire.worker.messages"
+    target: str  # the imported module: "quire.worker.messages"
     line: int
     at_start: bool  # when the module is imported: not inside a function or under TYPE_CHECKING
 
@@ -76,12 +76,12 @@ def within(module: str, *prefixes: str) -> bool:
 
 
 def select(*sources: str, of: tuple[str, ...] = ("quire",)) -> list[Import]:
-    """Imports made by modules under `sources` of modules under `of`."""
+    """Imports in modules under `sources` of modules under `of`."""
     return [found for found in IMPORTS if within(found.module, *sources) and within(found.target, *of)]
 
 
 def outside(package: str, *allowed: str) -> list[str]:
-    """Imports of ours that `package` makes outside itself and `allowed`."""
+    """Imports of quire modules in `package` from outside itself and `allowed`."""
     return [str(found) for found in select(package) if not within(found.target, package, *allowed)]
 
 
@@ -103,7 +103,7 @@ def test_the_worker_knows_configs_only():
 
 def test_the_engine_knows_the_workers_messages_only():
     wrong = outside("quire.engine", "quire.configs", "quire.worker.messages")
-    executors = [text for text in wrong if text.startswith("quire.engine.executor.")]  # where the worker enters
+    executors = [text for text in wrong if text.startswith("quire.engine.executor.")]  # executors start the worker
     assert wrong == executors
     assert all(" imports quire.worker.worker" in text for text in executors)
 
@@ -170,7 +170,7 @@ def test_transformers_is_not_on_the_start_path():
 
 
 def test_engine_layers():
-    """core -> scheduler -> kv -> request, and nothing upward; only executors know tensors, if at all."""
+    """core -> scheduler -> kv -> request, without upward imports; only executors may use tensors."""
     order = ["quire.engine.core", "quire.engine.scheduler", "quire.engine.kv", "quire.engine.request"]
     for height, lower in enumerate(order):
         assert not [str(found) for found in select(lower, of=tuple(order[:height]))]
@@ -179,7 +179,7 @@ def test_engine_layers():
 
 
 def test_worker_layers():
-    """model_runner -> models, attention, sampling, batch; models -> layers; nothing imports upward."""
+    """model_runner -> models, attention, sampling, batch; models -> layers; no upward imports."""
     runner = ("quire.worker.model_runner", "quire.worker.worker")
     assert not [str(found) for found in select("quire.worker", of=runner) if not within(found.module, *runner)]
     models = ("quire.worker.models.decoder",)
@@ -193,7 +193,7 @@ def test_worker_layers():
 
 
 def test_devices_are_behind_one_seam():
-    """Only the worker and the platforms know which kernels there are; each device has its own folder."""
+    """Only the worker and the platforms select kernels; each device has its own folder."""
     for device in ("quire.worker.cpu", "quire.worker.cuda"):
         users = {found.module for found in select("quire", of=(device,)) if not within(found.module, device)}
         assert all(within(user, "quire.worker.platforms") or user == "quire.worker.worker" for user in users), users
@@ -203,7 +203,7 @@ def test_devices_are_behind_one_seam():
 
 
 def test_no_module_level_state():
-    """No `global` statement, and no instance of a class of ours that modules share by importing it."""
+    """No `global` statements, and no instances of our classes that modules share by import."""
     stateful = set()
     for module, path in MODULES.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))

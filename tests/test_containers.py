@@ -74,7 +74,7 @@ def test_the_requirements_are_those_of_the_project(tmp_path):
 
 
 def test_the_kernels_are_built_from_what_their_stage_copies(tmp_path):
-    """A library is found by the hash of its sources."""
+    """A library is located by the hash of its sources."""
     copied = [rest.split() for key, rest in STAGES["kernels"] if key == "COPY"]
     for source, target in copied:
         copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy

@@ -1,6 +1,6 @@
-"""What `deterministic` promises, through the whole server with the embedded model.
+"""Tests `deterministic` through the whole server with the embedded model.
 
-Seeded and greedy texts are the same alone, in a crowd, and after the engine was killed."""
+Seeded and greedy texts are the same alone, in a batch of many, and after the engine was killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUESTIONS = [
     "Count from 3 to 21.",
     "Hello, what is your name?",
 ]
-STREAMS = 64  # of which every other is greedy
+STREAMS = 64  # every second one is greedy
 
 
 def body(number: int) -> dict:
@@ -41,7 +41,7 @@ def body(number: int) -> dict:
 
 
 def check_crowds(server) -> None:
-    """Each alone, then all at once, then all at once while the engine is killed."""
+    """Run each request alone, then all at once, then all at once while the engine is killed; compare the texts."""
     bodies = [body(number) for number in range(STREAMS)]
 
     async def one_by_one() -> list:
@@ -61,7 +61,7 @@ def check_crowds(server) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Built before the server starts: it does not wait for them."""
+    """Build the kernels before the server starts, because it does not wait for them."""
     level = build.cpu_level()
     if level is None or (build.compiler() is None and build.find_library(level) is None):
         pytest.skip("no native kernels here")

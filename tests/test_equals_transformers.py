@@ -21,13 +21,13 @@ def prompts():
     return [[rng.randrange(4, TOKENIZER_SIZE) for _ in range(length)] for length in LENGTHS]
 
 
-# Windows give blocks back, and three layers of two kinds are three groups.
+# Sliding windows free blocks, and three layers of two kinds form three groups.
 POOLS = {"mistral": 60, "qwen2-window": 300}
 
 
 def engine_for(folder, num_blocks=190, **settings):
-    """A pool that holds the longest request and little more, in blocks so small that running requests soon need new
-    ones: some must be preempted.
+    """An engine whose pool holds little more than the longest request, in small blocks, so that some running requests
+    are preempted.
     """
     return InProcessEngine(
         folder,
@@ -49,7 +49,7 @@ def test_float32_tokens_and_logprobs(name, checkpoint, prompts):
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
 
     first = engine.generate(prompts, sampling)
-    again = engine.generate(prompts[::-1], sampling)[::-1]  # so small a pool remembers only what ran last
+    again = engine.generate(prompts[::-1], sampling)[::-1]  # this small pool caches only the latest requests
     engine.close()
 
     assert sum(result.num_preemptions for result in first) > 0, "the pool was not small enough"
@@ -64,8 +64,8 @@ def test_float32_tokens_and_logprobs(name, checkpoint, prompts):
 
 @pytest.mark.parametrize("name", list(CHECKPOINTS))
 def test_bfloat16_where_the_margin_is_clear(name, checkpoint, prompts):
-    """The reference computes in float32 with the same weights: only our own roundings differ (measured: up to 0.9 for a
-    logit, transformers' bfloat16 alike).
+    """The reference computes in float32 with the same weights, so only our rounding differs (measured: up to 0.9 per
+    logit, the same as transformers' bfloat16).
     """
     folder = checkpoint(name, dtype="bfloat16")
     reference = load_reference(folder)
@@ -81,7 +81,7 @@ def test_bfloat16_where_the_margin_is_clear(name, checkpoint, prompts):
                 assert margin < 0.6, (
                     f"prompt of {len(prompt)} tokens: {got} instead of {token}, which leads by {margin:.2f}"
                 )
-                break  # from here on the two have different contexts
+                break  # the two contexts differ from here on
             compared += 1
     assert compared > 0.5 * len(chosen) * NUM_TOKENS
 

@@ -1,5 +1,6 @@
-"""Bodies made from the OpenAPI document, at and beyond every bound, sent to a real server with innocent streams beside
-them: none is changed, lost, or much slower.
+"""Bodies from the OpenAPI document, at and beyond every bound, sent to a real server next to innocent streams.
+
+No stream is changed, lost, or much slower.
 
 Before a release: HOSTILE_BODIES=2000 python -m pytest tests/test_hostile_bodies.py -m slow
 """
@@ -43,20 +44,19 @@ PATHS = {
 }
 STREAMS, TOKENS = 4, 64
 NUMBER = int(os.environ.get("HOSTILE_BODIES", "200"))
-# characters or ids of prompts, times n: how much a caller may have computed is the scheduler's business, not that of
-# bodies
+# characters or ids of prompts, times n: these bodies do not test the amount of computation, which the scheduler limits
 MAX_COMPUTED = 20_000
-LONGEST = 70_000  # elements or characters of what is drawn
-MAX_BYTES = 3 * 2**20  # of a drawn list or mapping, about: more than the server reads
-# beyond what was there before; the warmer of an idle server alone takes 0.9 GiB of KV cache
+LONGEST = 70_000  # maximum elements or characters of a drawn value
+MAX_BYTES = 3 * 2**20  # approximate bytes of a drawn list or mapping; more than the server reads
+# in addition to the initial size; the warmer of an idle server alone takes 0.9 GiB of KV cache
 ENGINE_MIB, SERVER_MIB = 1500, 700
 
 
-# ---- a strategy out of a schema
+# ---- strategies from a schema
 
 
 def values(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrategy:
-    """What `schema` allows, at its bounds and around them."""
+    """Values that `schema` allows, at its bounds and around them."""
     if "$ref" in schema:
         return objects(components[schema["$ref"].rpartition("/")[2]], components)
     if "anyOf" in schema:
@@ -97,7 +97,7 @@ def numbers(schema: dict[str, Any]) -> st.SearchStrategy:
 
 
 def around(limit: int) -> st.SearchStrategy:
-    """Lengths: mostly short ones."""
+    """Lengths, mostly short."""
     limit = min(limit, LONGEST)
     return st.one_of(
         st.integers(0, 4), st.integers(0, 4), st.sampled_from([limit - 1, limit, limit + 1]), st.integers(0, limit)
@@ -114,7 +114,7 @@ def texts(schema: dict[str, Any]) -> st.SearchStrategy:
 
 
 def num_bytes(value: Any) -> int:
-    """Of `value` as JSON, about."""
+    """Approximate size of `value` as JSON."""
     if isinstance(value, dict):
         return 2 + sum(4 + len(name) + num_bytes(item) for name, item in value.items())
     if isinstance(value, list):
@@ -146,7 +146,7 @@ def mappings(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStr
 
 
 def objects(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrategy:
-    """Required fields, and up to four of the others; now and then one that nobody knows."""
+    """Required fields, and up to four of the others; occasionally an unknown one."""
     fields = {name: values(one, components) for name, one in schema["properties"].items()}
     required = schema.get("required", [])
 
@@ -167,11 +167,11 @@ def bodies() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
     )
 
 
-# ---- the server, and the innocent
+# ---- the server and the innocent streams
 
 
 class Innocents:
-    """Streams that come again and again while `running`; every one is to have its reference's text."""
+    """Streams that repeat while `running`; each must equal its reference text."""
 
     def __init__(self, url: str):
         self.url, self.times, self.errors, self.running = url, [], [], True
@@ -193,7 +193,7 @@ class Innocents:
                 self.errors.append(repr(error))
 
     def median(self, seconds: float | None = None, work: Any = None) -> float:
-        """Of the streams' times while `work` runs, or for some seconds."""
+        """Median time of the streams while `work` runs, or for some seconds."""
         self.times, self.running = [], True
         thread = threading.Thread(target=self.run)
         thread.start()
@@ -239,7 +239,7 @@ def _is_up(address: str) -> bool:
 
 
 def _calm(fields: dict[str, Any]) -> dict[str, Any]:
-    """Asks for few tokens, and of what is within the bounds for few prompts."""
+    """Limit the number of tokens, and the number of prompts if it is within the bounds."""
     fields = {name: value for name, value in fields.items() if name not in ("min_tokens", "max_completion_tokens")} | {
         "max_tokens": 2
     }
@@ -253,7 +253,7 @@ def _calm(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def send_generated(url: str, number: int) -> list[str]:
-    """What was wrong with the answers."""
+    """Send generated bodies; return the errors in the answers."""
     wrong: list[str] = []
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
 
@@ -269,7 +269,7 @@ def send_generated(url: str, number: int) -> list[str]:
                     path, content=msgspec.json.encode(fields), headers={"content-type": "application/json"}
                 )
             except httpx.TransportError as error:
-                if len(msgspec.json.encode(fields)) < 2**21:  # a larger one may be refused before it was read
+                if len(msgspec.json.encode(fields)) < 2**21:  # a larger body may be refused before it was read
                     wrong.append(f"{path} {error!r} {str(fields)[:300]}")
                 return
             event(str(answer.status_code))

@@ -61,7 +61,7 @@ def is_ready(port: int) -> bool:
 
 
 def ask(client, *contents: str, system: str | None = None) -> str:
-    """The greedy answer to the last of `contents`, which are the user's and the assistant's messages in turn."""
+    """The greedy answer to the last of `contents`, alternating messages of user and assistant."""
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     return (
@@ -166,7 +166,7 @@ def test_a_long_answer_streams_in_many_pieces(client):
 
 
 def test_it_calls_a_tool_and_uses_its_result(client):
-    """As text, so that it holds whether or not the chat route parses tool calls."""
+    """Uses text, so that the test does not depend on whether the chat route parses tool calls."""
     messages = [{"role": "user", "content": "What is the weather in Berlin?"}]
     text = complete(client, messages)
     assert parse_calls(text) == [{"name": "get_weather", "arguments": {"city": "Berlin"}}]

@@ -1,6 +1,6 @@
-"""Processes die under load, and no client notices more than a pause: every text is the one of an undisturbed run.
+"""Kills processes under load; clients see only a pause, and every text equals that of an undisturbed run.
 
-The suite has a few rounds of deaths for each way to place the processes. Before a release: RECOVERY_ROUNDS=20 python -m
+The suite runs a few rounds of deaths for each process layout. Before a release: RECOVERY_ROUNDS=20 python -m
 pytest tests/test_recovery.py -k test_deaths
 """
 
@@ -47,7 +47,7 @@ TINY = {
     "num_threads": 1,
 }
 
-# What clients do, in turn (the fake executor heeds the seed of greedy ones, too): seeded and greedy, streams and whole
+# Client requests, in turn (the fake executor also uses seeds of greedy requests): seeded and greedy, streams and whole
 # answers, several choices, log-probabilities, penalties.
 KINDS = [
     {"stream": True, "seed": 1, "temperature": 0.8},
@@ -63,13 +63,13 @@ KINDS = [
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory) -> str:
-    """Enough of a model for the fake executor."""
+    """A model folder with all files that the fake executor needs."""
     return str(write_model_folder(tmp_path_factory.mktemp("model")))
 
 
 @dataclass
 class Choice:
-    """What a client got of one choice."""
+    """The output of one choice as the client received it."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -125,7 +125,7 @@ async def ask(http: httpx.AsyncClient, body: dict) -> list[Choice]:
 def crowd(
     server: ServerProcess, bodies: list[dict], disturb: Callable[[], None] | None = None, after: float = 0.0
 ) -> tuple[list[list[Choice]], float]:
-    """All requests at once, and `disturb` `after` seconds: (answers, seconds)."""
+    """Run all requests at once and call `disturb` after `after` seconds; returns (answers, seconds)."""
 
     async def main() -> list[list[Choice]]:
         limits = httpx.Limits(max_connections=None)
@@ -149,7 +149,7 @@ def check(answers: list[list[Choice]], expected: list[list[Choice]]) -> None:
 
 
 def wait_for_death(server: ServerProcess, engine: psutil.Process, serving: bool) -> None:
-    """The engine ends, and health says within a second whether there is another."""
+    """Wait until the engine ends; health reports within a second whether another one serves."""
     poll(lambda: gone(engine), 10)
     dead = time.monotonic()
     poll(lambda: server.status("/health") == (200 if serving else 503), 5)
@@ -157,8 +157,8 @@ def wait_for_death(server: ServerProcess, engine: psutil.Process, serving: bool)
 
 
 def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, seed: int) -> None:
-    """Rounds of deaths at random moments: of one of the engine's workers, where it has any, and of the engine in turn,
-    sometimes again while the next one loads.
+    """Run rounds of deaths at random times, alternating between one of the engine's workers, if any, and the engine;
+    sometimes kill again while the next engine loads.
     """
     rng = random.Random(seed)
     bodies = [request_body(number, num_tokens) for number in range(streams)]
@@ -183,7 +183,7 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
         answers, _ = crowd(server, bodies, disturb, after=rng.uniform(0.02, 0.7 * duration))
         check(answers, expected)
         server.wait_ready()
-        # also where another engine serves meanwhile
+        # even if another engine serves meanwhile
         poll(lambda count=number + 1: server.log.count("the engine is ready again") == count, 60)
         assert len(server.engines()) == num_engines
 
@@ -194,7 +194,7 @@ def survive(server: ServerProcess, rounds: int, streams: int, num_tokens: int, s
     ids=["one", "dp2", "dp2-api2"],
 )
 def test_deaths_without_a_model(model_folder, tmp_path, several):
-    # or the second death of a round comes to an engine that has the requests already, which fails them
+    # otherwise the second death of a round hits an engine that already has the requests, and they fail
     fake = "step_delay=0.01,load_delay=0.5"
     with server_process(model_folder, tmp_path, fake=fake, script=SCRIPT, **several) as server:
         survive(server.wait_ready(), ROUNDS or 3, STREAMS if several else 2 * STREAMS, num_tokens=100, seed=1)
@@ -222,7 +222,7 @@ def test_deaths(checkpoint, tmp_path, name):
 
 
 def test_an_engine_killed_again_while_it_starts(model_folder, tmp_path):
-    """Two deaths of three in a minute; the second is no death at start, which only the first engine has."""
+    """Two of three deaths in a minute; the second is no death at start, because only the first engine can have one."""
     with server_process(model_folder, tmp_path, fake="load_delay=1,step_delay=0.01") as server:
         first = server.wait_ready().engine()
         bodies = [request_body(number, 60) for number in range(4)]
@@ -248,7 +248,7 @@ def test_requests_that_come_while_the_engine_is_replaced_wait(model_folder, tmp_
         assert answer.status_code == 200 and server.status("/ready") == 200
 
 
-# ---- when it is not to go on
+# ---- when recovery must stop
 
 
 POISON = 3  # a token id that the prompt of one request has
@@ -256,12 +256,11 @@ POISON = 3  # a token id that the prompt of one request has
 
 @pytest.mark.parametrize("several", [{}, {"api_server_count": 2}], ids=["one", "api2"])
 def test_a_request_that_kills_the_engine_fails_alone(model_folder, tmp_path, several):
-    """Each engine dies when it takes in the one request.
+    """Each engine dies when it receives one request.
 
-    Eight others that run, and some that come meanwhile, get all of their texts, and the server lives: twice in a
-    minute.
+    Eight running requests and some later ones get complete texts, and the server stays up, twice in a minute.
     """
-    num_deaths = 3 if several else 2  # with several frontends, a death alone has to be confirmed
+    num_deaths = 3 if several else 2  # with several frontends, a solo death must be confirmed
     with server_process(model_folder, tmp_path, fake=f"fail_on_token={POISON},step_delay=0.01", **several) as server:
         server.wait_ready()
         bodies = [request_body(number, 100) for number in range(8)]
@@ -285,9 +284,7 @@ def test_a_request_that_kills_the_engine_fails_alone(model_folder, tmp_path, sev
 
 
 def test_an_engine_that_dies_whatever_it_runs(model_folder, tmp_path):
-    """Every engine here dies in its 60th step, by which time nobody is suspect any more; the third death ends the
-    server.
-    """
+    """Every engine dies in its 60th step, when all suspects are cleared; the third death ends the server."""
     with server_process(model_folder, tmp_path, fake="fail_at_step=60,step_delay=0.005") as server:
         server.wait_ready()
         stream = server.stream(num_tokens=300)
@@ -299,7 +296,7 @@ def test_an_engine_that_dies_whatever_it_runs(model_folder, tmp_path):
 
 
 def test_an_engine_that_cannot_be_started_again(model_folder, tmp_path):
-    """However long each start takes: here the deaths do not count by their number within a minute."""
+    """Holds for slow starts: consecutive failed starts count without the one-minute window."""
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
     with server_process(str(folder), tmp_path, fake="step_delay=0.02", script=SCRIPT) as server:
@@ -312,11 +309,11 @@ def test_an_engine_that_cannot_be_started_again(model_folder, tmp_path):
         assert server.wait(30) == 1 and "3 restarts in a row failed" in server.log
 
 
-# ---- a step that hangs
+# ---- hanging steps
 
 
 def test_a_hung_engine_is_replaced(model_folder, tmp_path):
-    """One that neither ends nor speaks: its stacks, where it can still write them, and a new one."""
+    """An engine that neither exits nor sends messages is replaced; its stacks are logged if it can write them."""
     with server_process(model_folder, tmp_path, fake="step_delay=0.01", step_timeout=2.0, script=SCRIPT) as server:
         server.wait_ready()
         bodies = [request_body(number, 100) for number in range(4)]
@@ -338,7 +335,7 @@ def test_a_hung_step_leaves_its_stack_in_the_log(model_folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs(checkpoint, tmp_path):
-    """Then the others wait for it: their stacks say where."""
+    """The other ranks wait for it, and their stacks show where."""
     with server_process(
         checkpoint("qwen3"), tmp_path, step_timeout=5.0, **TINY | {"tensor_parallel_size": 2}
     ) as server:
@@ -362,12 +359,12 @@ def test_a_rank_that_hangs(checkpoint, tmp_path):
         assert all(gone(rank) for rank in ranks)
 
 
-# ---- what is left behind
+# ---- leftovers
 
 
 @pytest.fixture
 def temporary_files() -> Iterator[Path]:
-    """Where the processes put theirs. Not below tmp_path, which is too long for a socket."""
+    """The folder for temporary files of the processes. Not below tmp_path, which is too long for a socket."""
     with tempfile.TemporaryDirectory(prefix="q") as folder:
         yield Path(folder)
 

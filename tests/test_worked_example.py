@@ -1,5 +1,5 @@
-"""The worked example of docs/architecture.md from the scheduler down: three requests in, and out come the tensors of
-two steps.
+"""The worked example of docs/architecture.md from the scheduler down: three requests in, the tensors of two
+steps out.
 """
 
 from quire.configs.config import SchedulerConfig

@@ -1,7 +1,7 @@
-"""The server's end of the engine socket: sends requests, and routes outputs to their streams.
+"""The server side of the engine socket: sends requests and routes outputs to their streams.
 
-The client keeps every open request with the token ids it has so far, and resubmits it after the engine died: the
-streams continue where they stopped.
+The client keeps every open request with the token ids it has so far, and resubmits it after the engine dies, so
+that the streams continue.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from quire.server.engines.quarantine import Quarantine, until_turn
 
 logger = logging.getLogger("quire.engine_client")
 
-_MESSAGES_PER_TURN = 64  # before other tasks of the event loop get their turn
-_RECONNECT_MS = 20  # between attempts while the engine's socket is not there yet
+_MESSAGES_PER_TURN = 64  # messages read before other tasks of the event loop run
+_RECONNECT_MS = 20  # between attempts while the engine's socket does not exist yet
 
 
 class EngineUnavailable(RuntimeError):
@@ -65,14 +65,14 @@ class _Open:
     choice: Choice  # as first sent
     stream: OutputStream
     output_token_ids: list[int] = field(default_factory=list)
-    num_prompt_logprobs: int = 0  # received
+    num_prompt_logprobs: int = 0  # number received
     num_repeated: int = 0  # prompt logprobs that the current engine sends again
-    num_received: int = 0  # tokens, from the current engine
-    num_crashes: int = 0  # in which it was a suspect
-    num_solo_deaths: int = 0  # as `Suspect` has it
+    num_received: int = 0  # tokens received from the current engine
+    num_crashes: int = 0  # crashes in which it was a suspect
+    num_solo_deaths: int = 0  # same as in `Suspect`
     is_open: bool = True
-    computed: bool = False  # the prompt, because there was an output
-    sent: bool = False  # to the current engine
+    computed: bool = False  # the prompt was processed: an output arrived
+    sent: bool = False  # sent to the current engine
     waits: bool = False  # held back until all suspects are cleared
 
 
@@ -165,8 +165,8 @@ class EngineClient:
 
     `index` is the engine's number. `progress`, `ready` and `dead` are the current engine's last messages about itself.
     `on_stats` and `on_progress` are called as messages arrive, `on_connect` with each new engine's address, `on_death`
-    with the reason of each death. After the death of an engine its requests are sent to the next one as `quarantine.py`
-    says.
+    with the reason of each death. After an engine dies, its requests are sent to the next one in the order that
+    `quarantine.py` defines.
     """
 
     def __init__(
@@ -182,10 +182,10 @@ class EngineClient:
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.dead: str | None = None
-        self.num_messages = 0  # received, from all engines
+        self.num_messages = 0  # messages received from all engines
         self.num_elsewhere = 0  # open requests of other frontends at the engine, as last reported
-        # of the prompts of our choices without any output yet; each choice counts, because it needs rows and steps of
-        # its own even if it finds the prompt in the cache
+        # prompt tokens of our choices without output; each choice counts, because it needs its own rows and steps even
+        # if the prompt is cached
         self.num_waiting_tokens = 0
         # engine deaths while our requests were on trial (`quarantine.py`)
         self.num_trial_deaths = 0
@@ -203,12 +203,12 @@ class EngineClient:
         self._waiters: list[asyncio.Future[None]] = []
         self._context: zmq.Context | None = None
         self._socket: zmq.Socket | None = None
-        self._closed: str | None = None  # why
+        self._closed: str | None = None  # the reason, once closed
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
 
     def share(self, frontend: int, num_frontends: int) -> None:
-        """The engine also has requests of other frontends; this one has the number `frontend`."""
+        """Note that other frontends share the engine, and that `frontend` is the number of this one."""
         self._frontend, self._num_frontends = frontend, num_frontends
         self._quarantine.num_needed = 2 if num_frontends > 1 else 1
 
@@ -217,7 +217,7 @@ class EngineClient:
     async def connect(self, address: str) -> None:
         """Connect to the engine at `address`.
 
-        Open requests are resubmitted once it is ready; suspects of having killed the last engine go in turns.
+        Open requests are resubmitted once it is ready; suspects of the last death are sent in groups.
         """
         self._disconnect("the engine was replaced")
         self.dead = self.progress = None
@@ -232,7 +232,7 @@ class EngineClient:
             self._on_connect(address)
 
     async def wait_ready(self) -> Ready:
-        """Raises EngineUnavailable if the engine dies first."""
+        """Wait until the engine is ready. Raises EngineUnavailable if it dies first."""
         while self.ready is None:
             if self.dead is not None or self._closed is not None:
                 raise EngineUnavailable(self.dead or self._closed)
@@ -242,7 +242,7 @@ class EngineClient:
         return self.ready
 
     def on_dead(self, reason: str) -> None:
-        """The engine died: it said so, or its process ended.
+        """Called when the engine reports its death or its process ends.
 
         Pending calls fail; requests wait for the next `connect`, or fail on `close`.
         """
@@ -312,12 +312,12 @@ class EngineClient:
 
     @property
     def load(self) -> int:
-        """Unfinished choices in the engine: ours, and those of other frontends."""
+        """Unfinished choices in the engine, including those of other frontends."""
         return self.num_open + self.num_elsewhere
 
     def generate(self, request: AddRequest) -> OutputStream:
-        """Submit a request; one stream delivers the outputs of all its choices. It is held while no engine is ready
-        and while suspects are on trial.
+        """Submit a request; one stream delivers the outputs of all its choices. The request waits while no engine
+        is ready and while suspects are on trial.
 
         Raises ValueError for a request_id that is in use.
         """
@@ -486,7 +486,7 @@ class EngineClient:
 
     def _on_call_result(self, result: CallResult) -> None:
         future = self._calls.get(result.call_id)
-        if future is None or future.done():  # the caller has timed out
+        if future is None or future.done():  # the caller timed out
             return
         if result.error is None:
             future.set_result(result.value)

@@ -1,4 +1,4 @@
-"""What the routes need of an engine. `EngineClient` is one engine, `EnginePool` several."""
+"""The engine interface of the routes. `EngineClient` implements it for one engine, `EnginePool` for several."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 class EngineHandle(Protocol):
     @property
     def ready(self) -> Ready | None:
-        """What the engine said when it became ready; None while it loads or is replaced."""
+        """The engine's `Ready` message; None while it loads or is replaced."""
 
     @property
     def num_open(self) -> int:
-        """Choices that this process has sent and that are not finished."""
+        """Unfinished choices that this process has sent."""
 
     @property
     def load(self) -> int:
-        """Unfinished choices in the engine, those of other frontends included."""
+        """Unfinished choices in the engine, including those of other frontends."""
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of this process's requests that have had no output yet."""
+        """Prompt tokens of this process's requests without output."""
 
     def generate(self, request: AddRequest) -> OutputStream:
         """Send a request. Raises ValueError if its request_id is in use."""

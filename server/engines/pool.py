@@ -14,13 +14,13 @@ from quire.server.engines.client import EngineClient, OutputStream
 
 _CHUNK = 32  # tokens of a prompt per hash
 _MAX_PROMPT = 256 * _CHUNK  # leading tokens: prompts that share this many share enough
-_MAX_CHUNKS = 1 << 16  # remembered of each engine
+_MAX_CHUNKS = 1 << 16  # chunks remembered per engine
 
 
 class EnginePool:
     """One client per engine.
 
-    A request stays with the engine chosen for it; if that engine dies, it waits for its successor.
+    A request stays with the engine chosen for it; if that engine dies, the request waits for its successor.
     """
 
     def __init__(self, clients: list[EngineClient]):
@@ -68,7 +68,7 @@ class EnginePool:
     async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
         """Call a method of every engine; returns the common answer, or the list of differing answers.
 
-        Raises as `EngineClient.call`.
+        Raises the same errors as `EngineClient.call`.
         """
         answers = await asyncio.gather(*(client.call(method, *args, timeout=timeout) for client in self.clients))
         return answers[0] if all(answer == answers[0] for answer in answers) else answers
@@ -79,9 +79,9 @@ class EnginePool:
 
 
 class PrefixRouter:
-    """Which engine has seen which prompts.
+    """Estimates which engine has cached which prompts.
 
-    An estimate, because the caches evict on their own; a wrong one only costs time.
+    The caches evict independently, so the estimate may be wrong; that only costs time.
     """
 
     def __init__(self, num_engines: int):

@@ -1,5 +1,5 @@
 """The engine as a child process: `python -m quire.engine.core ADDRESS`, with its configuration on stdin. Writing to
-stdin later asks it to exit; it also exits when stdin closes, because then the server is gone.
+stdin later asks it to exit; it also exits when stdin closes, because the server has ended.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
 ROOT = (
     Path(quire.__file__).resolve().parent.parent
-)  # put on a child's path, so that it can import quire, installed or not
+)  # added to a child's path, so that it can import quire even if it is not installed
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 
 
 class EngineProcess:
     """One run of the engine.
 
-    `config.model.model` must be a local folder; `index` is its number among `data_parallel_size` ones.
+    `config.model.model` must be a local folder; `index` is its number among `data_parallel_size` engines.
     """
 
     def __init__(self, config: Config, index: int = 0):
@@ -58,7 +58,7 @@ class EngineProcess:
             process_group=0,
         )
         config = msgspec.msgpack.encode(self.config)
-        with contextlib.suppress(BrokenPipeError):  # it died already: `wait` will report that
+        with contextlib.suppress(BrokenPipeError):  # the engine died already: `wait` reports that
             self._process.stdin.write(len(config).to_bytes(4, "big") + config)
             self._process.stdin.flush()
 
@@ -67,19 +67,19 @@ class EngineProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
+        """The exit code, or None while the engine runs."""
         return self._process.poll()
 
     def wait(self) -> int:
-        """Block until it ends. For a thread."""
+        """Block until the engine ends. Call it in a thread."""
         return self._process.wait()
 
     def terminate(self, timeout: float) -> int:
-        """Ask it to exit, kill it and its workers after `timeout` seconds, and clean up.
+        """Ask the engine to exit, kill it and its workers after `timeout` seconds, and clean up.
 
-        Returns the exit code. Idempotent. Only after `start`.
+        Returns the exit code. Idempotent. Call it only after `start`.
         """
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or was killed
+        with contextlib.suppress(OSError, ValueError):  # the engine has ended
             self._process.stdin.write(b"end")
             self._process.stdin.flush()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -90,7 +90,7 @@ class EngineProcess:
     def dump_stacks(self) -> None:
         """Make the engine and its workers write their stacks to files, even if they hang in native code.
 
-        Only before killing it.
+        Call it only before `kill`.
         """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGUSR2)
@@ -105,7 +105,7 @@ class EngineProcess:
         }
 
     def kill(self) -> None:
-        """Kill it and its remaining workers with SIGKILL. Idempotent."""
+        """Kill the engine and its remaining workers with SIGKILL. Idempotent."""
         if self._killed:
             return
         self._killed = True  # once: the group id may be reused later
@@ -123,9 +123,9 @@ def python_environment() -> dict[str, str]:
 
 
 def _devices(config: Config, index: int, visible: str | None) -> str:
-    """The GPUs of engine `index`: as many as it has ranks, of those that are `visible` to us (all, if that is None).
+    """The GPUs of engine `index`: one per rank, out of the `visible` ones (all if that is None).
 
-    Without GPUs it does not matter.
+    Has no effect without GPUs.
     """
     count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     mine = range(index * count, (index + 1) * count)

@@ -1,11 +1,11 @@
-"""Finds the request that kills engines, so that all others finish.
+"""Finds the request that kills engines, so that all other requests finish.
 
-After a death every request in the batch is a suspect. The next engine first gets, together, those that had made
-progress in the last one; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when
-each of its requests has ended or received `PROGRESS` tokens. If the engine dies during a trial, only the group's
-uncleared requests stay suspects, and are tried in smaller groups; a request that was tried alone has killed the engine.
-All other open requests wait until every suspect is cleared, so that only the trial can be the cause. A request that
-kills the engine in its first step thus costs two engines, and a crash for another reason one extra pause.
+After a death every request in the batch is a suspect. The next engine first gets all suspects that made progress in the
+last one together; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when each of
+its requests has ended or received `PROGRESS` tokens. If the engine dies during a trial, only the group's uncleared
+requests stay suspects, and are tried in smaller groups; if a request was tried alone, it killed the engine. All other
+open requests wait until every suspect is cleared, so that only the trial can be the cause. A request that kills the
+engine in its first step thus costs two engines, and a crash for another reason one extra pause.
 
 Several frontends share the engine, and each knows only its own requests: a request tried alone may have died with
 another frontend's. With several frontends a second such death is therefore required. Frontends take turns with these
@@ -25,7 +25,7 @@ TURN = 2.0  # seconds
 class Suspect(Protocol):
     is_open: bool
     num_received: int  # tokens from the engine that it was last sent to
-    num_solo_deaths: int  # of engines that ran nothing else of ours
+    num_solo_deaths: int  # deaths of engines that ran only this request of ours
 
 
 class Quarantine:
@@ -43,7 +43,7 @@ class Quarantine:
 
     @property
     def active(self) -> bool:
-        """Whether suspects are on trial or wait for theirs."""
+        """Whether suspects are on trial or wait for a trial."""
         return bool(self._trial or self._groups)
 
     def on_death(self, batch: list[Suspect]) -> tuple[list[Suspect], bool]:
@@ -103,8 +103,8 @@ def _split(suspects: list[Suspect]) -> list[list[Suspect]]:
 
 
 def until_turn(elapsed: float, index: int, count: int) -> float:
-    """Seconds until frontend `index` of `count` may begin to confirm, `elapsed` seconds after the engine's start. E.g.
-    of 2 with turns of 2 s, frontend 0 may between 0 and 1, 4 and 5, ... and frontend 1 between 2 and 3, 6 and 7, ...
+    """Seconds until frontend `index` of `count` may begin to confirm, `elapsed` seconds after the engine's start. For
+    example, of 2 frontends with 2 s turns, frontend 0 may start in seconds 0-1, 4-5, ...; frontend 1 in 2-3, 6-7, ...
     """
     into_own = (elapsed - index * TURN) % (count * TURN)
     return 0.0 if into_own < TURN / 2 else count * TURN - into_own

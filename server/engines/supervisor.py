@@ -1,4 +1,4 @@
-"""Keeps an engine running: connects the client, detects death and hangs, restarts it, gives up if it keeps dying."""
+"""Keeps an engine running: connects the client, detects deaths and hangs, restarts it, gives up if it keeps dying."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class Supervisor:
         self.on_ready, self.on_death = on_ready, on_death
         self.deaths: list[float] = []
         self.was_ready = False
-        self.num_failed_starts = 0  # in a row
-        self.num_trial_deaths = 0  # of the client, that were already taken into account
-        self.hung: str | None = None  # why the current engine is being killed
+        self.num_failed_starts = 0  # consecutive failed starts
+        self.num_trial_deaths = 0  # trial deaths of the client that were already counted
+        self.hung: str | None = None  # reason for killing the current engine
 
     async def run(self) -> None:
-        """Watch over engine after engine until cancelled. Raises EngineFailed."""
+        """Supervise successive engines until cancelled. Raises EngineFailed."""
         while True:
             ended = in_thread(self.engine.wait)
             await self._serve(ended)
             reason = self.hung or self.client.dead or describe_exit(ended.result())
             self.client.on_dead(reason)
             self.on_death()
-            self.engine.kill()  # its workers, if any outlived it
+            self.engine.kill()  # kill workers that outlived the engine
             self._check_restarts(reason)
             logger.error(
                 "engine %d died (%s); restarting it; open requests will be resubmitted", self.engine.index, reason
@@ -72,7 +72,7 @@ class Supervisor:
             self.engine = await self._restart()
 
     async def _restart(self) -> EngineProcess:
-        """A new engine. Retries after an OSError (no descriptors, memory or processes). Raises EngineFailed."""
+        """Start a new engine. Retries after an OSError (no descriptors, memory or processes). Raises EngineFailed."""
         while True:
             engine = EngineProcess(self.config, self.engine.index)
             try:

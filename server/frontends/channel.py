@@ -20,11 +20,11 @@ class Channel:
 
     @classmethod
     async def open(cls, end: socket.socket, receives: UnionType) -> Channel:
-        """Takes ownership of the socket."""
+        """Open a channel over the socket, and take ownership of the socket."""
         return cls(*await asyncio.open_connection(sock=end), receives)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message. Dropped silently if the other end is closed: `receive` reports that."""
+        """Queue a message. Dropped silently if the other end is closed; `receive` reports that."""
         if not self._writer.is_closing():
             data = _encode(message)
             self._writer.write(len(data).to_bytes(4, "big") + data)

@@ -1,6 +1,6 @@
 """The HTTP side of the server: the start-up gate, the routes, the tokenizer and a client per engine.
 
-It runs in the server's own process, or once in each of several (`parent.py`, `member.py`).
+It runs in the server process itself, or in each of several child processes (`parent.py`, `member.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.server.startup.descriptors import ACCEPTS_PER_TURN, BACKLOG, complain
 from quire.server.startup.engine_group import load_tokenizer, model_info
 from quire.server.state import ServerState
 
-if TYPE_CHECKING:  # imported late: they take time
+if TYPE_CHECKING:  # imported late, because these imports are slow
     import uvicorn
     from starlette.types import ASGIApp
 
@@ -43,7 +43,7 @@ END_TIMEOUT = 1.0  # seconds for clients to read the last error events before th
 
 
 class Frontend:
-    """Answers from `serve` on: at first only probes, and 503 for the rest.
+    """Serves HTTP after `serve` is called: at first only probes, and 503 to other requests.
 
     The gate opens once the routes, the tokenizer and an engine are loaded; `on_open` is called the first time.
     """
@@ -59,10 +59,10 @@ class Frontend:
         )
         self.gate = StartupGate(self.state)
         self.sampling_defaults: dict[str, Any] = {}
-        self.connections: Connections | None = None  # once they can be accepted
+        self.connections: Connections | None = None  # None until connections can be accepted
         self._http: uvicorn.Server | None = None
-        self._pool: EnginePool | None = None  # if there are several engines
-        self._silences: list[Silence] = []  # one per engine, once there are clients
+        self._pool: EnginePool | None = None  # set if there are several engines
+        self._silences: list[Silence] = []  # one per engine, after `connect`
 
     @property
     def num_in_flight(self) -> int:
@@ -153,7 +153,7 @@ class Frontend:
         if first:
             self.on_open(ready)
 
-    # ---- life
+    # ---- running
 
     async def _watch(self) -> None:
         """Set `state.stalled` while an engine has requests and completes no step for `health_stall_timeout` seconds."""
@@ -190,7 +190,7 @@ class Frontend:
         if self.state.ready is None:
             self.progress("restarting the engine", 0.0)
 
-    # ---- end
+    # ---- shutdown
 
     def refuse(self) -> None:
         """Refuse new requests from now on."""
@@ -205,7 +205,7 @@ class Frontend:
         await self._end_requests()
 
     async def fail(self, reason: str) -> None:
-        """Fail every request: no engine will come back."""
+        """Fail every request, because no engine will run again."""
         self.state.failure = reason
         await self._end_requests()
 
@@ -214,7 +214,7 @@ class Frontend:
             await self.state.client.close()
         try:
             await asyncio.wait_for(self.state.idle.wait(), END_TIMEOUT)
-        except TimeoutError:  # clients that do not read
+        except TimeoutError:  # clients that do not read their answers
             if self.connections is not None:
                 self.connections.abort_all()
 
@@ -224,7 +224,7 @@ class Frontend:
             self._http.should_exit = True
 
     def kill(self) -> None:
-        """Nothing to do: it has no child process."""
+        """No action: a `Frontend` has no child process."""
 
 
 def _is_busy(client: EngineClient) -> bool:
@@ -255,7 +255,7 @@ def _http_server(app: ASGIApp, connections: Connections) -> uvicorn.Server:
                 one.listen(BACKLOG)  # asyncio also accepts up to `backlog` connections per loop iteration
 
         def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-            return contextlib.nullcontext()  # signals are the Launcher's
+            return contextlib.nullcontext()  # the Launcher handles signals
 
     return Server(
         uvicorn.Config(
@@ -281,6 +281,6 @@ def _version() -> str:
 
 
 def _fingerprint(config: Config, version: str) -> str:
-    """Equal for servers whose answers are comparable: same version, model, precision and device placement."""
+    """Equal for servers with comparable answers: same version, model, precision and device placement."""
     parts = repr((config.model, config.parallel, config.device, config.cache.enable_prefix_caching))
     return f"quire-{version}-{hashlib.sha256(parts.encode()).hexdigest()[:8]}"

@@ -1,4 +1,4 @@
-"""What the launcher needs of the HTTP side. `Frontend` serves in the launcher's own process, `FrontendGroup` in several
+"""The launcher's interface to the HTTP side. `Frontend` serves in the launcher's process, `FrontendGroup` in several
 child processes.
 """
 
@@ -30,7 +30,7 @@ class FrontendHandle(Protocol):
         """A client per engine, not yet connected. The callbacks get the engine's index first."""
 
     def progress(self, phase: str, fraction: float) -> None:
-        """Note how far the start is."""
+        """Record the progress of startup."""
 
     def open(self) -> None:
         """Serve requests if everything is loaded. Called whenever an engine becomes ready."""
@@ -48,7 +48,7 @@ class FrontendHandle(Protocol):
         """Wait for running requests up to the shutdown timeout, then fail the rest."""
 
     async def fail(self, reason: str) -> None:
-        """Fail every request: no engine will come back."""
+        """Fail every request, because no engine will run again."""
 
     async def end(self) -> None:
         """Make `serve` return."""

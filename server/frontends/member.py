@@ -1,5 +1,5 @@
 """One of several frontend processes: `python -m quire.server.frontends.member LISTENER CHANNEL`, both inherited file
-descriptors. It exits when its stdin closes, because then its parent is gone.
+descriptors. It exits when its stdin closes, because its parent has ended.
 
 It has its own connection to every engine, and resubmits its own requests to a new engine. The parent (`parent.py`)
 sends it the shared state and restarts it if it dies.
@@ -51,7 +51,7 @@ from quire.server.frontends.messages import (
 
 _PR_SET_PDEATHSIG = 1
 BUSY_INTERVAL = 0.1  # seconds between reports of the number of open requests
-MAX_QUEUED = 1 << 20  # unread bytes in the channel to the parent, above which only its questions are answered
+MAX_QUEUED = 1 << 20  # unread bytes in the channel to the parent; above this, only its questions are answered
 SNAPSHOT_INTERVAL = 1.0  # seconds between reports of the counts; later ones are lost if this process dies
 SCRAPE_TIMEOUT = 5.0  # seconds for the parent to collect the counts of all frontends
 
@@ -127,7 +127,7 @@ class ManagedFrontend:
             self.channel.send(CannotStart(str(error)))
 
     async def _open_when_ready(self, engine: int) -> None:
-        with contextlib.suppress(EngineUnavailable):  # it died first; the parent starts another one
+        with contextlib.suppress(EngineUnavailable):  # the engine died first; the parent starts another
             await self.clients[engine].wait_ready()
             self.frontend.open()
 
@@ -138,7 +138,7 @@ class ManagedFrontend:
     def _on_open(self, ready: Ready) -> None:
         self.channel.send(Opened())
 
-    # ---- life
+    # ---- running
 
     def _note_death(self, message: EngineGone) -> None:
         client = self.clients[message.index]
@@ -180,7 +180,7 @@ class ManagedFrontend:
         return [] if metrics is None else [metrics.of(engine).counts() for engine in range(len(self.clients))]
 
     async def _scrape(self) -> bytes:
-        """The metrics of all frontends. Raises TimeoutError."""
+        """The metrics of all frontends. Raises TimeoutError if the parent does not answer."""
         number = next(self._numbers)
         waiting = self._scrapes[number] = asyncio.get_running_loop().create_future()
         self.channel.send(Scrape(number))
@@ -189,7 +189,7 @@ class ManagedFrontend:
         finally:
             self._scrapes.pop(number, None)
 
-    # ---- end
+    # ---- shutdown
 
     async def _end_requests(self, ending: Coroutine[Any, Any, None]) -> None:
         await ending

@@ -23,14 +23,14 @@ class Start(_Message):
 
 
 class Phase(_Message):
-    """Progress of the start, until an engine reports its own."""
+    """Progress of startup until an engine reports its own."""
 
     phase: str
     fraction: float
 
 
 class Load(_Message):
-    """Load the tokenizer: both folders are on this machine. Answered by `Loaded` or `CannotStart`."""
+    """Load the tokenizer; both folders exist on this machine. Answered by `Loaded` or `CannotStart`."""
 
     model_folder: str
     tokenizer_folder: str
@@ -75,11 +75,11 @@ class Page(_Message):
 
 
 class Drain(_Message):
-    """Refuse new requests, let running ones finish within `shutdown_timeout`, end the rest; then say `Drained`."""
+    """Refuse new requests, let running ones finish within `shutdown_timeout`, fail the rest, then send `Drained`."""
 
 
 class Fail(_Message):
-    """There will be no engine any more: end every request with an error; then say `Drained`."""
+    """Fail every request, because no engine will run again; then send `Drained`."""
 
     reason: str
 
@@ -92,36 +92,36 @@ class End(_Message):
 
 
 class Loaded(_Message):
-    """The tokenizer is there."""
+    """The tokenizer is loaded."""
 
 
 class CannotStart(_Message):
-    """What the user has to correct."""
+    """The frontend cannot start; `reason` is an error for the user to correct."""
 
     reason: str
 
 
 class Opened(_Message):
-    """Serves clients, for the first time."""
+    """The frontend serves clients for the first time."""
 
 
 class Busy(_Message):
-    """How much is open here, when that has changed. As in `Elsewhere`."""
+    """The load of this frontend after a change, in the fields of `Elsewhere`."""
 
     num_open: list[int]
     num_in_flight: int
 
 
 class TrialDeath(_Message):
-    """That engine died while it tried requests of this frontend that were suspected of the death before."""
+    """The engine died while it ran a trial of this frontend's suspects of an earlier death."""
 
     index: int
 
 
 class Snapshot(_Message):
-    """What was counted here until now, by engine.
+    """The counts of this frontend so far, by engine.
 
-    `number` is that of the `Collect`, or 0 for one that was not asked for.
+    `number` is that of the `Collect`, or 0 for an unrequested snapshot.
     """
 
     number: int
@@ -129,17 +129,17 @@ class Snapshot(_Message):
 
 
 class Scrape(_Message):
-    """Somebody wants the metrics of all frontends: answered by `Page`."""
+    """Requests the metrics of all frontends. Answered by `Page`."""
 
     number: int
 
 
 class Pong(_Message):
-    """The event loop turns here."""
+    """The answer to `Ping`: the event loop is running."""
 
 
 class Drained(_Message):
-    """No request is left here."""
+    """This frontend has no requests left."""
 
 
 ToFrontend = Start | Phase | Load | Engine | EngineGone | Elsewhere | Collect | Ping | Page | Drain | Fail | End

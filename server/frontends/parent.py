@@ -58,8 +58,8 @@ logger = logging.getLogger("quire")
 COLLECT_TIMEOUT = 2.0  # seconds for a frontend to send its counts; after that, its last counts are used
 PING_INTERVAL = 1.0  # seconds
 STALL_TIMEOUT = 10.0  # seconds without a `Pong` after which a frontend is killed and restarted
-MAX_QUEUED = 64 << 20  # unread bytes in a channel after which its frontend counts as stalled, too
-EXIT_TIMEOUT = 5.0  # seconds for a frontend that was told to end
+MAX_QUEUED = 64 << 20  # unread bytes in a channel after which its frontend also counts as stalled
+EXIT_TIMEOUT = 5.0  # seconds for a frontend to exit after `End`
 
 
 class FrontendFailed(ValueError):
@@ -67,7 +67,7 @@ class FrontendFailed(ValueError):
 
 
 class FrontendProcess:
-    """One frontend: its listener and counts, and the process that serves it at present."""
+    """One frontend: its listener, its counts, and its current process."""
 
     def __init__(self, index: int, listener: socket.socket, num_engines: int):
         self.index, self.listener, self.num_engines = index, listener, num_engines
@@ -78,13 +78,13 @@ class FrontendProcess:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what the last process reported."""
+        """Forget the reports of the last process."""
         self.num_open = [0] * self.num_engines
         self.num_in_flight = 0
         self.counts: list[Counts] = []  # by engine, as last reported
         self.is_watched = False  # once it has loaded everything, its event loop must not block
         self.silence = 0.0  # seconds since it answered a `Ping`
-        self.stalled: str | None = None  # why it is being killed
+        self.stalled: str | None = None  # reason for killing it
 
     async def start(self, config: Config) -> None:
         """Start a process in its own process group, so that Ctrl-C reaches only the parent.
@@ -123,7 +123,7 @@ class FrontendProcess:
             self.send(Ping())
 
     def kill_stalled(self, reason: str) -> None:
-        """SIGKILL, which also ends a stopped process."""
+        """Send SIGKILL, which also ends a stopped process."""
         self.stalled = reason
         self.kill()
 
@@ -147,16 +147,16 @@ class FrontendGroup:
         self.config, self.on_open = config, on_open
         count, num_engines = config.server.api_server_count, config.parallel.data_parallel_size
         self.frontends = [FrontendProcess(index, one, num_engines) for index, one in enumerate(share(listener, count))]
-        self.addresses: list[str | None] = [None] * num_engines  # of the living engines
+        self.addresses: list[str | None] = [None] * num_engines  # addresses of the running engines
         self.phase: Phase | None = None
         self.load: Load | None = None
-        self.metrics: Metrics | MetricsPool | None = None  # of the engines, and of frontend processes that ended
+        self.metrics: Metrics | MetricsPool | None = None  # metrics of the engines and of ended frontend processes
         self.ending = False
         self._pool: EnginePool | None = None  # our connections to the engines: they receive status only
-        self._trials_noted = [False] * num_engines  # whether a frontend reported its last death as one on trial
-        self._ready: Ready | None = None  # from the first time all engines were ready
+        self._trials_noted = [False] * num_engines  # per engine: whether its last trial death was counted
+        self._ready: Ready | None = None  # set when all engines are ready for the first time
         self._refusals: asyncio.Queue[str] = asyncio.Queue()  # reasons of frontends that cannot start
-        # by number: frontends that have not answered yet
+        # number of the `Collect` -> frontends that have not answered yet
         self._collections: dict[int, tuple[set[int], asyncio.Event]] = {}
         self._numbers = itertools.count(1)
         self._answering: set[asyncio.Task] = set()
@@ -296,7 +296,7 @@ class FrontendGroup:
     def connect(
         self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
     ) -> list[EngineClient]:
-        """As `Frontend.connect`. Each new engine and each death is broadcast to the frontends."""
+        """Same as `Frontend.connect`. Each new engine and each death is broadcast to the frontends."""
         clients = [
             EngineClient(
                 functools.partial(on_stats, engine),
@@ -320,12 +320,12 @@ class FrontendGroup:
         self.broadcast(EngineGone(engine, reason))
 
     def _note_trial_death(self, engine: int) -> None:
-        """One death of an engine, however many frontends had requests on trial in it."""
+        """Count one trial death per engine death, even if several frontends report it."""
         self._pool.clients[engine].num_trial_deaths += not self._trials_noted[engine]
         self._trials_noted[engine] = True
 
     def _note_load(self) -> None:
-        """All requests at an engine are those of the frontends."""
+        """Update the load of an engine, which is the sum over the frontends."""
         for client in self._pool.clients if self._pool is not None else ():
             client.num_elsewhere = sum(frontend.num_open[client.index] for frontend in self.frontends)
 
@@ -353,15 +353,15 @@ class FrontendGroup:
         if self._ready is not None and all(frontend.opened.is_set() for frontend in self.frontends):
             self.on_open(self._ready)
 
-    # ---- life
+    # ---- running
 
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
-        """As `Frontend.observe_stats`."""
+        """Same as `Frontend.observe_stats`."""
         if self.metrics is not None:
             self.metrics.of(engine).observe_stats(stats)
 
     def on_death(self, engine: int) -> None:
-        """Nothing to do: `_announce_death` has told the frontends."""
+        """No action: `_announce_death` has notified the frontends."""
 
     async def _answer_scrape(self, frontend: FrontendProcess, number: int) -> None:
         frontend.send(Page(number, await self.render_metrics()))
@@ -394,19 +394,19 @@ class FrontendGroup:
             if not asked:
                 complete.set()
 
-    # ---- end
+    # ---- shutdown
 
     def refuse(self) -> None:
-        """As `Frontend.refuse`; frontends are no longer restarted."""
+        """Same as `Frontend.refuse`; frontends are no longer restarted."""
         self.ending = True
         self.broadcast(Drain())
 
     async def drain(self) -> None:
-        """As `Frontend.drain`."""
+        """Same as `Frontend.drain`."""
         await self._until_drained(self.config.server.shutdown_timeout + END_TIMEOUT + 1)
 
     async def fail(self, reason: str) -> None:
-        """As `Frontend.fail`."""
+        """Same as `Frontend.fail`."""
         self.ending = True
         self.broadcast(Fail(reason))
         await self._until_drained(END_TIMEOUT + 1)
@@ -439,7 +439,7 @@ class FrontendGroup:
 
 def share(listener: socket.socket, count: int) -> list[socket.socket]:
     """`count` listeners on the port of `listener`, itself included; the kernel distributes new connections over them.
-    The parent keeps them open, so that connections to a frontend that died wait for its successor. Raises OSError.
+    The parent keeps them open, so that connections to a dead frontend wait for its successor. Raises OSError.
 
     A Unix socket cannot be bound several times, and only Linux distributes connections: elsewhere all frontends accept
     from the one socket.

@@ -24,7 +24,7 @@ logger = logging.getLogger("quire")
 SPARE_CONNECTIONS = 32  # above the limit, if no connection is idle: for probes, and to return 503
 BODY_BUDGET = 128 << 20  # bytes of all bodies that are being received or parsed
 MIN_PROGRESS = 1024  # bytes of a body within `body_timeout`
-LINGER_BYTES = 128 << 20  # of the rest of a body, read and dropped after an early answer
+LINGER_BYTES = 128 << 20  # bytes of an unread body that are read and dropped after an early answer
 CANCEL_DELAY = 0.05  # seconds
 LARGE_BODY = 256 << 10  # bytes, after which memory is given back to the system
 TRIM_DELAY = 1.0  # seconds after a large body
@@ -35,9 +35,9 @@ class Limits:
     """Timeouts are in seconds."""
 
     max_connections: int
-    header_timeout: float = 20.0  # for a request line and its headers, from the connection or their first byte on
-    body_timeout: float = 30.0  # without progress of a body
-    linger_timeout: float = 5.0  # for a client to read an answer that came before its body had been read
+    header_timeout: float = 20.0  # for request line and headers, from the connection or their first byte on
+    body_timeout: float = 30.0  # without progress while receiving a body
+    linger_timeout: float = 5.0  # for a client to read an early answer, sent before its body was read
     body_budget: int = BODY_BUDGET
 
 
@@ -47,7 +47,7 @@ class Connections:
     def __init__(self, limits: Limits):
         self.limits = limits
         self.open: set[Connection] = set()
-        self.idle: dict[Connection, None] = {}  # those without a complete request to answer; the longest idle first
+        self.idle: dict[Connection, None] = {}  # connections without a complete request, longest idle first
         self.body_bytes = 0
         self._trim: asyncio.TimerHandle | None = None
 
@@ -65,7 +65,7 @@ class Connections:
             connection.transport.abort()
 
     def give_back_memory(self) -> None:
-        """Schedule malloc_trim: the memory of a large body stays in the C library's heap otherwise."""
+        """Schedule malloc_trim: the memory of a large body otherwise stays in the C library's heap."""
         if self._trim is None and sys.platform == "linux":
             self._trim = asyncio.get_running_loop().call_later(TRIM_DELAY, self._start_trim)
 
@@ -86,19 +86,19 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, shared: Connections, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.shared, self.limits = shared, shared.limits
-        self.crowded = False  # beyond the limit: only probes are answered
+        self.crowded = False  # over the limit: only probes are answered
         self._next_app, self.app = self.app, self._run
         self.app_state = self.app_state | {"connection": self}
-        self._expects: str | None = None  # what we wait for: "head", "body" or nothing
+        self._expects: str | None = None  # the awaited part: "head", "body" or None
         self._timer: asyncio.TimerHandle | None = None
         self._progress_at, self._progress_bytes = 0.0, 0
         self._body_bytes = self._largest_body = 0
         self._lingering = False
-        self._dropped = 0  # bytes, while lingering
+        self._dropped = 0  # bytes dropped while lingering
 
     @property
     def body_unread(self) -> bool:
-        """Whether the client has more of the present request to send: an answer then ends the connection."""
+        """Whether the client has not sent all of the current request; an answer then ends the connection."""
         return self.conn.their_state is h11.SEND_BODY
 
     @property
@@ -123,7 +123,7 @@ class Connection(H11Protocol):
         self.forget_body()
         self.shared.open.discard(self)
         self.shared.idle.pop(self, None)
-        if self._busy and self.flow.write_paused:  # cancel the answer first: much of it may be buffered
+        if self._busy and self.flow.write_paused:  # cancel the answer first; its buffer may be large
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             self.loop.call_later(CANCEL_DELAY, super().connection_lost, exc)
@@ -142,7 +142,7 @@ class Connection(H11Protocol):
         self._follow(len(data))
 
     def _follow(self, num_bytes: int = 0) -> None:
-        """Update what we wait for, and its deadline, after `num_bytes` have arrived."""
+        """Update the awaited part and its deadline after `num_bytes` have arrived."""
         if self.transport.is_closing():
             self._expect(None)
         elif self._busy:
@@ -172,7 +172,7 @@ class Connection(H11Protocol):
         return self.limits.body_timeout if self._expects == "body" else self.limits.header_timeout
 
     def _on_timer(self) -> None:
-        if self.flow.read_paused:  # we have stopped reading, not the client sending
+        if self.flow.read_paused:  # we stopped reading; the client did not stop sending
             self._progress_at = self.loop.time()
         left = self._progress_at + self._timeout - self.loop.time()
         if left > 0:
@@ -184,13 +184,13 @@ class Connection(H11Protocol):
         else:
             self.transport.close()
 
-    # ---- the memory of bodies
+    # ---- body memory
 
     def _count_body(self, num_bytes: int) -> None:
         self._body_bytes += num_bytes
         self._largest_body = max(self._largest_body, self._body_bytes)
         self.shared.body_bytes += num_bytes
-        alone = self.shared.body_bytes == self._body_bytes  # then the limit of a single body is enough
+        alone = self.shared.body_bytes == self._body_bytes  # the limit of a single body is sufficient then
         if self.shared.body_bytes > self.limits.body_budget and not alone:
             self._refuse_for_now(f"The bodies of the requests being received exceed {self.limits.body_budget} bytes.")
 
@@ -207,7 +207,7 @@ class Connection(H11Protocol):
         """Wraps the application: notes the arrival time, and refuses ambiguous or excess requests."""
         scope["state"]["arrived"] = self.loop.time()
         names = {name for name, _ in scope["headers"]}
-        if {b"content-length", b"transfer-encoding"} <= names:  # request smuggling: a proxy may have used the other one
+        if {b"content-length", b"transfer-encoding"} <= names:  # request smuggling: a proxy may use the other header
             self._refuse(400, "A request must not have both Content-Length and Transfer-Encoding.")
         elif self.crowded and scope["path"] not in PROBES:
             self._refuse_for_now(f"All {self.limits.max_connections} connections of this server are in use.")
@@ -249,10 +249,10 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._follow()
 
-    # ---- the end
+    # ---- closing
 
     def linger(self) -> None:
-        """Close, but let the client read the answer first: with unread data in the socket, the system would drop it."""
+        """Close after the client can read the answer: closing a socket with unread input would drop it."""
         if self._lingering:
             return
         self._lingering = True

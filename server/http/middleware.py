@@ -83,7 +83,7 @@ class RequestBoundary:
             if status is None:
                 await send_json(send_with_headers, 500, internal_error_body(), {})
             elif not complete:
-                raise  # uvicorn closes the connection, so that the client sees a truncated answer as an error
+                raise  # uvicorn closes the connection; the client sees the truncated answer as an error
         finally:
             if not probe:
                 self.state.leave()

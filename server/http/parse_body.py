@@ -1,8 +1,8 @@
-"""Body bytes -> a request type of `protocol.py`, or the `BadRequest` that names the field at fault by its dotted path
+"""Parses a body into a request type of `protocol.py`, or raises `BadRequest` with the dotted path of the invalid field
 (`messages.0.role`).
 
-The type decides what is decoded: undeclared fields are only skipped over, and then judged by name, so that a body of a
-million of them costs no memory.
+Only declared fields are decoded. Undeclared fields are skipped and then checked by name, so that a body with a million
+of them uses no memory.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from quire.server.generate.limits import MAX_TEMPLATE_KWARGS_BYTES
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MAX_NESTING = 64  # of JSON that goes through to templates
-MAX_FIELDS = 256  # of one object
-MAX_MEMBERS = 2**16  # of all objects of a body: to decode so many holds the interpreter for some 20 ms
+MAX_NESTING = 64  # levels of JSON that is passed to templates
+MAX_FIELDS = 256  # per object
+MAX_MEMBERS = 2**16  # per body, over all objects; decoding them holds the interpreter for about 20 ms
 MAX_UNKNOWN = 100  # names of unknown fields that are remembered
-_NEUTRAL_BYTES = 64  # no neutral value of an unsupported field is longer
-_SHOWN_BYTES = 2**16  # no value is looked up for a message in a longer body
+_NEUTRAL_BYTES = 64  # maximum length of a neutral value of an unsupported field
+_SHOWN_BYTES = 2**16  # longer bodies are not searched for the value to show in an error
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?$", re.DOTALL)
-_Members = dict[str, msgspec.Raw]  # an object's members, their values not decoded
+_Members = dict[str, msgspec.Raw]  # members of an object, with raw values
 _members = msgspec.json.Decoder(_Members).decode
 _list_of_members = msgspec.json.Decoder(list[_Members]).decode
 
 
 def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """The request, and the dotted names of unknown fields, `MAX_UNKNOWN` at most.
+    """The request, and the dotted names of at most `MAX_UNKNOWN` unknown fields.
 
     Raises BadRequest; for unknown fields only when `strict`.
     """
@@ -63,10 +63,10 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
 
 
 def _may_have_more_members(body: bytes, limit: int) -> bool:
-    """Whether there are more colons, and more strings, than `limit`: every member has one of each."""
+    """Whether the body has more colons and more strings than `limit`; every member has one of each."""
     if body.count(b":") <= limit:
         return False
-    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # texts have colons, and escaped quotes
+    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # strings may contain colons and escaped quotes
     return without_escapes.count(b'"') // 2 > limit
 
 
@@ -79,7 +79,7 @@ def _deeper_than(value: Any, levels: int) -> bool:
 
 
 def bad_request(error: msgspec.ValidationError, data: Any) -> BadRequest:
-    """The error for a value that does not have its type; it names the field, and shows the value out of `data`."""
+    """The error for a value of the wrong type; it names the field and shows its value from `data`."""
     match = _PATH.match(str(error))
     what, path = match["what"], match["path"] or ""
     keys = [
@@ -89,7 +89,7 @@ def bad_request(error: msgspec.ValidationError, data: Any) -> BadRequest:
     if missing := re.search(r"missing required field `(\w+)`", what):
         param = ".".join([*map(str, keys), missing[1]])
         return BadRequest(f"Missing required parameter: {param}.", param=param, code="missing_required_parameter")
-    while keys and keys[-1] is None:  # a value of a dictionary: the dictionary is what we can name
+    while keys and keys[-1] is None:  # a value inside a dictionary: name the dictionary
         keys.pop()
     param = ".".join(map(str, keys)) or None
     return BadRequest(f"{param or 'body'}: {_readable(what)}{_shown(data, keys)}.", param=param)
@@ -102,7 +102,7 @@ def _readable(what: str) -> str:
 
 
 def _shown(data: Any, keys: list) -> str:
-    """The offending value, if it is short."""
+    """The invalid value, if it is short."""
     for key in keys:
         try:
             data = data[key]

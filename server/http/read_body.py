@@ -22,20 +22,20 @@ logger = logging.getLogger("quire.requests")
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
 
-MIN_BODY_BYTES = 2 * 2**20  # the default limit
-BYTES_PER_TOKEN = 32  # the default limit in long contexts; JSON writes a character in up to 6 bytes
-_MAX_NAMES = 1000  # unknown names that the log has seen
+MIN_BODY_BYTES = 2 * 2**20  # default limit of a body
+BYTES_PER_TOKEN = 32  # default limit per token of a long context; JSON encodes a character in up to 6 bytes
+_MAX_NAMES = 1000  # maximum number of logged unknown names
 
 
 async def take(request: Request, cls: type[T], state: ServerState, use: Callable[[T], R]) -> R:
-    """`use(body)`, where `body` is the request's body parsed as `cls`. What `use` keeps of a large body is freed on the
-    event loop. Unknown fields are noted for the response's `Warning` header.
+    """The result of `use(body)`, with `body` parsed as `cls`. The event loop frees the parts of a large body that `use`
+    keeps. Unknown fields are noted for the response's `Warning` header.
 
-    Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, whatever `use` raises, and ClientGone if the client
-    disconnects, which drops work that still waits for a thread.
+    Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, the errors of `use`, and ClientGone if the client
+    disconnects, which cancels work that still waits for a thread.
     """
     content_type = _content_type(request)
-    if content_type != "application/json":  # also keeps web pages from posting here without a CORS check
+    if content_type != "application/json":  # also prevents web pages from posting here without a CORS check
         raise UnsupportedMediaType(
             f"The body must be sent with Content-Type: application/json, not '{content_type[:100]}'."
         )
@@ -47,11 +47,11 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
         try:
             parsed, unknown = parse(raw, cls, strict=state.config.server.strict_params)
             return use(parsed), unknown, None
-        except ApiError as error:  # drop the frames that hold the parsed body: freeing a large one takes long, too
+        except ApiError as error:  # drop the frames that hold the parsed body, because freeing a large body is slow
             error.__traceback__ = error.__context__ = error.__cause__ = None
             return None, [], error
 
-    # a request's own template is a program: its running time does not depend on its size
+    # a template in the request is a program: its run time does not depend on its size
     size = max(len(raw), SMALL) if state.config.server.trust_request_chat_template else len(raw)
     if state.threads.takes_long(size):
         used, unknown, refusal = await sse.unless_disconnected(request, state.threads.run(size, work))
@@ -68,7 +68,7 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
 
 
 def require_deliberate(request: Request) -> None:
-    """For a POST without a body: require a header that a web page cannot send cross-origin without a CORS check.
+    """Check a POST without a body: require a header that a web page cannot send cross-origin without a CORS check.
 
     Raises UnsupportedMediaType.
     """

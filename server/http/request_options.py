@@ -1,4 +1,4 @@
-"""What a generation request says in its HTTP headers: id, priority, deadline; and its room in the queue."""
+"""Reads id, priority and deadline of a generation request from HTTP headers, and reserves its room in the queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.server.state import ServerState
 
 
 def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
-    """Raises Unavailable when the queue is full. The outermost middleware releases the room after the answer."""
+    """Reserve room in the queue; the outermost middleware releases it after the answer. Raises Unavailable if full."""
     num_choices = sum(one.n for one in requests)
     state.require_room(num_choices, sum(one.n * len(one.prompt_token_ids) for one in requests), param)
     state.num_reserved += num_choices

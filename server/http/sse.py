@@ -1,5 +1,5 @@
-"""Server-sent events: the ASGI response that sends frames, keeps the connection alive while there are none, and notices
-when the client goes away.
+"""Server-sent events: an ASGI response that sends frames, sends keep-alive comments between them, and detects that the
+client disconnected.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HEADERS = [
 
 
 def event(data: bytes) -> bytes:
-    """One event out of JSON, which has no raw line breaks."""
+    """One event with JSON as data, which has no raw line breaks."""
     return b"data: " + data + b"\n\n"
 
 
 async def to_the_end(frames: AsyncGenerator[bytes, None], request_id: str) -> AsyncGenerator[bytes, None]:
-    """`frames`, then DONE. An error midway is an event too: the status has been sent. Closing it closes `frames`."""
+    """Yield `frames`, then DONE. An error midway is an event, as the status was sent. `aclose` closes `frames`."""
     try:
         async for frame in frames:
             yield frame
@@ -49,8 +49,8 @@ async def to_the_end(frames: AsyncGenerator[bytes, None], request_id: str) -> As
 
 
 class EventStream(Response):
-    """Sends each of `frames` (bytes of whole events) as it comes. `keep_alive` is the seconds of silence after which a
-    comment is sent; 0 is never.
+    """Sends each of `frames` (bytes of whole events) as it comes. A comment is sent after `keep_alive` seconds of
+    silence; 0 disables it.
 
     `send` waits while the client's buffers are full; no frames are requested then, so that pending outputs are
     merged into fewer of them.
@@ -65,7 +65,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.last_sent = asyncio.get_running_loop().time()
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        # the headers go out now: the first token may take a while
+        # send the headers now; the first token may take a while
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         pump = asyncio.create_task(self._pump(send))
         watch = asyncio.create_task(self._watch(receive, send))
@@ -88,7 +88,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, receive: Receive, send: Send) -> None:
-        """Returns when the client has gone; sends the comments."""
+        """Send the comments; return after the client disconnects."""
         clock = asyncio.get_running_loop().time
         while True:
             silence = clock() - self.last_sent
@@ -107,7 +107,7 @@ class ClientGone(Exception):
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away. Raises ClientGone then."""
+    """The result of `work`. If the client disconnects, cancels it and raises ClientGone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.create_task(_disconnected(request))
     try:

@@ -1,4 +1,4 @@
-"""Answers until the routes are imported (FastAPI and pydantic take most of a second): probes, and 503 for the rest."""
+"""Answers probes, and 503 to other requests, until the routes are imported (FastAPI and pydantic: most of a second)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StartupGate:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["path"].startswith("/v1/models") and self.state.status == "loading":
-            # the first request of many clients: hold it until the answer is known
+            # many clients send this request first: hold it until the answer is known
             await self._wait()
             await self(scope, receive, send)
         elif scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):

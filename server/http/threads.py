@@ -12,30 +12,30 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-SMALL = 2048  # bytes of input: about a millisecond at worst, as much as a few trips to a thread
-PER_TURN = 4 * SMALL  # bytes of small inputs in one turn of the event loop
-LARGE = 2**18  # bytes from which on work has threads of its own, so that all others wait for nothing that takes long
-# seconds that the loop waits for a thread to let go of the interpreter; Python's default is 5 ms
+SMALL = 2048  # bytes of input: at most about 1 ms of work, the cost of a few switches to a thread
+PER_TURN = 4 * SMALL  # bytes of small inputs per event loop iteration
+LARGE = 2**18  # bytes from which work gets separate threads, so that other work does not wait for it
+# seconds until a thread must release the GIL to the loop; Python's default is 5 ms
 SWITCH_INTERVAL = 0.001
 
 
 class Threads:
     """Belongs to one event loop.
 
-    A size is in bytes of the request's body, or of as much work as that many of them make.
+    A size is in bytes of request body, or work equivalent to that many bytes.
     """
 
     def __init__(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="work")
         self._pool_for_large = ThreadPoolExecutor(max_workers=2, thread_name_prefix="large-work")
-        self._spent = 0  # bytes of small inputs in this turn
+        self._spent = 0  # bytes of small inputs in this iteration
 
     def takes_long(self, size: int) -> bool:
         return size >= SMALL or self._spent + size > PER_TURN
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
-        """The result of `function`. Work that has not begun when the caller is cancelled is dropped."""
+        """The result of `function`. If the caller is cancelled before the work begins, the work is dropped."""
         loop = asyncio.get_running_loop()
         if self.takes_long(size):
             return await loop.run_in_executor(self._pool_for_large if size >= LARGE else self._pool, function)

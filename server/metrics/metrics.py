@@ -62,7 +62,7 @@ def _token_buckets(max_model_len: int) -> list[int]:
 
 
 class Histogram:
-    """Counts per bucket; a value belongs to the first bucket whose bound is not below it."""
+    """Counts per bucket; a value belongs to the first bucket whose bound is at least the value."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -76,12 +76,12 @@ class Histogram:
         self.total += value * count
 
     def add(self, counts: list[int], total: float) -> None:
-        """The observations of another one with the same bounds."""
+        """Add the observations of another histogram with the same bounds."""
         self.counts = [ours + theirs for ours, theirs in zip(self.counts, counts, strict=True)]
         self.total += total
 
     def buckets(self) -> list[tuple[str, int]]:
-        """(upper bound, observations up to it), as Prometheus wants them."""
+        """Pairs (upper bound, number of observations up to it), in Prometheus' form."""
         cumulative, rows = 0, []
         for bound, count in zip([*self.bounds, float("inf")], self.counts):
             cumulative += count
@@ -123,7 +123,7 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def of(self, engine: int) -> Metrics:
-        """Where the requests of `engine` are recorded: here, because there is only one."""
+        """The metrics of `engine`: these, because there is only one engine."""
         return self
 
     # ---- recording
@@ -150,7 +150,7 @@ class Metrics(Collector):
         self._histograms["time_to_first_token_seconds"].observe(latency)
 
     def observe_tokens(self, interval: float, num_tokens: int) -> None:
-        """`num_tokens` came `interval` seconds after the last of the same sequence."""
+        """`num_tokens` arrived `interval` seconds after the previous token of the sequence."""
         self._inter_token.observe(interval / num_tokens, num_tokens)
 
     def observe_request(
@@ -161,7 +161,7 @@ class Metrics(Collector):
         first_token_time: float,
         timing: RequestTiming | None,
     ) -> None:
-        """A sequence has ended now. `request` is its GenerationRequest, `first_token_time` is 0 if it had none.
+        """A sequence ended. `request` is its GenerationRequest, `first_token_time` is 0 without a token.
 
         The engine does not know stop strings, and sends no `timing` for sequences that end at one: their queue and
         compute times are not recorded.
@@ -188,7 +188,7 @@ class Metrics(Collector):
             histograms["request_time_per_output_token_seconds"].observe(decode_time / (num_output_tokens - 1))
 
     def observe_group(self, request: GenerationRequest, max_num_output_tokens: int) -> None:
-        """All n sequences of a request have ended; `max_num_output_tokens` is that of the longest."""
+        """All n sequences of a request have ended; `max_num_output_tokens` is the maximum over them."""
         self._histograms["request_params_n"].observe(request.n)
         self._histograms["request_max_num_generation_tokens"].observe(max_num_output_tokens)
 
@@ -197,7 +197,7 @@ class Metrics(Collector):
         self._finished["abort"] += 1
 
     def observe_http(self, handler: str, method: str, status: int) -> None:
-        """An HTTP request was answered. `handler` is its route, not its path, of which there may be any number."""
+        """An HTTP request was answered. `handler` is the route, not the path: the number of paths is unbounded."""
         key = (handler, method, f"{status // 100}xx")
         self._http[key] = self._http.get(key, 0) + 1
 
@@ -207,7 +207,7 @@ class Metrics(Collector):
         """
         self._cache_config = {name: str(value) for name, value in fields.items()}
 
-    # ---- several as one
+    # ---- aggregation
 
     def counts(self) -> Counts:
         """The counts so far, without gauges."""
@@ -240,7 +240,7 @@ class Metrics(Collector):
     # ---- publishing
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Any]:
@@ -315,7 +315,7 @@ _COUNTERS = {
     "prompt_tokens_cached": "Prompt tokens that were found in the cache.",
     "generation_tokens": "Tokens generated.",
 }
-_HISTOGRAMS = {  # name: (bounds; None: token counts up to the context length, what it is)
+_HISTOGRAMS = {  # name: (bounds, or None for token counts up to the context length; help text)
     "time_to_first_token_seconds": (_FIRST_TOKEN, "From a request's arrival to its first token."),
     "inter_token_latency_seconds": (_NEXT_TOKEN, "Between consecutive tokens of a sequence."),
     "request_time_per_output_token_seconds": (_NEXT_TOKEN, "A sequence's mean time per token after its first."),

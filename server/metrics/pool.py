@@ -28,7 +28,7 @@ def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metric
 
 
 class MetricsPool(Collector):
-    """`of(engine)` records that engine's requests; metrics that belong to no engine are recorded by the first."""
+    """`of(engine)` records the requests of one engine; the first engine records metrics that belong to no engine."""
 
     def __init__(self, engines: list[Metrics]):
         self.engines = engines
@@ -41,7 +41,7 @@ class MetricsPool(Collector):
         return self.engines[engine]
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What the routes need of the metrics. `Metrics` records one engine, `MetricsPool` several."""
+"""The metrics interface of the routes. `Metrics` implements it for one engine, `MetricsPool` for several."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineMetrics(Protocol):
 
 class MetricsSink(Protocol):
     def of(self, engine: int) -> EngineMetrics:
-        """Where the requests of engine `engine` are recorded."""
+        """The metrics that record the requests of engine `engine`."""
 
     def observe_http(self, handler: str, method: str, status: int) -> None: ...
 

@@ -11,7 +11,7 @@ from quire.engine.messages import EngineStats
 
 logger = logging.getLogger("quire.stats")
 
-_HIT_RATE_WINDOW = 1000  # messages with prefix lookups that the hit rate covers
+_HIT_RATE_WINDOW = 1000  # number of messages with prefix lookups in the hit rate
 
 
 class StatsLog:
@@ -41,7 +41,7 @@ class StatsLog:
             self._lookups.append((stats.prefix_cache_queries, stats.prefix_cache_hits))
 
     async def run(self) -> None:
-        """Log until cancelled; not at all if the interval is 0."""
+        """Log until cancelled; return at once if the interval is 0."""
         while self._interval > 0:
             await asyncio.sleep(self._interval)
             self.log(time.monotonic())

@@ -1,4 +1,4 @@
-"""The file of `--address-file`, in which a server writes where it listens, for `quire health` (`cli/health.py`)."""
+"""Writes the address a server listens on to the file of `--address-file`, for `quire health` (`cli/health.py`)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import contextlib
 import os
 import socket
 
-_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a server that listens on every address
+_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address -> loopback address
 
 
 def address_of(listener: socket.socket) -> str:
-    """Where this machine reaches `listener`: "127.0.0.1:8000", "[::1]:8000" or "unix:/path"."""
+    """The address at which this machine reaches `listener`: "127.0.0.1:8000", "[::1]:8000" or "unix:/path"."""
     if listener.family == socket.AF_UNIX:
         return "unix:" + os.path.abspath(listener.getsockname())
     host, port = listener.getsockname()[:2]
@@ -19,7 +19,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def write_address(path: str, listener: socket.socket) -> None:
-    """Replace the file `path` in one step. Raises OSError."""
+    """Replace the file `path` atomically. Raises OSError."""
     part = f"{path}.{os.getpid()}"
     with open(part, "w", encoding="utf-8") as file:
         file.write(address_of(listener))

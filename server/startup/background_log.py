@@ -1,4 +1,4 @@
-"""A log handler that never blocks: the reader of stderr may stall, and must not stall the event loop."""
+"""A log handler that never blocks, so that a stalled reader of stderr does not stall the event loop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import queue
 import threading
 from typing import TextIO
 
-MAX_LINES = 10_000  # that wait to be written; what comes then is dropped, and counted
-FLUSH_TIMEOUT = 1.0  # seconds at the end of the process
+MAX_LINES = 10_000  # waiting to be written; further lines are dropped and counted
+FLUSH_TIMEOUT = 1.0  # seconds, at process exit
 
 
 class BackgroundHandler(logging.Handler):
@@ -20,7 +20,7 @@ class BackgroundHandler(logging.Handler):
         self._stream = stream
         self._lines: queue.Queue[str] = queue.Queue(max_lines)
         self._num_dropped = 0
-        self._counting = threading.Lock()  # not the handler's own, which is held during `flush`
+        self._counting = threading.Lock()  # not the handler's own lock, which is held during `flush`
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -33,7 +33,7 @@ class BackgroundHandler(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Until all is written, for FLUSH_TIMEOUT seconds."""
+        """Wait until all lines are written, at most FLUSH_TIMEOUT seconds."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_TIMEOUT)
 
@@ -44,7 +44,7 @@ class BackgroundHandler(logging.Handler):
                 num_dropped, self._num_dropped = self._num_dropped, 0
             if num_dropped:
                 line = f"{num_dropped} lines were dropped here: the log was not read\n{line}"
-            with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
+            with contextlib.suppress(OSError, ValueError):  # disk full, or the reader has closed the pipe
                 self._stream.write(line)
                 self._stream.flush()
             self._lines.task_done()

@@ -1,4 +1,4 @@
-"""The limits of open files and connections, and their log."""
+"""Raises the limit of open files, derives the limit of connections, and limits the rate of related log lines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 logger = logging.getLogger("quire")
 
-BACKLOG = 1024  # connections that the kernel holds until we accept them
-ACCEPTS_PER_TURN = 16  # of the event loop: so few have a descriptor before they are counted
-RESERVED_DESCRIPTORS = 128  # for all but connections: engines, files, and connections not counted yet or being closed
+BACKLOG = 1024  # connections that the kernel queues until we accept them
+ACCEPTS_PER_TURN = 16  # connections accepted per event loop iteration; they have descriptors before they are counted
+RESERVED_DESCRIPTORS = 128  # for engines, files, and connections that are not counted yet or are being closed
 MOST_DESCRIPTORS = 1 << 20
-ACCEPT_LOG_INTERVAL = 10.0  # seconds between complaints that no connection can be accepted
+ACCEPT_LOG_INTERVAL = 10.0  # seconds between errors logged when no connection can be accepted
 
 
 def raise_descriptor_limit() -> None:
@@ -29,14 +29,14 @@ def raise_descriptor_limit() -> None:
 
 
 def max_connections() -> int:
-    """The number of connections that fits into the limit of open files."""
+    """The number of connections that the limit of open files allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     return max(soft - RESERVED_DESCRIPTORS, soft // 2)
 
 
 def complain_once_about_descriptors(loop: asyncio.AbstractEventLoop) -> None:
-    """asyncio reports every connection that cannot be accepted, thousands in a second: one in ten seconds is enough."""
+    """Log at most one failed accept per ACCEPT_LOG_INTERVAL; asyncio reports thousands per second."""
     silent_until = 0.0
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

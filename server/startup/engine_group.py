@@ -1,4 +1,4 @@
-"""The start that `quire serve` and the offline `LLM` share: model folder -> engine processes -> clients, supervisors
+"""The startup shared by `quire serve` and the offline `LLM`: model folder -> engine processes -> clients, supervisors
 and the tokenizer.
 """
 
@@ -19,17 +19,17 @@ from quire.server.engines.supervisor import Supervisor, in_thread
 from quire.server.startup import hub
 from quire.server.state import ModelInfo, known_token_ids
 
-if TYPE_CHECKING:  # imported late: they take time
+if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.engines.client import EngineClient
     from quire.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 
-TERMINATE_TIMEOUT = 5.0  # seconds for an engine to end
+TERMINATE_TIMEOUT = 5.0  # seconds for an engine to exit
 
 
 class EngineUser(Protocol):
-    """What serves the requests: `Frontend`, `FrontendGroup` or the offline `Runtime`."""
+    """The component that serves requests: `Frontend`, `FrontendGroup` or the offline `Runtime`."""
 
     def connect(
         self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
@@ -45,7 +45,7 @@ class EngineGroup:
 
     def __init__(self, config: Config):
         self.config = config
-        self.folder: str | None = None  # of the model, once it is on this machine
+        self.folder: str | None = None  # the model folder, once it is on this machine
         self.processes: list[EngineProcess] = []
         self.supervisors: list[Supervisor] = []
 
@@ -55,7 +55,10 @@ class EngineGroup:
             self.start(folder)
 
     def start(self, folder: str) -> None:
-        """Start one process per engine. Raises ValueError for a folder without a model, and if the system refuses."""
+        """Start one process per engine.
+
+        Raises ValueError if the folder has no model or the system cannot start a process.
+        """
         check_model_folder(folder)
         self.folder = folder
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=folder))
@@ -77,15 +80,15 @@ class EngineGroup:
     ) -> None:
         """Download the model if needed, load the tokenizer, and keep the engines alive.
 
-        `on_ready` is told whether the engine was ready before; `progress` gets a phase and the fraction done. Ends only
-        by raising: ValueError for a wrong model or setting, EngineFailed.
+        `on_ready` receives whether the engine was ready before; `progress` receives a phase and the fraction done.
+        Never returns; raises ValueError for a wrong model or setting, EngineFailed.
         """
         if self.folder is None:
             progress("resolving model", 0.0)
             self.start(await self._resolve(self.config.model.model, progress))
 
         def on_progress(engine: int, message: Progress) -> None:
-            if engine == 0:  # one progress bar is enough: the others do the same
+            if engine == 0:  # show one progress bar; the other engines load the same model
                 progress(message.phase, message.fraction)
 
         clients = user.connect(on_stats, on_progress)
@@ -98,7 +101,7 @@ class EngineGroup:
                 for supervisor in self.supervisors:
                     tasks.create_task(supervisor.run())
                 tasks.create_task(self._load_tokenizer(user, progress))
-        except ExceptionGroup as errors:  # one error: it cancelled the other tasks
+        except ExceptionGroup as errors:  # the first error cancelled the other tasks
             raise errors.exceptions[0] from None
 
     async def _load_tokenizer(self, user: EngineUser, progress: Callable[[str, float], None]) -> None:
@@ -124,7 +127,7 @@ class EngineGroup:
         return [supervisor.engine for supervisor in self.supervisors] or self.processes
 
     async def terminate(self) -> None:
-        """End all engines, by force after TERMINATE_TIMEOUT."""
+        """Terminate all engines; kill them after TERMINATE_TIMEOUT."""
         await asyncio.gather(
             *(in_thread(functools.partial(engine.terminate, TERMINATE_TIMEOUT)) for engine in self._current())
         )
@@ -143,7 +146,7 @@ async def load_tokenizer(config: Config, folder: str) -> Tokenizer:
         tokenizer = Tokenizer.load(
             folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code
         )
-        _ = tokenizer.max_token_chars  # computed once: not during the first request
+        _ = tokenizer.max_token_chars  # compute now, not during the first request
         return tokenizer
 
     return await in_thread(load)
@@ -152,7 +155,7 @@ async def load_tokenizer(config: Config, folder: str) -> Tokenizer:
 def model_info(
     config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampling_defaults: dict[str, Any]
 ) -> ModelInfo:
-    """What requests are checked against."""
+    """The facts about the model that requests are checked against."""
     return ModelInfo(
         worker.max_model_len,
         worker.vocab_size,

@@ -1,6 +1,6 @@
-"""MODEL -> a local folder: itself, or a download from the Hugging Face Hub.
+"""Resolves MODEL to a local folder: the folder itself, or a download from the Hugging Face Hub.
 
-huggingface_hub is imported only for the latter.
+huggingface_hub is imported only for a download.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Progress = Callable[[str, float], None]
 def local_folder(model: str) -> str | None:
     """`model` as an absolute path if it is a folder, else None.
 
-    Raises ValueError if it can only mean a path, but there is no such folder.
+    Raises ValueError if `model` can only be a path and the folder does not exist.
     """
     path = os.path.expanduser(model)
     if os.path.isdir(path):
@@ -47,7 +47,7 @@ def _require_reachable(path: str) -> None:
     except PermissionError:
         raise ValueError(f"model: {denied(path)}") from None
     except OSError:
-        pass  # there is none: the caller says so
+        pass  # the path does not exist: the caller reports it
 
 
 def resolve(
@@ -60,8 +60,8 @@ def resolve(
 ) -> str:
     """The folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` is called from other threads.
 
-    HF_HUB_OFFLINE, HF_TOKEN and HF_HOME mean what they mean to huggingface_hub. Raises ValueError saying what is wrong
-    and what to do.
+    huggingface_hub reads HF_HUB_OFFLINE, HF_TOKEN and HF_HOME as usual. Raises ValueError with the cause and the
+    remedy.
     """
     folder = local_folder(model)
     if folder is not None:
@@ -77,12 +77,12 @@ def resolve(
         return hub.snapshot_download(
             model, revision=revision, cache_dir=download_dir, tqdm_class=_bar_class(num_bytes, progress), **patterns
         )
-    except Exception as error:  # of huggingface_hub, of its HTTP client, of the disk
+    except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
         raise ValueError(_explain(error, model, revision)) from error
 
 
 def _bytes_to_download(model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]) -> int:
-    """What is not in the cache yet; 0 also when the Hub cannot be asked, and the cache decides."""
+    """The number of bytes missing from the cache; 0 if the Hub is unreachable and only the cache is used."""
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
@@ -105,7 +105,7 @@ def _bytes_to_download(model: str, revision: str | None, download_dir: str | Non
 def _bar_class(num_bytes: int, progress: Progress) -> type:
     """A silent tqdm that reports how much of `num_bytes` has arrived.
 
-    The library makes several bars; one counts the bytes, and that is the fullest.
+    The library makes several bars; the one with the highest count is the one that counts bytes.
     """
     from tqdm import tqdm
 

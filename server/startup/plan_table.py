@@ -1,6 +1,4 @@
-"""The table of memory use and of automatically chosen settings, shown before serving and by `quire
-check`.
-"""
+"""Formats the table of memory use and automatically chosen settings, shown before serving and by `quire check`."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from quire.engine.messages import WorkerReady
 
 
 def plan_table(ready: WorkerReady) -> str:
-    """Several lines of text, without a line break at the end."""
+    """The table as several lines of text, without a trailing newline."""
     plan = ready.plan
     num_tokens = (ready.num_blocks - 1) * ready.block_size
     rows = [
@@ -49,7 +47,7 @@ def plan_table(ready: WorkerReady) -> str:
 
 
 def format_bytes(size: int) -> str:
-    """Three significant digits at least: 640 B, 1.20 GiB, 139 GiB."""
+    """A size with at least three significant digits: 640 B, 1.20 GiB, 139 GiB."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

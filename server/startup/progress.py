@@ -1,4 +1,4 @@
-"""Shows the phases of the start: bars on a terminal, log lines elsewhere."""
+"""Shows the phases of startup: bars on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINE_INTERVAL = 5.0  # seconds between log lines of one phase
 
 
 class StartProgress:
-    """`update(phase, fraction)` as often as one likes, from one thread; `close()` when all is done or has failed."""
+    """Call `update(phase, fraction)` at any rate from one thread, and `close()` after startup succeeds or fails."""
 
     def __init__(self, stream: TextIO = sys.stderr):
         self.stream = stream

@@ -1,4 +1,4 @@
-"""The engine, its client and the tokenizer of an offline `LLM`: started as by `quire serve`, but without HTTP."""
+"""The engine, its client and the tokenizer of an offline `LLM`, started as in `quire serve` but without HTTP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Runtime:
         return self.engines.supervisors[0]
 
     async def start(self) -> None:
-        """Returns when the engine has completed a step.
+        """Start the engine; returns after it has completed a step.
 
         Raises ValueError for a wrong model or setting, RuntimeError if the engine cannot start.
         """
@@ -59,7 +59,7 @@ class Runtime:
         logger.info("%s", plan_table(self.state.client.ready.worker))
 
     async def _run(self, progress: Callable[[str, float], None]) -> None:
-        """Run the engine until it cannot be kept alive; then every open request, and every later one, fails.
+        """Run the engine until restarts fail; then fail all open and later requests.
 
         Raises ValueError for a wrong model or setting.
         """
@@ -79,7 +79,7 @@ class Runtime:
         if self.state.failure is not None:
             raise RuntimeError(f"the engine failed: {self.state.failure}")
 
-    # ---- called by the engine group
+    # ---- callbacks of the engine group
 
     def connect(
         self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
@@ -94,10 +94,10 @@ class Runtime:
         self._open()
 
     def on_death(self, engine: int) -> None:
-        """Nothing to do: the requests wait in the client for the next engine."""
+        """No action: the client keeps the requests for the next engine."""
 
     def _open(self) -> None:
-        """Requests can run once both the engine and the tokenizer are loaded."""
+        """Mark the runtime as open if both the engine and the tokenizer are loaded."""
         state = self.state
         if state.client.ready is None or state.tokenizer is None:
             return
@@ -108,7 +108,7 @@ class Runtime:
     def _observe_stats(self, stats: EngineStats) -> None:
         self.state.stats = stats
 
-    # ---- end
+    # ---- shutdown
 
     async def stop(self) -> None:
         """End the engine. Idempotent."""

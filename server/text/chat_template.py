@@ -1,6 +1,6 @@
-"""Chat messages -> prompt text, through the model's Jinja template, character for character as transformers renders it.
+"""Renders chat messages to prompt text with the model's Jinja template, exactly as transformers does.
 
-The environment that templates on the Hub are written for: an immutable sandbox with `trim_blocks` and `lstrip_blocks`,
+Provides the environment that templates on the Hub expect: an immutable sandbox with `trim_blocks` and `lstrip_blocks`,
 `break`/`continue`, `{% generation %}` blocks, a `tojson` that keeps HTML characters, `raise_exception`, `strftime_now`.
 """
 
@@ -21,18 +21,18 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# transformers' own: a template that looks at the text behaves the same under both
+# same text as in transformers, so that a template that inspects it behaves the same
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-MAX_SECONDS = 1.0  # of CPU time for a template that came with a request
-MAX_CHARS = 2**24  # that it may write
+MAX_SECONDS = 1.0  # CPU seconds for a template sent with a request
+MAX_CHARS = 2**24  # output limit of such a template
 _MAX_POWER_BITS = 2**16
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names for the same thing; templates read the first
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first
 
 
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks assistant text for training masks.
 
-    To render it is to render its body, in a scope of its own.
+    Renders its body in a new scope.
     """
 
     tags = {"generation"}
@@ -47,7 +47,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _PlainDict:
-    """`dict(...)` and `dict.fromkeys(...)`, without access to the class."""
+    """Provides `dict(...)` and `dict.fromkeys(...)` without access to the class."""
 
     def __call__(self, *args, **kwargs):
         return dict(*args, **kwargs)
@@ -57,9 +57,9 @@ class _PlainDict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace(...)` that refuses names with a leading underscore, the way out of the sandbox."""
+    """`namespace(...)` that rejects names with a leading underscore, which would allow a sandbox escape."""
 
-    def __init__(*args, **kwargs):  # no named self: `namespace(self=...)` is legal
+    def __init__(*args, **kwargs):  # no parameter named self, because `namespace(self=...)` is legal
         self, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
@@ -89,7 +89,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Products and powers whose size explodes are refused: they run in C, where no time limit reaches them."""
+    """Rejects products and powers with huge results: they run in C, which the time limit cannot interrupt."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -109,13 +109,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Limit(ValueError):
-    """A stranger's template went too far."""
+    """A template sent with a request exceeded a limit."""
 
 
 def _within_limits(function: Callable[[], str]) -> str:
-    """The result of `function`, or ValueError when this thread has computed for it for `MAX_SECONDS`. Every line of
-    Python looks at the clock, those of loops, macros and filters included, which costs a multiple of the time:
-    strangers' templates pay it.
+    """The result of `function`. Raises ValueError after `MAX_SECONDS` of this thread's CPU time.
+
+    A trace function reads the clock on every line of Python, including loops, macros and filters. This multiplies the
+    run time, so only templates sent with requests are limited.
     """
     end = time.thread_time() + MAX_SECONDS
 
@@ -134,7 +135,7 @@ def _within_limits(function: Callable[[], str]) -> str:
 
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> ChatTemplate:
-    """The template of this text, compiled once per process.
+    """The compiled template for this text, cached per process.
 
     Raises ValueError with line and reason if it is not valid Jinja.
     """
@@ -173,7 +174,7 @@ class ChatTemplate:
         limited: bool = False,
     ) -> str:
         """The prompt for `messages` (plain JSON data). `variables` are further template variables, special tokens among
-        them; `limited` bounds the time and the length (`MAX_SECONDS`, `MAX_CHARS`).
+        them; `limited` bounds time and output length (`MAX_SECONDS`, `MAX_CHARS`).
 
         Raises ValueError if the template refuses the messages, or if `continue_final_message` cannot continue the last
         one.
@@ -202,7 +203,7 @@ class ChatTemplate:
         return text if final is None else _cut_at_tag(text, final)
 
     def _run(self, variables: dict[str, Any], max_chars: float = math.inf) -> str:
-        """`variables` are one mapping, for their names come from requests: "self" is one."""
+        """Render once. `variables` is one mapping because requests choose the names, which may include "self"."""
         parts, size = [], 0
         try:
             for part in self._template.generate(variables):
@@ -217,15 +218,15 @@ class ChatTemplate:
             raise ValueError(f"the chat template needs a value that is missing: {error}") from error
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        except Exception as error:  # a template is a program: any error is caused by it or by its input
+        except Exception as error:  # a template is a program: it or its input causes any error
             raise ValueError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from error
 
     def _probe_content(self) -> tuple[bool, bool]:
-        """Does the template print content given as text, and content given as a list of parts?
+        """Determine whether the template prints content given as text, and content given as a list of parts.
 
-        A template for plain text prints a list's Python notation or fails on it; one for lists iterates over the
-        characters of a text and prints none of it. So both are tried, on the shortest conversation. If that cannot be
-        rendered at all, plain text is assumed.
+        A template for plain text prints the repr of a list or fails on it; a template for lists iterates over the
+        characters of a text and prints none. Both forms are tried on the shortest conversation. If neither renders,
+        plain text is assumed.
         """
 
         def attempt(content: Any) -> str:
@@ -247,7 +248,7 @@ class ChatTemplate:
                 return ""
 
         text, parts = attempt("qzprobe"), attempt([{"type": "text", "text": "qzprobe"}])
-        accepts_parts = "qzprobe" in parts and parts.count("type") <= text.count("type")  # the keys are not printed
+        accepts_parts = "qzprobe" in parts and parts.count("type") <= text.count("type")  # no repr of the dict
         return "qzprobe" in text or not accepts_parts, accepts_parts
 
     @property
@@ -307,7 +308,7 @@ def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def _cut_at_tag(text: str, final: str) -> str:
     """`text` up to the marker.
 
-    Where the template stripped the marker's space, the message's own trailing space went with it.
+    If the template stripped the marker's space, it also stripped the trailing space of the message.
     """
     tag = _CONTINUE_TAG.strip()
     if final.strip() not in text or tag not in text:

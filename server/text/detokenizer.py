@@ -1,4 +1,4 @@
-"""Output ids of one request -> text that may be sent: whole characters, and never the beginning of a stop string."""
+"""Converts the output ids of one request to sendable text: whole characters, without the beginning of a stop string."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from quire.server.text.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Finds stop strings in a text that arrives in parts, at the same cost for one and for many (the automaton of Aho
-    and Corasick).
+    """Finds stop strings in text that arrives in parts. An Aho-Corasick automaton, so the cost does not depend on the
+    number of stop strings.
 
-    A state stands for the longest end of the text that begins a stop string; 0 is that of the empty end. Immutable: the
-    choices of a request share one.
+    A state represents the longest suffix of the text that begins a stop string; 0 is the empty suffix. Immutable; the
+    choices of a request share one instance.
     """
 
     def __init__(self, stop: Sequence[str]):
         self.strings = list(stop)
-        self.depth = [0]  # of each state: characters of that end
-        self.held = [0]  # of each state: characters of the longest end that may still grow into a stop string
+        self.depth = [0]  # per state: length of that suffix in characters
+        self.held = [0]  # per state: length of the longest suffix that can still grow into a stop string
         self._next: list[dict[str, int]] = [{}]
-        self._fail = [0]  # the state of the next shorter such end
-        self._hit = [-1]  # of each state: the first in `stop` of the strings that are complete with it
+        self._fail = [0]  # per state: the state of the next shorter such suffix
+        self._hit = [-1]  # per state: index of the first string in `stop` that it completes, or -1
         for index, string in enumerate(self.strings):
             self._add(index, string)
         self._link()
@@ -49,7 +49,7 @@ class StopStrings:
             self._hit[state] = index
 
     def _link(self) -> None:
-        """Breadth first, so that shorter prefixes are linked already."""
+        """Compute the failure links, breadth first, because each needs those of shorter prefixes."""
         queue = deque([0])
         while queue:
             state = queue.popleft()
@@ -69,8 +69,8 @@ class StopStrings:
         return following
 
     def scan(self, state: int, text: str, match: bool) -> tuple[int, int, int]:
-        """Read `text` from `state` on, if `match` up to the end of the first stop string: the new state, how much was
-        read, and that string's index or -1.
+        """Advance `state` over `text`; if `match`, stop at the end of the first stop string. Returns the new state, the
+        number of characters read, and the index of that string or -1.
         """
         position, end = 0, len(text)
         while position < end:
@@ -86,15 +86,15 @@ class StopStrings:
 
 
 class Detokenizer:
-    """Text of one sequence as its tokens arrive. The pushes and `finish` add up to the full text, cut at the first stop
-    string.
+    """Decodes one sequence as its tokens arrive.
 
-        text decoded so far:  [ emitted ............ | tail ]       tail: the longest end that may grow into a stop
-        string
-        tokens:               [ num_released | the rest     ]       released: all of their text is emitted
+    The results of `push` and `finish` add up to the full text, cut at the first stop string.
 
-    A stop string counts if it is complete with a token after the first `min_tokens`. Of several, the one complete first
-    wins, then the one that comes first in `stop`.
+        text decoded so far:  [ emitted ............ | tail ]      tail: longest suffix that may grow into a stop string
+        tokens:               [ num_released | the rest     ]      released: all of their text is emitted
+
+    A stop string counts if a token after the first `min_tokens` completes it. If several match, the one completed
+    first wins, then the one that is first in `stop`.
     """
 
     def __init__(
@@ -108,20 +108,20 @@ class Detokenizer:
         min_tokens: int = 0,
     ):
         self.stopped: str | None = None  # the stop string that was hit
-        self.num_tokens = 0  # pushed, up to the one that completed a stop string
+        self.num_tokens = 0  # tokens pushed, up to the one that completed a stop string
         self.num_released = 0
         self._stream = tokenizer.stream(prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
         self._stop = stop if isinstance(stop, StopStrings) else StopStrings(stop)
-        self._state = 0  # of `_stop`, at the end of the text decoded so far
+        self._state = 0  # state of `_stop` at the end of the text decoded so far
         self._include = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._tail = ""
         self._num_decoded = 0  # characters
-        # of each token not released: the number of characters that must be emitted for it to be
+        # per unreleased token: the number of emitted characters that releases it
         self._ends: deque[int] = deque()
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take new tokens; return the text that may be sent now. Once a stop string was hit, tokens are ignored."""
+        """Add tokens and return the text that can be sent now. Tokens after a stop string are ignored."""
         texts = []
         for token_id in ids:
             if self.stopped is not None:
@@ -130,7 +130,7 @@ class Detokenizer:
         return "".join(texts)
 
     def finish(self) -> str:
-        """The text still held back: no more tokens will come. An unfinished character becomes U+FFFD."""
+        """End the sequence and return the text still held back. An unfinished character becomes U+FFFD."""
         if self.stopped is not None:
             return ""
         text = self._stream.finish()
@@ -150,7 +150,7 @@ class Detokenizer:
         if self.stopped is not None or not (held or self._tail):
             self._release_all()
         else:
-            self._ends.append(self._num_decoded + held)  # a held token waits for the next character at least
+            self._ends.append(self._num_decoded + held)  # a held token waits for at least the next character
             num_emitted = self._num_decoded - len(self._tail)
             while self._ends and self._ends[0] <= num_emitted:
                 self._ends.popleft()
@@ -162,8 +162,8 @@ class Detokenizer:
         self._ends.clear()
 
     def _before_stop(self, text: str) -> str:
-        """Append `text` to the tail; return what leaves it: all up to a stop string, or all that cannot be the
-        beginning of one.
+        """Append `text` to the tail; return the text that leaves it: everything up to a stop string, or everything that
+        cannot begin one.
         """
         buffer = self._tail + text
         self._state, num_read, hit = self._stop.scan(self._state, text, self.num_tokens > self._min_tokens)

@@ -1,13 +1,13 @@
-"""Token ids -> text as they arrive: what `tokenizers` decodes all at once, in constant time per token.
+"""Decodes token ids to text as they arrive, in constant time per token, with the result of a full `tokenizers` decode.
 
 A tokenizer's decoder is a small pipeline over token strings ("▁the" -> " the", "<0xE4>" -> a byte, ...). Nearly every
 model has one of two shapes: bytes (each token is bytes, text is their UTF-8), or pieces (each token is text by itself,
-save for runs of byte tokens and the very first piece). `decoding_of` reads the pipeline and returns the matching class;
-another pipeline gets `WindowDecoding`, which decodes a few tokens of context again each time, as vLLM and TGI do for
-all.
+except runs of byte tokens and the very first piece). `decoding_of` reads the pipeline and returns the matching class;
+any other pipeline gets `WindowDecoding`, which decodes a few tokens of context again each time, as vLLM and TGI always
+do.
 
-The pushes of a stream and its `finish` add up to exactly the full decode of prompt and output, less the text of the
-prompt.
+The results of a stream's `push` and `finish` add up to exactly the full decode of prompt and output, minus the text of
+the prompt.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class ByteDecoding:
 
     def _compute(self, token_id: int) -> bytes:
         token = self._token_of(token_id)
-        if token is None:  # an id of the padded part of the vocabulary: it has no text
+        if token is None:  # padding id of the vocabulary, without text
             return b""
         try:
             return bytes(self._alphabet[c] for c in token)
-        except KeyError:  # an added token, written as itself
+        except KeyError:  # added token: its own text
             return token.encode()
 
     def stream(self, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]) -> ByteStream:
-        """`raw_repeats` is for pieces; bytes have no spaces between added tokens."""
+        """`raw_repeats` applies only to pieces; bytes have no spaces between added tokens."""
         return ByteStream(self, prompt_ids, skip)
 
 
 class ByteStream:
-    """`held`: the text of a token pushed so far is not complete yet."""
+    """Decodes bytes. `held` is true while the text of a pushed token is incomplete."""
 
     def __init__(self, decoding: ByteDecoding, prompt_ids: Sequence[int], skip: frozenset[int]):
         self._decoding = decoding
@@ -67,11 +67,11 @@ class ByteStream:
         self._skip = skip
         self._decoder = _utf8("replace")
         self.held = False
-        # an unfinished character of the prompt is finished by the output
+        # the output completes an unfinished character of the prompt
         self._decoder.decode(self._last_bytes(prompt_ids))
 
     def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:
-        """At least the last 4 bytes of the prompt, if it has them: an unfinished character has at most 3."""
+        """The last 4 or more bytes of the prompt, or all if it is shorter; an unfinished character has at most 3."""
         data = b""
         for token_id in reversed(prompt_ids):
             if len(data) >= 4:
@@ -95,8 +95,8 @@ class ByteStream:
 
 
 class PieceDecoding:
-    """Tokens are text by themselves. `steps` turn a token string into it, knowing whether it is the first; byte tokens
-    are gathered where `byte_fallback`; `strip` is how many characters `strip_char` are dropped at the very start.
+    """Each token is text by itself. `steps` convert a token string to text, given whether it is the first; byte tokens
+    are collected if `byte_fallback`; `strip` is the number of `strip_char` characters dropped at the very start.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PieceDecoding:
         self._pieces: dict[int, str | bytes | None] = {}
 
     def piece(self, token_id: int, first: bool = False) -> str | bytes | None:
-        """The text of a token, bytes if it is one byte of a run, None if the id has no token."""
+        """The text of a token; bytes for a byte token; None if the id has no token."""
         if first:
             return self._compute(token_id, True)
         if token_id not in self._pieces:
@@ -136,7 +136,7 @@ class PieceDecoding:
         return piece.encode() if isinstance(piece, str) else piece or b""
 
     def stream(self, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]) -> PieceStream:
-        """`raw_repeats`: added tokens that, after another one, are written without the space that separates words."""
+        """`raw_repeats` are the added tokens written without the separating space after another added token."""
         return PieceStream(self, prompt_ids, skip, raw_repeats)
 
 
@@ -171,7 +171,7 @@ class PieceStream:
         self._run_of_prompt = len(self._run)
 
     def _unfinished_character(self, prompt_ids: Sequence[int]) -> bytes:
-        """The bytes of the prompt's last character, if they are not all of it."""
+        """The bytes of the prompt's last character if it is incomplete."""
         run = b""
         for token_id in reversed(prompt_ids):
             piece = b"" if token_id in self._skip else self._decoding.piece(token_id)
@@ -230,10 +230,10 @@ class PieceStream:
 
 
 class WindowDecoding:
-    """For any tokenizer with `decode(ids, skip)`: a token's text is what it adds to the text of the tokens before it.
+    """For any tokenizer with `decode(ids, skip)`: a token's text is its addition to the text of the tokens before it.
 
-    Exact where a token's text depends on no more than the tokens in the window; a window of `longest` tokens that still
-    ends in U+FFFD is let go.
+    Exact if a token's text depends only on tokens in the window. A window of `longest` tokens that still ends in U+FFFD
+    is emitted as it is.
     """
 
     context, longest = 5, 16
@@ -296,19 +296,19 @@ _CLEAN_UP = (
 
 
 def clean_up_spaces(text: str) -> str:
-    """transformers' `clean_up_tokenization_spaces`."""
+    """Equivalent of transformers' `clean_up_tokenization_spaces`."""
     for old, new in _CLEAN_UP:
         text = text.replace(old, new)
     return text
 
 
 class CleanUpStream:
-    """A stream whose text is cleaned up.
+    """A stream that applies `clean_up_spaces` to its text.
 
-    Held is what may still be part of a replacement: from a space on, unless a letter in between rules it out.
+    It holds back text that may still be part of a replacement: from a space on, unless a letter excludes it.
     """
 
-    # Nothing is replaced across: (1) a character that occurs in no pattern; (2) the place before a space that follows
+    # No replacement spans: (1) a character that occurs in no pattern; (2) the place before a space that follows
     # neither ' nor a space nor n ("n ' t" becomes "n't", and with a space before it is itself a pattern).
     _closed = re.compile(r"(?s).*(?:[^ '.?!,ntmsvre]|[^ 'n](?= ))")
 
@@ -335,7 +335,7 @@ class CleanUpStream:
 
 
 def decoding_of(backend: tokenizers.Tokenizer) -> ByteDecoding | PieceDecoding | WindowDecoding:
-    """How this tokenizer's tokens become text."""
+    """The decoding class instance for this tokenizer's pipeline."""
     pipeline = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None
     if pipeline is None:
         return PieceDecoding(backend.id_to_token, [lambda token, first: token if first else " " + token])
@@ -346,8 +346,7 @@ def decoding_of(backend: tokenizers.Tokenizer) -> ByteDecoding | PieceDecoding |
     while stages and (step := _piece_step(stages[0])):
         steps.append(step)
         stages = stages[1:]
-    # What may follow the steps on single tokens, in this order: bytes joined to text, all joined, characters stripped
-    # from the start.
+    # These stages may follow the per-token steps in this order: join bytes, join all, strip leading characters.
     byte_fallback = bool(stages) and stages[0]["type"] == "ByteFallback"
     stages = stages[byte_fallback:]
     fuse = bool(stages) and stages[0]["type"] == "Fuse"
@@ -362,7 +361,7 @@ def decoding_of(backend: tokenizers.Tokenizer) -> ByteDecoding | PieceDecoding |
 
 
 def _piece_step(stage: dict) -> Callable[[str, bool], str] | None:
-    """A stage that works on each token by itself, or None."""
+    """The function of a stage that processes each token alone, or None for another stage."""
     match stage:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return lambda token, first: token.replace(old, new)

@@ -1,4 +1,6 @@
-"""Text <-> token ids, on the `tokenizers` library alone: importing transformers costs seconds and brings torch.
+"""Converts text to token ids and back with the `tokenizers` library.
+
+Importing transformers is avoided: it takes seconds and loads torch.
 
 Reads a model folder as transformers does (tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat
 templates) and gives the same ids, texts and prompts. Folders without tokenizer.json go through transformers once, at
@@ -25,11 +27,11 @@ from quire.server.text.incremental_decoding import CleanUpStream, WindowDecoding
 logger = logging.getLogger("quire.tokenizer")
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# at least one is there, whatever the kind
+# every kind of tokenizer has at least one of these
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.bpe", "merges*")
 
-# Texts are encoded in our own threads (`threads.py`), so the library's thread pool only costs time: and it warns
-# whenever the process starts the engine.
+# Our own threads (`threads.py`) encode texts, so the library's thread pool only costs time, and it logs a warning when
+# the process starts the engine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -89,7 +91,7 @@ class Tokenizer:
     # ---- ids and text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises ValueError for a text with unpaired surrogates, which has no UTF-8."""
+        """The ids of `text`. Raises ValueError for unpaired surrogates, which UTF-8 cannot encode."""
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -105,7 +107,7 @@ class Tokenizer:
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """The text of all ids together. Ids without a token have no text."""
+        """The text of all ids together. Ids without a token add no text."""
         if not (skip_special_tokens or spaces_between_special_tokens):
             stream = self.stream((), False, False)
             return stream.push(ids) + stream.finish()
@@ -115,8 +117,8 @@ class Tokenizer:
     def stream(
         self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ):
-        """A stream with `push(ids) -> str`, `finish() -> str` and `held` that decodes what follows `prompt_ids` as it
-        arrives.
+        """A stream that decodes the tokens after `prompt_ids` as they arrive: `push(ids) -> str`, `finish() -> str`,
+        `held`.
         """
         skip = self.special_ids if skip_special_tokens else frozenset()
         raw_repeats = frozenset() if skip_special_tokens or spaces_between_special_tokens else self.added_ids
@@ -124,18 +126,16 @@ class Tokenizer:
         return CleanUpStream(stream) if self._clean_up else stream
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token contributes to the UTF-8 of a text it stands in the middle of; several tokens may share one
-        character.
-        """
+        """The UTF-8 bytes that the token adds in the middle of a text; several tokens may share one character."""
         content = self._added_texts.get(token_id)
         return self._decoding.token_bytes(token_id) if content is None else content.encode()
 
     def id_to_token(self, token_id: int) -> str:
-        r"""The token's own text, as logprobs show it: bytes that are no whole character are written like `\xf0\x9f`."""
+        r"""The token's own text, as logprobs show it: bytes of an incomplete character are written like `\xf0\x9f`."""
         return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
 
     def vocabulary_entry(self, token_id: int) -> str:
-        """The token as the vocabulary writes it (`Ġwor`, `▁wor`, `<0xE4>`); empty for an id that has none."""
+        """The token as spelled in the vocabulary (`Ġwor`, `▁wor`, `<0xE4>`); empty for an id without a token."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_to_id(self, token: str) -> int | None:
@@ -143,21 +143,21 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens including added ones; the model's vocabulary may be padded beyond it."""
+        """The number of tokens, including added ones; the model's vocabulary may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def max_token_chars(self) -> int:
-        """No token is longer: a text of more than this many characters per position of the context cannot fit it,
-        whatever its tokens.
+        """The length of the longest token in characters. A text with more characters per context position than this
+        cannot fit into the context.
         """
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     # ---- chat
 
     def template_source(self, chat_template: str | None = None, tools: list[dict] | None = None) -> str:
-        """The template to use: `chat_template` (the name of one of the model's, or a text), else "tool_use" if there
-        are tools, else "default".
+        """The template to use: `chat_template` (a name of one of the model's templates, or a text), else "tool_use" if
+        there are tools, else "default".
         """
         templates = self.chat_templates
         if chat_template is not None:
@@ -186,12 +186,12 @@ class Tokenizer:
         chat_template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text for a conversation; encode it with `add_special_tokens=False`. `variables` are further ones
-        of the template, of any name.
+        """The prompt text for a conversation; encode it with `add_special_tokens=False`. `variables` are further
+        template variables with any names.
 
-        Content may be text or a list of {"type": "text", "text": ...} parts, whatever the template takes. A template
-        that is not one of the model's is a stranger's program and gets limits (`chat_template.py`). Raises ValueError
-        for what the template refuses.
+        Content may be text or a list of {"type": "text", "text": ...} parts, independent of the form the template
+        takes. A template that does not belong to the model is untrusted and runs under limits (`chat_template.py`).
+        Raises ValueError if the template refuses the input.
         """
         source = self.template_source(chat_template, tools)
         template = compile_template(source)
@@ -213,7 +213,7 @@ def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
     config = _read_json(folder / "tokenizer_config.json")
     if not config.get("extra_special_tokens"):
         config["extra_special_tokens"] = config.pop("additional_special_tokens", None) or []  # its older name
-    if "added_tokens_decoder" not in config:  # older folders keep some of the configuration in files of its own
+    if "added_tokens_decoder" not in config:  # older folders keep parts of the configuration in separate files
         config.update(_read_json(folder / "special_tokens_map.json"))
     try:
         backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -225,7 +225,7 @@ def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
         _as_llama_tokenizer(backend, config)
     special_tokens = _add_special_tokens(backend, config, folder)
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    # transformers cleans up for WordPiece and the like only: it would eat the spaces of a BPE text
+    # transformers cleans up only for WordPiece and similar types: cleanup would remove spaces from BPE text
     clean_up = bool(config.get("clean_up_tokenization_spaces", False)) and not isinstance(
         backend.model, tokenizers.models.BPE
     )
@@ -248,7 +248,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _text_of(token: Any) -> str | None:
-    """A token as configurations write it: plain, or as a dict with flags."""
+    """The text of a token from a configuration: a string, or a dict with flags."""
     return token["content"] if isinstance(token, Mapping) else token
 
 
@@ -260,7 +260,7 @@ def _added_token(token: Any) -> AddedToken:
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Register what the configuration declares beyond tokenizer.json; return the named tokens."""
+    """Add the special tokens that the configuration declares beyond tokenizer.json; return the named tokens."""
     entries = {
         int(token_id): _added_token({"special": False, **token})
         for token_id, token in config.get("added_tokens_decoder", {}).items()
@@ -306,9 +306,9 @@ def _added_tokens_file(folder: Path, config: Mapping[str, Any]) -> dict[int, Add
 
 
 def _is_legacy_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> bool:
-    """Does transformers replace the pipeline in this tokenizer.json by the one built into its LlamaTokenizer?
+    """Whether transformers replaces the pipeline in this tokenizer.json with the one of its LlamaTokenizer.
 
-    (Since version 5.)
+    It does so since version 5.
     """
     model_config = _read_json(folder / "config.json")
     tokenizer_class = config.get("tokenizer_class") or model_config.get("tokenizer_class") or ""
@@ -323,8 +323,8 @@ def _is_legacy_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], f
 
 
 def _as_llama_tokenizer(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Llama 1 and 2: a space is put before the text, not before every stretch between special tokens as their
-    tokenizer.json has it.
+    """Convert a tokenizer of Llama 1 and 2: put one space before the text, not before every stretch between special
+    tokens as in tokenizer.json.
     """
     prefix = config.get("add_prefix_space")
     prefix = True if prefix is None else prefix
@@ -340,7 +340,7 @@ def _as_llama_tokenizer(backend: tokenizers.Tokenizer, config: dict[str, Any]) -
 
 
 def _eos_token_ids(backend: Any, special_tokens: Mapping[str, str], folder: Path) -> list[int]:
-    """The tokenizer's end token, then those that the model's generation_config.json (else config.json) ends on."""
+    """The end token of the tokenizer, then the end tokens in the model's generation_config.json (else config.json)."""
     eos = special_tokens.get("eos_token")
     ids = [backend.token_to_id(eos)] if eos is not None else []
     declared = _read_json(folder / "generation_config.json").get("eos_token_id")
@@ -351,7 +351,7 @@ def _eos_token_ids(backend: Any, special_tokens: Mapping[str, str], folder: Path
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Template files come before the configuration's entry: a text, or a list of {name, template}."""
+    """The templates by name. Files override the configuration's entry: a text, or a list of {name, template}."""
     templates = {
         path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
     }
@@ -368,7 +368,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_template(value: str) -> str:
-    """A template given as a file or as its text."""
+    """The text of a template that is given as a file or as text."""
     if "\n" not in value and len(value) < 4096 and Path(value).is_file():
         return Path(value).read_text(encoding="utf-8")
     if "{" not in value and "\n" not in value:
@@ -392,7 +392,7 @@ def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_cod
 
     try:
         slow = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # of any kind: the folder's files decide what runs
+    except Exception as error:  # any type: the folder's files decide which code runs
         raise ValueError(f"no tokenizer can be loaded from {folder}: {error}") from error
     backend = getattr(slow, "backend_tokenizer", None) or _PythonTokenizer(slow)
     templates = slow.chat_template or {}
@@ -411,7 +411,7 @@ def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_cod
 
 
 class _PythonTokenizer:
-    """A transformers tokenizer written in Python, under the names of `tokenizers.Tokenizer`."""
+    """Adapts a transformers tokenizer written in Python to the interface of `tokenizers.Tokenizer`."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer

@@ -27,9 +27,7 @@ MODEL = "org/test-model"
 
 
 def write_model_folder(folder: Path) -> Path:
-    """What a server needs of a model when the executor is the fake: a tokenizer, a chat template, the vocabulary's
-    size.
-    """
+    """Write the model files that a server with the fake executor needs: tokenizer, chat template, vocabulary size."""
     _byte_level().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE, "model_max_length": 2048})
@@ -60,7 +58,7 @@ def make_config(folder: str, **settings: Any) -> Config:
 
 
 class RunningServer:
-    """A server in a thread of the test process: over HTTP it is like any other, and its state is in reach."""
+    """A server in a thread of the test process: HTTP works as usual, and tests can access its state."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -102,7 +100,7 @@ class RunningServer:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30.0)
 
     def signal(self) -> None:
-        """As SIGTERM would."""
+        """Shut down as on SIGTERM."""
         self.loop.call_soon_threadsafe(self.launcher.on_signal, signal.SIGTERM)
 
     def stop(self) -> int:
@@ -127,7 +125,7 @@ def poll(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
 def running_server(
     folder: str, monkeypatch: pytest.MonkeyPatch | None = None, fake: str = "", **settings: Any
 ) -> Iterator[RunningServer]:
-    """A server of one's own. `fake` are the FakeOptions of its engine."""
+    """A server for one test. `fake` are the FakeOptions of its engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_FAKE", fake)
         server = RunningServer(make_config(folder, **settings))
@@ -147,7 +145,7 @@ def server(model_folder) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def slow_server(model_folder) -> Iterator[RunningServer]:
-    """10 ms a step and room for 4 requests at once, for what happens meanwhile."""
+    """A server with 10 ms per step and room for 4 requests at once, for tests of events during generation."""
     with running_server(
         model_folder, fake="step_delay=0.01", max_num_seqs=4, max_num_queued_reqs=8, sse_keep_alive_interval=0.1
     ) as running:

@@ -58,7 +58,7 @@ class FakeEngine:
         await self._socket.send_multipart([self._client, _encode(message)])
 
     async def start(self, max_num_seqs: int = 8) -> None:
-        """Take the client's Hello and be ready."""
+        """Receive the client's Hello and send Ready."""
         assert isinstance(await self.receive(), Hello)
         await self.send(Progress("loading weights", 0.5))
         await self.send(ready(max_num_seqs))

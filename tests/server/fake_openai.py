@@ -1,5 +1,5 @@
-"""A small OpenAI-like server over canned answers, for the clients we ship: it records what it was sent, and can be
-slow, refuse, or fail inside a stream.
+"""A small OpenAI-like server with canned answers, for tests of our clients: it records requests, and can be slow,
+refuse, or fail inside a stream.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MODEL = "fake-model"
 class FakeOpenAI:
     """`with FakeOpenAI() as server:` listens on 127.0.0.1:`server.port`.
 
-    The answer to anything is `max_tokens` words (3 when not asked).
+    Every answer is `max_tokens` words (3 if absent).
     """
 
     def __init__(self, first_delay: float = 0.0, token_delay: float = 0.0, api_key: str | None = None):
         self.first_delay, self.token_delay, self.api_key = first_delay, token_delay, api_key
         self.requests: list[dict] = []
-        self.fail: str | None = None  # "status", "stream" or "cut": how the next requests go wrong
+        self.fail: str | None = None  # "status", "stream" or "cut": the kind of failure of the next requests
         self.num_running = self.max_running = self.num_cancelled = 0
         routes = [
             Route("/v1/models", self._models),

@@ -1,4 +1,4 @@
-"""A model folder without weights, written without transformers: all that the server and the fake executor need."""
+"""A model folder without weights, written without transformers, sufficient for the server and the fake executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of the models that people serve: one of every construct that occurs in them."""
+"""Chat templates like those of popular models; together they use every construct that occurs in them."""
 
 CHATML = """\
 {%- if messages[0]['role'] != 'system' %}

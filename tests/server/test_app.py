@@ -1,4 +1,4 @@
-"""Routes, errors, keys, streams that end early, and the end of the server itself."""
+"""Routes, errors, keys, streams that end early, and server shutdown."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_tokenize_and_detokenize(server):
     )
     without = server.http.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()
     assert without["count"] < chat["count"]
-    # counting is what it is for
+    # counts prompts beyond the context length, too
     assert server.http.post("/tokenize", json={"prompt": "word " * 3000}).json()["count"] > 512
     for body, param in (
         ({}, "prompt"),
@@ -113,7 +113,7 @@ def test_reset_prefix_cache(server):
 
     cached()
     assert cached() > 0
-    # what any page may send
+    # headers that any page may send
     for headers in (
         {},
         {"content-type": "text/plain"},
@@ -224,7 +224,7 @@ def test_a_chunked_body_too_large_is_cut_off(server):
 
     try:
         answer = server.http.post(CHAT, content=body(), headers={"content-type": "application/json"})
-    except httpx.HTTPError:  # the server closes the connection on us while we still send
+    except httpx.HTTPError:  # the server closes the connection while we still send
         return
     assert is_error(answer, 413)
 
@@ -332,7 +332,7 @@ def test_a_page_that_renamed_itself_to_us_reads_nothing(server, host, status):
     assert answer.status_code == status
     if status == 403:
         assert is_error(answer, 403) and "--allowed-hosts" in answer.json()["error"]["message"]
-        assert server.http.get("/health", headers={"host": host}).status_code == 200  # probes tell nothing
+        assert server.http.get("/health", headers={"host": host}).status_code == 200  # probes reveal no details
 
 
 def test_an_unexpected_exception_is_a_500_without_details(server, monkeypatch):
@@ -347,7 +347,7 @@ def test_an_unexpected_exception_is_a_500_without_details(server, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_fails_in_the_engine_fails_alone(server, monkeypatch, stream):
-    """The engine refuses what the server let pass: the error is this request's answer."""
+    """The engine refuses a request that the server accepted: the error is the answer to that request."""
     monkeypatch.setattr("quire.server.generate.sampling.fit", None)
     monkeypatch.setattr("quire.server.generate.prepare.fit", lambda sampling, *args: sampling)
     answer = server.http.post("/v1/completions", json={"prompt": [5] * 600, "stream": stream})
@@ -541,7 +541,7 @@ def test_deadlines(slow_server):
 
 
 def occupy(server, count: int, num_tokens: int = 400) -> list[httpx.Response]:
-    """So many streams that run or wait; close them to end them."""
+    """Open this many streams, which run or wait; close them to end them."""
     streams = []
     for _ in range(count):
         request = server.http.build_request(
@@ -580,13 +580,11 @@ def test_comments_keep_a_waiting_stream_alive(slow_server):
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
-# ---- clients that go away
+# ---- clients that disconnect
 
 
 def vanish(server, body: dict, after: float | None) -> None:
-    """Send a request over a socket of one's own and close it: after some seconds, or after the first bytes of the
-    answer.
-    """
+    """Send a request over a new socket and close it after some seconds or after the first bytes of the answer."""
     data = json.dumps({"messages": HELLO, "max_tokens": 450, "ignore_eos": True} | body).encode()
     with socket.create_connection(server.listener.getsockname()[:2]) as connection:
         connection.sendall(
@@ -641,7 +639,7 @@ def test_five_hundred_clients_vanish_at_random_moments(slow_server):
 
 
 def test_a_slow_reader_gets_fewer_larger_chunks(server):
-    """The buffer of a client that reads late is bounded: outputs that pile up are merged, and the text is complete."""
+    """The buffer of a slow client is bounded: pending outputs are merged, and the text is complete."""
     fields = {
         "messages": HELLO,
         "max_tokens": 400,
@@ -665,14 +663,14 @@ def test_a_slow_reader_gets_fewer_larger_chunks(server):
     assert num_chunks < 8 * 400
 
 
-# ---- loading and ending
+# ---- loading and shutdown
 
 
 def test_while_loading(model_folder):
     with running_server(model_folder, fake="load_delay=1.5") as server:
         http = server.http
         assert http.get("/live").status_code == 200
-        models = http.get("/v1/models")  # from the first moment on
+        models = http.get("/v1/models")  # from the start on
         assert models.status_code == 200 and models.json()["data"][0]["id"] == MODEL
         assert server.state.status == "ready" or models.json()["data"][0]["max_model_len"] is None
         seen = set()
@@ -727,7 +725,7 @@ def test_ending_ends_the_rest_with_an_error_event(model_folder):
         assert is_error(answer["whole"], 503, "shutting_down") and "retry-after" in answer["whole"].headers
 
 
-# ---- anything at all
+# ---- arbitrary bodies
 
 NUMBERS = st.one_of(
     st.integers(-3, 30), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**70, 511, 512, 513]), st.floats(-3, 30)
@@ -790,7 +788,7 @@ LIKELY = {
 
 @st.composite
 def bodies(draw) -> dict:
-    """Mostly what could be meant, with something odd here and there."""
+    """Mostly plausible bodies with a few odd values."""
     body = {"max_tokens": 3} | draw(st.sampled_from([{}, {"stream": True}]))
     odd = draw(st.sampled_from([0, 0, 1]))
     for name in draw(st.lists(st.sampled_from(FIELDS), max_size=6, unique=True)):
@@ -808,7 +806,7 @@ def bodies(draw) -> dict:
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=bodies())
 def test_no_body_is_the_servers_fault(server, body):
-    """Whatever is asked is answered, or refused by name; nothing is a 500."""
+    """Every body is answered or refused with the field's name, never with 500."""
     path = CHAT if "messages" in body else "/v1/completions"
     answer = server.http.post(path, content=msgspec.json.encode(body), headers={"content-type": "application/json"})
     event(str(answer.status_code))

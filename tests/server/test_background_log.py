@@ -1,4 +1,4 @@
-"""Logging while nobody reads."""
+"""Logging while the reader is stalled."""
 
 from __future__ import annotations
 

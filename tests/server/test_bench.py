@@ -1,6 +1,4 @@
-"""`quire bench`: figures that can be checked against a server whose delays are known, and arithmetic against
-independent formulas.
-"""
+"""Tests `quire bench`: figures against a server with known delays, and arithmetic against independent formulas."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def test_figures_of_a_server_with_known_delays(tmp_path, capsys):
     assert 0.03 <= figures["median_tpot_ms"] / 1000 < 0.08 and 0.03 <= figures["median_itl_ms"] / 1000 < 0.08
     assert figures["duration"] >= 3 * (0.1 + 3 * 0.03)  # three rounds of two
     assert figures["output_throughput"] == pytest.approx(24 / figures["duration"])
-    assert figures["request_goodput"] == 0.0  # nothing ends within 1 ms
+    assert figures["request_goodput"] == 0.0  # no request ends within 1 ms
     assert len(figures["requests"]) == 6 and all(len(request["itl"]) == 3 for request in figures["requests"])
     assert server.requests[1]["ignore_eos"] is True and server.requests[1]["stream_options"] == {"include_usage": True}
     printed = capsys.readouterr().out
@@ -125,7 +123,7 @@ def test_sweep_gives_a_run_for_each_concurrency_and_a_plot(server, tmp_path, cap
         == 0
     )
     assert [run["max_concurrency"] for run in json.loads((tmp_path / "r.json").read_text())] == [1, 3]
-    # one to test the server, and new ones for each run: no prefix is cached
+    # one to test the server, and new ones for each run, so that no prefix is cached
     assert len({request["prompt"] for request in server.requests}) == 13
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "concurrency 3" in capsys.readouterr().out
@@ -233,7 +231,7 @@ def test_requests_leave_at_the_rate(server):
 
 
 class WordEncoder:
-    """One token per three characters: cutting and lengthening happen in the middle of words."""
+    """One token per three characters, so that prompts are cut and extended in the middle of words."""
 
     def encode(self, text, add_special_tokens=True):
         return [text[i : i + 3] for i in range(0, len(text), 3)]
@@ -304,7 +302,7 @@ def test_sharegpt_uses_conversations_of_usable_length(tmp_path):
     } and len(made) == 4
 
 
-# ---- with the whole server and engine, over the fake executor
+# ---- with the whole server and engine and the fake executor
 
 
 @pytest.fixture(scope="module")

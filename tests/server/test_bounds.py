@@ -1,4 +1,4 @@
-"""Nothing that grows with a request holds up the event loop, and what may wait is bounded."""
+"""Tests that work that grows with a request does not block the event loop, and that the queue is bounded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bounded_server(model_folder):
 
 @pytest.fixture
 def pieces(bounded_server, monkeypatch) -> Iterator[list[tuple[float, str]]]:
-    """CPU seconds of every callback of the server's loop, which other processes on the machine do not lengthen."""
+    """CPU seconds of every callback of the server's loop, independent of other processes on the machine."""
     run, measured = asyncio.Handle._run, []
 
     def timed(handle: asyncio.Handle) -> None:
@@ -53,7 +53,7 @@ def test_no_body_holds_up_the_loop(bounded_server, pieces, row: Row):
     """Every row of the audit's tables, and every parameter at its bound."""
     body = row.make()
     bounded_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
-    for _ in range(3):  # a full collection of garbage, which the tests' own objects make long, may fall into a piece
+    for _ in range(3):  # a full garbage collection, slow because of the tests' own objects, may run during a callback
         pieces.clear()
         status = post(bounded_server.url + row.path, body)
         assert status in (0, 200, 400, 413, 503)
@@ -75,7 +75,7 @@ def test_small_work_stays_and_long_work_goes():
         assert (await threads.run(SMALL, name)).startswith("work")
         assert (await threads.run(LARGE, name)).startswith("large-work")
         await asyncio.sleep(0)
-        # one turn of the loop as long as nobody waits
+        # one loop iteration if no other work waits
         many = [await threads.run(SMALL - 1, name) for _ in range(2 * PER_TURN // SMALL)]
         assert many[0] == here and any(one.startswith("work") for one in many)
 
@@ -137,7 +137,7 @@ def test_a_full_queue_counts_choices(slow_server):
     for stream in streams:
         stream.close()
     poll(lambda: slow_server.state.num_reserved == slow_server.state.client.num_waiting_tokens == 0)
-    # alone, and still too many
+    # too many even on an idle server
     answer = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "n": 13})
     assert (
         is_error(answer, 400, None, "messages")

@@ -30,7 +30,7 @@ def post(server, **fields):
 
 
 def events(response) -> list[dict | str]:
-    """The data of every event of a stream; comments left out."""
+    """The data of every event of a stream, without comments."""
     blocks = [block for block in response.text.split("\n\n") if block and not block.startswith(":")]
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     return [block[6:] if block == "data: [DONE]" else json.loads(block[6:]) for block in blocks]
@@ -161,7 +161,7 @@ def test_continuous_usage(slow_server):
 
 
 def test_template_of_a_chunk_is_the_types_encoding(server):
-    """The bytes joined by hand for the common chunk are what msgspec makes of the Struct."""
+    """The manually joined bytes of the common chunk equal msgspec's encoding of the Struct."""
     from quire.server.api.openai.chat import ChatAnswer
     from quire.server.api.openai.protocol import ChatCompletionRequest
     from quire.server.generate.generation import Delta
@@ -187,7 +187,7 @@ def test_n_choices_differ_and_share_the_prompt(server):
     for choice in answer.choices:
         assert choice.token_ids == reference(server, answer.prompt_token_ids, 1 + choice.index, 8)
     assert answer.usage.completion_tokens == 24 and answer.usage.prompt_tokens == len(answer.prompt_token_ids)
-    # what the second choice finds of the first is no saving of the request
+    # a prefix hit of the second choice on the first does not count for the request
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
     again = ask(server, messages=[{"role": "user", "content": content}], n=3)
     assert 0 < again.usage.prompt_tokens_details.cached_tokens < again.usage.prompt_tokens

@@ -181,7 +181,7 @@ class TestContent:
     def test_continued_parts(self, pair):
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": self.PARTS}]
         check_equal(pair, GEMMA3_PARTS, messages, add_generation_prompt=False, continue_final_message=True)
-        assert messages[1]["content"] == self.PARTS  # the caller's messages stay as they are
+        assert messages[1]["content"] == self.PARTS  # the caller's messages are not modified
 
     @pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 3])
     def test_other_parts_are_refused(self, pair, part):

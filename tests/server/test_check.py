@@ -1,4 +1,4 @@
-"""`quire check` says what `quire serve` would plan, and refuses what it would refuse."""
+"""Tests that `quire check` prints the plan of `quire serve`, and refuses the same settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_it_plans_what_the_worker_then_does(folder, capsys):
     engine = InProcessEngine(folder, load_format="dummy", kv_cache_memory_bytes=KV_BYTES, max_num_seqs=5)
     lines = plan_table(engine.ready).splitlines()
     engine.close()
-    measured = ("memory of", "  weights", "  activations", "  reserve")  # estimated here, or what is free this moment
+    measured = ("memory of", "  weights", "  activations", "  reserve")  # estimated, or free at the moment
     for line in lines:
         assert line.startswith(measured) or line in planned.splitlines()
     assert "chat template: yes" in planned and "default sampling parameters: OpenAI's" in planned

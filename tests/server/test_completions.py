@@ -172,7 +172,7 @@ def test_echo_with_logprobs(server, stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ids", [False, True])
 def test_lm_eval_style_scoring(server, stream, ids):
-    """echo + logprobs + max_tokens 0: the prompt is scored, nothing is generated."""
+    """echo + logprobs + max_tokens 0: scores the prompt without generating."""
     prompt = "What is the capital of France? Paris."
     given = encode(server, prompt) if ids else prompt
     answer = post(

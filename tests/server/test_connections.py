@@ -1,5 +1,5 @@
-"""HTTP below the routes: how many connections, how long a request may take to arrive, and what is answered to one that
-is no HTTP."""
+"""HTTP below the routes: the number of connections, the time a request may take to arrive, and answers to malformed
+HTTP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def own_server(model_folder) -> Iterator[RunningServer]:
 
 @contextmanager
 def limits(server: RunningServer, **values) -> Iterator[None]:
-    """For connections that are made meanwhile."""
+    """Set limits for connections that are opened in the meantime."""
     connections = server.launcher.frontend.connections
     before, connections.limits = connections.limits, Limits(**{"max_connections": 1000} | values)
     try:
@@ -54,7 +54,7 @@ def port_of(server: RunningServer) -> int:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Until the server closes."""
+    """Read until the server closes the connection."""
     data = b""
     while part := connection.recv(65536):
         data += part
@@ -69,7 +69,7 @@ def post(body: bytes, **headers: str) -> bytes:
 
 
 def error_of(answer: bytes, status: int) -> dict:
-    """The error object of an answer, which has to be the only one, and to say that the connection ends."""
+    """The error object of an answer, which must be the only one and must announce the end of the connection."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), answer
     assert b"connection: close" in head.lower() and b"content-type: application/json" in head.lower()
@@ -78,7 +78,7 @@ def error_of(answer: bytes, status: int) -> dict:
     return error
 
 
-# ---- no HTTP
+# ---- malformed HTTP
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_broken_chunk_in_a_body(own_server):
 
 
 def test_two_lengths_are_refused(own_server):
-    """One proxy may believe the one, the next the other."""
+    """One proxy may use the first length, the next the second."""
     body = b'{"messages": []}'
     with connect(port_of(own_server)) as connection:
         chunks = b"%x\r\n%s\r\n0\r\n\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n" % (len(body), body)
@@ -123,7 +123,7 @@ def test_two_lengths_are_refused(own_server):
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_after_a_413_the_connection_is_closed(own_server, declared):
-    """Once the client has had time to read it: it sends more than the sockets hold before it looks."""
+    """The connection closes after the client had time to read: the client sends more than the sockets buffer first."""
     size = 80 << 20
     with connect(port_of(own_server)) as connection, limits(own_server, linger_timeout=10.0):
         if declared:
@@ -160,7 +160,7 @@ def test_slow_headers(own_server):
         while b'"live"}' not in answer:
             answer += later.recv(65536)
         later.sendall(b"GET /live HT")
-        for byte in b"TP/1.1\r\nHo":  # a trickle is no progress
+        for byte in b"TP/1.1\r\nHo":  # a few bytes at a time are no progress
             time.sleep(0.1)
             with suppress(OSError):
                 later.sendall(bytes([byte]))
@@ -212,7 +212,7 @@ def test_a_request_timeout_counts_from_the_arrival(own_server):
 def test_the_bodies_in_flight_have_a_budget(own_server):
     with limits(own_server, body_budget=200_000):
         big = connect(port_of(own_server))
-        big.sendall(post(b"", Content_Length="1000000") + b" " * 300_000)  # alone it may be larger
+        big.sendall(post(b"", Content_Length="1000000") + b" " * 300_000)  # a single body may be larger
         poll(lambda: own_server.launcher.frontend.connections.body_bytes > 200_000)
         with connect(port_of(own_server)) as connection:
             connection.sendall(post(b"{" * 10_000) + b"{" * 10_000)
@@ -224,7 +224,7 @@ def test_the_bodies_in_flight_have_a_budget(own_server):
 
 
 def test_a_body_leaves_the_budget_when_it_was_parsed(own_server):
-    """Before the answer ends."""
+    """The budget is released before the answer ends."""
     connections = own_server.launcher.frontend.connections
     body = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "stream": True, "user": "u" * 100_000}
     with own_server.http.stream("POST", CHAT, json=body) as answer:
@@ -246,7 +246,7 @@ def test_the_soft_limit_is_raised(model_folder, tmp_path):
 @pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="Linux only")
 @pytest.mark.parametrize("begin", [b"", b"GET /v1/models HTTP/1.1\r\nHost:"], ids=["idle", "slowloris"])
 def test_more_idle_connections_than_descriptors(model_folder, tmp_path, begin):
-    """Health answers, the log stays small, and an engine that dies meanwhile is replaced."""
+    """Health responds, the log stays small, and an engine that dies meanwhile is replaced."""
     with server_process(model_folder, tmp_path, fake="step_delay=0.01", script=FEW_DESCRIPTORS) as server:
         server.wait_ready()
         stream = server.stream(num_tokens=300)
@@ -280,7 +280,7 @@ def test_connections_that_cannot_be_accepted_are_reported_once(caplog):
 
 
 def test_all_connections_answering(own_server):
-    """Then there is no room for another, but for probes."""
+    """Only probes are accepted in addition."""
     with limits(own_server, max_connections=3):
         streams = [httpx.Client(trust_env=False, base_url=own_server.url, timeout=20) for _ in range(3)]
         body = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "stream": True}

@@ -1,4 +1,4 @@
-"""`quire chat` and `quire complete` against a server of canned answers."""
+"""Tests `quire chat` and `quire complete` against a server with canned answers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_no_server_wrong_url_and_wrong_key(capsys, monkeypatch):
 
 
 def read_until(terminal: int, pattern: str, seconds: float = 20.0) -> str:
-    """What the program printed until `pattern` appears."""
+    """The output of the program until `pattern` appears."""
     text, end = "", time.monotonic() + seconds
     while not re.search(pattern, text):
         assert time.monotonic() < end, f"no {pattern!r} in {text!r}"
@@ -155,4 +155,4 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends():
             second["messages"][1]["content"].startswith(" wörd0 wörd1 wörd2 wörd3")
             and len(second["messages"][1]["content"]) < 1000
         )
-        assert server.num_cancelled == 2  # the server saw the client leave
+        assert server.num_cancelled == 2  # the server noticed that the client disconnected

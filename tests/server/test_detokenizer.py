@@ -1,4 +1,4 @@
-"""Incremental text against the full decode."""
+"""Tests incremental decoding against the full decode."""
 
 import itertools
 import time
@@ -30,7 +30,7 @@ def tokenizers(tmp_path_factory):
 
 @st.composite
 def id_lists(draw, tokenizer):
-    """Random ids, of which some are bytes and specials, or the ids of a text with a few swapped."""
+    """Random ids, including bytes and special tokens, or the ids of a text with a few swapped."""
     if draw(st.booleans()):
         return draw(st.lists(st.one_of(st.integers(0, tokenizer.vocab_size + 2), st.integers(0, 300)), max_size=24))
     ids = tokenizer.encode(draw(st.sampled_from(TEXTS)), draw(st.booleans()))[:40]
@@ -74,8 +74,8 @@ def test_pushes_add_up_to_the_full_decode(tokenizers, kind, data):
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_in_the_context_of_a_prompt(tokenizers, kind, data):
-    """Prompt text and output text add up to the decode of both. (Where a prompt ends inside a character or a clean-up
-    spans its end, its own text is not a prefix of that; such prompts have a test of their own.)
+    """Prompt text and output text add up to the decode of both. (If a prompt ends inside a character or a clean-up
+    spans its end, its text is not a prefix of that; another test covers such prompts.)
     """
     tokenizer = tokenizers[kind]
     prompt, ids = data.draw(id_lists(tokenizer)), data.draw(id_lists(tokenizer))
@@ -164,7 +164,7 @@ def test_an_unfinished_character_at_the_end(tokenizers):
 
 class TestStopStrings:
     def reference(self, tokenizer, ids, stop, include, min_tokens):
-        """One token at a time over full decodes: the definition."""
+        """The reference definition: one token at a time with full decodes."""
         before = ""
         for count in range(1, len(ids) + 2):
             last = count > len(ids)
@@ -207,7 +207,7 @@ class TestStopStrings:
         emitted = ""
         for chunk in chunked(data.draw, ids):
             emitted += detokenizer.push(chunk)
-            assert expected.startswith(emitted)  # nothing is sent that would have to be taken back
+            assert expected.startswith(emitted)  # sent text is never revised
         emitted += detokenizer.finish()
         assert (emitted, detokenizer.stopped, detokenizer.num_tokens) == (expected, stopped, num_tokens)
         assert detokenizer.num_released == num_tokens
@@ -242,7 +242,7 @@ class TestStopStrings:
 
 
 def test_cost_per_token_does_not_grow(tokenizers):
-    """The last thousand of 20,000 tokens cost what the first did (with ample room for a busy machine)."""
+    """The last thousand of 20,000 tokens cost as much as the first (with ample room for a busy machine)."""
     for kind in ("byte_level", "llama2", "word_piece"):
         tokenizer = tokenizers[kind]
         ids = (tokenizer.encode(" ".join(CORPUS), False) * 200)[:20_000]
@@ -265,9 +265,7 @@ def test_cost_per_token_does_not_grow(tokenizers):
 
 
 def plainly(parts: list[str], stop: list[str], include: bool, min_tokens: int) -> tuple[str, str | None]:
-    """All of the text up to the stop string that is complete first, and that string: every end of every prefix of the
-    text is looked at.
-    """
+    """The text up to the stop string that is completed first, and that string. Checks every suffix of every prefix."""
     text = ""
     for number, part in enumerate(parts, start=1):
         for length in range(len(text) + 1, len(text) + len(part) + 1):
@@ -326,9 +324,7 @@ def test_stop_strings_are_found_as_their_definition_says(parts, stop, include, m
 
 
 def test_64_stop_strings_cost_what_one_does():
-    """Of the same text, which begins all of them again and again: a step of the automaton for each character, give or
-    take one.
-    """
+    """On a text that repeatedly begins all of them: one automaton step per character, plus or minus one."""
     text = "word wor 1 wo\n" * 2000
 
     class Counting(StopStrings):

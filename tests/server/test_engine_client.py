@@ -124,7 +124,7 @@ class TestRequests:
                 "r-1": [1],
                 "r-0": [2],
             }
-            stream.abort("r-1")  # finished: nothing to do
+            stream.abort("r-1")  # already finished
             stream.abort("r-0")
             assert await engine.receive() == AbortRequests(["r-0"])
             assert [o async for o in stream] == []
@@ -140,10 +140,10 @@ class TestRequests:
             await stream.aclose()
             assert await reader is None
             assert await engine.receive() == AbortRequests(["r"])
-            await engine.output("r", 1)  # was on its way
+            await engine.output("r", 1)  # was in transit
             assert await engine.receives_nothing()
             assert client.num_open == 0
-            client.generate(request())  # the name is free again
+            client.generate(request())  # the id is free again
 
     @asynchronous
     async def test_names_are_unique(self):
@@ -214,7 +214,7 @@ class TestRequests:
 
     @asynchronous
     async def test_many_messages_at_once(self):
-        """More than are read in one turn, while sending goes on: no signal of the socket may be lost."""
+        """More messages than one turn reads, while sending continues: no readiness edge of the socket may be lost."""
         async with connected() as (client, engine):
             stream = client.generate(request())
             await engine.receive()
@@ -298,7 +298,7 @@ class TestRestart:
 
     @asynchronous
     async def test_only_what_the_batch_had_room_for_is_suspect(self):
-        """And of that, the urgent ones first. What waited then goes on waiting until the others are cleared."""
+        """Higher priorities first. Requests that were queued wait until the suspects are cleared."""
         client = EngineClient()
         waited, urgent = client.generate(request("waited", priority=5)), client.generate(request("urgent", priority=-1))
         for crash in range(2):
@@ -325,7 +325,7 @@ class TestRestart:
     @pytest.mark.parametrize("tokens_at_death", [0, 20])
     @asynchronous
     async def test_one_that_kills_engines_fails_alone(self, poison, tokens_at_death):
-        """Nine requests and one more that comes later; every engine dies as soon as it has the one.
+        """Nine requests and a tenth that arrives later; every engine dies as soon as it has the tenth.
 
         At most three do, and the first one alone counts.
         """
@@ -357,7 +357,7 @@ class TestRestart:
         return [output async for output in stream]
 
     async def serve(self, engine, names, poison, tokens_at_death, client):
-        """Run requests until all have ended, or until the one is there and has got `tokens_at_death` tokens: whether
+        """Run requests until all have ended, or until the tenth has received `tokens_at_death` tokens. Returns whether
         the engine dies of it.
         """
         running = {}
@@ -437,7 +437,7 @@ class TestSeveralFrontends:
         first, second = Quarantine(num_needed=2), Quarantine(num_needed=2)
         first.on_death([innocent]), second.on_death([killer])
         assert first.next_trial() == [innocent] and second.next_trial() == [killer]
-        first.on_death([innocent]), second.on_death([killer])  # both were alone, as far as each frontend knows
+        first.on_death([innocent]), second.on_death([killer])  # each frontend saw its own request run alone
         assert first.culprit is None and second.culprit is None
         assert first.confirms_next and first.next_trial() == [innocent]  # its turn
         innocent.num_received = 4
@@ -480,7 +480,7 @@ class TestRealEngine:
     async def test_requests_survive_a_killed_engine(self):
         """Twelve requests, three per batch slot; the engine is killed half way.
 
-        Every one gets exactly the tokens it would have had.
+        Each request gets the same tokens as without the crash.
         """
         engines = [EngineProcess(self.CONFIG), EngineProcess(self.CONFIG)]
         client = EngineClient()

@@ -33,7 +33,7 @@ from tests.server.test_launch import (
 
 
 def frontends(server: ServerProcess) -> list[psutil.Process]:
-    """In the order of their numbers, once they have them."""
+    """The frontend processes in order of their numbers, once these are known."""
     names = {}
 
     def is_frontend(child: psutil.Process) -> bool:
@@ -44,7 +44,7 @@ def frontends(server: ServerProcess) -> list[psutil.Process]:
 
 
 def connections(server: ServerProcess, count: int = 2) -> list[httpx.Client]:
-    """A connection to each of the frontends, told apart by which process has its other end."""
+    """A connection to each frontend, identified by the process at its other end."""
     found: dict[int, httpx.Client] = {}
     end = time.monotonic() + 10
     while len(found) < count:
@@ -76,7 +76,7 @@ def fleet(folder: str, tmp_path: Path, count: int = 2, **settings) -> Iterator[S
 
 
 def wait_open(server: ServerProcess) -> ServerProcess:
-    """Every frontend serves."""
+    """Wait until every frontend serves."""
     poll(lambda: "ready in " in server.log or server.process.poll() is not None, 120)
     assert server.process.poll() is None, server.log
     return server
@@ -135,7 +135,7 @@ def metric(page: str, name: str, **labels: str) -> float:
 
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_all_frontends_answer_and_an_engine_may_die(model_folder, tmp_path, num_engines):
-    """The requests of every frontend go on, also those that share an id."""
+    """The requests of every frontend continue, including those that share an id."""
     with fleet(model_folder, tmp_path, fake="step_delay=0.01", data_parallel_size=num_engines) as server:
         wait_open(server)
         assert [process.name() for process in frontends(server)] == ["quire-api-0", "quire-api-1"] and len(
@@ -144,7 +144,7 @@ def test_all_frontends_answer_and_an_engine_may_die(model_folder, tmp_path, num_
         expected = crowd(server, 12)
         assert crowd(server, 12, server.engines()[0].kill) == expected
         assert server.log.count("open requests will be resubmitted") == 1
-        for number in range(2):  # both had some
+        for number in range(2):  # both frontends had requests
             assert f" server {number}: 127.0.0.1" in server.log
         assert connections(server)[0].get("/server_info").json()["config"]["server"]["api_server_count"] == 2
 
@@ -165,7 +165,7 @@ def test_probes_tell_the_truth_on_every_frontend(model_folder, tmp_path):
 
 
 def test_metrics_span_the_frontends(model_folder, tmp_path):
-    """A scrape shows the whole wherever it lands, also what was counted by a frontend that is no more."""
+    """A scrape at any frontend shows the totals, including the counts of frontends that have ended."""
     with fleet(model_folder, tmp_path, data_parallel_size=2) as server:
         wait_open(server)
         https = connections(server)
@@ -197,12 +197,10 @@ def test_metrics_span_the_frontends(model_folder, tmp_path):
 
 
 def test_a_frontend_that_is_killed(model_folder, tmp_path):
-    """Its connections are lost, and the engine frees their requests; the others go on, and another frontend takes its
-    place.
-    """
+    """Its connections are lost, the engine frees their requests; others continue; a new frontend replaces it."""
     with fleet(model_folder, tmp_path, fake="step_delay=0.02") as server:
         wait_open(server)
-        # who streams asks nothing else: that would be another connection
+        # a streaming client sends no other request: that would need another connection
         (lost, kept), (_, asked) = connections(server), connections(server)
         whole = kept.post(CHAT, json=body(0, 80)).json()["choices"][0]["message"]["content"]
         streams = [
@@ -235,13 +233,13 @@ parent.PING_INTERVAL, parent.STALL_TIMEOUT = 0.2, 2.0
 
 
 def test_a_frontend_that_stalls_is_replaced(model_folder, tmp_path):
-    """Its successor takes over its share of the port; the requests of the others go on."""
+    """Its successor takes over its share of the port; the requests of the other frontends continue."""
     with fleet(model_folder, tmp_path, fake="step_delay=0.02", script=QUICK_STALL + SCRIPT) as server:
         wait_open(server)
         (_, kept) = connections(server)
         stream = kept.send(kept.build_request("POST", CHAT, json=body(0, 250) | {"stream": True}), stream=True)
         victim = frontends(server)[0]
-        time.sleep(2.5)  # an idle one that answers is left alone
+        time.sleep(2.5)  # an idle frontend that answers is not replaced
         assert victim.is_running()
         victim.suspend()
         poll(lambda: "frontend 0 died (it stalled: no answer for 2 seconds)" in server.log)
@@ -294,9 +292,7 @@ def test_a_client_that_leaves(model_folder, tmp_path):
 
 
 def test_the_queue_is_one(model_folder, tmp_path):
-    """--max-num-queued-reqs counts what all frontends have, up to what they tell each other with a tenth of a second's
-    delay.
-    """
+    """--max-num-queued-reqs counts the requests of all frontends, which exchange their counts with a delay of 0.1 s."""
     with fleet(model_folder, tmp_path, fake="step_delay=0.02", max_num_seqs=2, max_num_queued_reqs=2) as server:
         wait_open(server)
         first, second = connections(server)
@@ -316,7 +312,7 @@ def test_the_queue_is_one(model_folder, tmp_path):
         poll(lambda: second.post(CHAT, json=body(0, 1)).status_code == 200)
 
 
-# ---- start and end
+# ---- startup and shutdown
 
 
 def test_requests_finish_after_a_signal(model_folder, tmp_path):
@@ -381,7 +377,7 @@ def test_a_killed_parent_leaves_nothing(model_folder, tmp_path):
         server.process.kill()
         poll(lambda: all(gone(child) for child in children), 2)
         assert not list(tmp_path.glob("quire-*"))
-        # a process may be seen as ended while its last threads still close its sockets
+        # a process may appear ended while its last threads still close its sockets
         poll(lambda: is_free(server.port), 2)
 
 
@@ -394,7 +390,7 @@ def test_probes_answer_while_it_loads(model_folder, tmp_path):
 
 
 def test_an_engine_that_keeps_dying_ends_the_server(model_folder, tmp_path):
-    """Whatever it runs: each time a new engine has cleared the stream, which is no suspect then."""
+    """Every new engine first clears the stream, so that the stream is no suspect at its death."""
     with fleet(model_folder, tmp_path, fake="step_delay=0.02") as server:
         wait_open(server)
         http, probe = (connections(server)[0] for _ in range(2))
@@ -421,7 +417,7 @@ def test_what_the_user_can_correct(model_folder, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_port_in_use(model_folder, tmp_path, count):
-    """Also by another fleet, with which the kernel would let us share it."""
+    """Also detects another fleet, although the kernel would allow sharing the port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""Deltas from engine outputs: text, alignment, stop strings, choices, errors, and what is recorded."""
+"""Tests deltas from engine outputs: text, alignment, stop strings, choices, errors, and metrics."""
 
 import asyncio
 import dataclasses
@@ -104,8 +104,8 @@ class TestText:
     @settings(max_examples=120, deadline=None)
     @given(data=st.data())
     def test_any_chunks_give_the_same(self, request, kind, data):
-        """Text, ids and logprobs of all deltas equal the whole; at every moment the ids told are those whose text is
-        out.
+        """Text, ids and logprobs of all deltas equal the whole; at every moment the reported ids are those with sent
+        text.
         """
         tokenizer = request.getfixturevalue(kind)
         ids = tokenizer.encode(data.draw(st.sampled_from([*CORPUS[:5], "🦊🦊 x", "ab"])), False)
@@ -267,7 +267,7 @@ def test_errors_are_told(tokenizer):
 
 
 def test_a_request_that_the_engine_refuses_is_a_bad_request(tokenizer):
-    """400, and 500 for what is the engine's own fault."""
+    """400; errors of the engine itself give 500."""
 
     async def collect(request_id, **fields):
         client = ScriptedClient([EngineOutput("r", [], "error", error="bad_words: no", **fields)])
@@ -284,7 +284,7 @@ def test_a_request_that_the_engine_refuses_is_a_bad_request(tokenizer):
 
 
 def test_a_pile_that_ends_in_a_refusal_is_a_bad_request(tokenizer):
-    """What ends the request is told by the last slice."""
+    """The last slice reports the error that ends the request."""
     outputs = outputs_of([[100] * (2 * SLICE + 1)], "error", error="bad_words: no", error_kind="invalid_request")
 
     async def main() -> None:
@@ -400,7 +400,7 @@ def test_with_the_engine_process(tokenizer):
 
 
 def test_a_pile_is_read_in_slices(tokenizer):
-    """However much piled up for a choice, others get their turn, and the deltas are those of the whole."""
+    """A long backlog of one choice does not delay others, and the deltas equal those of the whole."""
     tokens = [100 + i % 300 for i in range(10 * SLICE + 3)]
     outputs = outputs_of([tokens], logprobs=True)
     turns = 0
@@ -435,7 +435,7 @@ def test_a_pile_is_read_in_slices(tokenizer):
 
 
 def test_a_stage_transforms_the_deltas_between_generation_and_dialect(tokenizer):
-    """Where a parser of tool calls or reasoning will sit: it may hold text back, split deltas, and flush at the end."""
+    """The place of a parser for tool calls or reasoning: it may hold text back, split deltas, and flush at the end."""
 
     async def hold_back_one(stream):
         held = {}

@@ -1,4 +1,4 @@
-"""`quire health`, as a command and as a container runs it, against servers on any port and on a socket."""
+"""Tests `quire health`, as a command and as a container runs it, against servers on any port and on a socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _no_settings(monkeypatch):
 
 
 def check_of_a_container(**environment: object) -> subprocess.CompletedProcess:
-    """As the Dockerfile runs it. The port of the image is not that of the server."""
+    """Run the check as the Dockerfile does. The image's port differs from the server's."""
     variables = {
         "PATH": os.environ["PATH"],
         "QUIRE_PORT": "1",

@@ -1,6 +1,6 @@
-"""The server as a process: how soon it answers, how it ends, and what it survives.
+"""Tests the server as a process: startup time, shutdown, and recovery.
 
-The engine behind it has the fake executor.
+The engine has the fake executor.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class ServerProcess:
             return None
 
     def wait_ready(self) -> ServerProcess:
-        """Until all serve: of several frontends the one that is asked may be the first."""
+        """Wait until all frontends serve, because the frontend that answers may be the first one ready."""
         poll(lambda: ("ready in " in self.log and self.status("/ready") == 200) or self.process.poll() is not None, 120)
         assert self.process.poll() is None, self.log
         return self
 
     def children(self, is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-        """Those alive. Any may end while it is looked at."""
+        """The running child processes. Any may end during the scan."""
 
         def there(child: psutil.Process) -> bool:
             try:
@@ -143,7 +143,7 @@ def test_answers_before_it_has_loaded_and_ends_in_order(model_folder, tmp_path):
         assert answer.status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0 and gone(engine)
-        assert first_answer < 5  # 1 on an idle machine; this one may be anything but
+        assert first_answer < 5  # 1 on an idle machine; this machine may be busy
         log = server.log
     for text in (
         "loading weights",
@@ -173,7 +173,7 @@ def test_requests_finish_after_a_signal(model_folder, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_signal_to_all_processes_loses_no_stream(model_folder, tmp_path, count):
-    """As systemd's KillMode=control-group sends it. A new engine would take longer to load than the requests have."""
+    """Signals as systemd's KillMode=control-group does. A new engine would load too slowly for the requests."""
     with server_process(
         model_folder, tmp_path, fake="load_delay=6,step_delay=0.02", shutdown_timeout=6.0, api_server_count=count
     ) as server:
@@ -362,7 +362,7 @@ def test_settings_that_name_nothing(model_folder, tmp_path, settings, reason):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_health_tells_that_no_step_ends(model_folder, tmp_path, count):
-    """Only while somebody waits for one; in a fleet, whichever frontend is asked."""
+    """Only while requests wait; with several frontends, at each of them."""
     with server_process(
         model_folder, tmp_path, fake="step_delay=0.05", health_stall_timeout=1.0, api_server_count=count
     ) as server:
@@ -447,7 +447,7 @@ def test_unix_socket(model_folder, tmp_path):
 
 
 def test_works_from_any_folder_without_being_installed(model_folder, tmp_path):
-    """Modules of the current folder must not stand in for ours."""
+    """Modules of the current folder must not shadow ours."""
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("raise SystemExit('the wrong engine')")
     root = str(Path(__file__).parents[2])
@@ -457,7 +457,7 @@ def test_works_from_any_folder_without_being_installed(model_folder, tmp_path):
 
 
 def test_a_model_of_the_hub(model_folder, tmp_path, monkeypatch):
-    """Out of a cache in the Hub's layout, offline; the name in responses is the id."""
+    """From a cache in the Hub's layout, offline; the name in responses is the id."""
     root = tmp_path / "models--org--model"
     commit = "a" * 40
     (root / "refs").mkdir(parents=True)

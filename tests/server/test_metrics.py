@@ -1,4 +1,4 @@
-"""Names, types, labels and values of what Prometheus reads; the log line."""
+"""Names, types, labels and values of the Prometheus metrics; the log line."""
 
 import asyncio
 import logging
@@ -222,7 +222,7 @@ def test_http_requests(metrics):
 
 
 def test_counts_of_several_are_added_up(metrics):
-    """As between processes: the gauges and the engine's counts are of one, the requests' of all."""
+    """As between processes: gauges and engine counts come from one, request counts from all."""
     metrics.observe_stats(EngineStats(num_running=2, num_generation_tokens=5, iteration_tokens=[3, 2]))
     others = [Metrics("org/model", 3000) for _ in range(2)]
     for count, other in enumerate(others, 1):

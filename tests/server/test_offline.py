@@ -1,6 +1,6 @@
 """`LLM`: the whole engine in its own process, from a script.
 
-Most tests use the fake executor, whose tokens are known; one a real model.
+Most tests use the fake executor, whose tokens are known; one uses a real model.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def test_a_new_engine_takes_over_when_one_dies(slow_llm):
 
 
 def test_a_mistake_of_who_watches_over_the_engine_is_told(folder, monkeypatch):
-    """At start, and to requests that would wait for ever for the next engine."""
+    """The error is reported at startup, and to requests that would otherwise wait forever for the next engine."""
 
     def mistake(*_):
         raise TypeError("a mistake")
@@ -332,7 +332,7 @@ def test_close_ends_the_engine(folder):
 
 
 def test_a_script_without_a_main_guard(checkpoint, tmp_path):
-    """Greedy tokens are those of transformers; nothing is left of the engine when the script ends."""
+    """Greedy tokens equal those of transformers; the engine ends with the script."""
     folder = checkpoint("qwen3")
     reference = load_reference(folder)
     prompt = [11, 12, 13, 14]

@@ -1,4 +1,4 @@
-"""`/` and `/docs`: static, without the internet and without a key. Where there is node, the page's script runs."""
+"""`/` and `/docs`: static, without the internet and without a key. If node is installed, the page's script runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_documentation_needs_no_key_and_its_data_does(server):
         and "default-src 'none'" in page.headers["content-security-policy"]
     )
     assert server.http.get("/openapi.json").status_code == 401
-    assert server.http.post("/docs").status_code == 401  # nothing but the page is open
+    assert server.http.post("/docs").status_code == 401  # only the page needs no key
     assert server.http.get("/openapi.json", headers={"x-api-key": "secret"}).status_code == 200
 
 

@@ -27,7 +27,7 @@ def test_bars_on_a_terminal():
     terminal = Terminal()
     run(terminal)
     text = terminal.getvalue()
-    assert "loading weights:  50%|" in text and "warming up: 100%|" in text and "\n" not in text  # nothing stays behind
+    assert "loading weights:  50%|" in text and "warming up: 100%|" in text and "\n" not in text  # no leftovers
 
 
 def test_lines_elsewhere(caplog, monkeypatch):

@@ -1,6 +1,4 @@
-"""Bodies -> requests: every field, every way to be wrong with the `param` it names, and what becomes of undeclared
-fields.
-"""
+"""Tests parsing of bodies: every field, every kind of error with its `param`, and the handling of undeclared fields."""
 
 from __future__ import annotations
 
@@ -221,7 +219,7 @@ def test_neutral_and_harmless_fields_are_accepted_without_a_warning(data):
 
 
 def test_a_body_with_very_many_members_is_not_decoded(monkeypatch):
-    """They may be in any object, known or not; what is in texts does not count."""
+    """The members may be in any object, known or not; colons in strings do not count."""
     hello = b'"messages":[{"role":"user","content":"%b"}]'
     flood = b",".join(b'"%x\\\\":1' % i for i in range(parse_body.MAX_MEMBERS))
     text = b'a \\"b\\": \\\\' * parse_body.MAX_MEMBERS
@@ -314,7 +312,7 @@ def test_conversations_are_bounded(data, param):
 
 
 def bounded(schema: dict[str, Any], path: str, components: dict[str, Any]) -> list[str]:
-    """Where in `schema` a list, a text, a number or an object of any names has no maximum."""
+    """Paths in `schema` of lists, texts, numbers and free-form objects without a maximum."""
     if "$ref" in schema:
         return bounded(components[schema["$ref"].rpartition("/")[2]], path, components)
     wrong = [
@@ -400,7 +398,7 @@ NAMES = sorted(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # it goes by the clock
+@settings(suppress_health_check=[HealthCheck.too_slow])  # it depends on the clock
 @given(
     st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5),
     st.sampled_from([ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]),

@@ -1,5 +1,5 @@
-"""Request fields -> SamplingParams: every parameter arrives, defaults are taken in order, and what the model cannot do
-is refused by name.
+"""Request fields -> SamplingParams: every parameter arrives, defaults apply in order, and settings that the model does
+not support are refused by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = ModelInfo(
 
 
 class Words:
-    """Two ids a word: one for a leading space, one for the letters."""
+    """Two ids per word: one for a leading space, one for the letters."""
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         assert not add_special_tokens
@@ -256,7 +256,7 @@ def test_fit_clips_to_the_context():
     assert fit(chat(max_tokens=10), 60, MODEL, "messages").max_tokens == 10
     clipped = fit(chat(max_tokens=80, min_tokens=70), 60, MODEL, "messages")
     assert (clipped.max_tokens, clipped.min_tokens) == (40, 40)
-    # nothing to sample: the prompt may fill the context
+    # no token is sampled: the prompt may fill the context
     assert fit(text(echo=True, max_tokens=0), 100, MODEL, "prompt").max_tokens == 0
     assert fit(chat(), 99, MODEL, "messages").max_tokens == 1
 

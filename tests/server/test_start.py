@@ -1,4 +1,4 @@
-"""What a start says and refuses, seen from the log of a server with the fake executor."""
+"""Tests messages and errors of startup in the log of a server with the fake executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an engine is started again, and when that is given up. Deaths are scripted: no process, no waiting."""
+"""Tests when the supervisor restarts an engine and when it gives up. Deaths are scripted: no processes or waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.server.fake_engine import ready
 
 
 class ScriptedEngine:
-    """An engine process that ends when the test says so."""
+    """An engine process that ends when the test requests it."""
 
     def __init__(self, config: Config, index: int = 0):
         self.index, self.address = index, "ipc://nowhere"
@@ -43,7 +43,7 @@ failures: list[int] = []  # of the next starts
 
 
 class Client:
-    """What a Supervisor needs of an `EngineClient`."""
+    """The part of `EngineClient` that a Supervisor uses."""
 
     def __init__(self):
         self.dead, self.num_messages, self.load, self.progress = None, 0, 0, None
@@ -73,11 +73,11 @@ class Client:
 
 
 class Watched:
-    """A Supervisor at work: `await up()` and `await die()` say what its present engine does."""
+    """A running Supervisor: `await up()` and `await die()` control its current engine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, index: int = 0):
         monkeypatch.setattr(module, "EngineProcess", ScriptedEngine)
-        self.ready: list[bool] = []  # of each start, whether it was a later one
+        self.ready: list[bool] = []  # for each start: whether it was a restart
         self.num_deaths = 0
         self.client = Client()
         self.supervisor = Supervisor(
@@ -99,7 +99,7 @@ class Watched:
             await asyncio.sleep(0.001)
 
     async def die(self) -> None:
-        """Returns once there is a new engine, or none."""
+        """End the engine; returns after it was replaced or given up."""
         await self.client.connected.wait()
         self.client.connected.clear()
         self.supervisor.engine.kill()
@@ -143,7 +143,7 @@ async def test_a_death_at_the_first_start_is_final(monkeypatch):
 
 @asynchronous
 async def test_a_death_during_a_later_start_is_one_of_three(monkeypatch):
-    """It is no death at start: that is the first one's.
+    """It is no death at start, which only the first engine can have.
 
     The second engine may die before it is ready, the third may not.
     """
@@ -160,7 +160,7 @@ async def test_a_death_during_a_later_start_is_one_of_three(monkeypatch):
 
 @asynchronous
 async def test_each_engine_has_its_own_three(monkeypatch):
-    """Of several, each dies twice: all go on."""
+    """If each of several engines dies twice, all continue."""
     several = [Watched(monkeypatch, index) for index in range(3)]
     for watched in several:
         await watched.up()
@@ -188,15 +188,14 @@ async def test_deaths_that_are_long_past_do_not_count(monkeypatch):
 
 @asynchronous
 async def test_three_starts_in_a_row_that_fail(monkeypatch):
-    """However far apart.
+    """They count at any distance in time.
 
-    What a test does that kills an engine again and again before it is ready, because another engine answers for it
-    meanwhile.
+    Covers tests that repeatedly kill an engine before it is ready while another engine serves.
     """
     monkeypatch.setattr(module, "DEATH_WINDOW", 0.0)
     watched = Watched(monkeypatch)
     await watched.up()
-    for _ in range(3):  # the ready one, and two that were not
+    for _ in range(3):  # the ready one, and two that did not become ready
         await watched.die()
     assert not watched.task.done()
     await watched.up()

@@ -159,7 +159,7 @@ def llama2(folder: Path) -> Path:
 
 
 def llama2_class(folder: Path, **config) -> Path:
-    """The same declared as LlamaTokenizer, whose pipeline transformers builds anew."""
+    """The same, declared as LlamaTokenizer, whose pipeline transformers rebuilds."""
     return _write(
         folder, _llama2_json(), {"tokenizer_class": "LlamaTokenizer", **config}, config={"model_type": "llama"}
     )
@@ -252,7 +252,7 @@ def word_level(folder: Path) -> Path:
 
 
 def suffix_bpe(folder: Path) -> Path:
-    """CLIP: words end in </w>, a decoder we have no stream of our own for."""
+    """CLIP: words end in </w>, a decoder without a specialised stream class."""
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
