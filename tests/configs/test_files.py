@@ -192,7 +192,7 @@ def test_an_empty_vocabulary(folder, vocabulary):
 def test_it_is_refused_before_anything_is_loaded(tmp_path, command):
     code = f"""
 import sys
-from configs import cli
+from quire.cli import main as cli
 code = cli.main([{command!r}, {str(tmp_path)!r}, *(["--port", "0"] if {command!r} == "serve" else [])])
 assert not {{"transformers", "torch"}} & set(sys.modules), "loaded"
 sys.exit(code)
