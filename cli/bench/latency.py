@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from quire.cli.bench.datasets import non_negative_int, positive_int, random_text
 from quire.cli.bench.report import percentile
-from quire.cli.bench.throughput import ENGINE_SECTIONS, engine_settings
-from quire.cli.main import Parser, add_config_flags, read_settings
+from quire.cli.bench.throughput import engine_settings, parse_offline
+from quire.cli.main import Parser
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -44,12 +44,7 @@ def main(argv: list[str]) -> int:
         metavar="N",
         help="number of batches before the measurement (default: 3)",
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)")
-    parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
-    add_config_flags(parser, sections=ENGINE_SECTIONS)
-    arguments = parser.parse_args(argv)
-    settings = read_settings(parser, arguments)
+    arguments, settings = parse_offline(parser, argv)
 
     from quire.server.offline.llm import LLM, SamplingParams
 

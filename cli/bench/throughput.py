@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from pathlib import Path
@@ -20,6 +21,16 @@ def engine_settings(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in settings.values.items() if find_option(name).section in ENGINE_SECTIONS}
 
 
+def parse_offline(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, Settings]:
+    """The arguments, after adding the flags that the benchmarks without HTTP share, and the settings of the engine."""
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)")
+    parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
+    add_config_flags(parser, sections=ENGINE_SECTIONS)
+    arguments = parser.parse_args(argv)
+    return arguments, read_settings(parser, arguments)
+
+
 def main(argv: list[str]) -> int:
     """Run `quire bench throughput ARGV...`."""
     parser = Parser(
@@ -28,12 +39,7 @@ def main(argv: list[str]) -> int:
         description="Generate for all prompts at once, without HTTP, and report tokens per second.",
     )
     add_dataset_flags(parser)
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)")
-    parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
-    add_config_flags(parser, sections=ENGINE_SECTIONS)
-    arguments = parser.parse_args(argv)
-    settings = read_settings(parser, arguments)
+    arguments, settings = parse_offline(parser, argv)
 
     from quire.server.offline.llm import LLM, SamplingParams
 
