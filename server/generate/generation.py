@@ -13,6 +13,7 @@ from quire.server.engines.client import OutputStream
 from quire.server.engines.handle import EngineHandle
 from quire.server.errors import BadRequest
 from quire.server.metrics.sink import EngineMetrics, MetricsSink
+from quire.server.structured.structure import Structure
 from quire.server.text.detokenizer import Detokenizer, StopStrings
 from quire.server.text.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ class GenerationRequest:
     """n choices of one prompt, checked and ready for the engine.
 
     `sampling.seed` is the seed of the first choice; choice i has `seed + i`. `prompt_text` is the prompt if it was
-    given as text and not truncated.
+    given as text and not truncated. `structure` must be compiled into `sampling` before the request is sent.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     arrival_time: float = field(default_factory=time.time)
     prompt_text: str | None = None
+    structure: Structure | None = None
 
 
 @dataclass(slots=True)

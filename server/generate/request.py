@@ -28,6 +28,7 @@ from quire.server.generate.limits import (
     Temperature,
     TopP,
 )
+from quire.server.structured.structure import Structure
 
 
 class GenerationOptions(msgspec.Struct, kw_only=True):
@@ -88,6 +89,7 @@ class GenerationSpec:
     request_id: str
     prompts: list[str] | list[list[int]] | Conversation
     options: GenerationOptions
+    structure: Structure | None = None  # what the output must match
     default_max_tokens: int | None = None  # if neither the request nor the model sets one; None: what the context holds
     add_special_tokens: bool | None = None  # default: True for texts, False for conversations
     echo: bool = False  # the answer begins with the prompt, and with its log-probabilities if `logprobs` is set

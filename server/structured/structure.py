@@ -1,0 +1,36 @@
+"""The constraint on a request's output, in no dialect's words."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
+
+
+class Structure(msgspec.Struct, frozen=True, kw_only=True):
+    """The output must match `value` from its first character to its last.
+
+    | kind           | value                                                                              |
+    |----------------|------------------------------------------------------------------------------------|
+    | json_schema    | a JSON Schema (draft 2020-12): an object or a bool                                 |
+    | json_object    | None: any JSON object                                                              |
+    | regex          | a pattern for the whole output                                                     |
+    | choice         | a list of texts                                                                    |
+    | grammar        | EBNF as in XGrammar and llama.cpp (GBNF), or Lark as in llguidance                 |
+    | structural_tag | XGrammar's JSON: {"type": "structural_tag", "format": ...}, the older form with    |
+    |                | "structures" and "triggers", or the inner format alone                             |
+
+    `param` is the request field that holds it, for error messages.
+
+    `after` is the end of a part that the structure does not constrain (thinking): token ids, which must be sampled in
+    this order, or a text. The structure applies to what follows its first occurrence in the output.
+    """
+
+    kind: Kind
+    value: Any = None
+    param: str = "structured_outputs"
+    compact: bool = False  # no whitespace between JSON tokens
+    whitespace: str | None = None  # pattern of the whitespace that is allowed between JSON tokens; None: the default
+    after: list[int] | str | None = None
