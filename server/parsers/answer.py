@@ -1,0 +1,129 @@
+"""The parser of one choice: thoughts, then content with calls in it, in any number and order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.server.parsers.events import Event
+from quire.server.parsers.harmony import HARMONY, HarmonyTools, read_harmony
+from quire.server.parsers.markers import Markers
+from quire.server.parsers.reader import Malformed, Reader, Wait
+from quire.server.parsers.reasoning.base import ReasoningFormat
+from quire.server.parsers.tools.base import Tool, ToolFormat
+
+
+class AnswerParser:
+    """An `OutputParser` (see events.py) for a tool format and a reasoning format, or one of them, or neither.
+
+    `tools` are the functions that the request lets the model call; without any, no calls are looked for. `opened` says
+    that the prompt ends inside a block of thoughts (`ReasoningFormat.opened`).
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        tools: Sequence[Tool] = (),
+        opened: bool = False,
+    ):
+        self._reader = Reader()
+        if isinstance(tool_format, HarmonyTools) or reasoning is HARMONY:
+            self._reading = read_harmony(self._reader, opened)
+        else:
+            answer = _Answer(self._reader, tool_format if tools else None, reasoning, tools)
+            self._reading = answer.read(opened)
+        next(self._reading, None)
+
+    def push(self, text: str) -> list[Event]:
+        self._reader.feed(text)
+        next(self._reading, None)
+        return self._reader.take_events()
+
+    def finish(self) -> list[Event]:
+        self._reader.ended = True
+        next(self._reading, None)
+        return self._reader.take_events()
+
+
+class _Answer:
+    """Reads an answer whose thoughts and calls are between markers."""
+
+    def __init__(
+        self, reader: Reader, tool_format: ToolFormat | None, reasoning: ReasoningFormat | None, tools: Sequence[Tool]
+    ):
+        self._reader = reader
+        self._format = tool_format
+        self._reasoning = reasoning
+        self._tools = tools
+        self._first = tool_format.first if tool_format else ()
+        interrupts = reasoning.interrupts if reasoning and tool_format else ()
+        self._ends = Markers((reasoning.end, *interrupts) if reasoning else ())
+        self._markers = Markers(
+            (*(tool_format.begins if tool_format else ()), *((reasoning.begin,) if reasoning else ()))
+        )
+
+    def read(self, opened: bool) -> Wait[None]:
+        reader = self._reader
+        if opened:
+            yield from reader.skip_space()
+            yield from reader.accept(self._reasoning.begin)
+            yield from self._thoughts()
+        while True:
+            yield from self._first_calls()
+            if not (yield from self._content()):
+                return
+
+    def _content(self) -> Wait[bool]:
+        """Content up to a block of thoughts or calls, and the block. False at the end of the text."""
+        reader = self._reader
+        while (marker := (yield from reader.text_until(self._markers, reader.content))) is not None:
+            num_spaces = reader.text.index(marker, reader.position) - reader.position
+            if reader.code.inside(reader.text[reader.position : reader.position + num_spaces]):
+                reader.content(reader.take(num_spaces + len(marker)))
+            elif self._reasoning and marker == self._reasoning.begin:
+                reader.take(num_spaces + len(marker))
+                yield from self._thoughts()
+                return True
+            elif (yield from reader.attempt(self._calls(marker))):
+                yield from self._end_block()
+                return True
+        return False
+
+    def _thoughts(self) -> Wait[None]:
+        """A block of thoughts from after its begin marker to after its end marker."""
+        reader, reasoning = self._reader, self._reasoning
+        yield from reader.skip_space()
+        while True:
+            marker = yield from reader.text_until(self._ends, reader.reasoning)
+            if marker is None:
+                return
+            if marker == reasoning.end:
+                yield from reader.skip_space()
+                reader.take(len(marker))
+                yield from self._end_block()
+                return
+            if (yield from reader.attempt(self._calls(marker), reader.reasoning)):
+                yield from self._end_block()
+                return
+
+    def _calls(self, begin: str) -> Wait[None]:
+        yield from self._reader.skip_space()
+        yield from self._format.read(self._reader, begin, self._tools)
+
+    def _first_calls(self) -> Wait[None]:
+        """Calls without a marker of their own, which are calls only where content could begin."""
+        while self._first and (yield from self._reader.attempt(self._first_call())):
+            yield from self._end_block()
+
+    def _first_call(self) -> Wait[None]:
+        yield from self._reader.skip_space()
+        for begin in self._first:
+            if (yield from self._reader.sees(begin)):
+                yield from self._format.read(self._reader, begin, self._tools)
+                return
+        raise Malformed
+
+    def _end_block(self) -> Wait[None]:
+        """White space after a block belongs to it, and what follows is on a new line."""
+        yield from self._reader.skip_space()
+        self._reader.code.end_line()

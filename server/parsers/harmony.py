@@ -1,0 +1,144 @@
+"""Harmony, the format of gpt-oss, in which thoughts, calls and content are messages of one kind.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json
+    <|message|>{...}<|call|>   or   <|channel|>final<|message|>...<|return|>
+
+The prompt ends with `<|start|>assistant`. The recipient of a call (`to=`) may also stand before the channel. Format:
+https://cookbook.openai.com/articles/openai-harmony
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.server.parsers import json_text
+from quire.server.parsers.markers import Markers
+from quire.server.parsers.reader import Malformed, Reader, Wait
+from quire.server.parsers.reasoning.base import ReasoningFormat
+from quire.server.parsers.tools.base import (
+    Format,
+    HasToken,
+    Tool,
+    ToolFormat,
+    arguments_schema,
+    json_schema,
+    needs_structure,
+    sequence,
+    structural_tag,
+    text,
+)
+
+_CHANNEL, _START, _MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_BODY_ENDS = Markers((*_ENDS, _START, _CHANNEL))
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def _recognize(template: str, has_token: HasToken) -> str | None:
+    if _CHANNEL in template and _MESSAGE in template:
+        return f"the chat template writes {_CHANNEL} and {_MESSAGE}"
+    return None
+
+
+HARMONY = ReasoningFormat(
+    "gpt_oss",
+    begin="<|channel|>analysis<|message|>",
+    end="<|channel|>final<|message|>",
+    recognize=_recognize,
+    forced_end="<|end|><|start|>assistant<|channel|>final<|message|>",
+    tokens=(_CHANNEL, _START, _MESSAGE, "<|constrain|>", *_ENDS),
+)
+
+
+class HarmonyTools(ToolFormat):
+    """The calls of Harmony. AnswerParser reads the whole answer with `read_harmony`."""
+
+    name = "gpt_oss"
+    markers = HARMONY.markers
+    covers_reasoning = True
+
+    def recognize(self, template: str, has_token: HasToken) -> str | None:
+        return _recognize(template, has_token)
+
+    def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
+        return read_harmony(reader)
+
+    def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
+        """Covers the whole answer, thoughts included. The model stops after a call, so there is at most one."""
+        if not needs_structure(tools, required, parallel):
+            return None
+        messages = [_message("analysis"), _message("commentary")]
+        last = {"type": "or", "elements": [_call(tool, required) for tool in tools]}
+        if not required:
+            last["elements"].append(sequence(text(f"{_CHANNEL}final{_MESSAGE}"), _body()))
+        return structural_tag(sequence({"type": "star", "content": {"type": "or", "elements": messages}}, last))
+
+
+def _body() -> Format:
+    return {"type": "any_text", "excludes": [*_ENDS, _START, _CHANNEL]}
+
+
+def _message(channel: str) -> Format:
+    """A message that is not the last."""
+    return sequence(text(f"{_CHANNEL}{channel}{_MESSAGE}"), _body(), text(f"<|end|>{_START}assistant"))
+
+
+def _call(tool: Tool, required: bool) -> Format:
+    """A call up to its `<|call|>`, which ends generation and is no text of the grammar."""
+    header = f"{_CHANNEL}commentary to=functions.{tool.name} <|constrain|>json{_MESSAGE}"
+    return sequence(text(header), json_schema(arguments_schema(tool, required)))
+
+
+def read_harmony(reader: Reader, opened: bool = False) -> Wait[None]:
+    """Read a whole answer. Text outside of messages is content."""
+    if opened:
+        yield from _read_body(reader, reader.reasoning)
+    while (yield from reader.at_least(1)):
+        if not (yield from reader.attempt(_read_message(reader))) and (yield from reader.at_least(1)):
+            reader.content(reader.take(1))
+            yield from reader.text_until(_BODY_ENDS, reader.content, strip=False)
+
+
+def _read_message(reader: Reader) -> Wait[None]:
+    yield from _expect_header(reader)
+    header = yield from reader.name(_MESSAGE)
+    reader.hold()
+    recipient = _RECIPIENT.search(header)
+    channel = _CHANNEL_NAME.search(header)
+    if recipient and recipient[1].startswith("functions."):
+        reader.begin_call(recipient[1].removeprefix("functions."))
+        yield from _read_arguments(reader)
+    elif recipient or (channel and channel[1] == "analysis"):  # a built-in tool's calls are the model's own affair
+        yield from _read_body(reader, reader.reasoning)
+    else:
+        yield from _read_body(reader, reader.content)
+
+
+def _expect_header(reader: Reader) -> Wait[None]:
+    for begin in (_CHANNEL, _START, " to="):
+        if (yield from reader.sees(begin)):
+            return
+    raise Malformed
+
+
+def _read_body(reader: Reader, emit: Callable[[str], None]) -> Wait[None]:
+    """Text up to a marker, and the marker if it only ends the message."""
+    marker = yield from reader.text_until(_BODY_ENDS, emit, strip=False)
+    if marker in _ENDS:
+        reader.take(len(marker))
+        yield from reader.skip_space()
+
+
+def _read_arguments(reader: Reader) -> Wait[None]:
+    yield from reader.skip_space()
+    emit = reader.arguments
+    if (yield from reader.sees("{")):
+        yield from json_text.value(reader, reader.arguments)
+        yield from reader.skip_space()
+        emit = reader.content
+    elif (yield from reader.sees("<|")):
+        reader.arguments("{}")
+    yield from _read_body(reader, emit)

@@ -1,0 +1,38 @@
+"""What a reasoning format is: the way in which one family of models marks its thoughts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.server.parsers.reader import SPACE
+
+HasToken = Callable[[str], bool]  # whether the tokenizer has this string as one token
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Thoughts between two markers, once or several times in an answer. Stateless: one object serves all requests.
+
+    `end` closes a block: a grammar starts after it. `forced_end` is the text that ends the thoughts when their budget
+    is spent. `recognize` gives the reason for which a chat template's models think in this format, or None.
+    """
+
+    name: str
+    begin: str
+    end: str
+    recognize: Callable[[str, HasToken], str | None]
+    forced_end: str = ""
+    interrupts: tuple[str, ...] = ()  # beginnings of calls that end a block without its end marker
+    tokens: tuple[str, ...] = ()  # special tokens of the format, if they are not `begin` and `end`
+    assumed: bool = False  # the answer begins inside a block even where neither prompt nor answer has `begin`
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens that detokenized text must show."""
+        return self.tokens or (self.begin, self.end)
+
+    def opened(self, prompt: str) -> bool:
+        """Whether the answer to this rendered prompt (its tail is enough) begins inside a block."""
+        tail = prompt[-256:].rstrip(SPACE)
+        return tail.endswith(self.begin.rstrip(SPACE)) or (self.assumed and not tail.endswith(self.end))

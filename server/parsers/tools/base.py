@@ -1,0 +1,141 @@
+"""What a tool format is: the way in which one family of models writes calls."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.server.parsers.reader import Reader, Wait
+
+HasToken = Callable[[str], bool]  # whether the tokenizer has this string as one token
+Format = dict[str, Any]  # a part of a structural tag, in xgrammar's JSON form
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. `parameters` is the JSON Schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
+    strict: bool = False
+
+
+class ToolFormat(ABC):
+    """One format. Stateless: one object serves all requests."""
+
+    name: str
+    markers: tuple[str, ...] = ()  # special tokens that detokenized text must show
+    begins: tuple[str, ...] = ()  # strings that begin calls wherever they are in the content
+    first: tuple[str, ...] = ()  # strings that begin calls only as the first text of an answer, or after a call
+
+    covers_reasoning = False  # whether `structure` describes the thoughts, too: then it applies from the first token
+
+    @abstractmethod
+    def recognize(self, template: str, has_token: HasToken) -> str | None:
+        """Why this chat template's models write calls in this format; None if they do not."""
+
+    @abstractmethod
+    def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
+        """Read one call, or one section of calls, from `begin` on, which is next. Raises Malformed."""
+
+    @abstractmethod
+    def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
+        """The structural tag of answers that call `tools`; None if any text will do.
+
+        With `required`, at least one call, and every call's arguments fit the tool's schema. Without, text and calls,
+        and the schema is enforced for strict tools. Without `parallel`, at most one call. A named call is `required`
+        with one tool.
+        """
+
+    def call_id(self, name: str, index: int) -> str | None:
+        """An id for call `index` of a conversation that the model's template accepts; None if any will do."""
+        return None
+
+
+def needs_structure(tools: Sequence[Tool], required: bool, parallel: bool) -> bool:
+    return required or not parallel or any(tool.strict for tool in tools)
+
+
+def arguments_schema(tool: Tool, required: bool) -> dict[str, Any]:
+    """The schema to enforce: any object for tools that are not strict, if the model calls them by its own choice."""
+    return dict(tool.parameters) if required or tool.strict else {"type": "object"}
+
+
+def text(value: str) -> Format:
+    return {"type": "const_string", "value": value}
+
+
+def tag(begin: str, content: Format, end: str) -> Format:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def json_schema(schema: Mapping[str, Any], style: str = "json") -> Format:
+    return {"type": "json_schema", "json_schema": dict(schema), "style": style}
+
+
+def sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def optional_space() -> Format:
+    """White space that a model may write before its first call, for example after its thoughts."""
+    return {"type": "regex", "pattern": r"[ \n]{0,2}"}
+
+
+def separated(tags: Sequence[Format], separator: str, parallel: bool) -> Format:
+    """One or more tags and nothing else."""
+    return {
+        "type": "tags_with_separator",
+        "tags": list(tags),
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def among_text(trigger: str, tags: Sequence[Format], parallel: bool) -> Format:
+    """Any text, in which `trigger` can only begin one of the tags."""
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": list(tags), "stop_after_first": not parallel}
+
+
+def structural_tag(content: Format) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": content}
+
+
+def marked_calls(
+    tags: Sequence[Format], trigger: str, *, separator: str, required: bool, parallel: bool
+) -> dict[str, Any]:
+    """The structural tag of a format in which every call is a tag that begins with `trigger`."""
+    if required:
+        return structural_tag(sequence(optional_space(), separated(tags, separator, parallel)))
+    return structural_tag(among_text(trigger, tags, parallel))
+
+
+def json_name(name: str) -> str:
+    return json.dumps(name, ensure_ascii=False)
+
+
+class JsonCalls(ToolFormat):
+    """Every call is `opening {"name": ..., "arguments": {...}} closing`."""
+
+    opening: str
+    closing: str
+    separator = "\n"
+    key = "arguments"
+
+    def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
+        if not needs_structure(tools, required, parallel):
+            return None
+        tags = [
+            tag(
+                f'{self.opening}{{"name": {json_name(tool.name)}, "{self.key}": ',
+                json_schema(arguments_schema(tool, required)),
+                "}" + self.closing,
+            )
+            for tool in tools
+        ]
+        trigger = self.begins[0]
+        return marked_calls(tags, trigger, separator=self.separator, required=required, parallel=parallel)

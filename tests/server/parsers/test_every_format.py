@@ -1,0 +1,95 @@
+"""What holds for every format: cutting the text changes nothing, nothing is lost, the cost is linear."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from tests.server.parsers.answers import add_up, cut, events_of, parser
+from tests.server.parsers.samples import SAMPLES
+
+TOOL_NAMES = [candidate.name for candidate in TOOL_FORMATS]
+REASONING_NAMES = [candidate.name for candidate in REASONING_FORMATS]
+PAIRS = [(tools, "think") for tools in TOOL_NAMES] + [("hermes", reasoning) for reasoning in REASONING_NAMES]
+
+
+def pieces_of_text(tools: str, reasoning: str) -> st.SearchStrategy[str]:
+    """Texts of markers, pieces of calls and what may be confused with them."""
+    formats = [c for c in TOOL_FORMATS if c.name == tools], [c for c in REASONING_FORMATS if c.name == reasoning]
+    own = [*formats[0][0].markers, *formats[0][0].begins, *formats[0][0].first, *formats[1][0].markers]
+    common = ["{", "}", "[", "]", '"', "'", "\\", "\n", " ", ",", ":", "=", "(", ")", "<", "</", "|", ">", "```", "`"]
+    words = [
+        "name",
+        '"name"',
+        '"arguments"',
+        "get_weather",
+        "now",
+        "1",
+        "true",
+        "é",
+        "😀",
+        "\\u00e9",
+        "functions.now:0",
+    ]
+    return st.lists(st.sampled_from(own * 3 + common + words), max_size=40).map("".join)
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), PAIRS)
+@given(data=st.data())
+def test_cutting_changes_nothing(tools, reasoning, data):
+    samples = st.sampled_from(SAMPLES[tools])
+    text = data.draw(st.lists(pieces_of_text(tools, reasoning) | samples, max_size=3).map("".join), "text")
+    places = data.draw(st.lists(st.integers(0, 2000), max_size=30), "places")
+    opened = data.draw(st.booleans(), "opened")
+    whole = add_up(events_of(parser(tools, reasoning, opened), [text]))
+    assert add_up(events_of(parser(tools, reasoning, opened), cut(text, places))) == whole
+    assert add_up(events_of(parser(tools, reasoning, opened), text)) == whole
+
+
+@pytest.mark.parametrize("tools", TOOL_NAMES)
+@given(text=st.text(st.characters(exclude_characters="<[{◁|`")))
+def test_text_without_markers_passes(tools, text):
+    answer = add_up(events_of(parser(tools, "think"), text))
+    assert (answer.content, answer.reasoning, answer.calls) == (text, "", [])
+
+
+@pytest.mark.parametrize("tools", TOOL_NAMES)
+def test_text_is_not_held_back(tools):
+    """Everything but the white space at the end is handed out at once."""
+    one = parser(tools, "think")
+    for piece in ["Hel", "lo, ", "world", "!", " It costs", " 3 ", "€"]:
+        answer = add_up(one.push(piece))
+        assert answer.content.strip() == piece.strip()
+
+
+@pytest.mark.parametrize("tools", TOOL_NAMES)
+def test_a_sample_cut_anywhere_loses_nothing(tools):
+    for sample in SAMPLES[tools]:
+        for end in range(len(sample)):
+            answer = add_up(events_of(parser(tools, "think"), [sample[:end]]))
+            whole = add_up(events_of(parser(tools, "think"), [sample]))
+            assert [c.name for c in answer.calls] == [c.name for c in whole.calls][: len(answer.calls)]
+            for call, complete in zip(answer.calls[:-1], whole.calls):
+                assert call == complete
+            if answer.calls:
+                assert whole.calls[len(answer.calls) - 1].arguments.startswith(answer.calls[-1].arguments)
+
+
+@pytest.mark.parametrize("tools", TOOL_NAMES)
+def test_the_cost_is_linear(tools):
+    """A text of 100,000 characters, in small pieces, for every beginning that could make a parser read again."""
+    begins = parser(tools)  # warm up
+    fmt = next(c for c in TOOL_FORMATS if c.name == tools)
+    for unit in {"<", "{", '{"a":"', "[", "`", " ", "\\", *fmt.begins, *fmt.first, SAMPLES[tools][0][:30]}:
+        times = []
+        for size in (10_000, 100_000):
+            text = SAMPLES[tools][0][:-20] + unit * (size // len(unit))
+            begins = parser(tools, "think")
+            start = time.process_time()
+            events_of(begins, [text[i : i + 8] for i in range(0, len(text), 8)])
+            times.append(time.process_time() - start)
+        assert times[1] < 25 * times[0] + 0.2, (unit, times)
