@@ -13,6 +13,7 @@ from quire.worker.messages import LOGPROBS_MODES, SamplingParams
 # number of bad words times the length of the longest: the number of tokens that workers compare per step
 MAX_BAD_WORDS_SIZE = 1 << 18
 
+MAX_MARKER_TOKENS = 256  # of a text that begins or ends the thoughts
 MAX_STOP_TOKEN_IDS = 1024  # searched for every sampled token
 
 
@@ -46,6 +47,13 @@ def check_sampling(sampling: SamplingParams, max_model_len: int, vocab_size: int
             raise ValueError(f"{name} has {len(token_ids)} entries, but may have at most {limit}")
         _check_token_ids(name, token_ids, vocab_size)
     _check_bad_words(sampling.bad_words_ids or [], max_model_len, vocab_size)
+    if (thinking := sampling.thinking) is not None:
+        for name, token_ids in (("begin", thinking.begin), ("end", thinking.end), ("forced", thinking.forced)):
+            if not 0 < len(token_ids) <= MAX_MARKER_TOKENS:
+                raise ValueError(f"thinking.{name} has {len(token_ids)} tokens, but must have 1 to {MAX_MARKER_TOKENS}")
+            _check_token_ids(f"thinking.{name}", token_ids, vocab_size)
+        if thinking.budget < 0:
+            raise ValueError(f"thinking.budget is {thinking.budget}, but must be at least 0")
     if sampling.logprobs_mode not in LOGPROBS_MODES:
         raise ValueError(f"logprobs_mode is {sampling.logprobs_mode!r}, but must be one of {', '.join(LOGPROBS_MODES)}")
 

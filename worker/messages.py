@@ -15,6 +15,18 @@ import msgspec
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """At most `budget` tokens of thoughts, then the tokens `forced`. Thoughts last from after `begin`, or from the
+    first output token if the prompt has `opened` them, until `end`.
+    """
+
+    budget: int
+    opened: bool
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    forced: tuple[int, ...]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """How one sequence is sampled. The server fills in every default, so that a request can be replayed after a
     restart: `seed` is always a number.
@@ -44,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for every prompt token except the first
     logprobs_mode: str = "raw_logprobs"
+    thinking: ThinkingBudget | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

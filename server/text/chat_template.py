@@ -1,19 +1,22 @@
-"""Renders chat messages to prompt text with the model's Jinja template, exactly as transformers does.
+"""Renders chat messages to prompt text with the model's Jinja template, as transformers does.
 
 Provides the environment that templates on the Hub expect: an immutable sandbox with `trim_blocks` and `lstrip_blocks`,
 `break`/`continue`, `{% generation %}` blocks, a `tojson` that keeps HTML characters, `raise_exception`, `strftime_now`.
+Content and tool calls are passed in the form that the template takes (`template_probe.py`).
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from types import TracebackType
 from typing import Any
 
 import jinja2
@@ -21,11 +24,14 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire.server.text.template_probe import ToolSupport, probe_tools, with_no_content
+
 # same text as in transformers, so that a template that inspects it behaves the same
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_SECONDS = 1.0  # CPU seconds for a template sent with a request
 MAX_CHARS = 2**24  # output limit of such a template
 _MAX_POWER_BITS = 2**16
+_SHOWN_LINE = 200  # characters of a template's line in an error
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first
 
 
@@ -156,6 +162,8 @@ class ChatTemplate:
         self.source = source
         try:
             self._template = environment.from_string(source)
+            # names that the template reads: it knows a variable if it is among them
+            self.names = frozenset(node.name for node in environment.parse(source).find_all(nodes.Name))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid: {error.message} (line {error.lineno})") from error
         except Exception as error:  # the compiler's own limits, such as RecursionError for deep nesting
@@ -184,7 +192,8 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt cannot both be set")
         messages = [
-            _alias_reasoning(self._fit_content({k: v for k, v in m.items() if v is not None})) for m in messages
+            _alias_reasoning(self._fit_calls(self._fit_content({k: v for k, v in m.items() if v is not None})))
+            for m in messages
         ]
         final = None
         if continue_final_message:
@@ -215,11 +224,28 @@ class ChatTemplate:
         except _Limit:
             raise
         except jinja2.UndefinedError as error:
-            raise ValueError(f"the chat template needs a value that is missing: {error}") from error
+            raise ValueError(
+                f"the chat template needs a value that is missing: {error}{self._where(error.__traceback__)}"
+            ) from error
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         except Exception as error:  # a template is a program: it or its input causes any error
-            raise ValueError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"the chat template fails on these messages: {type(error).__name__}: {error}"
+                f"{self._where(error.__traceback__)}"
+            ) from error
+
+    def _where(self, traceback: TracebackType | None) -> str:
+        """The line of the template at which an error arose: Jinja puts it into the traceback."""
+        number = None
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == "<template>":
+                number = traceback.tb_lineno
+            traceback = traceback.tb_next
+        lines = self.source.splitlines()
+        if number is None or number > len(lines):
+            return ""
+        return f" (line {number}: {lines[number - 1].strip()[:_SHOWN_LINE]})"
 
     def _probe_content(self) -> tuple[bool, bool]:
         """Determine whether the template prints content given as text, and content given as a list of parts.
@@ -230,26 +256,41 @@ class ChatTemplate:
         """
 
         def attempt(content: Any) -> str:
-            try:
-                return _within_limits(
-                    lambda: self._run(
-                        {
-                            "messages": [{"role": "user", "content": content}],
-                            "tools": None,
-                            "documents": None,
-                            "add_generation_prompt": True,
-                            "bos_token": "",
-                            "eos_token": "",
-                        },
-                        MAX_CHARS,
-                    )
-                )
-            except ValueError:
-                return ""
+            return self._attempt([{"role": "user", "content": content}]) or ""
 
         text, parts = attempt("qzprobe"), attempt([{"type": "text", "text": "qzprobe"}])
         accepts_parts = "qzprobe" in parts and parts.count("type") <= text.count("type")  # no repr of the dict
         return "qzprobe" in text or not accepts_parts, accepts_parts
+
+    def _attempt(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """The prompt for a conversation that is made up to learn what the template does; None if it fails."""
+        everything = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": True,
+            "bos_token": "",
+            "eos_token": "",
+            **(variables or {}),
+        }
+        try:
+            return _within_limits(lambda: self._run(everything, MAX_CHARS))
+        except ValueError:
+            return None
+
+    @cached_property
+    def tool_support(self) -> ToolSupport:
+        """What the template does with tools and calls."""
+
+        def render(messages: list[dict[str, Any]], tools: list[dict] | None) -> str | None:
+            return self._attempt([self._fit_content(dict(message)) for message in messages], tools)
+
+        return probe_tools(render)
 
     @property
     def content_format(self) -> str:
@@ -268,6 +309,32 @@ class ChatTemplate:
                 [{"type": "text", "text": t} for t in texts] if self.accepts_parts else "\n".join(texts)
             )
         return message
+
+    def _fit_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its tool calls, and the id of the call that it answers, in the form the template takes."""
+        calls = message.get("tool_calls")
+        if calls:
+            support = self.tool_support
+            message["tool_calls"] = [self._fit_call(call) for call in calls]
+            if "content" not in message:
+                message = with_no_content(message, support.no_content)
+        call_id = message.get("tool_call_id")
+        if call_id is not None and self.tool_support.short_ids:
+            message["tool_call_id"] = _short_id(call_id)
+        return message
+
+    def _fit_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        arguments = function.get("arguments")
+        if self.tool_support.arguments_as_object:
+            if isinstance(arguments, str):
+                function["arguments"] = _parsed(arguments)
+        elif isinstance(arguments, Mapping):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        call = {**call, "function": function}
+        if "id" in call and self.tool_support.short_ids:
+            call["id"] = _short_id(call["id"])
+        return call
 
     def _tag_final(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         """The messages with a marker after the text of the last one, and that text."""
@@ -296,6 +363,26 @@ def _part_text(part: Any) -> str:
         return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise ValueError(f"message content of type {kind!r} is not supported: only text parts are")
+
+
+def _parsed(arguments: str) -> Any:
+    """The object that the text of a call's arguments is. A text that is none stays text: a model has written it, and
+    its mistake must not end the conversation.
+    """
+    if not arguments.strip():
+        return {}
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _short_id(call_id: str) -> str:
+    """Nine letters and digits, the same for the same id."""
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 from quire.server.text.chat_template import MAX_SECONDS, compile_template
 from quire.server.text.tokenizer import Tokenizer
-from tests.server.templates import CHATML, GEMMA3_PARTS, LLAMA2, LLAMA3, MISTRAL, PARTS_ONLY, QWEN3, RAG, TEMPLATES
+from tests.server.templates import (
+    CHATML,
+    GEMMA3_PARTS,
+    LLAMA2,
+    LLAMA3,
+    MISTRAL,
+    PARTS_ONLY,
+    QWEN3,
+    QWEN25,
+    RAG,
+    TEMPLATES,
+)
 from tests.server.tokenizer_kinds import KINDS, llama2
 
 transformers = pytest.importorskip("transformers")
@@ -206,6 +217,13 @@ class TestErrors:
         assert "line 2" in self.refuse(pair, "ok\n{% for %}")
         assert "empty" in self.refuse(pair, CHATML, [])
 
+    def test_a_mistake_in_a_template_quotes_its_line(self, pair):
+        for source, line in (
+            ("a\n{{ messages[0].content + 3 }}", "(line 2: {{ messages[0].content + 3 }})"),
+            ("{% macro f(x) %}\n\n  {{ x.y.z }}\n{% endmacro %}\n{{ f(3) }}", "(line 3: {{ x.y.z }})"),
+        ):
+            assert line in self.refuse(pair, source)
+
     def test_sandbox(self, pair):
         for source in (
             "{{ ''.__class__.__mro__ }}{{ messages.append(1) }}",
@@ -294,6 +312,53 @@ def test_special_tokens_and_further_variables(pair):
     )
     check_equal(pair, "{{ bos_token }}", CONVERSATIONS["user"], add_generation_prompt=False, bos_token="mine")
     assert "none" in pair[0].render_chat(CONVERSATIONS["user"], chat_template=RAG)
+
+
+class TestForms:
+    """Forms of tool calls that differ between templates are found without being told."""
+
+    CONVERSATION = [CONVERSATIONS["user"][0], CALL | {"tool_calls": [CALL["tool_calls"][0] | {"id": "call_1"}]}]
+    LOOP = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}BODY{% endfor %}{% else %}" \
+           "{{ m.content }}{% endif %}{% endfor %}"  # fmt: skip
+
+    def render(self, body, arguments):
+        (user, call) = self.CONVERSATION
+        function = {"name": "weather", "arguments": arguments}
+        call = call | {"tool_calls": [call["tool_calls"][0] | {"function": function}]}
+        return compile_template(self.LOOP.replace("BODY", body)).render([user, call])
+
+    @pytest.mark.parametrize("arguments", ['{"city": "Zürich"}', {"city": "Zürich"}])
+    @pytest.mark.parametrize(
+        "body",
+        [
+            "{{ c.function.arguments | tojson }}",
+            "{{ '' + c.function.arguments }}",
+            "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
+        ],
+    )
+    def test_arguments_as_object_or_text(self, body, arguments):
+        assert '{"city": "Zürich"}' in self.render(body, arguments)
+
+    def test_arguments_that_are_no_object_stay_as_they_are(self):
+        assert '{\\"city' in self.render("{{ c.function.arguments | tojson }}", '{"city')
+        assert "{}" in self.render("{{ c.function.arguments | tojson }}", "")
+
+    def test_ids_of_nine_characters(self):
+        body = (
+            "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+            "{{ c.id }}:{{ c.function.arguments | tojson }}"
+        )
+        text = self.render(body, {})
+        assert text == self.render(body, {}) and "call_1" not in text
+
+    @pytest.mark.parametrize("body", ["{{ m.content + 'x' }}", "{% if m.content is none %}y{% endif %}"])
+    def test_content_that_is_missing(self, body):
+        assert '{"city"' in self.render(body + "{{ c.function.arguments | tojson }}", {"city": "Zürich"})
+
+    def test_support(self):
+        expected = {"LLAMA3", "MISTRAL", "QWEN25", "HERMES"}
+        assert {name for name, source in TEMPLATES.items() if compile_template(source).tool_support.tools} == expected
+        assert compile_template(QWEN25).tool_support.calls and not compile_template(CHATML).tool_support.calls
 
 
 def test_a_template_is_compiled_once(pair):

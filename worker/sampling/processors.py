@@ -21,7 +21,7 @@ from quire.worker.batch.request_table import RequestTable, check_token_ids
 from quire.worker.messages import NewRequest, SamplingParams
 from quire.worker.platforms.base import Platform
 
-_EXCLUDED = float("-inf")
+EXCLUDED = float("-inf")
 # up to this many runs of rows are filled one by one: several times faster than by index, but one launch each
 _MAX_RUNS = 8
 _CHUNK_ELEMENTS = 1 << 24  # logits whose penalties are computed at once, which bounds the copies
@@ -124,9 +124,9 @@ class AllowedTokens(LogitsProcessor):
         kept = flat.index_select(0, elements)
         if len(runs) <= _MAX_RUNS:
             for run in runs:
-                logits[run].fill_(_EXCLUDED)
+                logits[run].fill_(EXCLUDED)
         else:
-            logits.index_fill_(0, which, _EXCLUDED)
+            logits.index_fill_(0, which, EXCLUDED)
         flat.scatter_(0, elements, kept)
 
 
@@ -189,7 +189,7 @@ class BadWords(LogitsProcessor):
         misses = torch.zeros_like(words.ends).scatter_add_(0, words.word, differs.long())
         # Several sequences may end in the same token.
         hits = torch.zeros_like(words.last).scatter_add_(0, words.ends, (misses == 0).long())
-        flat.scatter_(0, elements, flat.index_select(0, elements).masked_fill_(hits > 0, _EXCLUDED))
+        flat.scatter_(0, elements, flat.index_select(0, elements).masked_fill_(hits > 0, EXCLUDED))
 
 
 class MinTokens(LogitsProcessor):
@@ -212,7 +212,7 @@ class MinTokens(LogitsProcessor):
                 self.remove(row)  # the output only grows; a preempted request is added again as a new one
         if self.needed(batch):
             flat, elements = self._flat_and_composed(logits, batch)
-            flat.scatter_(0, elements, _EXCLUDED)
+            flat.scatter_(0, elements, EXCLUDED)
 
 
 class LogitBias(LogitsProcessor):

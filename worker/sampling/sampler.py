@@ -19,6 +19,7 @@ from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling.arithmetic import RandomRows
 from quire.worker.sampling.logprobs import Entries, entries, is_normalized
 from quire.worker.sampling.processors import logits_processors
+from quire.worker.sampling.thinking import EndOfThinking
 
 _MIN_TEMPERATURE = 1e-5  # below this the softmax has a single token: sample greedily
 _LOGPROBS_ELEMENTS = 1 << 24  # logits whose log-probabilities are computed at once; that takes a few copies of them
@@ -128,7 +129,7 @@ class Sampler:
     def __init__(self, table: RequestTable, platform: Platform) -> None:
         self.table, self.platform = table, platform
         self.params = SamplingRows(table.max_num_reqs, table.vocab_size, platform)
-        self.processors = logits_processors(table, platform)
+        self.processors = [*logits_processors(table, platform), EndOfThinking(table, platform)]
         self.logprobs = LogprobRows(table.vocab_size)
         for state in (self.params, *self.processors, self.logprobs):
             table.register(state)

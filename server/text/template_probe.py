@@ -1,0 +1,83 @@
+"""What a chat template can print, found by rendering short conversations: tools, calls, results, and in which form.
+
+Templates differ in what they take (arguments as an object or as text, ids of nine characters, `null` content) and say
+so nowhere; a template that cannot print something usually leaves it out without an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "qztool",
+        "description": "qzdescription",
+        "parameters": {
+            "type": "object",
+            "properties": {"qzkey": {"type": "string", "description": "qz"}},
+            "required": ["qzkey"],
+        },
+    },
+}
+ARGUMENTS = {"qzkey": "qzvalue"}
+LONG_ID, SHORT_ID = "call_qzprobe01", "qzprobe01"
+
+Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | None]  # None: the template fails
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSupport:
+    """What a template does with tools. The last three say in which form it takes calls; they mean nothing without
+    `calls`.
+    """
+
+    tools: bool  # prints the tools
+    calls: bool  # prints calls and their results
+    arguments_as_object: bool = True  # else as JSON text
+    no_content: Literal["missing", "null", "empty"] = "missing"  # of a message that has calls only
+    short_ids: bool = False  # ids must have nine letters or digits
+
+
+def probe_tools(render: Render) -> ToolSupport:
+    user = {"role": "user", "content": "qzask"}
+    printed = render([user], [TOOL])
+    tools = printed is not None and "qztool" in printed
+    failed_always = True
+    for support, conversation in _variants(user, tools):
+        text = render(conversation, [TOOL])
+        failed_always &= text is None
+        if text is not None and _prints_call(text, support):
+            return support
+    # a template that fails on the probe tells in its own words what it misses in a real conversation
+    return ToolSupport(tools, calls=failed_always)
+
+
+def _variants(user: dict[str, Any], tools: bool) -> Iterator[tuple[ToolSupport, list[dict[str, Any]]]]:
+    # in the order of preference: first what transformers would pass
+    for short_ids, as_object, no_content in product((False, True), (True, False), ("missing", "null", "empty")):
+        call_id = SHORT_ID if short_ids else LONG_ID
+        arguments = ARGUMENTS if as_object else json.dumps(ARGUMENTS)
+        call = {"id": call_id, "type": "function", "function": {"name": "qztool", "arguments": arguments}}
+        conversation = [
+            user,
+            with_no_content({"role": "assistant", "tool_calls": [call]}, no_content),
+            {"role": "tool", "tool_call_id": call_id, "name": "qztool", "content": "qzresult"},
+        ]
+        yield ToolSupport(tools, True, as_object, no_content, short_ids), conversation
+
+
+def with_no_content(message: dict[str, Any], form: str) -> dict[str, Any]:
+    """`message`, which has no content, with the form of it that a template takes (`ToolSupport.no_content`)."""
+    return message if form == "missing" else {**message, "content": None if form == "null" else ""}
+
+
+def _prints_call(text: str, support: ToolSupport) -> bool:
+    """Whether the call is there as the model would write it: no Python repr, no JSON text quoted a second time."""
+    call = text[text.rfind("qzask") :]
+    wrong = ["'qzkey'", '\\"qzkey'] + ["None"] * (support.no_content == "null")
+    return "qzvalue" in call and "qzresult" in call and not any(form in call for form in wrong)
