@@ -23,6 +23,7 @@ MAX_LINE = 120
 SINGLETONS = {
     ("quire.worker.parallel", "_tp"),
     ("quire.worker.parallel", "_pp"),
+    ("quire.worker.parallel", "_ep"),
     ("quire.worker.cpu.native", "KERNELS"),
 }
 

@@ -93,6 +93,7 @@ class ProcessGroup(Group):
 
 _tp: Group = Group()
 _pp: Group = Group()
+_ep: Group = Group()
 
 
 def tp() -> Group:
@@ -105,16 +106,30 @@ def pp() -> Group:
     return _pp
 
 
+def ep() -> Group:
+    """The ranks over which the experts of a layer are divided: those of `tp()`, or this rank alone if every expert is
+    split over them.
+    """
+    return _ep
+
+
 def init_distributed(
-    rank: int, world_size: int, init_method: str, *, tp_size: int, pp_size: int = 1, backend: str = "gloo"
+    rank: int,
+    world_size: int,
+    init_method: str,
+    *,
+    tp_size: int,
+    pp_size: int = 1,
+    backend: str = "gloo",
+    expert_parallel: bool = False,
 ) -> None:
     """Join `world_size` processes (e.g. `init_method="tcp://127.0.0.1:PORT"` or `"file:///PATH"`) and set the groups
-    that `tp()` and `pp()` return.
+    that `tp()`, `pp()` and `ep()` return.
 
     Raises:
         ValueError: the product of the sizes is not `world_size`.
     """
-    global _tp, _pp
+    global _tp, _pp, _ep
     if tp_size * pp_size != world_size:
         raise ValueError(
             f"tensor_parallel_size {tp_size} x pipeline_parallel_size {pp_size} is not the number of processes, "
@@ -126,28 +141,29 @@ def init_distributed(
     pp_rank, tp_rank = divmod(rank, tp_size)
     if tp_size > 1:
         _tp = ProcessGroup([pp_rank * tp_size + r for r in range(tp_size)], backend)
+        _ep = _tp if expert_parallel else _ep
     if pp_size > 1:
         _pp = ProcessGroup([r * tp_size + tp_rank for r in range(pp_size)], backend)
 
 
 def shutdown_distributed() -> None:
     """Destroy the groups. Does nothing if there are none."""
-    global _tp, _pp
-    _tp, _pp = Group(), Group()
+    global _tp, _pp, _ep
+    _tp, _pp, _ep = Group(), Group(), Group()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
-def use_groups(tp: Group | None = None, pp: Group | None = None) -> Iterator[None]:
+def use_groups(tp: Group | None = None, pp: Group | None = None, ep: Group | None = None) -> Iterator[None]:
     """Build layers for the given groups. Tests use it to simulate several ranks in one process."""
-    global _tp, _pp
-    saved = _tp, _pp
-    _tp, _pp = tp or _tp, pp or _pp
+    global _tp, _pp, _ep
+    saved = _tp, _pp, _ep
+    _tp, _pp, _ep = tp or _tp, pp or _pp, ep or _ep
     try:
         yield
     finally:
-        _tp, _pp = saved
+        _tp, _pp, _ep = saved
 
 
 def split_size(name: str, size: int, group: Group) -> int:

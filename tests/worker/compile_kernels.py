@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from quire.worker.cuda import triton_ops, triton_paged, triton_sampler
+from quire.worker.cuda import triton_experts, triton_ops, triton_paged, triton_sampler
 
 TYPES = {
     torch.float32: "fp32",
@@ -126,7 +126,22 @@ def sampler() -> None:
     )
 
 
+def experts() -> None:
+    """Qwen3-30B-A3B in decode and prefill, and gpt-oss."""
+    for tokens, num, hidden, size, top_k, activation in (
+        (8, 128, 2048, 768, 8, "silu"),
+        (1024, 128, 2048, 768, 8, "silu"),
+        (8, 32, 2880, 2880, 4, "clamped_silu"),
+    ):
+        shapes = (num, 2 * size, hidden), (num, hidden, size), (num, 2 * size), (num, hidden)
+        parameters = [torch.empty(1, dtype=torch.bfloat16).expand(shape) for shape in shapes]
+        ids = torch.arange(tokens * top_k).view(tokens, top_k) % num
+        biases = parameters[2:] if activation == "clamped_silu" else (None, None)
+        x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+        triton_experts.fused_experts(x, torch.ones(tokens, top_k), ids, *parameters[:2], *biases, activation)
+
+
 if __name__ == "__main__":
     compile_launches(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
-    for part in (operations, sampler, attention):
+    for part in (operations, sampler, attention, experts):
         part()

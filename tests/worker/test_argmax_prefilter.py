@@ -136,7 +136,7 @@ def test_who_has_none(screened, monkeypatch):
     )
     assert not Int8ArgmaxPrefilter.of(
         cpu_ops.PackedLinear(torch.randn(64, 96).bfloat16())
-    ) and not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight, silu_and_mul=True))
+    ) and not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight, gated="silu"))
     assert Int8ArgmaxPrefilter(cpu_ops.PackedLinear(weight)).largest(torch.randn(33, 64).bfloat16()) is None
     monkeypatch.setattr(Int8ArgmaxPrefilter, "MIN_WEIGHTS", 64 * 64 + 1)
     assert not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight))

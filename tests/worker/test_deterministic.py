@@ -202,14 +202,14 @@ def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, m
 
 
 @pytest.mark.parametrize("kind", ["vectors", "any", "int8", "int4"])
-@pytest.mark.parametrize("silu_and_mul", [False, True])
-def test_rows_of_a_product(native_kernels, kind, silu_and_mul):
+@pytest.mark.parametrize("gated", [None, "silu"])
+def test_rows_of_a_product(native_kernels, kind, gated):
     torch.manual_seed(0)
     weight, x = (torch.randn(70, 712) * 0.05).bfloat16(), torch.randn(290, 712).bfloat16()
     if kind in ("int8", "int4"):
-        fixed = FixedRows(QuantizedLinear.quantize(weight, int(kind[3:]), silu_and_mul=silu_and_mul))
+        fixed = FixedRows(QuantizedLinear.quantize(weight, int(kind[3:]), gated=gated))
     else:
-        packed = PackedLinear(weight, silu_and_mul=silu_and_mul, compact=kind == "any")
+        packed = PackedLinear(weight, gated=gated, compact=kind == "any")
         fixed = FixedRows(packed if kind == "any" else lambda x, dtype, path, workspace: packed(x, dtype, path=1))
     together = fixed(x)
     for rows in (1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 65, 200):

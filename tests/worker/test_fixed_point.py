@@ -70,8 +70,8 @@ def test_error_is_a_fraction_of_what_rounding_to_bfloat16_makes(of, m, n, k):
 
 
 @pytest.mark.parametrize("m", [9, 17, 31, 500])
-@pytest.mark.parametrize("silu", [False, True])
-def test_small_integers_are_exact(m, silu):
+@pytest.mark.parametrize("gated", [None, "silu"])
+def test_small_integers_are_exact(m, gated):
     torch.manual_seed(m)
     x, weight, bias = (
         torch.randint(-9, 10, (m, 700)).bfloat16(),
@@ -79,7 +79,7 @@ def test_small_integers_are_exact(m, silu):
         torch.randn(70).bfloat16(),
     )
     weight *= torch.randn(70, 700).sign()
-    linear = _linear(weight, bias, silu_and_mul=silu)
+    linear = _linear(weight, bias, gated=gated)
     assert torch.equal(linear(x, path=FIXED), linear(x, path=FLOATS))
 
 

@@ -107,22 +107,22 @@ def test_packed_linear(kernels, m):
 
 @pytest.mark.parametrize("m", [1, 3, 16, 20, 33, 300])
 @pytest.mark.parametrize(
-    "n,k,silu", [(64, 64, False), (33, 100, False), (1000, 2100, False), (90, 333, True), (608, 1024, True)]
+    "n,k,gated", [(64, 64, None), (33, 100, None), (1000, 2100, None), (90, 333, "silu"), (608, 1024, "silu")]
 )
-def test_compact_weights_change_no_bit(kernels, m, n, k, silu):
+def test_compact_weights_change_no_bit(kernels, m, n, k, gated):
     torch.manual_seed(n + m)
     weight, x = torch.randn(n, k).bfloat16() * 0.02, torch.randn(m, k).bfloat16()
     # these exponents are far from the others
     weight[torch.randint(n, (9,)), torch.randint(k, (9,))] *= 2.0 ** torch.randint(-30, 30, (9,))
     weight[torch.randint(n, (5,)), torch.randint(k, (5,))] = torch.tensor([0.0, -0.0, 1e-30, 3e4, -1e9]).bfloat16()
     bias = torch.randn(n).bfloat16()
-    plain, compact = (cpu_ops.PackedLinear(weight, bias, silu, compact) for compact in (False, True))
+    plain, compact = (cpu_ops.PackedLinear(weight, bias, gated, compact) for compact in (False, True))
     assert plain.compact is None and compact.compact is not None
-    for dtype in (torch.bfloat16,) if silu else (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16,) if gated else (torch.bfloat16, torch.float32):
         # without AMX, path 0 multiplies many rows by compact weights in fixed point
         for path in (0, 3) if kernels == "amx" else (3,):
             assert torch.equal(plain(x, dtype, path), compact(x, dtype, path))
-    if not silu:
+    if not gated:
         assert torch.equal(compact.rows(torch.arange(n)).view(torch.int16), weight.view(torch.int16))
 
 
@@ -181,14 +181,14 @@ def test_packed_gate_up(kernels, m, inter, with_bias):
     bias = torch.randn(2 * inter).bfloat16() if with_bias else None
     want = silu_and_mul(F.linear(x.float(), weight.float(), None if bias is None else bias.float()))
     for path in (0, 1):
-        assert_near(cpu_ops.PackedLinear(weight, bias, silu_and_mul=True, compact=False)(x, path=path), want, 2**-8)
+        assert_near(cpu_ops.PackedLinear(weight, bias, gated="silu", compact=False)(x, path=path), want, 2**-8)
 
 
 def test_packed_linear_refuses_other_types(kernels):
     with pytest.raises(ValueError, match="bfloat16"):
         cpu_ops.PackedLinear(torch.randn(4, 4))
     with pytest.raises(ValueError, match="gate"):
-        cpu_ops.PackedLinear(torch.randn(5, 4).bfloat16(), silu_and_mul=True)
+        cpu_ops.PackedLinear(torch.randn(5, 4).bfloat16(), gated="silu")
 
 
 def random_quantized(rng: random.Random, n: int, k: int, bits: int, group: int, with_offsets: bool):
@@ -259,7 +259,7 @@ def test_quantized_gate_up(kernels, bits, m):
     torch.manual_seed(m)
     values, scales, offsets, weight = random_quantized(rng, 2 * 37, 100, bits, 32, True)
     scales, offsets, weight, bias = scales / 8, offsets / 8, weight / 8, torch.randn(74).bfloat16()
-    linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, 32, bias, silu_and_mul=True)
+    linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, 32, bias, gated="silu")
     x = torch.randn(m, 100).bfloat16()
     assert_near(linear(x), silu_and_mul(F.linear(x.float(), weight.float(), bias.float())), 2**-6)
 

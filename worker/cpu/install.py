@@ -14,17 +14,19 @@ import torch
 from quire.worker.cpu import ops
 from quire.worker.cpu.argmax_prefilter import Int8ArgmaxPrefilter
 from quire.worker.cpu.build import BuildError
+from quire.worker.cpu.experts import NativeExperts
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.ops import QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.cpu.segments import Segments
-from quire.worker.layers.linear import GateUpParallelLinear, Linear, LinearMethod
+from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.platforms.ops import Ops
 
 if TYPE_CHECKING:
     from torch import nn
 
     from quire.worker.batch.input_batch import StepTensors
+    from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import RMSNorm
 
 
@@ -42,16 +44,20 @@ class NativeOps(Ops):
         return PackedMethod(layer) if layer.weight.dtype == torch.bfloat16 else None
 
     def quantize_weight(self, layer: Linear, bits: int, group: int) -> LinearMethod:
-        gated = isinstance(layer, GateUpParallelLinear)
-        return NativeQuantMethod(layer, QuantizedLinear.quantize(layer.weight, bits, group, layer.bias, gated))
+        linear = QuantizedLinear.quantize(layer.weight, bits, group, layer.bias, layer.gated)
+        return NativeQuantMethod(layer, linear)
 
     def quantized_method(
         self, layer: Linear, values: torch.Tensor, scales: torch.Tensor, bits: int, group: int
     ) -> LinearMethod:
-        gated = isinstance(layer, GateUpParallelLinear)
         return NativeQuantMethod(
-            layer, QuantizedLinear.from_values(values, scales, None, bits, group, layer.bias, gated)
+            layer, QuantizedLinear.from_values(values, scales, None, bits, group, layer.bias, layer.gated)
         )
+
+    def packed_experts(self, experts: ListedExperts) -> NativeExperts | None:
+        listed = experts.experts.values()
+        gate_up, down = [one.gate_up_proj for one in listed], [one.down_proj for one in listed]
+        return NativeExperts.of(gate_up, down, experts.local.start, experts.weigh_inputs)
 
     def argmax_prefilter(self, head: Linear) -> Int8ArgmaxPrefilter | None:
         return Int8ArgmaxPrefilter.of(head.method.linear) if isinstance(head.method, PackedMethod) else None

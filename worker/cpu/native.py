@@ -102,7 +102,7 @@ class ScreenArgs(ctypes.Structure):
 
 
 class LinearArgs(ctypes.Structure):
-    """A packed linear layer. Mirrors `Linear` in segment.cpp; all zero if absent."""
+    """A packed linear layer. Mirrors `Linear` in kernels.h; all zero if absent."""
 
     _fields_ = [
         ("packed", _P),
@@ -111,8 +111,21 @@ class LinearArgs(ctypes.Structure):
         ("bias", _P),
         ("n", _L),
         ("k", _L),
-        ("silu_mul", _L),
+        ("gated", _L),
         ("path", _L),
+    ]
+
+
+class ExpertsArgs(ctypes.Structure):
+    """The experts of a layer that are on this rank. Mirrors `Experts` in experts.cpp."""
+
+    _fields_ = [
+        ("gate_up", ctypes.POINTER(LinearArgs)),
+        ("down", ctypes.POINTER(LinearArgs)),
+        ("first", _L),
+        ("count", _L),
+        ("top_k", _L),
+        ("weigh_inputs", _L),
     ]
 
 
@@ -163,6 +176,7 @@ _SIGNATURES = {
         [ctypes.POINTER(SegmentArgs), _L, _P, _P, _P, _L, _P, _P, _P, _L, _P, _P, _L, _P, _P, _L, _I, _P, _L],
         None,
     ),
+    "quire_run_experts": ([ctypes.POINTER(ExpertsArgs), _P, _L, _P, _P, _P, _L, _L], None),
     "quire_paged_attention": ([ctypes.POINTER(LayerArgs), _P, _L, _P, _L, _P, _L, _P, _P, _L, _I, _P, _L], None),
 }
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 512
+# activations that products of a gate and up may end with, numbered as `Activation` in csrc/gemm.h
+GATED = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "clamped_silu": 3}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -371,13 +373,13 @@ class _NativeLinear:
 
     paths = (0, 1, 2, 3)  # values of `path` that a call accepts
 
-    def __init__(self, shape: tuple[int, int], silu_and_mul: bool) -> None:
+    def __init__(self, shape: tuple[int, int], gated: str | None) -> None:
         self._n, self.in_features = shape
-        if silu_and_mul and self._n % 2:
+        if gated and self._n % 2:
             raise ValueError(f"a weight of {self._n} rows is no stack of gate and up")
-        self.lib, self.flags = KERNELS.lib, int(silu_and_mul) << 1
-        self.out_features = self._n // 2 if silu_and_mul else self._n
-        self.columns = self.lib.quire_gemm_packed_columns(self._n, int(silu_and_mul))
+        self.lib, self.flags = KERNELS.lib, GATED[gated] << 1
+        self.out_features = self._n // 2 if gated else self._n
+        self.columns = self.lib.quire_gemm_packed_columns(self._n, GATED[gated])
 
     def _bind(self, run: Callable[..., None], pointer: Any, bias: torch.Tensor | None) -> None:
         self.bias = None if bias is None else _packed_bias(bias, self.columns, self.flags > 0)
@@ -433,29 +435,29 @@ class PackedLinear(_NativeLinear):
 
     The sum over k is float32 in one fixed order, so a row's result depends neither on the other rows nor on the
     threads. Exception: without AMX, a compact weight is multiplied in fixed point (csrc/gemm_fixed.h) from 6 rows on
-    (AVX2: 9; float32 outputs: 33); path 3 forces the fixed order. With `silu_and_mul` the weight is [gate, up] stacked
-    and the result is `silu(gate) * up` `[.., n / 2]`, computed in float32 and then rounded.
+    (AVX2: 9; float32 outputs: 33); path 3 forces the fixed order. With `gated`, a key of GATED, the weight is [gate,
+    up] stacked and the result is e.g. `silu(gate) * up` `[.., n / 2]`, computed in float32 and then rounded.
 
     With `compact` each weight is stored losslessly in 12 bits instead of 16 (csrc/compact.h) if its exponents allow it.
 
     Raises:
-        ValueError: the weight is not bfloat16, or has an odd number of rows with `silu_and_mul`.
+        ValueError: the weight is not bfloat16, or has an odd number of rows with `gated`.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, silu_and_mul: bool = False, compact: bool = True
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: str | None = None, compact: bool = True
     ) -> None:
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"PackedLinear takes a bfloat16 weight, not {weight.dtype}")
-        super().__init__(tuple(weight.shape), silu_and_mul)
+        super().__init__(tuple(weight.shape), gated)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.compact = _Compact.of(weight, self.columns, silu_and_mul) if compact else None
+        self.compact = _Compact.of(weight, self.columns, gated) if compact else None
         if self.compact is not None:
             self.packed, self.paths = self.compact.data, (0, 3)
             return self._bind(self.lib.quire_gemm_run_compact, byref(self.compact.args), bias)
         n, k = weight.shape
         self.packed = huge_pages.zeros(self.columns * (-(-k // 32) * 32), dtype=torch.bfloat16)
-        self.lib.quire_gemm_pack(weight.data_ptr(), weight.stride(0), self.packed.data_ptr(), n, k, int(silu_and_mul))
+        self.lib.quire_gemm_pack(weight.data_ptr(), weight.stride(0), self.packed.data_ptr(), n, k, GATED[gated])
         self._bind(self.lib.quire_gemm_run, self.packed.data_ptr(), bias)
 
     def args(self, path: int = 0) -> LinearArgs:
@@ -484,7 +486,7 @@ class _Compact:
         self.units = torch.empty(columns * -(-k // 256), dtype=torch.uint8)
 
     @classmethod
-    def of(cls, weight: torch.Tensor, columns: int, silu_and_mul: bool) -> _Compact | None:
+    def of(cls, weight: torch.Tensor, columns: int, gated: str | None) -> _Compact | None:
         """The weight in 12 bits, or None if it has too many different exponents."""
         (n, k), self = weight.shape, cls(columns, weight.shape[1])
         count = KERNELS.lib.quire_gemm_compact(
@@ -497,7 +499,7 @@ class _Compact:
             self.units.data_ptr(),
             n,
             k,
-            int(silu_and_mul),
+            GATED[gated],
             len(self.exceptions) - 1,
         )
         if count < 0:
@@ -521,7 +523,7 @@ class QuantizedLinear(_NativeLinear):
     Few rows are multiplied as integers: x becomes 16-bit integers with one scale per at most 256 columns, which is
     finer than bfloat16. With AMX more than 32 rows are multiplied in bfloat16; without AMX 96 rows and more are
     multiplied in fixed point. Build one with `quantize` from a bfloat16 weight, or with `from_values` from a quantized
-    checkpoint. `rows` and `silu_and_mul` are as in PackedLinear.
+    checkpoint. `rows` and `gated` are as in PackedLinear.
     """
 
     def __init__(
@@ -530,12 +532,12 @@ class QuantizedLinear(_NativeLinear):
         bits: int,
         group: int,
         bias: torch.Tensor | None,
-        silu_and_mul: bool,
+        gated: str | None,
         has_offsets: bool,
     ) -> None:
         if bits not in (4, 8):
             raise ValueError(f"weights of {bits} bits are not supported, only of 4 and 8")
-        super().__init__(shape, silu_and_mul)
+        super().__init__(shape, gated)
         self.bits, steps = bits, -(-self.in_features // 64)
         self.group = group if group > 0 else -(-steps // 4) * 256
         if self.group not in (32, 64, 128) and self.group % 256:
@@ -564,7 +566,7 @@ class QuantizedLinear(_NativeLinear):
         bits: int,
         group: int = 64,
         bias: torch.Tensor | None = None,
-        silu_and_mul: bool = False,
+        gated: str | None = None,
     ) -> QuantizedLinear:
         """Quantize a bfloat16 weight `[n, k]` symmetrically. Each group's scale minimizes the squared error (4 bits) or
         follows from the largest entry (8 bits).
@@ -574,7 +576,7 @@ class QuantizedLinear(_NativeLinear):
         """
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"only bfloat16 weights can be quantized, not {weight.dtype}")
-        linear = cls(tuple(weight.shape), bits, group, bias, silu_and_mul, has_offsets=False)
+        linear = cls(tuple(weight.shape), bits, group, bias, gated, has_offsets=False)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         linear.lib.quire_quantize(
             weight.data_ptr(),
@@ -584,7 +586,7 @@ class QuantizedLinear(_NativeLinear):
             *weight.shape,
             bits,
             linear.group,
-            int(silu_and_mul),
+            GATED[gated],
         )
         return linear
 
@@ -597,7 +599,7 @@ class QuantizedLinear(_NativeLinear):
         bits: int,
         group: int,
         bias: torch.Tensor | None = None,
-        silu_and_mul: bool = False,
+        gated: str | None = None,
     ) -> QuantizedLinear:
         """Pack a quantized weight: weight = scale * value + offset.
 
@@ -607,7 +609,7 @@ class QuantizedLinear(_NativeLinear):
         Raises:
             ValueError: bits or group are not supported, or the shapes do not match.
         """
-        linear = cls(tuple(values.shape), bits, group, bias, silu_and_mul, has_offsets=offsets is not None)
+        linear = cls(tuple(values.shape), bits, group, bias, gated, has_offsets=offsets is not None)
         if scales.shape != (len(values), -(-values.shape[1] // linear.group)) or (
             offsets is not None and offsets.shape != scales.shape
         ):
@@ -627,7 +629,7 @@ class QuantizedLinear(_NativeLinear):
             *values.shape,
             bits,
             linear.group,
-            int(silu_and_mul),
+            GATED[gated],
         )
         return linear
 
@@ -642,9 +644,9 @@ class QuantizedLinear(_NativeLinear):
         return self._rows(self.lib.quire_quant_rows, ids)
 
 
-def _packed_bias(bias: torch.Tensor, columns: int, silu_and_mul: bool) -> torch.Tensor:
-    """The bias in float32, padded; with silu_and_mul in the packed order: 16 of the gate, 16 of up, and so on."""
-    if not silu_and_mul:
+def _packed_bias(bias: torch.Tensor, columns: int, gated: bool) -> torch.Tensor:
+    """The bias in float32, padded; if `gated` in the packed order: 16 of the gate, 16 of up, and so on."""
+    if not gated:
         return torch.nn.functional.pad(bias.float(), (0, columns - len(bias)))
     halves = bias.float().view(2, -1)
     halves = torch.nn.functional.pad(halves, (0, columns // 2 - halves.shape[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
-from quire.worker.layers.linear import GateUpParallelLinear, Linear, LinearMethod
+from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.platforms.huge_pages import Workspace
 
 
@@ -13,7 +13,7 @@ class PackedMethod(LinearMethod):
     """Packs a layer's weight: after construction the layer holds `packed_weight` instead of `weight`."""
 
     def __init__(self, layer: Linear):
-        self.linear = PackedLinear(layer.weight, layer.bias, silu_and_mul=isinstance(layer, GateUpParallelLinear))
+        self.linear = PackedLinear(layer.weight, layer.bias, layer.gated)
         layer.weight = None
         layer.register_buffer("packed_weight", self.linear.packed, persistent=False)
         self.rows = self.linear.rows  # rows of the original weight, for a tied embedding
@@ -24,7 +24,7 @@ class PackedMethod(LinearMethod):
     def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         return self.linear(x, torch.float32, workspace=workspace)
 
-    def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
+    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
 
 
@@ -42,5 +42,5 @@ class NativeQuantMethod(LinearMethod):
     def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         return self.linear(x, torch.float32, workspace=workspace)
 
-    def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
+    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)

@@ -29,14 +29,15 @@ def triton_ops(device: torch.device) -> Ops | None:
 
 
 class TritonOps(Ops):
-    """Triton kernels between the matrix products; everything else is plain torch."""
+    """Triton kernels between the matrix products and for those of experts; everything else is plain torch."""
 
     name = "triton"
 
     def __init__(self) -> None:
+        from quire.worker.cuda import triton_experts, triton_sampler
         from quire.worker.cuda import triton_ops as kernels
-        from quire.worker.cuda import triton_sampler
 
         self.fused_sample = triton_sampler.sample
         self.rms_norm, self.add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
+        self.fused_experts = triton_experts.fused_experts
         self.silu_and_mul, self.qk_norm_rope_write = kernels.silu_and_mul, kernels.qk_norm_rope_write

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -12,3 +14,21 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def clamped_silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The activation of gpt-oss (https://arxiv.org/abs/2508.10925): a steeper SiLU, inputs bounded by 7, and up + 1."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+def _halves(activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: activation(*x.chunk(2, -1))
+
+
+# functions of [gate, up] concatenated: `[..., 2 D] -> [..., D]`
+GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu_pytorch_tanh": _halves(lambda gate, up: F.gelu(gate, approximate="tanh") * up),
+    "clamped_silu": _halves(clamped_silu_and_mul),
+}

@@ -133,9 +133,9 @@ class LinearMethod:
         """Like `apply`, in float32, possibly rounded to x's dtype first. The result may be in `workspace`."""
         return self.apply(layer, x).float()
 
-    def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by a gate-and-up layer and apply the activation: `[T, out_features / 2]`."""
-        return layer.silu_and_mul(self.apply(layer, x))
+    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by a layer with a gated activation and apply that: `[T, out_features / 2]`."""
+        return layer.activate(self.apply(layer, x))
 
     def num_bytes(self, layer: Linear) -> int:
         """Bytes of the weights of `layer` once they are loaded."""
@@ -188,6 +188,8 @@ class Linear(nn.Module):
 
     `weight` is a parameter shared with another layer; if given, no parameter is created.
     """
+
+    gated: str | None = None  # a key of `activation.GATED`: the activation that `LinearMethod.apply_gated` applies
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, method: LinearMethod, weight: nn.Parameter | None = None
@@ -277,13 +279,15 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """The first half of a gated MLP: `silu(gate) * up`, `[T, in_features] -> [T, out_features / 2]`."""
 
+    gated = "silu"
+
     def __init__(self, in_features: int, size: int, bias: bool, prefix: str, method: LinearMethod = PLAIN):
         super().__init__(in_features, size, ("gate_proj", "up_proj"), bias, prefix, "intermediate_size", method)
-        self.silu_and_mul = silu_and_mul
+        self.activate = silu_and_mul
 
     def use(self, ops: Ops) -> None:
         super().use(ops)
-        self.silu_and_mul = ops.silu_and_mul
+        self.activate = ops.silu_and_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply_gated(self, x)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from quire.worker.layers.activation import silu_and_mul
+from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from quire.worker.attention.base import GroupedMetadata
     from quire.worker.batch.input_batch import StepTensors
     from quire.worker.layers.linear import Linear, LinearMethod
+    from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import RMSNorm
 
 
@@ -116,6 +118,16 @@ class Ops:
     ) -> LinearMethod | None:
         """Return a method that multiplies by int8 `values` `[n, k]` and `scales` `[n, k / group]`, or None to use plain
         torch.
+        """
+        return None
+
+    # ---- experts (`layers/moe.py`)
+
+    fused_experts = staticmethod(fused_experts)
+
+    def packed_experts(self, experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
+        """Return `experts`, whose weights are loaded, as one call (x, weights, ids) -> result, or None if that is not
+        supported.
         """
         return None
 

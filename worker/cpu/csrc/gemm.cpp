@@ -33,17 +33,43 @@ bool by_many_rows(const Gemm& g, int path) {
 #endif
 }
 
-void run_bf16(const Gemm& g, int path) {
-  const int threads = Pool::get().threads();
+// Whether the product takes the path of fixed-point numbers.
+bool by_fixed(const Gemm& g, int path) {
+  if (g.quant) return path == 3 || (path == 0 && g.m >= kFixedQuantRows);
+  return path == 0 && g.compact && g.m >= (g.out_f32 == 1 ? kFixedLogitRows : kFixedRows);
+}
+
+// Multiplies with AMX, if it is there and the path permits it; returns whether it did.
+bool run_amx(const Gemm& g, int path, int threads) {
 #if QUIRE_AMX
-  if (by_many_rows(g, path)) return run_many_rows(g, threads);
-  if (path != 1 && amx_permitted()) return run_few_rows(g, threads);
+  if (!amx_permitted()) return false;
+  if (by_many_rows(g, path)) return run_many_rows(g, threads), true;
+  if (g.quant ? path == 2 || (path == 0 && g.m > 4) : path != 1) return g.quant ? run_quant_rows(g, threads) : run_few_rows(g, threads), true;
 #endif
-  if (path == 0 && g.compact && g.m >= (g.out_f32 ? kFixedLogitRows : kFixedRows)) return run_fixed(g, threads);
-  run_vector(g, threads);
+  return false;
+}
+
+// Runs products of the same n, k and kind of weight, as path says (see quire_gemm_run and quire_gemm_run_quant).
+void run_all(const std::vector<Gemm>& products, int path) {
+  const int threads = Pool::get().threads();
+  std::vector<Gemm> fixed, vector;
+  for (const Gemm& g : products)
+    if (!run_amx(g, path, threads)) (by_fixed(g, path) ? fixed : vector).push_back(g);
+  if (!fixed.empty()) run_fixed(fixed, threads);
+  if (!vector.empty()) vector[0].quant ? run_quant_vector(vector, threads) : run_vector(vector, threads);
 }
 
 }  // namespace
+
+void run_products(const LinearRows* products, long count, const bf16* x, long ldx, void* out, long ldo, bool out_f32) {
+  std::vector<Gemm> all;
+  for (long i = 0; i < count; i++) {
+    const auto& [linear, begin, end] = products[i];
+    void* to = (char*)out + begin * ldo * (out_f32 ? 4 : 2);
+    all.push_back({x + begin * ldx, ldx, linear->packed, linear->bias, to, ldo, int(end - begin), int(linear->n), int(linear->k), out_f32 ? 2 : 0, int(linear->gated), linear->quant, linear->compact});
+  }
+  run_all(all, int(products[0].linear->path));
+}
 
 extern "C" {
 
@@ -155,28 +181,22 @@ void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* o
   });
 }
 
-// y = x W^T (+ bias). bias: fp32, in packed order, padded to the packed columns. out: bf16, or float32 with out_f32.
-// path: 0 automatic, 1 vector, 2 AMX, 3 automatic, but the same path for any number of rows.
+// y = x W^T (+ bias). bias: fp32, in packed order, padded to the packed columns. out: bf16, or float32 with flag 1; the
+// other flags are twice the `Activation`. path: 0 automatic, 1 vector, 2 AMX, 3 automatic, but the same path for any
+// number of rows.
 void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
-  run_bf16({x, ldx, packed, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1}, path);
+  run_all({{x, ldx, packed, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1}}, path);
 }
 
 // Like quire_gemm_run, for a compact weight.
 void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
-  run_bf16({x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, nullptr, weight}, path);
+  run_all({{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1, nullptr, weight}}, path);
 }
 
 // Like quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 integers with AMX, 3
 // the many-rows path: bf16 with AMX, else fixed point.
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
-  Gemm g{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1 & 1, weight};
-  const int threads = Pool::get().threads();
-#if QUIRE_AMX
-  if (by_many_rows(g, path)) return run_many_rows(g, threads);
-  if (amx_permitted() && (path == 2 || (path == 0 && m > 4))) return run_quant_rows(g, threads);
-#endif
-  if (path == 3 || (path == 0 && m >= kFixedQuantRows)) return run_fixed(g, threads);
-  run_quant_vector(g, threads);
+  run_all({{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1, weight}}, path);
 }
 
 // Like the functions above, for whichever weight is not null, but passes the result to `sink`. Returns false and does

@@ -26,7 +26,7 @@ struct Gemm {
   void* out;
   long ldo;
   int m, n, k;
-  int out_f32, silu_mul;
+  int out_f32, gated;  // out_f32: 0 bf16, 1 float32 logits, 2 other float32; gated: an `Activation`
   const Quant* quant = nullptr;  // replaces `packed`, as does `compact`
   const Compact* compact = nullptr;
   const Sink* sink = nullptr;  // replaces `out`; only for products of many rows
@@ -37,14 +37,24 @@ struct Gemm {
   long block_bytes() const { return quant ? quant->k_steps * quant->step_bytes() : long(k_steps()) * 2 * (compact ? Compact::kStepWords : kStepElems); }
 };
 
-// Writes columns n0..n0+31 of one row, given as two vectors of sums: applies the scale, the bias and silu_mul.
+// The activation of a product whose columns are a gate and, in equal number, up. Numbered as in worker/cpu/ops.py.
+enum Activation { kNotGated, kSilu, kGeluTanh, kClampedSilu };
+inline vf activate(int kind, vf gate, vf up) {
+  if (kind == kSilu) return silu(gate) * up;
+  if (kind == kGeluTanh) return gelu_tanh(gate) * up;
+  const vf limit = set1(7.f);  // gpt-oss
+  gate = min(gate, limit), up = max(min(up, limit), zero() - limit);
+  return gate / (set1(1.f) + exp(min(gate * set1(-1.702f), set1(87.f)))) * (up + set1(1.f));
+}
+
+// Writes columns n0..n0+31 of one row, given as two vectors of sums: applies the scale, the bias and the activation.
 inline void finish_row(const Gemm& g, int row, int n0, vf a, vf b) {
   if (g.compact) a = a * set1(g.compact->scales[n0 / kCols]), b = b * set1(g.compact->scales[n0 / kCols]);
-  if (g.silu_mul) {  // tile 0 holds the gate, tile 1 the matching columns of up
+  if (g.gated) {  // tile 0 holds the gate, tile 1 the matching columns of up
     int n1 = n0 / 2, width = std::min(16, g.n / 2 - n1);
     bf16* p = (bf16*)g.out + row * g.ldo + n1;
     if (g.bias) a = a + load(g.bias + n0), b = b + load(g.bias + n0 + 16);
-    vf r = silu(a) * b;
+    vf r = activate(g.gated, a, b);
     if (width == 16) return store(p, r);
     bf16 t[16];
     store(t, r);
@@ -93,10 +103,10 @@ inline QuantRows quant_rows(const Gemm& g, int rows, bool planes) {
   return x;
 }
 
-// Returns the number of blocks per piece: up to 128 KiB, but at least four pieces per thread.
-inline long blocks_per_piece(const Gemm& g, int threads) {
+// Returns the number of blocks per piece: up to 128 KiB, but at least four pieces per thread, of `products` products.
+inline long blocks_per_piece(const Gemm& g, int threads, long products = 1) {
   const long by_size = std::max(1L, (128L << 10) / g.block_bytes());
-  return std::max(1L, std::min(by_size, g.n_blocks() / (4L * threads)));
+  return std::max(1L, std::min(by_size, g.n_blocks() * products / (4L * threads)));
 }
 
 // Calls work(each) in every thread; each(f) calls f with the index of each block of the thread, `per` neighbours at a

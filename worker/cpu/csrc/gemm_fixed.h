@@ -143,34 +143,36 @@ class FixedQuant {
   int nb_;
 };
 
-// Multiplies the chunk of rows that begins with row0 by block nb. y: scratch, [rows][32].
+// Multiplies the chunk, which x holds, by block nb. y: scratch, [rows][32].
 template <typename W>
-void fixed_block(const Gemm& g, const FixedRows& x, int row0, int rows, int nb, float* y) {
+void fixed_block(const Chunk& c, const FixedRows& x, int nb, float* y) {
+  const Gemm& g = *c.g;
   const int passes = kPasses * x.groups();
   // If so, prefetch while expanding: the products of few rows are too short to spread the prefetches over
   const bool stream = x.groups() == 1;
   W weights(g, nb, stream);
   alignas(64) int16_t fixed[kFixedSteps * kStepElems];
   float units[kCols];
-  std::fill(y, y + rows * kCols, 0.f);
+  std::fill(y, y + c.rows * kCols, 0.f);
   for (int s = 0; s < g.k_steps(); s += kFixedSteps) {
     const int run = s / kFixedSteps, count = std::min(kFixedSteps, g.k_steps() - s);
     Fetch fetch{(const char*)weights.stored(s) + kFixedAhead, stream ? 0 : (W::kLines + passes - 1) / passes};
     weights.fix(s, count, fixed, units);
     for (int i = 0; i < x.groups(); i++) fixed_group(x, i, run, fixed, count, units, fetch, y + x.begin(i) * kCols, kCols);
   }
-  for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
+  for (int r = 0; r < c.rows; r++) finish_row(g, c.row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
 }
 
 // `memory` holds the sums, then the chunk as integers.
-inline void run_fixed(const Gemm& g, int threads) {
-  const long k = long(g.k_steps()) * kStep;
-  const auto block = g.compact ? fixed_block<FixedCompact> : g.quant->bits == 8 ? fixed_block<FixedQuant<8>> : fixed_block<FixedQuant<4>>;
-  auto integers = [&](float* memory, int rows) { return FixedRows(memory + rows * kCols, rows, k); };
+inline void run_fixed(const std::vector<Gemm>& products, int threads) {
+  const Gemm& first = products[0];
+  const long k = long(first.k_steps()) * kStep;
+  const auto block = first.compact ? fixed_block<FixedCompact> : first.quant->bits == 8 ? fixed_block<FixedQuant<8>> : fixed_block<FixedQuant<4>>;
+  auto integers = [&](float* memory, const Chunk& c) { return FixedRows(memory + c.rows * kCols, c.rows, k); };
   over_chunks(
-      g, threads, kFixedPiece / (k * sizeof(int16_t)), [&](int rows) { return rows * kCols * sizeof(float) + FixedRows::bytes(rows, k); },
-      [&](float* memory, int row0, int rows) { integers(memory, rows).fill(g.k, [&](int r) { return g.x + (row0 + r) * g.ldx; }); },
-      [&](float* memory, int row0, int rows, int nb) { block(g, integers(memory, rows), row0, rows, nb, memory); });
+      products, threads, kFixedPiece / (k * sizeof(int16_t)), [&](int rows) { return rows * kCols * sizeof(float) + FixedRows::bytes(rows, k); },
+      [&](float* memory, const Chunk& c) { integers(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; }); },
+      [&](float* memory, const Chunk& c, int nb) { block(c, integers(memory, c), nb, memory); });
 }
 
 }  // namespace

@@ -140,7 +140,7 @@ class Finisher {
  private:
   static constexpr int kAhead = 3;  // rows; a store that waits for its cache line delays all later stores
   const char* place(int r) const {
-    const long column = g_.silu_mul ? nb_ * 16 : nb_ * kCols;
+    const long column = g_.gated ? nb_ * 16 : nb_ * kCols;
     return (const char*)g_.out + ((row0_ + r) * g_.ldo + column) * (g_.out_f32 ? 4 : 2);
   }
   const Gemm& g_;

@@ -1,6 +1,8 @@
 // Products on vector units for any number of rows: used without AMX, or for few rows of a quantized weight.
 #pragma once
 
+#include <vector>
+
 #include "gemm.h"
 #include "vector_tiles.h"
 
@@ -71,35 +73,54 @@ inline void vector_block(const Gemm& g, const Groups& x, int row0, int rows, int
   for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(sums + r * kCols), load(sums + r * kCols + 16));
 }
 
-// Calls block(memory, row0, rows, nb) in every thread for each of its blocks and chunks of rows, and chunk(memory,
-// row0, rows) before the first block of a chunk. A chunk has at most max(`rows`, 4 * kMostRows) rows. memory:
-// room_bytes(rows of the chunk) bytes.
-template <typename R, typename C, typename B>
-void over_chunks(const Gemm& g, int threads, long rows, R&& room_bytes, C&& chunk, B&& block) {
+// Some rows of a product.
+struct Chunk {
+  const Gemm* g;
+  int row0, rows;
+};
+
+// Returns the rows of all products in chunks of at most max(`rows`, 4 * kMostRows).
+inline std::vector<Chunk> chunks_of(const std::vector<Gemm>& products, long rows) {
   const long most = std::max(4L * kMostRows, rows / kMostRows * kMostRows);
-  const int chunks = int((g.m + most - 1) / most), size = (g.m + chunks - 1) / chunks;
-  const long per = blocks_per_piece(g, threads), pieces = (g.n_blocks() + per - 1) / per;
-  Stretches stretches(pieces * chunks, threads);
+  std::vector<Chunk> chunks;
+  for (const Gemm& g : products) {
+    const int count = int((g.m + most - 1) / most), size = (g.m + count - 1) / count;
+    for (int row0 = 0; row0 < g.m; row0 += size) chunks.push_back({&g, row0, std::min(size, g.m - row0)});
+  }
+  return chunks;
+}
+
+// Calls block(memory, chunk, nb) in every thread for each of its blocks and chunks of rows, and fill(memory, chunk)
+// before the first block of a chunk. The products have the same n and k. `rows` bounds a chunk as in chunks_of. memory:
+// room_bytes(rows of the largest chunk) bytes.
+template <typename R, typename C, typename B>
+void over_chunks(const std::vector<Gemm>& products, int threads, long rows, R&& room_bytes, C&& fill, B&& block) {
+  const std::vector<Chunk> chunks = chunks_of(products, rows);
+  int largest = 0;
+  for (const Chunk& chunk : chunks) largest = std::max(largest, chunk.rows);
+  const Gemm& g = products[0];
+  const long per = blocks_per_piece(g, threads, long(products.size())), pieces = (g.n_blocks() + per - 1) / per;
+  Stretches stretches(pieces * long(chunks.size()), threads);
   Pool::get().run([&] {
     const int own = stretches.own();
-    float* memory = (float*)own_scratch.get(room_bytes(size));
-    int last = -1;
+    float* memory = (float*)own_scratch.get(room_bytes(largest));
+    const Chunk* last = nullptr;
     for (long i; stretches.take(own, i);) {
-      const int row0 = int(i / pieces) * size, rows = std::min(size, g.m - row0);
-      if (row0 != last) chunk(memory, last = row0, rows);
-      for (int nb = int(i % pieces * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(memory, row0, rows, nb);
+      const Chunk& chunk = chunks[i / pieces];
+      if (&chunk != last) fill(memory, *(last = &chunk));
+      for (int nb = int(i % pieces * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(memory, chunk, nb);
     }
   });
 }
 
 // `memory` holds the sums, then the chunk as floats.
-inline void run_vector(const Gemm& g, int threads) {
-  const long k = long(g.k_steps()) * kStep;
-  auto floats = [&](float* memory, int rows) { return Groups(memory + rows * kCols, k, rows); };
+inline void run_vector(const std::vector<Gemm>& products, int threads) {
+  const long k = long(products[0].k_steps()) * kStep;
+  auto floats = [&](float* memory, const Chunk& c) { return Groups(memory + c.rows * kCols, k, c.rows); };
   over_chunks(
-      g, threads, kVectorPiece / (k * sizeof(float)), [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
-      [&](float* memory, int row0, int rows) { floats(memory, rows).fill(g.k, [&](int r) { return g.x + (row0 + r) * g.ldx; }); },
-      [&](float* memory, int row0, int rows, int nb) { vector_block(g, floats(memory, rows), row0, rows, nb, memory); });
+      products, threads, kVectorPiece / (k * sizeof(float)), [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
+      [&](float* memory, const Chunk& c) { floats(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; }); },
+      [&](float* memory, const Chunk& c, int nb) { vector_block(*c.g, floats(memory, c), c.row0, c.rows, nb, memory); });
 }
 
 // --- quantized weights -----------------------------------------------------------------------------------------------
@@ -185,19 +206,25 @@ void quant_sums(const Gemm& g, const QuantRows& x, int row0, int rows, int nb, f
   }
 }
 
-// Like quant_sums, then writes the rows with finish_row.
+// Like quant_sums for all rows of the chunk, which x holds; then writes them with finish_row.
 template <int BITS>
-void quant_block(const Gemm& g, const QuantRows& x, int row0, int rows, int nb, float* y) {
-  quant_sums<BITS>(g, x, row0, rows, nb, y);
-  for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
+void quant_block(const Chunk& c, const QuantRows& x, int nb, float* y) {
+  quant_sums<BITS>(*c.g, x, 0, c.rows, nb, y);
+  for (int r = 0; r < c.rows; r++) finish_row(*c.g, c.row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
 }
 
-inline void run_quant_vector(const Gemm& g, int threads) {
-  const QuantRows x = quant_rows(g, g.m, false);
-  const auto block = g.quant->bits == 8 ? quant_block<8> : quant_block<4>;
+// `memory` holds the sums, then the chunk as integers.
+inline void run_quant_vector(const std::vector<Gemm>& products, int threads) {
+  const Quant& q = *products[0].quant;
+  const auto block = q.bits == 8 ? quant_block<8> : quant_block<4>;
+  auto integers = [&](float* memory, const Chunk& c) { return QuantRows((char*)(memory + c.rows * kCols), c.rows, q); };
   over_chunks(
-      g, threads, kVectorPiece / (x.ld * sizeof(int16_t)), [](int rows) { return rows * kCols * sizeof(float); }, [](float*, int, int) {},
-      [&](float* sums, int row0, int rows, int nb) { block(g, x, row0, rows, nb, sums); });
+      products, threads, kVectorPiece / (long(q.k_steps) * 128), [&](int rows) { return rows * kCols * sizeof(float) + QuantRows::bytes(rows, q); },
+      [&](float* memory, const Chunk& c) {
+        QuantRows x = integers(memory, c);
+        for (int r = 0; r < c.rows; r++) x.fill(r, c.g->x + (c.row0 + r) * c.g->ldx, c.g->k, false);
+      },
+      [&](float* memory, const Chunk& c, int nb) { block(c, integers(memory, c), nb, memory); });
 }
 
 }  // namespace

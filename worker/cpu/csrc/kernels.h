@@ -25,6 +25,27 @@ struct Sink {
   void (*take)(void* context, const bf16* x, long ldx, long row, long rows, long column);
 };
 
+// A packed linear layer. k = 0: no layer.
+struct Linear {
+  const bf16* packed;
+  const Quant* quant;      // replaces `packed` if not null
+  const Compact* compact;  // likewise
+  const float* bias;
+  long n, k, gated, path;  // arguments of quire_gemm_run; gated: an `Activation` (gemm.h)
+
+  long width() const { return gated ? n / 2 : n; }
+};
+
+// Rows [begin, end) of some x, and the layer that multiplies them.
+struct LinearRows {
+  const Linear* linear;
+  long begin, end;
+};
+
+// Multiplies each of the rows by its layer; the layers have the same n, k and activation. out: bf16, or float32 with
+// out_f32.
+void run_products(const LinearRows* products, long count, const bf16* x, long ldx, void* out, long ldo, bool out_f32);
+
 double cache_conflicts(char* memory, long bytes);
 
 extern "C" {

@@ -14,21 +14,10 @@ constexpr long kTokens = 1024;
 // Elements between rows of the workspace. Rows at a distance of a multiple of 4 KiB would map to a few cache sets only.
 constexpr long kPad = 32;
 
-struct Linear {  // k = 0: no layer
-  const bf16* packed;
-  const Quant* quant;      // replaces `packed` if not null
-  const Compact* compact;  // likewise
-  const float* bias;
-  long n, k, silu_mul, path;  // arguments of quire_gemm_run
-
-  long width() const { return silu_mul ? n / 2 : n; }
-  void run(const bf16* x, long ldx, bf16* out, long ldo, long rows) const {
-    const int flags = int(silu_mul) << 1;
-    if (quant) quire_gemm_run_quant(x, ldx, quant, bias, out, ldo, rows, n, k, flags, int(path));
-    else if (compact) quire_gemm_run_compact(x, ldx, compact, bias, out, ldo, rows, n, k, flags, int(path));
-    else quire_gemm_run(x, ldx, packed, bias, out, ldo, rows, n, k, flags, int(path));
-  }
-};
+void run(const Linear& linear, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
+  const LinearRows all{&linear, 0, rows};
+  run_products(&all, 1, x, ldx, out, ldo, false);
+}
 
 // o_proj, the MLP, then the qkv projection of the next layer. The first segment has only the qkv projection; the last
 // has o_proj, the MLP and the final norm.
@@ -64,16 +53,16 @@ void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual
   bf16* normed = s.qkv.k ? x : out;
   const long ldn = s.qkv.k ? ldx : s.hidden;
   if (s.o_proj.k) {
-    s.o_proj.run(attended, lda, x, ldx, rows);
+    run(s.o_proj, attended, lda, x, ldx, rows);
     add_norm(s, x, ldx, residual, s.mlp_norm, x, ldx, rows);
-    s.gate_up.run(x, ldx, inner, ldi, rows);
-    s.down.run(inner, ldi, x, ldx, rows);
+    run(s.gate_up, x, ldx, inner, ldi, rows);
+    run(s.down, inner, ldi, x, ldx, rows);
     add_norm(s, x, ldx, residual, s.norm, normed, ldn, rows);
   } else {
     add_norm(s, residual, s.hidden, nullptr, s.norm, normed, ldn, rows);
   }
   if (!s.qkv.k || qkv_to_cache(s, x, ldx, out, positions, slots, rows)) return;
-  s.qkv.run(x, ldx, out, s.cache.ld_qkv, rows);
+  run(s.qkv, x, ldx, out, s.cache.ld_qkv, rows);
   quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
 }
 

@@ -373,3 +373,9 @@ static inline vf tanh(vf x) {
 
 // x / (1 + exp(-x)); the argument is clamped so that exp stays finite.
 static inline vf silu(vf x) { return x / (set1(1.f) + exp(min(zero() - x, set1(87.f)))); }
+
+// x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), written as x times a sigmoid.
+static inline vf gelu_tanh(vf x) {
+  const vf twice = x * fma(x * x, set1(0.0713548163f), set1(1.59576912f));
+  return x / (set1(1.f) + exp(min(zero() - twice, set1(87.f))));
+}

@@ -1,0 +1,178 @@
+"""Grouped products of a mixture-of-experts layer in Triton.
+
+Rows (token and expert pairs) are sorted by expert and each expert's rows padded to whole tiles, so that every tile of
+rows belongs to one expert; all sizes are upper bounds that do not depend on the routing, so that a step can be recorded
+as a CUDA graph. The first product ends with the activation; the second writes float32 results per pair, which a third
+kernel sums by weight. The torch twin is `layers.moe.fused_experts`; tests compare the two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_silu": 2}
+_FEW_ROWS = 16  # per expert on average, up to which tiles are narrow
+
+
+def fused_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    first: int = 0,
+    weigh_inputs: bool = False,
+) -> torch.Tensor:
+    """Return for each row of x `[T, H]` the sum of its experts' outputs times `weights` `[T, k]`; ids are `[T, k]`.
+
+    gate_up is `[E, 2 I, H]`, down `[E, H, I]`, their biases `[E, 2 I]` and `[E, H]`. The stacks begin with expert
+    `first`; experts outside them add nothing. With `weigh_inputs` the weights multiply the experts' inputs instead.
+    """
+    tokens, hidden = x.shape
+    top_k, num_experts, size = ids.shape[1], gate_up.shape[0], down.shape[2]
+    tile = 16 if tokens * top_k <= _FEW_ROWS * num_experts else 64
+    pairs, experts, num_tiles = sort_by_expert(ids, first, num_experts, tile)
+    weights = weights.float().contiguous()
+    between = x.new_empty(tokens * top_k, size)
+    columns, depth = (32, 64) if tile == 16 else (64, 32)
+    _gate_up_kernel[(num_tiles, triton.cdiv(size, columns))](
+        x, gate_up, gate_up_bias, weights, pairs, experts, between, tokens * top_k, x.stride(0),
+        gate_up.stride(0), gate_up.stride(1), HIDDEN=hidden, SIZE=size,
+        TOP_K=top_k, ACTIVATION=_ACTIVATIONS[activation], WEIGH=weigh_inputs, ROWS=tile, COLUMNS=columns,
+        DEPTH=depth, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    results = torch.zeros(tokens * top_k, hidden, dtype=torch.float32, device=x.device)
+    _down_kernel[(num_tiles, triton.cdiv(hidden, 2 * columns))](
+        between, down, down_bias, pairs, experts, results, tokens * top_k, down.stride(0), down.stride(1),
+        HIDDEN=hidden, SIZE=size, ROWS=tile, COLUMNS=2 * columns, DEPTH=depth, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    out, block = torch.empty_like(x), min(1024, triton.next_power_of_2(hidden))
+    _sum_kernel[(tokens, triton.cdiv(hidden, block))](
+        results, weights, out, hidden, out.stride(0), TOP_K=top_k, WEIGH=not weigh_inputs, BLOCK=block
+    )
+    return out
+
+
+def sort_by_expert(
+    ids: torch.Tensor, first: int, num_experts: int, tile: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return (pairs, experts, number of tiles): tile i consists of the pairs `pairs[i * tile : (i + 1) * tile]` of
+    expert `experts[i]` of the stack. A pair is token * k + choice; the number of all pairs stands for none.
+    """
+    flat = (ids - first).flatten()
+    num_pairs = flat.numel()
+    local = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(0, local, torch.ones_like(local))
+    tiles = (counts[:num_experts] + tile - 1) // tile
+    ends = tiles.cumsum(0)
+    most = min(num_pairs, num_pairs // tile + num_experts)  # an expert's last tile may be partly empty
+    order = local.argsort(stable=True)
+    starts = counts.cumsum(0) - counts  # of each expert in `order`
+    expert_of = local[order]
+    # a pair's place: its expert's first tile, then its rank among the expert's pairs
+    bases = torch.cat([(ends - tiles) * tile, ends.new_full((1,), most * tile)])
+    places = bases[expert_of] + torch.arange(num_pairs, device=ids.device) - starts[expert_of]
+    places = torch.where(expert_of < num_experts, places, most * tile)
+    pairs = torch.full((most * tile + 1,), num_pairs, dtype=torch.int32, device=ids.device)
+    pairs.scatter_(0, places, order.int())
+    owners = torch.searchsorted(ends, torch.arange(most, device=ids.device), right=True).clamp(max=num_experts - 1)
+    return pairs[:-1], owners.int(), most
+
+
+@triton.jit
+def _activate(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == 0:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == 1:
+        twice = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
+        result = gate / (1.0 + tl.exp(-twice)) * up
+    else:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        result = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    return result
+
+
+@triton.jit
+def _gate_up_kernel(
+    x, weight, bias, weights, pairs, experts, out, num_pairs, x_stride, expert_stride, row_stride,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    WEIGH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
+    there = pair < num_pairs
+    if tl.max(there.to(tl.int32), 0) > 0:
+        expert = tl.load(experts + tile).to(tl.int64)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside, depth = columns < SIZE, tl.arange(0, DEPTH)
+        rows = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + depth[None, :]
+        gate_at = weight + expert * expert_stride + columns[None, :].to(tl.int64) * row_stride + depth[:, None]
+        up_at = gate_at + SIZE * row_stride
+        gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        if WEIGH:
+            factor = tl.load(weights + pair, mask=there, other=0.0)
+        for k in range(0, tl.cdiv(HIDDEN, DEPTH)):
+            left = k * DEPTH + depth < HIDDEN
+            a = tl.load(rows + k * DEPTH, mask=there[:, None] & left[None, :], other=0.0)
+            if WEIGH:
+                a = (a.to(tl.float32) * factor[:, None]).to(a.dtype)
+            mask = left[:, None] & inside[None, :]
+            gate = tl.dot(a, tl.load(gate_at + k * DEPTH, mask=mask, other=0.0), gate, input_precision="ieee")
+            up = tl.dot(a, tl.load(up_at + k * DEPTH, mask=mask, other=0.0), up, input_precision="ieee")
+        if bias is not None:
+            own = bias + expert * 2 * SIZE + columns
+            gate += tl.load(own, mask=inside, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(own + SIZE, mask=inside, other=0.0).to(tl.float32)[None, :]
+        result = _activate(gate, up, ACTIVATION)
+        at = out + pair.to(tl.int64)[:, None] * SIZE + columns[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    x, weight, bias, pairs, experts, out, num_pairs, expert_stride, row_stride,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
+    there = pair < num_pairs
+    if tl.max(there.to(tl.int32), 0) > 0:
+        expert = tl.load(experts + tile).to(tl.int64)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside, depth = columns < HIDDEN, tl.arange(0, DEPTH)
+        rows = x + pair.to(tl.int64)[:, None] * SIZE + depth[None, :]
+        at = weight + expert * expert_stride + columns[None, :].to(tl.int64) * row_stride + depth[:, None]
+        sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for k in range(0, tl.cdiv(SIZE, DEPTH)):
+            left = k * DEPTH + depth < SIZE
+            a = tl.load(rows + k * DEPTH, mask=there[:, None] & left[None, :], other=0.0)
+            b = tl.load(at + k * DEPTH, mask=left[:, None] & inside[None, :], other=0.0)
+            sums = tl.dot(a, b, sums, input_precision="ieee")
+        if bias is not None:
+            sums += tl.load(bias + expert * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        result_at = out + pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
+        tl.store(result_at, sums, mask=there[:, None] & inside[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    results, weights, out, hidden, out_stride, TOP_K: tl.constexpr, WEIGH: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in tl.static_range(TOP_K):
+        row = tl.load(results + (token * TOP_K + j) * hidden + columns, mask=inside, other=0.0)
+        if WEIGH:
+            row *= tl.load(weights + token * TOP_K + j)
+        total += row
+    tl.store(out + token * out_stride + columns, total.to(out.dtype.element_ty), mask=inside)

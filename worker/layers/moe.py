@@ -1,0 +1,309 @@
+"""The experts of a mixture-of-experts layer: many small gated MLPs, of which each token passes a few.
+
+Two forms hold them. `StackedExperts` has all of a rank's experts in two tensors, for grouped products on a GPU.
+`ListedExperts` has linear layers per expert, so that every format of weights works, and a checkpoint is packed or
+quantized expert by expert.
+
+Checkpoints have a tensor per expert and projection, or all experts in one tensor, transposed or not; the loader takes
+the form that the files have (`Parameter.other_parts`).
+
+Over tensor-parallel ranks every expert is split along its intermediate size or, with expert parallelism
+(`parallel.ep`), every rank has some of the experts. Either way the sum over ranks is the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.worker.layers.activation import GATED
+from quire.worker.layers.linear import (
+    PLAIN,
+    LinearMethod,
+    MergedColumnParallelLinear,
+    Part,
+    PlainLinear,
+    RowParallelLinear,
+    WeightFormat,
+    empty_parameter,
+)
+from quire.worker.parallel import Group, ep, split_size, tp, use_groups
+
+if TYPE_CHECKING:
+    from quire.worker.models.moe_spec import MoESpec
+    from quire.worker.platforms.ops import Ops
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def run_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    experts: dict[int, Product],
+    weigh_inputs: bool = False,
+) -> torch.Tensor:
+    """Return for each row of x `[T, H]` the sum of its experts' outputs times `weights` `[T, k]`; ids are `[T, k]`.
+
+    Experts that are not in `experts` add nothing: they are on other ranks. With `weigh_inputs` the weights multiply the
+    experts' inputs instead.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    hit, weights = set(ids.unique().tolist()), weights.float()
+    for expert in sorted(hit & experts.keys()):
+        tokens, choice = torch.where(ids == expert)
+        rows, weight = x[tokens], weights[tokens, choice, None]
+        if weigh_inputs:
+            out.index_add_(0, tokens, experts[expert]((rows * weight).to(x.dtype)).float())
+        else:
+            out.index_add_(0, tokens, experts[expert](rows).float() * weight)
+    return out.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class OneExpert:
+    """The view of the slice `[1, ...]` of a tensor of all experts, as the parameter of one expert has it: rows `first`,
+    `first` + `step` ...
+    """
+
+    transposed: bool = False
+    first: int = 0
+    step: int = 1
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor[0]
+        return (tensor.T if self.transposed else tensor)[self.first :: self.step]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedParts:
+    """The parts of one expert's parameters in a checkpoint that has all experts in one tensor."""
+
+    moe: MoESpec
+    hidden_size: int
+    prefix: str  # e.g. "model.layers.0.mlp.experts"
+    start: int  # first of the expert's intermediate entries on this rank
+    length: int
+
+    def gate_up(self, expert: int, transposed: bool) -> list[Part]:
+        num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
+        shape = (num, hidden, 2 * size) if transposed else (num, 2 * size, hidden)
+        return self._gate_up("gate_up_proj", shape, expert, transposed)
+
+    def gate_up_bias(self, expert: int) -> list[Part]:
+        shape = self.moe.routing.num_experts, 2 * self.moe.intermediate_size
+        return self._gate_up("gate_up_proj_bias", shape, expert, False)
+
+    def _gate_up(self, name: str, shape: tuple[int, ...], expert: int, transposed: bool) -> list[Part]:
+        dim, parts = 2 if transposed else 1, []
+        for i in range(2):
+            if self.moe.interleaved:
+                rows, view = (dim, 2 * self.start, 2 * self.length), OneExpert(transposed, i, 2)
+            else:
+                rows, view = (dim, i * self.moe.intermediate_size + self.start, self.length), OneExpert(transposed)
+            target = ((0, i * self.length, self.length),)
+            parts.append(Part(f"{self.prefix}.{name}", shape, ((0, expert, 1), rows), target, view))
+        return parts
+
+    def down(self, expert: int, transposed: bool) -> list[Part]:
+        num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
+        shape = (num, size, hidden) if transposed else (num, hidden, size)
+        columns = 1 if transposed else 2, self.start, self.length
+        return [Part(f"{self.prefix}.down_proj", shape, ((0, expert, 1), columns), (), OneExpert(transposed))]
+
+    def down_bias(self, expert: int) -> list[Part]:
+        shape = self.moe.routing.num_experts, self.hidden_size
+        return [Part(f"{self.prefix}.down_proj_bias", shape, ((0, expert, 1),), (), OneExpert())]
+
+
+class ExpertGateUp(MergedColumnParallelLinear):
+    """The first half of an expert: `activation(gate) * up`, `[T, in_features] -> [T, out_features / 2]`."""
+
+    def __init__(self, hidden_size: int, moe: MoESpec, prefix: str, method: LinearMethod):
+        names = "gate_proj", "up_proj"
+        super().__init__(hidden_size, moe.intermediate_size, names, moe.bias, prefix, "moe_intermediate_size", method)
+        self.gated, self.activate = moe.activation, GATED[moe.activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply_gated(self, x)
+
+
+class Expert(nn.Module):
+    """Maps x `[T, H]` to `[T, H]`, this rank's part of a sum over the ranks."""
+
+    def __init__(self, hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFormat):
+        super().__init__()
+        self.gate_up_proj = ExpertGateUp(hidden_size, moe, prefix, weights.linear(f"{prefix}.gate_up_proj"))
+        self.down_proj = RowParallelLinear(
+            moe.intermediate_size,
+            hidden_size,
+            moe.bias,
+            f"{prefix}.down_proj",
+            "moe_intermediate_size",
+            weights.linear(f"{prefix}.down_proj"),
+        )
+
+    def also_fused(self, parts: FusedParts, expert: int) -> None:
+        """Let the parameters also be loaded from tensors of all experts."""
+        give_other_parts(self.gate_up_proj.weight, [parts.gate_up(expert, t) for t in forms(parts.moe)])
+        give_other_parts(self.down_proj.weight, [parts.down(expert, t) for t in forms(parts.moe)])
+        if parts.moe.bias:
+            give_other_parts(self.gate_up_proj.bias, [parts.gate_up_bias(expert)])
+            give_other_parts(self.down_proj.bias, [parts.down_bias(expert)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj.method.apply(self.down_proj, self.gate_up_proj(x))
+
+
+def forms(moe: MoESpec) -> tuple[bool, bool]:
+    """Whether tensors of all experts are transposed: first as the family has them, then the other way."""
+    return moe.transposed, not moe.transposed
+
+
+def give_other_parts(parameter: nn.Parameter, others: list[list[Part]]) -> None:
+    """Other lists of parts that the parameter may have instead of `parts`; the files decide."""
+    parameter.other_parts = others
+
+
+class ListedExperts(nn.Module):
+    """This rank's experts as linear layers."""
+
+    def __init__(self, hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFormat):
+        super().__init__()
+        self.local, self.weigh_inputs = local_experts(moe), moe.weigh_inputs
+        parts = FusedParts(moe, hidden_size, prefix, *local_slice(moe))
+        # with expert parallelism, an expert is not split
+        with use_groups(tp=Group() if ep().size > 1 else None):
+            self.experts = nn.ModuleDict(
+                {str(i): Expert(hidden_size, moe, f"{prefix}.{i}", weights) for i in self.local}
+            )
+        for i in self.local:
+            if isinstance(self.experts[str(i)].gate_up_proj.method, PlainLinear):
+                self.experts[str(i)].also_fused(parts, i)
+        self._by_id = {int(i): expert for i, expert in self.experts.items()}
+        self._ops: Ops | None = None
+        self._native: Callable[..., torch.Tensor] | None = None
+
+    def use(self, ops: Ops) -> None:
+        """Switch to a platform's operations."""
+        self._ops, self._native = ops, None
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `run_experts`."""
+        if self._ops:  # made on first use, when the weights are packed
+            self._native, self._ops = self._ops.packed_experts(self), None
+        if self._native:
+            return self._native(x, weights, ids)
+        return run_experts(x, weights, ids, self._by_id, self.weigh_inputs)
+
+
+class StackedExperts(nn.Module):
+    """This rank's experts as tensors `[E, 2 I, H]` and `[E, H, I]`."""
+
+    def __init__(self, hidden_size: int, moe: MoESpec, prefix: str):
+        super().__init__()
+        self.local, self.moe = local_experts(moe), moe
+        self.start, self.length = local_slice(moe)
+        self._hidden_size, self._prefix = hidden_size, prefix
+        num, rows = len(self.local), 2 * self.length
+        fused = FusedParts(moe, hidden_size, prefix, self.start, self.length)
+        sides = (moe.transposed, not moe.transposed)
+        self.gate_up = self._parameter(
+            (num, rows, hidden_size), self._gate_up, [_sided(fused.gate_up, s) for s in sides]
+        )
+        self.down = self._parameter((num, hidden_size, self.length), self._down, [_sided(fused.down, s) for s in sides])
+        self.gate_up_bias = self.down_bias = None
+        if moe.bias:
+            self.gate_up_bias = self._parameter((num, rows), fused.gate_up_bias, [])
+            self.down_bias = self._parameter((num, hidden_size), fused.down_bias, [])
+        self.run: Callable[..., torch.Tensor] | None = None
+
+    def _parameter(self, shape: tuple[int, ...], parts: Callable, others: list[Callable]) -> nn.Parameter:
+        stacked, *alternatives = ([*self._stacked(form)] for form in (parts, *others))
+        parameter = empty_parameter(*shape, parts=stacked)
+        give_other_parts(parameter, alternatives)
+        return parameter
+
+    def _stacked(self, parts_of: Callable[[int], list[Part]]) -> Iterator[Part]:
+        """The parts of all experts, each with its place in the stack."""
+        for i, expert in enumerate(self.local):
+            for part in parts_of(expert):
+                yield replace(part, target=((0, i, 1), *((dim + 1, start, n) for dim, start, n in part.target)))
+
+    def _gate_up(self, expert: int) -> list[Part]:
+        shape, rows = (self.moe.intermediate_size, self._hidden_size), ((0, self.start, self.length),)
+        names = (f"{self._prefix}.{expert}.{name}_proj.weight" for name in ("gate", "up"))
+        return [Part(name, shape, rows, ((0, i * self.length, self.length),)) for i, name in enumerate(names)]
+
+    def _down(self, expert: int) -> list[Part]:
+        shape, columns = (self._hidden_size, self.moe.intermediate_size), ((1, self.start, self.length),)
+        return [Part(f"{self._prefix}.{expert}.down_proj.weight", shape, columns)]
+
+    def use(self, ops: Ops) -> None:
+        """Switch to a platform's operations."""
+        self.run = ops.fused_experts
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `run_experts`."""
+        down_bias = self.down_bias if self.length == self.moe.intermediate_size or tp().rank == 0 else None
+        return (self.run or fused_experts)(
+            x, weights, ids, self.gate_up, self.down, self.gate_up_bias, down_bias,
+            self.moe.activation, self.local.start, self.moe.weigh_inputs,
+        )  # fmt: skip
+
+
+def _sided(parts: Callable[[int, bool], list[Part]], transposed: bool) -> Callable[[int], list[Part]]:
+    return lambda expert: parts(expert, transposed)
+
+
+def fused_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    first: int = 0,
+    weigh_inputs: bool = False,
+) -> torch.Tensor:
+    """`run_experts` for the experts `first`, `first` + 1 ... with weights `[E, 2 I, H]` and `[E, H, I]` and biases `[E,
+    2 I]` and `[E, H]`; `activation` is a key of GATED.
+    """
+
+    def expert(i: int) -> Product:
+        biases = (None if bias is None else bias[i] for bias in (gate_up_bias, down_bias))
+        return lambda rows: _one_expert(rows, gate_up[i], down[i], *biases, GATED[activation])
+
+    return run_experts(x, weights, ids, {first + i: expert(i) for i in range(len(gate_up))}, weigh_inputs)
+
+
+def _one_expert(x, gate_up, down, gate_up_bias, down_bias, activate) -> torch.Tensor:
+    return F.linear(activate(F.linear(x, gate_up, gate_up_bias)), down, down_bias)
+
+
+def make_experts(hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFormat) -> ListedExperts | StackedExperts:
+    """This rank's experts of the layer whose experts' tensors are at `prefix`."""
+    plain = weights.linear(f"{prefix}.0.gate_up_proj") is PLAIN
+    if plain and torch.get_default_device().type != "cpu":
+        return StackedExperts(hidden_size, moe, prefix)
+    return ListedExperts(hidden_size, moe, prefix, weights)
+
+
+def local_experts(moe: MoESpec) -> range:
+    """The experts on this rank. Raises ValueError if the number of ranks does not divide theirs."""
+    each = split_size("the number of experts", moe.routing.num_experts, ep())
+    return range(ep().rank * each, (ep().rank + 1) * each)
+
+
+def local_slice(moe: MoESpec) -> tuple[int, int]:
+    """(first, number) of the intermediate entries of each expert on this rank."""
+    group = Group() if ep().size > 1 else tp()
+    length = split_size("moe_intermediate_size", moe.intermediate_size, group)
+    return group.rank * length, length

@@ -1,0 +1,40 @@
+"""Chooses the experts of each token, by the formulas of the model families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from quire.worker.models.moe_spec import RoutingSpec
+
+
+def route(
+    spec: RoutingSpec, logits: torch.Tensor, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (weights float32 `[T, k]`, ids int64 `[T, k]`) for logits `[T, E]`; correction is `[E]` float32."""
+    scores = _scores(spec, logits.float())
+    choice = scores if correction is None else scores + correction
+    if spec.num_groups > 1 and spec.top_groups < spec.num_groups:
+        choice = _in_best_groups(spec, choice)
+    ids = choice.topk(spec.top_k, -1).indices
+    return _weights(spec, scores.gather(-1, ids)) * spec.scale, ids
+
+
+def _scores(spec: RoutingSpec, logits: torch.Tensor) -> torch.Tensor:
+    return {"softmax": lambda: logits.softmax(-1), "sigmoid": logits.sigmoid, "logits": lambda: logits}[spec.scores]()
+
+
+def _in_best_groups(spec: RoutingSpec, choice: torch.Tensor) -> torch.Tensor:
+    """`choice`, -inf for the experts outside the best groups."""
+    groups = choice.unflatten(-1, (spec.num_groups, -1))
+    best = groups.topk(spec.group_best, -1).values.sum(-1).topk(spec.top_groups, -1).indices
+    outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    return groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def _weights(spec: RoutingSpec, chosen: torch.Tensor) -> torch.Tensor:
+    if spec.weights == "normalized":
+        return chosen / (chosen.sum(-1, keepdim=True) + spec.epsilon)
+    return {"scores": lambda: chosen, "softmax": lambda: chosen.softmax(-1), "sigmoid": chosen.sigmoid}[spec.weights]()
