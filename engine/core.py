@@ -148,6 +148,7 @@ class EngineCore:
         """Run a utility method. Its error is returned to the caller and does not affect the engine."""
         methods = {
             "reset_prefix_cache": self.scheduler.kv.reset_prefix_cache,
+            "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "stats": lambda: msgspec.structs.asdict(self.scheduler.stats()),
         }
         if message.method not in methods:

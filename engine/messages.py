@@ -11,9 +11,17 @@ from collections.abc import Iterable
 
 import msgspec
 
-from quire.worker.messages import MemoryPlan, SamplingParams, TokenLogprobs, WorkerReady
+from quire.worker.messages import (
+    GRAMMAR_LIMITS,
+    MemoryPlan,
+    SamplingParams,
+    TokenLogprobs,
+    Vocabulary,
+    WorkerReady,
+)
 
 __all__ = [
+    "GRAMMAR_LIMITS",
     "STACKS_FOLDER",
     "STACKS_SUFFIX",
     "AbortRequests",
@@ -34,6 +42,7 @@ __all__ = [
     "StepOutputs",
     "ToEngine",
     "TokenLogprobs",
+    "Vocabulary",
     "WorkerReady",
 ]
 

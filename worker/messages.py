@@ -14,6 +14,28 @@ import msgspec
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
+# what the matcher of a grammar may cost, in llguidance's units (LLParserLimits): to compile, and per step
+GRAMMAR_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,  # about 20 ms
+    "max_grammar_size": 200_000,  # symbols
+    "max_items_in_row": 2_000,
+    "step_lexer_fuel": 200_000,  # about 14 ms
+    "step_max_items": 50_000,  # about 3 ms
+    "max_lexer_states": 50_000,  # 1 to 2 kB each
+    "verbose_errors": False,
+}
+
+
+class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens as grammars see them, by id: the bytes that each adds to a text, empty for ids without a token.
+
+    Special tokens match only where a grammar names them.
+    """
+
+    tokens: list[bytes]
+    special_ids: list[int]
+    eos_token_ids: list[int]
+
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     """At most `budget` tokens of thoughts, then the tokens `forced`. Thoughts last from after `begin`, or from the
@@ -57,6 +79,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     prompt_logprobs: int | None = None  # the same for every prompt token except the first
     logprobs_mode: str = "raw_logprobs"
     thinking: ThinkingBudget | None = None
+    grammar: str | None = None  # what the output must match: Lark in llguidance's variant
+    grammar_after: list[int] | None = None  # outputs after which the grammar applies: the end of thinking
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _FORWARD, _LOGITS, _SAMPLING = range(3)  # phase that a step has reached
 _NOT_FINITE = (
     "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, "
-    "logit_bias) exclude every token"
+    "logit_bias, structured output) exclude every token"
 )
 
 
@@ -170,6 +170,8 @@ class ModelRunner:
             else {}
         )
         scored = self.prompt_logprobs.needed(step)
+        if self.stage.last and step.samples:
+            self.sampler.grammars.begin(batch.sampling)
         batch.needed_rows = None if scored or not self.stage.last else self._sampled_rows(batch)
         hidden = self.forward(batch)
         self._reached = _LOGITS
@@ -183,6 +185,7 @@ class ModelRunner:
             sampled = self._sample(hidden[batch.sampling.logits_indices] if scored else hidden, batch.sampling)
             # Start the copy before writing the table, so that work of the next step does not delay it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
+            errors |= {step.samples[j]: message for j, message in sampled.errors.items()}
             self.table.append(
                 batch.sampling.rows_tensor,
                 batch.sampling.positions_tensor,
@@ -190,7 +193,10 @@ class ModelRunner:
                 batch.attn[0].max_seq_len,
             )
             self.stage.send_token_ids(sampled.token_ids)
-        return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, self.platform.event(), abandoned)
+        event = self.platform.event()
+        if token_ids is not None:
+            self.sampler.grammars.sampled(batch.sampling, token_ids, event)
+        return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, event, abandoned)
 
     def _sample(self, hidden: torch.Tensor, sampling: SamplingBatch) -> Sampled:
         token_ids = self.model.largest(hidden) if self.sampler.only_argmax(sampling) else None

@@ -185,6 +185,10 @@ class Worker:
         finally:
             self.warmer.rest()
 
+    def set_vocabulary(self, vocabulary: bytes) -> None:
+        """Take the tokens that grammars need, a `Vocabulary` as msgpack, before the first request with a grammar."""
+        self.runner.sampler.grammars.set_vocabulary(vocabulary)
+
     def work_idle(self) -> bool:
         """Do one piece of deferred work, some tenths of a second at most, while no step is in flight. Returns whether
         more is left.

@@ -189,6 +189,7 @@ class EngineClient:
         self.num_waiting_tokens = 0
         # engine deaths while our requests were on trial (`quarantine.py`)
         self.num_trial_deaths = 0
+        self._vocabulary: bytes | None = None  # for grammars, once one was needed
         self._quarantine = Quarantine()
         self._frontend, self._num_frontends = 0, 1
         self._ready_at = 0.0  # time.monotonic()
@@ -394,6 +395,17 @@ class EngineClient:
 
     # ---- utility calls
 
+    def set_vocabulary(self, vocabulary: bytes) -> None:
+        """Send the tokens that grammars need, now and to every later engine before its requests."""
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary
+            if self.ready is not None:
+                self._send_vocabulary()
+
+    def _send_vocabulary(self) -> None:
+        if self._vocabulary is not None:
+            self._send(Call(next(self._call_ids), "set_vocabulary", [self._vocabulary]))
+
     async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
         """Call a method of the engine. Raises EngineCallError, EngineUnavailable, TimeoutError."""
         if self.ready is None:
@@ -480,6 +492,7 @@ class EngineClient:
         self.ready = ready
         if first:
             self._ready_at = time.monotonic()
+            self._send_vocabulary()
             self._submit([entry for entry in self._open.values() if not entry.waits or not self._quarantine.active])
             self._advance_trials()
         self._wake_waiters()

@@ -30,6 +30,9 @@ class EngineHandle(Protocol):
     def generate(self, request: AddRequest) -> OutputStream:
         """Send a request. Raises ValueError if its request_id is in use."""
 
+    def set_vocabulary(self, vocabulary: bytes) -> None:
+        """Send the tokens that grammars need, a `Vocabulary` as msgpack, now and to every later engine."""
+
     async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
         """Call a method of the engine. Raises EngineCallError, EngineUnavailable, TimeoutError."""
 

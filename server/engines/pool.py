@@ -65,6 +65,10 @@ class EnginePool:
         """Called when an engine dies: its prefix cache is lost."""
         self.router.forget(engine)
 
+    def set_vocabulary(self, vocabulary: bytes) -> None:
+        for client in self.clients:
+            client.set_vocabulary(vocabulary)
+
     async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
         """Call a method of every engine; returns the common answer, or the list of differing answers.
 

@@ -128,6 +128,7 @@ class Generation:
 
     def _start(self) -> None:
         request = self.request
+        assert request.structure is None or request.sampling.grammar is not None, "not compiled"
         ids = (
             [request.request_id] if request.n == 1 else [f"{request.request_id}-{index}" for index in range(request.n)]
         )

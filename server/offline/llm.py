@@ -33,6 +33,7 @@ from quire.server.generate.prepare import prepare
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.http.parse_body import bad_request
 from quire.server.startup.runtime import Runtime
+from quire.server.structured.service import constrain
 from quire.server.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -260,6 +261,7 @@ class LLM:
     async def _generate(self, specs: list[GenerationSpec], use_tqdm: bool) -> list[RequestOutput]:
         """Run all requests at once; the engine queues what does not fit. The first failure aborts the others."""
         requests = [request for spec in specs for request in prepare(spec, self._runtime.state)]
+        await constrain(requests, self._runtime.state)
         self._runtime.require_alive()
         with _Progress(len(requests), use_tqdm) as progress:
             try:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+MAX_BYTES = 2**18  # of a structure as msgpack
+
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
 

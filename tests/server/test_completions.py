@@ -239,7 +239,6 @@ def test_special_tokens(server):
         ({"logprobs": True}, "logprobs"),
         ({"n": 2, "temperature": 0}, "n"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
 def test_refused(server, fields, param):

@@ -139,7 +139,6 @@ def test_param_is_the_dotted_path(data, param):
                 ("tool_choice", "auto"),
                 ("functions", [{}]),
                 ("function_call", "auto"),
-                ("response_format", {"type": "json_object"}),
                 ("reasoning_effort", "low"),
                 ("include_reasoning", True),
                 ("modalities", ["text", "audio"]),
@@ -153,12 +152,6 @@ def test_param_is_the_dotted_path(data, param):
             (cls, base, name, value)
             for cls, base in [(ChatCompletionRequest, CHAT), (CompletionRequest, TEXT)]
             for name, value in [
-                ("structured_outputs", {"regex": "a"}),
-                ("guided_json", {}),
-                ("guided_regex", "a"),
-                ("guided_choice", ["a"]),
-                ("guided_grammar", "a"),
-                ("regex", "a"),
                 ("use_beam_search", True),
                 ("prompt_embeds", "x"),
                 ("dry_multiplier", 0.8),
@@ -167,7 +160,6 @@ def test_param_is_the_dotted_path(data, param):
             ]
         ],
         (CompletionRequest, TEXT, "suffix", "end"),
-        (CompletionRequest, TEXT, "response_format", {"type": "json_schema"}),
     ],
 )
 def test_meaningful_but_unsupported_is_refused(cls, base, name, value):

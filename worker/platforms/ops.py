@@ -206,6 +206,15 @@ class Ops:
         tensors.block_tables.copy_(blocks[:, rows, :width])
         return rows[samples], tensors.seq_lens[samples].long(), (starts[1:] - 1)[samples]
 
+    def exclude_by_bitmask(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        """Set the logits `[S, V]` of `rows` `[R]` int64 to -inf where the token's bit is 0 in `masks` `[R, V / 32]`
+        int32, the lowest bit first.
+        """
+        vocab_size = logits.shape[1]
+        bits = torch.arange(32, device=masks.device, dtype=torch.int32)
+        excluded = ((masks.unsqueeze(2) >> bits) & 1).view(len(rows), -1)[:, :vocab_size] == 0
+        logits[rows] = logits[rows].masked_fill_(excluded, float("-inf"))
+
     def append_tokens(
         self,
         tokens: torch.Tensor,

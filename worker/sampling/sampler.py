@@ -6,7 +6,7 @@ feature, so it never waits for the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from quire.worker.messages import NewRequest, TokenLogprobs
 from quire.worker.platforms.base import Platform
 from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling.arithmetic import RandomRows
+from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.logprobs import Entries, entries, is_normalized
 from quire.worker.sampling.processors import logits_processors
 from quire.worker.sampling.thinking import EndOfThinking
@@ -46,6 +47,7 @@ class Sampled:
 
     token_ids: torch.Tensor
     logprobs: list[RowLogprobs]
+    errors: dict[int, str] = field(default_factory=dict)  # by sampling row
 
 
 class SamplingRows:
@@ -131,13 +133,16 @@ class Sampler:
         self.params = SamplingRows(table.max_num_reqs, table.vocab_size, platform)
         self.processors = [*logits_processors(table, platform), EndOfThinking(table, platform)]
         self.logprobs = LogprobRows(table.vocab_size)
-        for state in (self.params, *self.processors, self.logprobs):
+        self.grammars = GrammarRows(table, platform)
+        for state in (self.params, *self.processors, self.logprobs, self.grammars):
             table.register(state)
         self.fused = platform.ops.fused_sample
         self._elements = _CPU_ELEMENTS * torch.get_num_threads() if platform.device.type == "cpu" else _ELEMENTS
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         """Sample one token for each row of logits `[S, V]` float32; overwrites the logits."""
+        # before log-probabilities are copied: as in vLLM, they are those of the tokens that the grammar allows
+        masks = self.grammars.apply(logits, batch)
         requested = self.logprobs.requested(batch)
         active = [processor for processor in self.processors if processor.needed(batch)]
         raw = (
@@ -145,6 +150,7 @@ class Sampler:
         )
         for processor in active:
             processor.apply(logits, batch)
+        masks.end(logits)
         token_ids = self._choose(logits, batch)
         size = max(1, _LOGPROBS_ELEMENTS // logits.shape[1])
         logprobs = []
@@ -152,7 +158,7 @@ class Sampler:
             for part in (slice(i, i + size) for i in range(0, len(which), size)):
                 copies = raw[key][part] if key in raw else None
                 logprobs.append(self._row_logprobs(key, which[part], copies, logits, token_ids, batch))
-        return Sampled(token_ids, logprobs)
+        return Sampled(token_ids, logprobs, masks.errors)
 
     def only_argmax(self, batch: SamplingBatch) -> bool:
         """Return whether the step needs only the argmax of each row."""
@@ -160,6 +166,7 @@ class Sampler:
             self.params.random.isdisjoint(batch.rows)
             and not self.logprobs.requested(batch)
             and not any(processor.needed(batch) for processor in self.processors)
+            and not self.grammars.needed(batch)
         )
 
     def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

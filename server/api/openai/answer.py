@@ -19,6 +19,7 @@ from quire.server.generate.generation import Delta, Generation, GenerationReques
 from quire.server.generate.prepare import check_priority
 from quire.server.http import request_options, sse
 from quire.server.state import ServerState
+from quire.server.structured.service import constrain
 
 
 def admit(request: Request, body: GenerationFields, state: ServerState, prefix: str) -> dict[str, Any]:
@@ -50,6 +51,7 @@ async def respond(
     body = answer.body
     total = request_options.remaining_seconds(request)
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
+    await constrain(requests, state)
     request_options.reserve_room(request, state, requests, param)
     generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
     stream = deltas.run(generations, total, predict)

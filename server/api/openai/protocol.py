@@ -41,8 +41,11 @@ from quire.server.generate.limits import (
     TokenIds,
     TopP,
 )
+from quire.server.structured.structure import MAX_BYTES
 
 MAX_TOKENIZE = 2**21  # characters of a text for /tokenize
+MAX_FIELDS = 1_000  # of a JSON Schema, at its top
+MAX_CHOICES = 10_000  # texts of which the output must be one
 MAX_MESSAGES, MAX_PARTS = 10_000, 1_000
 MAX_DOCUMENTS, MAX_DOCUMENT_FIELDS = 1_000, 64
 ROLES = ["system", "developer", "user", "assistant"]
@@ -52,6 +55,9 @@ TemplateKwargs = Annotated[
     dict[Name, Any],
     Meta(max_length=MAX_TEMPLATE_KWARGS, description=f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"),
 ]
+# a JSON Schema or a structural tag; as text, its JSON. Its size is checked when it is compiled.
+JsonObject = Annotated[dict[Name, Any], Meta(max_length=MAX_FIELDS)]
+JsonText = Annotated[str, Meta(max_length=MAX_BYTES)]
 Document = Annotated[
     dict[Name, Text | Int64 | Annotated[float, Meta(ge=-1e300, le=1e300)] | bool | None],
     Meta(max_length=MAX_DOCUMENT_FIELDS),
@@ -61,6 +67,8 @@ Prompts = Annotated[
     list[Text | TokenId | TokenIds],
     Meta(min_length=1, max_length=MAX_IDS, description=f"token ids of one prompt, or at most {MAX_PROMPTS} prompts"),
 ]
+
+Choices = Annotated[list[Annotated[Text, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 HARMLESS = frozenset(
     {
@@ -72,24 +80,12 @@ HARMLESS = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "prompt_cache_options",
+        "guided_decoding_backend",  # one library serves every structure
         "prediction",
         "moderation",
     }
 )
 UNSUPPORTED: dict[str, tuple] = {
-    # structured output
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "grammar": (),
     # other ways to search or sample
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
@@ -145,6 +141,22 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {}
 
 
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's constraint on the output: exactly one of the first six."""
+
+    json: JsonObject | bool | JsonText | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: JsonObject | JsonText | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Text | None = None
+
+    harmless: ClassVar = frozenset({"disable_fallback"})
+    unsupported: ClassVar[dict[str, tuple]] = {"disable_additional_properties": (False,)}
+
+
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What chat and text completions share."""
 
@@ -173,6 +185,18 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    # what the output must match (`structure.py`)
+    response_format: JsonObject | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | bool | JsonText | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
+    json_schema: JsonObject | bool | JsonText | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+    grammar: Text | None = None
     t_max_predict_ms: Annotated[float, Meta(ge=0, le=1e9)] | None = None  # from the first token on; 0 is no limit
     # what to return
     prompt_logprobs: AtLeastMinusOne | None = None

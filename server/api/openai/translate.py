@@ -13,6 +13,7 @@ from quire.server.api.openai.protocol import (
     Message,
     TokenizeRequest,
 )
+from quire.server.api.openai.structure import structure_of
 from quire.server.errors import BadRequest
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 
@@ -48,6 +49,7 @@ def chat_spec(body: ChatCompletionRequest, **identity: Any) -> GenerationSpec:
     return GenerationSpec(
         prompts=conversation(body),
         options=_options(body, max_tokens, _chat_logprobs(body)),
+        structure=structure_of(body),
         add_special_tokens=body.add_special_tokens,
         cache_salt=body.cache_salt,
         prompt_param="messages",
@@ -66,6 +68,7 @@ def completion_spec(body: CompletionRequest, **identity: Any) -> GenerationSpec:
     return GenerationSpec(
         prompts=_prompts(body.prompt),
         options=_options(body, body.max_tokens, body.logprobs),
+        structure=structure_of(body),
         default_max_tokens=COMPLETION_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
         echo=bool(body.echo),

@@ -1,0 +1,143 @@
+"""The process that compiles structures: `python -m quire.server.structured.compile_process`.
+
+A hostile schema or pattern can cost a library any amount of time and memory, and native code cannot be interrupted:
+here it ends with this process. Reads frames from stdin and answers each on stdout; a frame is 4 bytes of length,
+big-endian, and msgpack. The first is the `Vocabulary`; each later one is a `Structure`, answered by an `Answer`.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from quire.engine.messages import GRAMMAR_LIMITS
+from quire.server.structured.lark import StructureError, to_lark
+from quire.server.structured.schema import children, normalize
+from quire.server.structured.structure import Structure
+
+MAX_SECONDS = 4.0  # of one structure
+MAX_MEMORY = 2 << 30  # bytes of address space
+MAX_ATTEMPTS = 50  # compilations to find the place of an error
+
+
+class Vocabulary(msgspec.Struct, array_like=True):
+    """What a grammar may name: special tokens by text, the ids that end an output, and the number of ids."""
+
+    specials: dict[str, int]
+    eos_ids: list[int]
+    size: int
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """The grammar, or why there is none."""
+
+    grammar: str | None
+    error: str | None = None
+
+
+class _Tokens:
+    """A tokenizer of single bytes and the special tokens, for `LLTokenizer`: enough to check a grammar."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary):
+        special = set(vocabulary.specials.values()) | set(vocabulary.eos_ids)
+        ordinary = (i for i in range(vocabulary.size) if i not in special)
+        self.tokens = [b""] * vocabulary.size
+        for byte, token_id in zip(range(256), ordinary):
+            self.tokens[token_id] = bytes([byte])
+        for text, token_id in vocabulary.specials.items():
+            self.tokens[token_id] = text.encode()
+        self.special_token_ids = sorted(special)
+        self.eos_token_id = vocabulary.eos_ids[0]
+
+    def __call__(self, text: str) -> list[int]:
+        raise AssertionError("texts are never forced")
+
+
+class Compiler:
+    """Compiles structures for one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        self.tokens = LLTokenizer(_Tokens(vocabulary), n_vocab=vocabulary.size, eos_token=vocabulary.eos_ids)
+
+    def compile(self, structure: Structure) -> Answer:
+        """The grammar if it compiles within the limits."""
+        try:
+            grammar = to_lark(structure, self.vocabulary.specials, self.vocabulary.eos_ids)
+        except StructureError as error:
+            return Answer(None, str(error))
+        except RecursionError:
+            return Answer(None, "it is nested too deeply")
+        if (error := self._error(grammar)) is None:
+            return Answer(grammar)
+        if structure.kind == "json_schema":
+            return Answer(None, self._located(structure, error))
+        return Answer(None, error)
+
+    def _error(self, grammar: str) -> str | None:
+        matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first step may exceed a limit, too
+        if not matcher.is_error():
+            return None
+        # without the library's excerpts of the grammar
+        reason = re.split(r"\n?<(?:state|grammar|backtrace)>|\n +1 \| %llguidance", matcher.get_error())[0]
+        return " ".join(re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", reason).split())[:500]
+
+    def _located(self, structure: Structure, error: str) -> str:
+        """`error` with the path of the smallest subschema that has it, as far as a few attempts show."""
+        schema = normalize(structure.value)
+        path, definitions, attempts = "#", schema.get("$defs", {}), MAX_ATTEMPTS
+        found = True
+        while found and attempts > 0:
+            found = False
+            for step, child in children(schema):
+                attempts -= 1
+                inner = self._error(to_lark(_alone(structure, child, definitions), {}, self.vocabulary.eos_ids))
+                if inner is not None:
+                    path, schema, error, found = f"{path}/{step}", child, inner, True
+                    break
+        return f"at {path}: {error}"
+
+
+def _alone(structure: Structure, schema: Any, definitions: dict[str, Any]) -> Structure:
+    whole = {**schema, "$defs": definitions} if isinstance(schema, dict) else schema
+    return msgspec.structs.replace(structure, value=whole, after=None)
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    vocabulary = msgspec.msgpack.decode(_read(source), type=Vocabulary)
+    compiler = Compiler(vocabulary)
+    while frame := _read(source):
+        # ends this process also within native code: nothing handles the signal
+        signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+        answer = compiler.compile(msgspec.msgpack.decode(frame, type=Structure))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sink.write(framed(answer))
+        sink.flush()
+
+
+def framed(message: Any) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4, "big") + data
+
+
+def _read(source: BinaryIO) -> bytes:
+    """The next frame; empty at the end of the input."""
+    return source.read(int.from_bytes(source.read(4), "big"))
+
+
+if __name__ == "__main__":
+    main()

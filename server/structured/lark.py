@@ -1,0 +1,167 @@
+"""A `Structure` -> the text of one grammar in llguidance's variant of Lark, which workers compile.
+
+Texts in the grammar are matched by ordinary tokens; where they contain the text of a special token, by this token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from quire.server.structured.schema import SchemaError, normalize
+from quire.server.structured.structure import Structure
+
+# whitespace between JSON tokens: bounded, so that a model cannot fill its answer with it
+WHITESPACE = r"[ \n\r\t]{1,40}"
+# without forcing, a text may be tokenized in any way, as the model prefers
+_HEADER = '%llguidance {"no_forcing": true}'
+ANY_TEXT = "/(?s:.*)/"
+
+
+class StructureError(ValueError):
+    """The structure is invalid or cannot be enforced."""
+
+
+@dataclass(slots=True)
+class Builder:
+    """Collects the rules of one grammar. `specials` are the special tokens by text, `eos_ids` those that end it."""
+
+    specials: Mapping[str, int]
+    eos_ids: Sequence[int] = ()
+    whitespace: Mapping[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    grammars: list[dict[str, str]] = field(default_factory=list)  # of the user, with names of their own
+    _names: int = 0
+    _special_pattern: re.Pattern[str] | None = None
+
+    def rule(self, body: str, options: str = "") -> str:
+        """The name of a new rule."""
+        name = self._name("r")
+        self.lines.append(f"{name}{options}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """The name of a new terminal: one regular expression."""
+        name = self._name("T")
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def _name(self, prefix: str) -> str:
+        self._names += 1
+        return f"{prefix}{self._names}"
+
+    def pieces(self, text: str) -> list[str | int]:
+        """`text` cut at special tokens, which are given as ids."""
+        if self._special_pattern is None:
+            longest_first = sorted((special for special in self.specials if special), key=len, reverse=True)
+            self._special_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        parts = (part for part in self._special_pattern.split(text) if part)
+        return [self.specials.get(part, part) for part in parts]
+
+    def literal(self, text: str) -> str:
+        """An expression that matches `text`."""
+        pieces = (f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in self.pieces(text))
+        return " ".join(pieces) or '""'
+
+    def json(self, schema: Any, where: str = "") -> str:
+        """The name of a rule that matches JSON for `schema`; `where` is its place for errors. Raises StructureError."""
+        try:
+            normal = normalize(schema)
+        except SchemaError as error:
+            raise StructureError(f"{where}{error}") from None
+        if normal is False:
+            raise StructureError(f"{where}at #: no value is valid")
+        return self.rule("%json " + json.dumps({"x-guidance": self.whitespace, **({} if normal is True else normal)}))
+
+    def regex(self, pattern: str) -> str:
+        return self.terminal(f"/{regex_to_lark(_without_anchors(pattern), 'd') or '(?:)'}/")
+
+    def grammar(self, text: str) -> str:
+        """An expression for a grammar of the user."""
+        name = self._name("g")
+        self.grammars.append({"name": name, "lark_grammar": _grammar_text(text)})
+        return self.rule(f"@{name}")
+
+    def other_specials(self, but: Sequence[int] = ()) -> str | None:
+        """An expression for one special token that does not end the output and is not in `but`."""
+        ids = sorted(set(self.specials.values()) - set(self.eos_ids) - set(but))
+        return f"<[{','.join(map(str, ids))}]>" if ids else None
+
+    def text(self, start: str) -> str:
+        """The grammar whose whole is the expression `start`."""
+        lark = "\n".join([_HEADER, f"start: {start}", *self.lines]) + "\n"
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *self.grammars]}) if self.grammars else lark
+
+
+def to_lark(structure: Structure, specials: Mapping[str, int], eos_ids: Sequence[int]) -> str:
+    """The grammar. Raises StructureError.
+
+    Regular expressions and Lark texts are checked when the result is compiled.
+    """
+    options: dict[str, Any] = {"whitespace_flexible": False}
+    if not structure.compact:
+        options = {"whitespace_pattern": structure.whitespace or WHITESPACE}
+    builder = Builder(specials, eos_ids, options)
+    if structure.kind == "grammar" and not isinstance(structure.after, str):
+        return _grammar_text(structure.value)
+    start = _expression(structure, builder)
+    if isinstance(structure.after, str):
+        start = f"{_up_to(builder, structure.after)} {start}"
+    return builder.text(start)
+
+
+def _expression(structure: Structure, builder: Builder) -> str:
+    value = structure.value
+    match structure.kind:
+        case "json_schema":
+            return builder.json(value)
+        case "json_object":
+            return builder.json({"type": "object"})
+        case "regex":
+            return builder.regex(value)
+        case "choice":
+            return builder.rule(" | ".join(builder.literal(choice) for choice in value))
+        case "grammar":
+            return builder.grammar(value)
+        case "structural_tag":
+            from quire.server.structured.structural_tag import expression
+
+            return expression(value, builder)
+
+
+def _up_to(builder: Builder, end: str) -> str:
+    """A rule for any text up to and including the first `end`."""
+    pieces = builder.pieces(end)
+    if len(pieces) == 1 and isinstance(pieces[0], str):
+        return builder.rule(ANY_TEXT, f"[suffix={quoted(end)}]")
+    others = builder.other_specials([piece for piece in pieces if isinstance(piece, int)])
+    text = builder.terminal(ANY_TEXT)
+    free = f"({text} {others})* {text}" if others else text
+    return builder.rule(f"{free} {builder.literal(end)}")
+
+
+def _grammar_text(text: str) -> str:
+    """A grammar of the user as Lark; EBNF has `::=`."""
+    if "::=" in text:
+        try:
+            text = gbnf_to_lark(text)
+        except GbnfToLarkError as error:
+            raise StructureError(str(error)) from None
+    return f"{_HEADER}\n{text}\n"
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _without_anchors(pattern: str) -> str:
+    """A pattern is matched with the whole output: anchors at its ends mean nothing."""
+    pattern = pattern.removeprefix("^")
+    backslashes = len(pattern) - 1 - len(pattern[:-1].rstrip("\\")) if pattern.endswith("$") else 0
+    return pattern[:-1] if pattern.endswith("$") and backslashes % 2 == 0 else pattern

@@ -1,0 +1,243 @@
+"""JSON Schema (draft 2020-12) -> an equivalent schema in the subset that the grammar compiler takes.
+
+Annotations and unknown keywords are dropped, as the specification asks. A keyword that validates but cannot be enforced
+is an error, so that every answer that ends by itself is valid. References become `#/$defs/...` of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import unquote
+
+MAX_DEPTH = 64
+MAX_SUBSCHEMAS = 20_000
+
+# keyword -> whether its value has the right type, and what it must be
+_NUMBER = (lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number")
+_COUNT = (
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value),
+    "a non-negative integer",
+)
+_STRING = (lambda value: isinstance(value, str), "a string")
+_STRINGS = (lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of strings")
+_LIST = (lambda value: isinstance(value, list) and bool(value), "a list that is not empty")
+_TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
+_TYPE = (
+    lambda value: (
+        isinstance(value, str | list)
+        and bool(value)
+        and all(isinstance(name, str) and name in _TYPES for name in ([value] if isinstance(value, str) else value))
+    ),
+    f"one of {', '.join(sorted(_TYPES))}, or a list of them",
+)
+_ANY = (lambda value: True, "")
+_Check = tuple[Callable[[Any], bool], str]
+VALUES: dict[str, _Check] = {
+    "type": _TYPE,
+    "enum": _LIST,
+    "const": _ANY,
+    "minLength": _COUNT,
+    "maxLength": _COUNT,
+    "pattern": _STRING,
+    "format": _STRING,
+    "minimum": _NUMBER,
+    "maximum": _NUMBER,
+    "exclusiveMinimum": _NUMBER,
+    "exclusiveMaximum": _NUMBER,
+    "multipleOf": (lambda value: _NUMBER[0](value) and value > 0, "a number above 0"),
+    "minItems": _COUNT,
+    "maxItems": _COUNT,
+    "required": _STRINGS,
+    "minProperties": _COUNT,
+    "maxProperties": _COUNT,
+}
+MAPS = ("properties", "patternProperties")  # of names to schemas
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # of schemas
+SCHEMAS = ("items", "additionalProperties")
+ENFORCED = (*VALUES, *MAPS, *LISTS, *SCHEMAS, "$ref")
+# the formats that are enforced; others are annotations
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
+)
+# keywords that validate and cannot be enforced -> the values with which they exclude nothing
+REFUSED: dict[str, tuple] = {
+    "not": (False,),
+    "if": (),
+    "contains": (),
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "$dynamicRef": (),
+    "$recursiveRef": (),
+}
+_APPLICATORS = ("$ref", "anyOf", "oneOf", "allOf", "if", "not", "dependentSchemas", "contains")
+
+
+class SchemaError(ValueError):
+    """A schema is invalid, or has a keyword that cannot be enforced. `path` is a JSON pointer to the subschema."""
+
+    def __init__(self, path: str, keyword: str | None, reason: str):
+        self.path, self.keyword = path or "#", keyword
+        super().__init__(f"at {self.path}: {f'{keyword}: ' if keyword else ''}{reason}")
+
+
+def normalize(schema: Any) -> dict[str, Any] | bool:
+    """The schema in the compiler's subset. Raises SchemaError."""
+    return _Normalizer(schema).run()
+
+
+def children(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The subschemas of a normalized schema with their paths; `$ref` has none."""
+    for keyword, value in schema.items() if isinstance(schema, dict) else ():
+        if keyword in MAPS:
+            yield from ((f"{keyword}/{_escaped(name)}", child) for name, child in value.items())
+        elif keyword in LISTS:
+            yield from ((f"{keyword}/{i}", child) for i, child in enumerate(value))
+        elif keyword in SCHEMAS:
+            yield keyword, value
+
+
+class _Normalizer:
+    def __init__(self, root: Any):
+        self.root = root
+        self.names: dict[str, str] = {}  # decoded JSON pointer -> its name below $defs
+        self.pending: list[tuple[str, Any]] = []  # (pointer, subschema) of names whose definition is not yet made
+        self.num_subschemas = 0
+        self.anchors = {f"#{name}": path for name, path in _anchors(root, "#")}
+
+    def run(self) -> dict[str, Any] | bool:
+        result = self._schema(self.root, "#", 0)
+        definitions = {}
+        while self.pending:
+            path, target = self.pending.pop()
+            definitions[self.names[path]] = self._schema(target, path, 0)
+        if definitions:
+            return {"$defs": definitions, **result}  # only an object has references
+        return result
+
+    def _schema(self, schema: Any, path: str, depth: int) -> dict[str, Any] | bool:
+        self.num_subschemas += 1
+        if self.num_subschemas > MAX_SUBSCHEMAS:
+            raise SchemaError(path, None, f"the schema has more than {MAX_SUBSCHEMAS} subschemas")
+        if depth > MAX_DEPTH:
+            raise SchemaError(path, None, f"the schema is nested more than {MAX_DEPTH} levels deep")
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise SchemaError(path, None, "a schema must be an object or a boolean")
+        if path != "#" and "$id" in schema and any(_references(schema)):
+            raise SchemaError(path, "$id", "references within an embedded schema resource are not supported")
+        schema = _modern(schema)
+        self._refuse(schema, path)
+        result: dict[str, Any] = {}
+        for keyword, value in schema.items():  # in order: properties are generated in the order of the schema
+            at = f"{path}/{keyword}"
+            if keyword in VALUES:
+                check, expected = VALUES[keyword]
+                if not check(value):
+                    raise SchemaError(path, keyword, f"must be {expected}")
+                if keyword != "format" or value in FORMATS:
+                    result[keyword] = int(value) if check is _COUNT[0] else value
+            elif keyword in MAPS:
+                if not isinstance(value, dict):
+                    raise SchemaError(path, keyword, "must be an object of schemas")
+                result[keyword] = {
+                    name: self._schema(child, f"{at}/{_escaped(name)}", depth + 1) for name, child in value.items()
+                }
+            elif keyword in LISTS:
+                if not isinstance(value, list) or not value:
+                    raise SchemaError(path, keyword, "must be a list of schemas that is not empty")
+                result[keyword] = [self._schema(child, f"{at}/{i}", depth + 1) for i, child in enumerate(value)]
+            elif keyword in SCHEMAS:
+                result[keyword] = self._schema(value, at, depth + 1)
+            elif keyword == "$ref":
+                result[keyword] = f"#/$defs/{self._definition(value, path)}"
+        return result
+
+    def _refuse(self, schema: dict[str, Any], path: str) -> None:
+        for keyword, harmless in REFUSED.items():
+            if keyword in schema and schema[keyword] not in harmless:
+                raise SchemaError(path, keyword, "this keyword cannot be enforced; remove it or express it otherwise")
+
+    def _definition(self, reference: Any, path: str) -> str:
+        """The name below $defs of the schema that `reference` names."""
+        if not isinstance(reference, str):
+            raise SchemaError(path, "$ref", "must be a string")
+        if reference in self.anchors:
+            reference = self.anchors[reference]
+        if reference != "#" and not reference.startswith("#/"):
+            raise SchemaError(path, "$ref", f"{reference[:100]!r} is not a reference of the form #/path in this schema")
+        pointer = unquote(reference)
+        if pointer not in self.names:
+            self.names[pointer] = f"d{len(self.names)}"
+            self.pending.append((pointer, self._resolved(pointer, path)))
+        return self.names[pointer]
+
+    def _resolved(self, pointer: str, path: str) -> Any:
+        target = self.root
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, dict) and key in target:
+                target = target[key]
+            elif isinstance(target, list) and key.isdigit() and int(key) < len(target):
+                target = target[int(key)]
+            else:
+                raise SchemaError(path, "$ref", f"there is nothing at {pointer[:200]!r}")
+        return target
+
+
+def _modern(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with the spellings of older drafts, and a few equivalents, in terms of keywords that are enforced."""
+    changed = dict(schema)
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):  # draft 4
+        if isinstance(flag := changed.get(exclusive), bool):
+            del changed[exclusive]
+            if flag and bound in changed:
+                changed[exclusive] = changed.pop(bound)
+    if isinstance(changed.get("items"), list):  # draft 7
+        changed["prefixItems"] = changed.pop("items")
+        if "additionalItems" in changed:
+            changed["items"] = changed.pop("additionalItems")
+    if not any(keyword in changed for keyword in _APPLICATORS):
+        for keyword, equal in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if keyword in changed:
+                value = changed.pop(keyword)
+                changed.setdefault(equal, value)
+    if changed.get("prefixItems") == []:
+        del changed["prefixItems"]
+    if "contains" in changed and changed.get("minContains") == 0 and "maxContains" not in changed:
+        del changed["contains"]
+    if "if" in changed and "then" not in changed and "else" not in changed:
+        del changed["if"]
+    return changed
+
+
+def _anchors(schema: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The $anchor of every subschema, with its path."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$anchor"), str):
+            yield schema["$anchor"], path
+        for name, value in schema.items():
+            yield from _anchors(value, f"{path}/{_escaped(name)}")
+    elif isinstance(schema, list):
+        for i, value in enumerate(schema):
+            yield from _anchors(value, f"{path}/{i}")
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        yield from (keyword for keyword in schema if keyword == "$ref")
+        for value in schema.values():
+            yield from _references(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from _references(value)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")

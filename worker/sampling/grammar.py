@@ -1,0 +1,243 @@
+"""Grammars: which tokens may come next in rows whose output must match one.
+
+A row has a matcher of the library llguidance, which knows the text so far. A matcher needs the previous token's id on
+the host, while the forward pass of the next step is started before that id has arrived. Hence a thread does the work of
+the host: `begin`, before the forward pass, lets it wait for the ids, advance the matchers and fill the bitmasks while
+the forward pass runs; `apply`, before sampling, waits for it. Any number of steps may be in flight, and rows without a
+grammar cost nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from quire.worker.batch.input_batch import SamplingBatch
+from quire.worker.messages import GRAMMAR_LIMITS, NewRequest, Vocabulary
+from quire.worker.platforms.base import Event, Platform
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from quire.worker.batch.request_table import RequestTable
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 8  # that fill bitmasks
+CACHE_BYTES = 2**22  # texts of the compiled grammars that are kept for further requests
+_EXCLUDED = float("-inf")
+
+
+class _Matcher:
+    """The state of one request. Used by the threads of `GrammarRows` only."""
+
+    def __init__(self, after: list[int] | None) -> None:
+        self.after = after or []
+        self.is_active = not self.after  # whether the grammar applies already
+        self.last: list[int] = []  # the last len(after) outputs, until then
+        self.state: LLMatcher | None = None
+        self.ready: Future[None]  # the end of `start`
+        self.error: str | None = None
+
+    def start(self, state: LLMatcher, token_ids: list[int]) -> None:
+        self.state = state
+        self.check()
+        for token_id in token_ids:
+            self.advance(token_id)
+
+    def advance(self, token_id: int) -> None:
+        """Take an output."""
+        if self.error is not None:
+            return
+        if not self.is_active:
+            self.last = [*self.last, token_id][-len(self.after) :]
+            self.is_active = self.last == self.after
+        elif not self.state.is_stopped():  # after its end only end-of-sequence tokens follow
+            self.state.consume_token(token_id)
+            self.check()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state.is_stopped()
+
+    def check(self) -> None:
+        if self.state.is_error():
+            self.error = f"structured output: {self.state.get_error().splitlines()[0][:500]}"
+
+
+@dataclass(slots=True)
+class Masks:
+    """The bitmasks of a step: `bits[k]` belongs to sampling row `rows[k]`."""
+
+    rows: list[int] = field(default_factory=list)
+    bits: np.ndarray | None = None  # [R, V / 32] int32
+    errors: dict[int, str] = field(default_factory=dict)  # by sampling row
+    complete: list[int] = field(default_factory=list)  # sampling rows whose text is complete
+    eos_token_id: int = -1
+
+    def end(self, logits: torch.Tensor) -> None:
+        """Leave complete rows nothing but the end of the sequence, whatever other parameters exclude."""
+        for row in self.complete:
+            logits[row].fill_(_EXCLUDED)
+            logits[row, self.eos_token_id] = 0.0
+
+
+_NONE = Masks()
+
+
+class GrammarRows:
+    """A `RowState`: the matchers of rows with a grammar."""
+
+    def __init__(self, table: RequestTable, platform: Platform) -> None:
+        self.vocab_size, self.platform = table.vocab_size, platform
+        self.rows: dict[int, _Matcher] = {}
+        self._tokens: Future[_Tokens] | None = None
+        self._compiling: ThreadPoolExecutor | None = None
+        self._filling: ThreadPoolExecutor | None = None
+        # outputs that no matcher has seen: when and where they arrive, and the sampling rows that matchers want
+        self._arriving: list[tuple[Event, torch.Tensor, list[tuple[int, _Matcher]]]] = []
+        self._masks: Future[Masks] | None = None
+
+    def set_vocabulary(self, data: bytes) -> None:
+        """Read the `Vocabulary`, once, in a thread."""
+        if self._tokens is None:
+            self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar-compile")
+            self._filling = ThreadPoolExecutor(1, thread_name_prefix="grammar-fill")
+            self._tokens = self._compiling.submit(_Tokens, data, self.vocab_size)
+
+    def add(self, row: int, new: NewRequest) -> None:
+        grammar = new.sampling.grammar
+        if grammar is None:
+            return
+        if self._tokens is None:
+            raise ValueError("structured output: the server has not sent the vocabulary")
+        matcher = self.rows[row] = _Matcher(new.sampling.grammar_after)
+        matcher.ready = self._compiling.submit(self._start, matcher, grammar, new.token_ids[new.num_prompt_tokens :])
+
+    def remove(self, row: int) -> None:
+        self.rows.pop(row, None)
+
+    def needed(self, batch: SamplingBatch) -> bool:
+        """Return whether a row of the batch has a grammar."""
+        return bool(self.rows) and not self.rows.keys().isdisjoint(batch.rows)
+
+    def begin(self, batch: SamplingBatch) -> None:
+        """Start to fill the bitmasks of a step, before its forward pass is launched."""
+        self._masks = None
+        if self.needed(batch):
+            matchers = [(j, self.rows[row]) for j, row in enumerate(batch.rows) if row in self.rows]
+            arriving, self._arriving = self._arriving, []
+            self._masks = self._filling.submit(self._fill, matchers, arriving)
+
+    def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> Masks:
+        """Exclude the tokens that grammars do not allow from the logits `[S, V]`; waits for the bitmasks."""
+        if self._masks is None:
+            return _NONE
+        masks = self._masks.result()
+        if masks.rows:
+            send = self.platform.to_device
+            rows = send(np.array(masks.rows, dtype=np.int64))
+            self.platform.ops.exclude_by_bitmask(logits, rows, send(masks.bits))
+        return masks
+
+    def sampled(self, batch: SamplingBatch, token_ids: torch.Tensor, event: Event) -> None:
+        """Note the sampled ids `[S]`, which may be read once `event` has passed."""
+        if self._masks is not None:
+            matchers = [(j, self.rows[row]) for j, row in enumerate(batch.rows) if row in self.rows]
+            self._arriving.append((event, token_ids, matchers))
+
+    # ---- in threads
+
+    def _start(self, matcher: _Matcher, grammar: str, token_ids: list[int]) -> None:
+        try:
+            matcher.start(self._tokens.result().matcher(grammar), token_ids)
+        except Exception as error:  # llguidance is missing, for example: fails this request only
+            logger.exception("cannot compile a grammar")
+            matcher.error = f"structured output: {type(error).__name__}: {error}"
+
+    def _fill(
+        self,
+        matchers: Sequence[tuple[int, _Matcher]],
+        arriving: Sequence[tuple[Event, torch.Tensor, list[tuple[int, _Matcher]]]],
+    ) -> Masks:
+        for event, token_ids, waiting in arriving:
+            event.synchronize()
+            ids = token_ids.tolist()
+            for j, matcher in waiting:
+                matcher.advance(ids[j])
+        for _, matcher in matchers:
+            matcher.ready.result()
+        masks = Masks()
+        active = [(j, matcher) for j, matcher in matchers if matcher.is_active and matcher.error is None]
+        if active:
+            tokens = self._tokens.result()
+            masks.bits, masks.eos_token_id = tokens.fill([matcher.state for _, matcher in active]), tokens.eos_token_id
+            masks.rows = [j for j, _ in active]
+            for j, matcher in active:
+                matcher.check()
+                if matcher.error is None and matcher.is_complete:
+                    masks.complete.append(j)
+        masks.errors = {j: matcher.error for j, matcher in matchers if matcher.error is not None}
+        return masks
+
+
+class _Tokens:
+    """The vocabulary, as llguidance reads it, and the grammars compiled for it. Raises ImportError without it."""
+
+    def __init__(self, data: bytes, vocab_size: int) -> None:
+        from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+        vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
+        assert len(vocabulary.tokens) == vocab_size
+        self.tokenizer: LLTokenizer = LLTokenizer(
+            _Wrapper(vocabulary), n_vocab=vocab_size, eos_token=vocabulary.eos_token_ids
+        )
+        num_threads = min(MAX_THREADS, max(len(os.sched_getaffinity(0)) // 2, 1))
+        self.executor: LLExecutor = LLExecutor(num_threads)
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self._num_words = -(-vocab_size // 32)
+        self._compile: Any = lambda grammar: LLMatcher(
+            self.tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS)
+        )
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # most recently used last
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A new matcher at the beginning of the grammar."""
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._compile(grammar)
+        self._compiled.move_to_end(grammar)
+        result = self._compiled[grammar].deep_copy()
+        while sum(map(len, self._compiled)) > CACHE_BYTES:
+            self._compiled.popitem(last=False)
+        return result
+
+    def fill(self, matchers: list[LLMatcher]) -> np.ndarray:
+        """Bitmasks `[R, V / 32]` int32 of the tokens that each matcher allows next."""
+        bits = np.empty((len(matchers), self._num_words), dtype=np.int32)
+        targets = [(matcher, k) for k, matcher in enumerate(matchers)]
+        self.executor.unsafe_compute_mask_ptr(targets, bits.ctypes.data, 4 * self._num_words, len(matchers))
+        return bits
+
+
+class _Wrapper:
+    """A `Vocabulary` with the names that `LLTokenizer` reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = sorted({*vocabulary.special_ids, *vocabulary.eos_token_ids})
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+
+    def __call__(self, text: str) -> list[int]:
+        raise AssertionError("grammars force no text, so none is tokenized")
