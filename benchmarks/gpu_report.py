@@ -56,7 +56,8 @@ def prefill_limit(spec: ModelSpec, length: int, matmul_rate: float) -> float:
     """
     head = spec.vocab_size * spec.hidden_size
     products = 2 * (_matrix_parameters(spec) - head) * length + 2 * head
-    attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * length * (length + 1) / 2
+    entries = sum(layer.num_heads * (layer.head_dim + layer.v_head_dim) for layer in spec.layers)
+    attention = 2 * entries * length * (length + 1) / 2
     return (products + attention) / matmul_rate
 
 

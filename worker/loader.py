@@ -13,7 +13,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,14 +22,15 @@ from safetensors import SafetensorError, safe_open
 from quire.configs.config import Config
 from quire.configs.files import damaged_weights, unreadable
 from quire.worker.layers.linear import Linear, Part, narrowed
+from quire.worker.layers.views import chain, transposed
 from quire.worker.models import build_model, read_model_spec
 from quire.worker.models.config import ModelSpec
 from quire.worker.models.decoder import CausalLM
+from quire.worker.models.names import TensorNames
 from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms import huge_pages
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints contain these tables
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
@@ -66,13 +67,14 @@ def load_weights(
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format is {load_format!r}, but must be one of {', '.join(LOAD_FORMATS)}")
-    placements = deque(_placements(model))
     with torch.inference_mode(), ExitStack() as stack:
         if load_format == "dummy":
-            fill = DummyWeights(seed).fill
+            placements, fill = deque(_placements(model, TensorNames())), DummyWeights(seed).fill
         else:
             checkpoint = stack.enter_context(Checkpoint(folder))
-            checkpoint.check(placements, model, spec)
+            names = model.tensor_names(checkpoint.position)
+            placements = deque(_placements(model, names))
+            checkpoint.check(placements, model, spec, names)
             placements = deque(sorted(placements, key=lambda p: checkpoint.position[p.part.name]))
             fill = checkpoint.fill
         _fill_all(model, placements, fill, progress)
@@ -89,13 +91,23 @@ def check_model(config: Config, *, files: bool = True) -> None:
         model = build_model(spec, torch.float32, torch.device("meta"))
     if files and config.model.load_format != "dummy":
         with Checkpoint(config.model.model) as checkpoint:
-            checkpoint.check(_placements(model), model, spec)
+            names = model.tensor_names(checkpoint.position)
+            checkpoint.check(_placements(model, names), model, spec, names)
 
 
-def _placements(model: torch.nn.Module) -> Iterable[Placement]:
+def _placements(model: CausalLM, names: TensorNames) -> Iterable[Placement]:
     for name, parameter in model.named_parameters():  # a shared parameter is listed once
-        for part in getattr(parameter, "parts", None) or [Part(name, tuple(parameter.shape))]:
-            yield Placement(part, parameter)
+        view = getattr(parameter, "view_of_tensor", None)
+        for part in getattr(parameter, "parts", None) or [Part(name, tuple(parameter.shape), view=view)]:
+            if any(re.search(pattern, part.name) for pattern in model.transposed):
+                part = _of_transposed(part)
+            yield Placement(replace(part, name=names.in_file(part.name)), parameter)
+
+
+def _of_transposed(part: Part) -> Part:
+    """The same slice of a matrix that the checkpoint holds as `[in, out]`."""
+    source = tuple((1 - dim, start, length) for dim, start, length in part.source)
+    return replace(part, shape=part.shape[::-1], source=source, view=chain(transposed, part.view))
 
 
 def _fill_all(
@@ -201,17 +213,19 @@ class Checkpoint:
         self._file_of.clear()
         self._stack.close()
 
-    def check(self, placements: Iterable[Placement], model: CausalLM, spec: ModelSpec) -> None:
+    def check(
+        self, placements: Iterable[Placement], model: CausalLM, spec: ModelSpec, tensor_names: TensorNames
+    ) -> None:
         """Raise ValueError naming every tensor that is missing, superfluous, or of an unexpected shape or type."""
         parts = {p.part.name: p.part for p in placements}
         missing = [name for name in parts if name not in self._file_of]
         superfluous = [
             name
             for name in self._file_of
-            if name not in parts and not _IGNORED.search(name) and not model.has_elsewhere(name)
+            if name not in parts and not tensor_names.is_ignored(name) and not model.has_elsewhere(name, tensor_names)
         ]
-        if spec.tie_word_embeddings:
-            superfluous = [name for name in superfluous if name != "lm_head.weight"]  # it is a copy of the embedding
+        if spec.tie_word_embeddings:  # the head is a copy of the embedding
+            superfluous = [name for name in superfluous if name != tensor_names.in_file("lm_head.weight")]
         misshapen = []
         for name in parts.keys() & self._file_of.keys():
             found = self._file_of[name].get_slice(name)
@@ -232,8 +246,7 @@ class Checkpoint:
         return True.
         """
         part, parameter = placement.part, placement.parameter
-        tensor = self._file_of[part.name].get_tensor(part.name)  # a view of the mapping, not read yet
-        tensor = narrowed(tensor, part.source)
+        tensor = part.of(self._file_of[part.name].get_tensor(part.name))  # a view of the mapping, not read yet
         if (
             lend := may_lend
             and (tensor.shape, tensor.dtype, tensor.device) == (parameter.shape, parameter.dtype, parameter.device)
@@ -300,13 +313,13 @@ class DummyWeights:
         block = self._block(is_norm, target.dtype, target.device)
         offset = zlib.crc32(part.name.encode(), self.seed)
         first_dims = [dim for dim, _, _ in part.source]
-        if first_dims in ([], [0]) and target.is_contiguous():
+        if part.view is None and first_dims in ([], [0]) and target.is_contiguous():
             start = part.source[0][1] if part.source else 0
             _repeat(block, offset + start * (part.shape[1] if len(part.shape) > 1 else 1), target.view(-1))
         else:
             whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
             _repeat(block, offset, whole.view(-1))
-            target.copy_(narrowed(whole, part.source))
+            target.copy_(part.of(whole))
         return False
 
     def _block(self, is_norm: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

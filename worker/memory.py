@@ -18,7 +18,7 @@ from quire.worker.cache.spec import CachePlan, plan_cache
 from quire.worker.layers.linear import split_kv_heads
 from quire.worker.messages import CacheGroup, MemoryPlan, WorkerReady, longest_request, most_blocks
 from quire.worker.models import read_model_spec, weight_bytes
-from quire.worker.models.config import ModelSpec, cache_specs
+from quire.worker.models.config import LayerSpec, ModelSpec, cache_specs
 from quire.worker.models.decoder import stage_layers
 from quire.worker.parallel import Group, split_size
 from quire.worker.platforms.base import Platform
@@ -62,7 +62,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     deterministic, reason = platform.batch_invariance(config, spec, dtype)
     choices.append(("deterministic", "on" if deterministic else "off", reason))
     order = ("cpu_fixed",) if deterministic else platform.attention_order
-    attention = select_backend(order, _attention_spec(config, spec, platform, dtype), config.device.attention_backend)
+    attention = select_backend(order, attention_specs(config, spec, platform, dtype), config.device.attention_backend)
     if config.device.attention_backend is None:
         choices.append(("attention_backend", attention.backend.name, attention.reason))
     if config.cache.block_size is None:
@@ -116,17 +116,14 @@ def estimate_graphs(spec: ModelSpec, limits: Limits, tp: int) -> int:
 
 
 def _layer_bytes(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes that one token needs inside a layer."""
-    q_width = spec.num_attention_heads // tp * spec.head_dim
-    return (
-        limits.dtype.itemsize
-        * (4 * spec.hidden_size + 3 * q_width + 2 * _kv_width(spec, tp) + 3 * spec.intermediate_size // tp)
-        + 8 * spec.hidden_size
-    )
+    """Bytes that one token needs inside the widest layer."""
+    widest = max(3 * (layer.num_heads * layer.head_dim + layer.intermediate_size) // tp for layer in spec.layers)
+    return limits.dtype.itemsize * (4 * spec.hidden_size + 2 * _kv_width(spec, tp) + widest) + 8 * spec.hidden_size
 
 
 def _kv_width(spec: ModelSpec, tp: int) -> int:
-    return 2 * max(1, spec.num_key_value_heads // tp) * spec.head_dim
+    """Most entries that one token's keys and values have in a layer, on each of `tp` ranks."""
+    return max((cache.page_bytes(1) for cache in cache_specs(spec, 1, tp) if cache), default=0)
 
 
 def uses_graphs(config: Config, limits: Limits, platform: Platform) -> bool:
@@ -284,9 +281,10 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int) -> None:
     """Raise ValueError, naming the size, if the ranks do not divide it."""
     group = Group()
     group.size = tp
-    split_size("num_attention_heads", spec.num_attention_heads, group)
-    split_kv_heads(spec.num_key_value_heads, group)
-    split_size("intermediate_size", spec.intermediate_size, group)
+    for layer in spec.layers:
+        split_size("num_attention_heads", layer.num_heads, group)
+        split_kv_heads(layer.num_kv_heads, group)
+        split_size("intermediate_size", layer.intermediate_size, group)
     if stages > spec.num_hidden_layers:
         raise ValueError(
             f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}"
@@ -306,18 +304,29 @@ def _quantized_dtype(config: Config, platform: Platform) -> tuple[torch.dtype, s
     return torch.bfloat16, f"required by --quantization {quantization}"
 
 
-def _attention_spec(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> AttentionSpec:
+def attention_specs(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> list[AttentionSpec]:
+    """What the layers require of attention, without repetitions: layers of one shape differ only in their windows."""
     tp = config.parallel.tensor_parallel_size
-    return AttentionSpec(
-        max(1, spec.num_attention_heads // tp),
-        max(1, spec.num_key_value_heads // tp),
-        spec.head_dim,
-        dtype,
-        platform.device,
-        config.cache.block_size,
-        uses_sliding_window=any(layer.window for layer in spec.layers),
-        uses_soft_cap=any(layer.soft_cap for layer in spec.layers),
-    )
+    shapes: dict[tuple[int, ...], list[LayerSpec]] = {}
+    for layer in spec.layers:
+        if layer.mixer == "attention":
+            shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim
+            shapes.setdefault(shape, []).append(layer)
+    return [
+        AttentionSpec(
+            max(1, heads // tp),
+            max(1, kv_heads // tp),
+            head_dim,
+            dtype,
+            platform.device,
+            config.cache.block_size,
+            uses_sliding_window=any(layer.window for layer in layers),
+            uses_soft_cap=any(layer.soft_cap for layer in layers),
+            v_head_dim=v_head_dim,
+            uses_sinks=any(layer.sinks for layer in layers),
+        )
+        for (heads, kv_heads, head_dim, v_head_dim), layers in shapes.items()
+    ]
 
 
 def _requested_model_len(requested: str, most: int) -> tuple[int, bool]:

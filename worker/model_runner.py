@@ -141,10 +141,10 @@ class ModelRunner:
         self.platform.release_memory()
         num_tokens = len(batch.input_ids)
         if self._reached == _FORWARD:
-            like = next(tensor for tensor in self.model.parameters() if tensor.is_floating_point())
+            like = torch.empty(0, dtype=self.model.dtype, device=self.platform.device)
             num_needed = num_tokens if batch.needed_rows is None else len(batch.needed_rows)
-            for rows in self.model.exchanges(num_tokens, num_needed)[num_done:]:
-                self.group.all_reduce(like.new_full((rows, self.model.spec.hidden_size), float("nan")))
+            for shape, dtype in self.model.exchanges(num_tokens, num_needed)[num_done:]:
+                self.group.all_reduce(like.new_full(shape, float("nan"), dtype=dtype))
         if batch.step.samples:
             self.model.lm_head.abstain(len(batch.step.samples))
         return Failed(batch.step)

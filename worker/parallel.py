@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+Exchange = tuple[tuple[int, ...], torch.dtype | None]  # shape and dtype of an all-reduce; None for the model's dtype
+
 # name since torch 2.13, then the older one; None in a build without distributed
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 

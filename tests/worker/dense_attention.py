@@ -22,8 +22,8 @@ class DenseAttention(AttentionBackend):
     def build(self, meta: AttentionMetadata) -> None:
         pass
 
-    def forward(self, q, k_cache, v_cache, meta, scale, sliding_window=None, soft_cap=None):
-        out = torch.empty_like(q)
+    def forward(self, q, k_cache, v_cache, meta, scale, sliding_window=None, soft_cap=None, sinks=None):
+        out = q.new_empty(*q.shape[:2], v_cache.shape[3])
         groups = q.shape[1] // k_cache.shape[2]
         for i, (start, end) in enumerate(zip(meta.query_start_loc.tolist(), meta.query_start_loc[1:].tolist())):
             length = int(meta.seq_lens[i])
@@ -37,9 +37,10 @@ class DenseAttention(AttentionBackend):
             position = torch.arange(length - (end - start), length)[:, None]
             key = torch.arange(length)[None]
             visible = (key <= position) & (key > position - (sliding_window or length + 1))
-            out[start:end] = torch.einsum(
-                "hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v.float()
-            )
+            scores = scores.masked_fill(~visible, -torch.inf)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, end - start, 1)), -1)
+            out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v.float())
         return out
 
 
@@ -54,11 +55,13 @@ class PagedRunner:
         # block 0 is the null block
         order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(1)) + 1
         self.block_table = order.view(num_requests, blocks)
-        dtype = model.model.norm.weight.dtype
         for layer in model.modules():
             if isinstance(layer, Attention):
-                shape = (num_requests * blocks + 1, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
-                layer.k_cache, layer.v_cache = (torch.zeros(shape, dtype=dtype).transpose(1, 2) for _ in range(2))
+                shape = (num_requests * blocks + 1, layer.num_kv_heads, BLOCK_SIZE)
+                layer.k_cache, layer.v_cache = (
+                    torch.zeros(*shape, dim, dtype=model.dtype).transpose(1, 2)
+                    for dim in (layer.head_dim, layer.v_head_dim)
+                )
 
     @torch.inference_mode()
     def step(self, tokens: dict[int, list[int]], wanted: dict[int, int] | None = None) -> dict[int, torch.Tensor]:

@@ -126,7 +126,7 @@ def test_library_is_usable_here(name):
     block_size = _backend_cls(name).default_block_size
     if reason := _reason(name, AttentionSpec(32, 8, 128, torch.bfloat16, CUDA, block_size)):
         pytest.skip(reason)
-    assert select_backend((name,), AttentionSpec(32, 8, 128, torch.bfloat16, CUDA)).block_size == block_size
+    assert select_backend((name,), [AttentionSpec(32, 8, 128, torch.bfloat16, CUDA)]).block_size == block_size
 
 
 @settings(max_examples=40, deadline=None)
@@ -429,16 +429,16 @@ def test_a_missing_library_is_the_reason(monkeypatch):
 
 
 def test_selection_says_why_not_the_others():
-    selection = select_backend(("flash_attn_3", "cpu_paged"), _spec(CPU))
+    selection = select_backend(("flash_attn_3", "cpu_paged"), [_spec(CPU)])
     assert selection.backend.name == "cpu_paged" and selection.block_size == 16
     assert selection.rejected == {"flash_attn_3": "needs a GPU"} and "flash_attn_3: needs a GPU" in selection.reason
-    assert select_backend(("cpu_paged",), _spec(CPU, block_size=7)).block_size == 7
+    assert select_backend(("cpu_paged",), [_spec(CPU, block_size=7)]).block_size == 7
 
 
 def test_selection_errors():
     with pytest.raises(ValueError, match="must be one of cpu_fixed, cpu_native, cpu_paged"):
-        select_backend(("cpu_paged",), _spec(CPU), "magic")
+        select_backend(("cpu_paged",), [_spec(CPU)], "magic")
     with pytest.raises(ValueError, match="--attention-backend cannot be used: flash_attn_2: needs a GPU"):
-        select_backend(("cpu_paged",), _spec(CPU), "flash_attn_2")
+        select_backend(("cpu_paged",), [_spec(CPU)], "flash_attn_2")
     with pytest.raises(ValueError, match="no attention backend supports this model on this device: torch_varlen"):
-        select_backend(("torch_varlen",), _spec(CPU))
+        select_backend(("torch_varlen",), [_spec(CPU)])

@@ -149,7 +149,7 @@ def test_attention_stores_then_attends():
         def write_kv(self, k, v, k_cache, v_cache, slot_mapping):
             calls.append(("write", k.shape, v.shape, k_cache, v_cache, slot_mapping))
 
-        def forward(self, q, k_cache, v_cache, meta, scale, sliding_window, soft_cap):
+        def forward(self, q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, sinks):
             calls.append(("forward", q.shape, k_cache, v_cache, scale, sliding_window, soft_cap))
             return q
 

@@ -242,7 +242,7 @@ def test_layers_are_finalized_as_soon_as_they_are_loaded(checkpoint, name):
     assert set(method.finalized) == set(linears)
     assert list(method.finalized.values()) == sorted(method.finalized.values()) and min(method.finalized.values()) < 4
     # all gate-and-up weights were put together in the same memory
-    assert len(method.places[torch.Size([2 * spec.intermediate_size, spec.hidden_size])]) == 1
+    assert len(method.places[torch.Size([2 * spec.layers[0].intermediate_size, spec.hidden_size])]) == 1
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-tied"])
@@ -276,7 +276,9 @@ def test_dummy_weights_are_random_seeded_and_never_zero(checkpoint, tmp_path):
 
 def test_dummy_weights_are_fast(checkpoint):
     # a hundred million weights
-    spec = replace(read_model_spec(checkpoint("qwen3")), hidden_size=1024, intermediate_size=4096, vocab_size=32768)
+    spec = read_model_spec(checkpoint("qwen3"))
+    layers = tuple(replace(layer, intermediate_size=4096) for layer in spec.layers)
+    spec = replace(spec, hidden_size=1024, layers=layers, vocab_size=32768)
     model = build_model(spec, torch.bfloat16, CPU, ops=CpuPlatform().ops)
     start = time.process_time()
     load_weights(model, spec, "", "dummy")

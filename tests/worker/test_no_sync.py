@@ -71,7 +71,7 @@ class NoAttention(AttentionBackend):
     def build(self, meta):
         pass
 
-    def forward(self, q, k_cache, v_cache, meta, scale, sliding_window=None, soft_cap=None):
+    def forward(self, q, k_cache, v_cache, meta, scale, sliding_window=None, soft_cap=None, sinks=None):
         return q
 
 

@@ -14,7 +14,7 @@ from quire.worker.cpu.fixed_order_attention import CpuFixedAttention
 from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.loader import load_weights
 from quire.worker.models import build_model, read_model_spec
-from quire.worker.models.qwen3 import Qwen3Attention
+from quire.worker.models.attention import SelfAttention
 from quire.worker.platforms.cpu import CpuPlatform
 from tests.worker.dense_attention import DenseAttention, PagedRunner
 
@@ -146,7 +146,7 @@ def test_conflicts_of_a_workspace(native_kernels, hidden):
 def test_a_subclass_with_a_forward_of_its_own_is_called(checkpoint, native_kernels):
     """A subclass does not inherit `native_twin`, so the native code does not replace its forward."""
 
-    class Doubled(Qwen3Attention):
+    class Doubled(SelfAttention):
         def forward(self, *args, **kwargs):
             return 2 * super().forward(*args, **kwargs)
 

@@ -23,7 +23,8 @@ TEXT = list(range(4, 90))
 
 
 def build(folder: str, load_format: str = "auto", dtype: torch.dtype = torch.float32, **changes):
-    spec = replace(read_model_spec(folder), **changes)
+    spec = read_model_spec(folder)
+    spec = replace(spec, layers=tuple(replace(layer, **changes) for layer in spec.layers))
     model = build_model(spec, dtype, CPU, ops=CpuPlatform().ops)
     load_weights(model, spec, folder, load_format, seed=3)
     return model
@@ -104,12 +105,12 @@ class Rank(Group):
         (3, {}, "num_attention_heads 4 cannot be split over tensor_parallel_size 3; sizes that divide it: 1, 2, 4"),
         (
             4,
-            {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16},
+            {"num_heads": 12, "num_kv_heads": 3, "head_dim": 16},
             "num_key_value_heads 3 cannot be split over tensor_parallel_size 4",
         ),
         (
             2,
-            {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+            {"num_heads": 6, "num_kv_heads": 3, "head_dim": 16},
             "num_key_value_heads 3 cannot be split over tensor_parallel_size 2",
         ),
         (

@@ -1,9 +1,9 @@
 """The interface of attention backends: one call, one KV layout, and a reason if a backend does not apply.
 
 KV layout, for all backends: `k_cache` and `v_cache` of shape `[num_blocks, block_size, num_kv_heads, head_dim]`,
-`head_dim` contiguous. In memory, each slot of a block holds all heads; on CPU, each head of a block holds all slots.
-Block 0 is the null block: padding rows write to slot 0 and read from it, so no kernel needs a `-1` branch. A slot is
-`block_id * block_size + offset`.
+`head_dim` contiguous; values may have another `head_dim` than keys. In memory, each slot of a block holds all heads; on
+CPU, each head of a block holds all slots. Block 0 is the null block: padding rows write to slot 0 and read from it, so
+no kernel needs a `-1` branch. A slot is `block_id * block_size + offset`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GroupedMetadata = tuple[AttentionMetadata, ...]  # one per cache group; they dif
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A model's requirements on attention. They hold for all layers, except the window, which differs per layer."""
+    """The requirements on attention of layers of one shape. Their windows may differ."""
 
     num_heads: int  # of this rank
     num_kv_heads: int  # of this rank
@@ -50,6 +50,20 @@ class AttentionSpec:
     block_size: int | None = None  # None: the backend's own choice
     uses_sliding_window: bool = False
     uses_soft_cap: bool = False
+    v_head_dim: int | None = None  # None: head_dim
+    uses_sinks: bool = False
+
+    @property
+    def v_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    def unusual(self) -> str | None:
+        """Why a backend without sinks and with values as wide as keys cannot serve this, or None."""
+        if self.uses_sinks:
+            return "has no attention sinks"
+        if self.v_dim != self.head_dim:
+            return f"needs values as wide as keys, not {self.v_dim} and {self.head_dim}"
+        return None
 
 
 class AttentionBackend(ABC):
@@ -91,12 +105,14 @@ class AttentionBackend(ABC):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, which already holds this step's k and
-        v. Returns the shape of q.
+        v. Returns `[T, num_heads, head_dim of v]`.
 
         With `sliding_window` w a token at position p attends to positions p - w + 1 .. p (as in Hugging Face
-        transformers). `soft_cap` c replaces a score s by c * tanh(s / c).
+        transformers). `soft_cap` c replaces a score s by c * tanh(s / c). `sinks` `[num_heads]` are scores of one more
+        key per head, whose value is 0.
         """
 
 
@@ -109,7 +125,10 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
     """
     size = spec.block_size or backend.default_block_size
     device = spec.device
-    cache = torch.zeros(2, 3, size, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
+    caches = [
+        torch.zeros(3, size, spec.num_kv_heads, dim, dtype=spec.dtype, device=device)
+        for dim in (spec.head_dim, spec.v_dim)
+    ]
     for query_lens in ([2, 1], [1, 1]):
         starts = torch.tensor([0, query_lens[0], sum(query_lens)], dtype=torch.int32, device=device)
         table = torch.tensor([[1, 2], [2, 1]], dtype=torch.int32, device=device)
@@ -127,12 +146,12 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
             backend.build(meta)
             backend.forward(
                 q,
-                cache[0],
-                cache[1],
+                *caches,
                 meta,
                 1.0,
                 1 if spec.uses_sliding_window else None,
                 1.0 if spec.uses_soft_cap else None,
+                q.new_zeros(spec.num_heads) if spec.uses_sinks else None,
             )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

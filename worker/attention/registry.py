@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.worker.attention.base import AttentionBackend, AttentionSpec
@@ -34,8 +35,8 @@ class Selection:
         return "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())
 
 
-def select_backend(order: tuple[str, ...], spec: AttentionSpec, forced: str | None = None) -> Selection:
-    """Select the first backend of `order` that supports `spec`, or `forced`.
+def select_backend(order: tuple[str, ...], specs: Sequence[AttentionSpec], forced: str | None = None) -> Selection:
+    """Select the first backend of `order` that supports all `specs`, or `forced`.
 
     Raises ValueError, with all reasons, if there is none.
     """
@@ -45,8 +46,9 @@ def select_backend(order: tuple[str, ...], spec: AttentionSpec, forced: str | No
     for name in (forced,) if forced else order:
         module_name, _, class_name = BACKENDS[name].partition(":")
         backend_cls: type[AttentionBackend] = getattr(importlib.import_module(module_name), class_name)
-        block_size = spec.block_size or backend_cls.default_block_size
-        reason = backend_cls.supports(replace(spec, block_size=block_size))
+        block_size = next((spec.block_size for spec in specs if spec.block_size), backend_cls.default_block_size)
+        reasons = (backend_cls.supports(replace(spec, block_size=block_size)) for spec in specs)
+        reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
             return Selection(backend_cls(), block_size, rejected)
         rejected[name] = reason

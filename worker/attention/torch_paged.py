@@ -12,6 +12,7 @@ Masking the score would not suffice, because 0 * NaN is NaN and a freed block ma
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ class _Piece:
     """One attention call: `num_seqs` sequences with `num_queries` tokens each over `num_keys` keys each."""
 
     tokens: torch.Tensor | slice  # [n * queries], tokens of the batch
-    rows: torch.Tensor  # [n * num_kv_heads * keys] int64, rows of the cache, see `_Rows`
+    rows: tuple[torch.Tensor, torch.Tensor]  # [n * num_kv_heads * keys] int64, of k and of v, see `_Rows`
     num_seqs: int
     num_queries: int
     num_keys: int
@@ -37,11 +38,11 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Plan:
-    """The pieces of this step for each window, and the gather buffers that all layers share."""
+    """The pieces of this step for each window and layout of the caches, and the gather buffers that layers share."""
 
     starts: list[int]
     lengths: list[int]
-    pieces: dict[int | None, list[_Piece]] = field(default_factory=dict)
+    pieces: dict[tuple[Any, ...], list[_Piece]] = field(default_factory=dict)
     workspace: list[torch.Tensor] | None = None
 
 
@@ -67,15 +68,17 @@ class CpuPagedAttention(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan: _Plan = meta.extra
-        pieces = plan.pieces.get(sliding_window)
+        kind = sliding_window, k_cache.stride(), v_cache.stride()
+        pieces = plan.pieces.get(kind)
         if pieces is None:
-            pieces = plan.pieces[sliding_window] = _pieces(plan, _Rows(meta.block_table, k_cache), sliding_window)
-        out = torch.empty_like(q)
+            pieces = plan.pieces[kind] = _pieces(plan, _Rows(meta.block_table, k_cache, v_cache), sliding_window)
+        out = q.new_empty(*q.shape[:2], v_cache.shape[3])
         for piece in pieces:
             k, v = _gather(plan, piece, k_cache, v_cache)
-            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scale, soft_cap)
+            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scale, soft_cap, sinks)
         return out
 
 
@@ -115,25 +118,29 @@ def _groups(decodes: list[int], seen: list[int]) -> list[list[int]]:
     return groups
 
 
+Rows = tuple[torch.Tensor, torch.Tensor]  # of k and of v
+
+
 class _Rows:
-    """Maps positions to rows of the cache, through the block table: a cache of any block layout is a sequence of rows
-    of head_dim. All layers have the same layout.
+    """Maps positions to rows of the caches, through the block table: a cache of any block layout is a sequence of rows
+    of head_dim.
     """
 
-    def __init__(self, block_table: torch.Tensor, cache: torch.Tensor) -> None:
-        _, self.block_size, num_heads, dim = cache.shape
+    def __init__(self, block_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        self.block_size, self.num_heads = k_cache.shape[1:3]
         self.block_table, self.device = block_table, block_table.device
-        self.block_rows, self.slot_rows, head_rows = (stride // dim for stride in cache.stride()[:3])
-        self.heads = torch.arange(num_heads, device=self.device)[:, None] * head_rows
+        # (rows per block, per slot, per head)
+        k, v = (tuple(stride // cache.shape[3] for stride in cache.stride()[:3]) for cache in (k_cache, v_cache))
+        self.strides = (k,) if k == v else (k, v)
 
-    def of_sequence(self, i: int, start: int, stop: int) -> torch.Tensor:
+    def of_sequence(self, i: int, start: int, stop: int) -> Rows:
         """Rows of positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
         positions = torch.arange(start, stop, device=self.device)
         return self._rows(self.block_table[i][positions // self.block_size], positions % self.block_size)
 
     def of_group(
         self, group: list[int], starts: torch.Tensor, counts: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Rows, torch.Tensor]:
         """For each request of `group`, rows of its positions starts .. starts + counts - 1, padded with slot 0 to
         `width`: (rows `[n * num_kv_heads * width]`, mask `[n, width]` of the real keys).
         """
@@ -143,8 +150,12 @@ class _Rows:
         blocks = self.block_table[torch.tensor(group, device=self.device)].gather(1, positions // self.block_size)
         return self._rows(torch.where(real, blocks, 0), positions % self.block_size), real
 
-    def _rows(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return ((blocks.long() * self.block_rows + offsets * self.slot_rows)[..., None, :] + self.heads).flatten()
+    def _rows(self, blocks: torch.Tensor, offsets: torch.Tensor) -> Rows:
+        rows = []
+        for block_rows, slot_rows, head_rows in self.strides:
+            heads = torch.arange(self.num_heads, device=self.device)[:, None] * head_rows
+            rows.append(((blocks.long() * block_rows + offsets * slot_rows)[..., None, :] + heads).flatten())
+        return rows[0], rows[-1]
 
 
 def _num_rows(cache: torch.Tensor) -> int:
@@ -198,25 +209,32 @@ def _gather(
     """Keys and values `[n, num_kv_heads, keys, head_dim]`, gathered into the plan's buffers: new buffers would cost a
     page fault per page in every layer.
     """
-    heads, dim = k_cache.shape[2:]
     if plan.workspace is None:
-        most = max(len(p.rows) for pieces in plan.pieces.values() for p in pieces)
-        plan.workspace = [k_cache.new_empty(most, dim) for _ in range(2)]
+        most = max(len(p.rows[0]) for pieces in plan.pieces.values() for p in pieces)
+        plan.workspace = [cache.new_empty(most * cache.shape[3]) for cache in (k_cache, v_cache)]
     gathered = []
-    for buffer, cache in zip(plan.workspace, (k_cache, v_cache)):
-        if len(buffer) < len(piece.rows):  # a layer with a wider window than the previous ones
-            buffer = cache.new_empty(len(piece.rows), dim)
-        found = buffer[: len(piece.rows)]
-        torch.index_select(cache.as_strided((_num_rows(cache), dim), (dim, 1)), 0, piece.rows, out=found)
+    for buffer, cache, rows in zip(plan.workspace, (k_cache, v_cache), piece.rows):
+        heads, dim = cache.shape[2:]
+        size = len(rows) * dim
+        if len(buffer) < size:  # a layer with a wider window, or larger heads, than the previous ones
+            buffer = cache.new_empty(size)
+        found = buffer[:size].view(-1, dim)
+        torch.index_select(cache.as_strided((_num_rows(cache), dim), (dim, 1)), 0, rows, out=found)
         gathered.append(found.view(piece.num_seqs, heads, piece.num_keys, dim))
     return gathered[0], gathered[1]
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece, scale: float, soft_cap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    piece: _Piece,
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`. Returns the
-    shape of q.
+    """Attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`. Returns
+    `[n * queries, num_heads, head_dim of v]`.
 
     The query heads that share a KV head are arranged so that it is read once for all of them: as its queries in decode,
     as heads of a batch of KV heads (with a stride of 0) in a prefill.
@@ -226,22 +244,36 @@ def _attend(
     group = num_heads // kv_heads
     if piece.num_queries == 1:
         q = q.view(piece.num_seqs, kv_heads, group, dim)
-        return _fused(q, k, v, piece, scale, soft_cap).reshape(piece.num_seqs, num_heads, dim)
+        sinks = None if sinks is None else sinks.view(kv_heads, group, 1)
+        return _fused(q, k, v, piece, scale, soft_cap, sinks).reshape(piece.num_seqs, num_heads, -1)
     q = q.view(piece.num_queries, kv_heads, group, dim).permute(1, 2, 0, 3)
     k, v = (t.transpose(0, 1).expand(kv_heads, group, -1, -1) for t in (k, v))
-    return _fused(q, k, v, piece, scale, soft_cap).permute(2, 0, 1, 3).reshape(piece.num_queries, num_heads, dim)
+    sinks = None if sinks is None else sinks.view(kv_heads, group, 1, 1)
+    out = _fused(q, k, v, piece, scale, soft_cap, sinks)
+    return out.permute(2, 0, 1, 3).reshape(piece.num_queries, num_heads, -1)
 
 
 def _fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece, scale: float, soft_cap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    piece: _Piece,
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    if soft_cap is None:
+    """Attention of q `[..., queries, D]`; `sinks` are broadcastable to the scores `[..., queries, keys]`."""
+    if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=piece.mask, is_causal=piece.is_causal, scale=scale)
-    scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))  # the fused call does not support a soft cap
-    scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))  # the fused call supports neither
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     mask = piece.mask
     if piece.is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), -1)
+    weights = scores.softmax(-1)[..., : k.shape[-2]]
+    return torch.matmul(weights, v.float()).to(q.dtype)

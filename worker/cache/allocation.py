@@ -51,10 +51,14 @@ def allocate(
             layer.cache_group = g
             slab.append(layer)
     for sharing in slabs:
-        shapes = {(layer.num_kv_heads, layer.head_dim) for layer in sharing}
+        shapes = {(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in sharing}
         caches = _equal_caches if len(shapes) == 1 else _caches_in_pages
         for layer, (k_cache, v_cache) in zip(sharing, caches(sharing, plan, num_blocks, block_size, dtype, device)):
             layer.k_cache, layer.v_cache = k_cache, v_cache
+    for layer in layers:
+        if layer.kv_from is not None:
+            source = by_index[layer.kv_from]
+            layer.k_cache, layer.v_cache, layer.cache_group = source.k_cache, source.v_cache, source.cache_group
 
 
 def _equal_caches(
@@ -65,12 +69,12 @@ def _equal_caches(
     On CPU the entries of one head in a block are contiguous, as they are read: with 4 KiB per head and block the
     hardware prefetches them.
     """
-    heads, dim = layers[0].num_kv_heads, layers[0].head_dim
+    heads, dims = layers[0].num_kv_heads, (layers[0].head_dim, layers[0].v_head_dim)
     if device.type == "cpu":
-        cache = huge_pages.zeros(2, num_blocks, heads, block_size, dim, dtype=dtype).transpose(2, 3)
+        cache = tuple(huge_pages.zeros(num_blocks, heads, block_size, dim, dtype=dtype).transpose(1, 2) for dim in dims)
     else:
-        cache = torch.zeros(2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
-    return [(cache[0], cache[1])] * len(layers)
+        cache = tuple(torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device) for dim in dims)
+    return [cache] * len(layers)
 
 
 def _caches_in_pages(
@@ -86,11 +90,9 @@ def _caches_in_pages(
     )
     views = []
     for layer in layers:
-        heads, dim = layer.num_kv_heads, layer.head_dim
-        k, v = (
-            pages[:, : 2 * block_size * heads * dim].unflatten(1, (2, heads, block_size, dim)).transpose(2, 3).unbind(1)
-        )
-        views.append((k, v))
+        heads, dims = layer.num_kv_heads, (layer.head_dim, layer.v_head_dim)
+        k, v = pages[:, : block_size * heads * sum(dims)].split([block_size * heads * dim for dim in dims], 1)
+        views.append(tuple(cache.unflatten(1, (heads, block_size, -1)).transpose(1, 2) for cache in (k, v)))
     return views
 
 

@@ -103,13 +103,13 @@ class CachePlan:
     groups: tuple[CacheGroup, ...]
     layers: tuple[tuple[int, ...], ...]
     layers_per_group: int
-    specs: tuple[CacheSpec, ...]  # one per layer
+    specs: tuple[CacheSpec | None, ...]  # one per layer, None for a layer without a cache of its own
 
     def layer_page_bytes(self, block_size: int) -> int:
         """Bytes that one page reserves per layer: the size of the largest layer, rounded up to whole rows of every
         kind.
         """
-        kinds = set(self.specs)
+        kinds = set(self.specs) - {None}
         largest = max(spec.page_bytes(block_size) for spec in kinds)
         if all(spec.page_bytes(block_size) == largest for spec in kinds):
             return largest
@@ -128,14 +128,15 @@ class CachePlan:
         return max(len(mine.intersection(group)) for group in self.layers)
 
 
-def plan_cache(specs: Sequence[CacheSpec]) -> CachePlan:
+def plan_cache(specs: Sequence[CacheSpec | None]) -> CachePlan:
     """Group layers with equal specs, with equal numbers of layers per group.
 
     All ranks of a pipeline plan for all layers, so they get the same groups.
     """
     kinds: dict[CacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
-        kinds.setdefault(spec, []).append(layer)
+        if spec is not None:
+            kinds.setdefault(spec, []).append(layer)
     size = _group_size([len(layers) for layers in kinds.values()])
     groups, members = [], []
     for spec, layers in kinds.items():

@@ -26,6 +26,8 @@ class CpuNativeAttention(AttentionBackend):
             return "runs on CPU only"
         if KERNELS.lib is None:
             return KERNELS.status
+        if reason := spec.unusual():
+            return reason
         return cpu_ops.attention_reason(spec.head_dim, spec.dtype)
 
     def build(self, meta: AttentionMetadata) -> None:
@@ -48,6 +50,7 @@ class CpuNativeAttention(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         *requests, path = self.native_requests(meta, q.shape[2], q.dtype)
         return cpu_ops.paged_attention(q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap, path=path)

@@ -68,6 +68,7 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return "has an attention backend of its own", f": leave --attention-backend {backend} off"
     if KERNELS.lib is None:
         return f"needs the native CPU kernels: {KERNELS.status}", ""
-    if reason := cpu_ops.attention_reason(spec.head_dim, dtype):
-        return f"needs the native attention: {reason}", ""
+    for head_dim in {layer.head_dim for layer in spec.layers}:
+        if reason := cpu_ops.attention_reason(head_dim, dtype):
+            return f"needs the native attention: {reason}", ""
     return None

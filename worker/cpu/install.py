@@ -7,7 +7,7 @@ returns True when the library is loaded; from then on `native_ops` returns its o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,10 +35,19 @@ class NativeOps(Ops):
 
     name = "native"
 
-    rms_norm = staticmethod(ops.rms_norm)
-    add_rms_norm = staticmethod(ops.add_rms_norm)
     silu_and_mul = staticmethod(ops.silu_and_mul)
-    qk_norm_rope_write = staticmethod(ops.qk_norm_rope_write)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return (ops if weight.dtype == x.dtype else super()).rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return (ops if weight.dtype == x.dtype else super()).add_rms_norm(x, residual, weight, eps)
+
+    def qk_norm_rope_write(self, qkv: torch.Tensor, q_weight: torch.Tensor | None, *args: Any) -> torch.Tensor:
+        supported = q_weight is None or q_weight.dtype == qkv.dtype
+        return (ops if supported else super()).qk_norm_rope_write(qkv, q_weight, *args)
 
     def linear_method(self, layer: Linear) -> LinearMethod | None:
         return PackedMethod(layer) if layer.weight.dtype == torch.bfloat16 else None

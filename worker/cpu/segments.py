@@ -64,7 +64,7 @@ class Segments:
         """Segments for `layers`, or None if the native code cannot compute all of them: a class did not opt in, a
         weight is not packed, the cache is not bfloat16, or there are several ranks.
         """
-        if not all(_opted_in(layer) for layer in layers):
+        if type(final_norm) is not RMSNorm or not all(_opted_in(layer) for layer in layers):
             return None
         linears = [
             [
@@ -187,10 +187,16 @@ def _opted_in(layer: nn.Module) -> bool:
 
     A class declares it with `native_twin` in its own body, so a subclass that overrides something does not inherit it.
     """
-    parts = {"layer": layer, "attention": layer.self_attn, "mlp": layer.mlp}
+    if vars(type(layer)).get("native_twin") != "layer":  # its parts may have other names
+        return False
+    parts = {"attention": layer.self_attn, "mlp": layer.mlp}
     norms = layer.input_layernorm, layer.post_attention_layernorm
-    return all(vars(type(part)).get("native_twin") == name for name, part in parts.items()) and all(
-        type(norm) is RMSNorm for norm in norms
+    return (
+        all(vars(type(part)).get("native_twin") == name for name, part in parts.items())
+        and all(type(norm) is RMSNorm for norm in norms)
+        and type(layer.self_attn.q_norm) in (RMSNorm, type(None))
+        and layer.residual_scale == 1.0
+        and layer.self_attn.attn.sinks is None
     )
 
 

@@ -75,6 +75,8 @@ class _FlashAttention(AttentionBackend):
             return f"computes in bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
         if spec.block_size is not None and spec.block_size % cls.page_multiple:
             return f"needs a block size that is a multiple of {cls.page_multiple}, not {spec.block_size}"
+        if reason := spec.unusual():
+            return reason
         try:
             return try_once(cls(), spec)
         except ImportError as error:
@@ -112,6 +114,7 @@ class FlashAttention3(_FlashAttention):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self._forward is None:
             return self._call_wrapper(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap)
@@ -220,6 +223,7 @@ class FlashAttention2(_FlashAttention):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         options = {
             "softmax_scale": scale,

@@ -251,6 +251,8 @@ class TritonPagedBackend(AttentionBackend):
             return f"triton cannot be imported ({_import_error})"
         if spec.device.type != "cuda":
             return "needs a GPU"
+        if reason := spec.unusual():
+            return reason
         if spec.head_dim > 256:
             return f"head_dim {spec.head_dim} is above 256"
         return try_once(cls(), spec)  # only Triton knows whether it has a C compiler and supports this GPU
@@ -267,6 +269,7 @@ class TritonPagedBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return paged_attention(
             q,

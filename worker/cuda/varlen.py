@@ -31,6 +31,8 @@ class TorchVarlenAttention(AttentionBackend):
             return "needs a GPU"
         if spec.dtype not in (torch.bfloat16, torch.float16):
             return f"computes in bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
+        if reason := spec.unusual():
+            return reason
         if spec.uses_soft_cap:
             return "has no soft-cap"
         if spec.block_size is not None and spec.block_size % cls.default_block_size:
@@ -49,6 +51,7 @@ class TorchVarlenAttention(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert soft_cap is None
         left = -1 if sliding_window is None else sliding_window - 1

@@ -1,8 +1,9 @@
-"""The gated activation of the MLP."""
+"""The activations of the MLP."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,4 +32,20 @@ GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_and_mul,
     "gelu_pytorch_tanh": _halves(lambda gate, up: F.gelu(gate, approximate="tanh") * up),
     "clamped_silu": _halves(clamped_silu_and_mul),
+}
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2 (https://arxiv.org/abs/2109.08668)."""
+    return F.relu(x).square()
+
+
+# functions of one projection, by the names in config.json
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": relu2,
 }

@@ -24,10 +24,16 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
+        v_head_dim: int | None = None,
+        sinks: nn.Parameter | None = None,
+        kv_from: int | None = None,
     ):
         super().__init__()
         # numbers of heads of this rank
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        self.sinks = sinks  # [num_heads], see `AttentionBackend.forward`
+        self.kv_from = kv_from  # the layer whose cache this one reads
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window, self.soft_cap, self.layer_index = sliding_window, soft_cap, layer_index
         self.cache_group = 0  # index of its block table and metadata in the step's groups
@@ -36,16 +42,16 @@ class Attention(nn.Module):
 
     def cache_spec(self, dtype: torch.dtype) -> Full:
         """The layer's cache per token."""
-        sizes = self.num_kv_heads, self.head_dim, self.head_dim, dtype.itemsize
+        sizes = self.num_kv_heads, self.head_dim, self.v_head_dim, dtype.itemsize
         return Full(*sizes) if self.sliding_window is None else Window(*sizes, self.sliding_window)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
-        """Store k and v `[T, num_kv_heads, head_dim]`, then attend with q `[T, num_heads, head_dim]`. Inputs may also
-        have flattened heads. Returns `[T, num_heads * head_dim]`.
+        """Store k `[T, num_kv_heads, head_dim]` and v `[T, num_kv_heads, v_head_dim]`, then attend with q `[T,
+        num_heads, head_dim]`. Inputs may also have flattened heads. Returns `[T, num_heads * v_head_dim]`.
         """
         attn.backend.write_kv(
             k.view(-1, self.num_kv_heads, self.head_dim),
-            v.view(-1, self.num_kv_heads, self.head_dim),
+            v.view(-1, self.num_kv_heads, self.v_head_dim),
             self.k_cache,
             self.v_cache,
             attn.slot_mapping,
@@ -55,8 +61,10 @@ class Attention(nn.Module):
     def attend(self, q: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
         """Like `forward`, for k and v that are already in the cache."""
         q = q.view(-1, self.num_heads, self.head_dim)
-        out = attn.backend.forward(q, self.k_cache, self.v_cache, attn, self.scale, self.sliding_window, self.soft_cap)
-        return out.reshape(-1, self.num_heads * self.head_dim)
+        out = attn.backend.forward(
+            q, self.k_cache, self.v_cache, attn, self.scale, self.sliding_window, self.soft_cap, self.sinks
+        )
+        return out.reshape(-1, self.num_heads * self.v_head_dim)
 
     def extra_repr(self) -> str:
         return (

@@ -55,6 +55,18 @@ class VocabParallelEmbedding(nn.Module):
         return self.group.all_reduce(self.lookup(rows * mine) * mine.unsqueeze(-1))
 
 
+class PositionEmbedding(nn.Module):
+    """Maps positions `[T]` to learned embeddings `[T, hidden_size]`; row `offset` is position 0. Every rank has all."""
+
+    def __init__(self, size: int, hidden_size: int, offset: int):
+        super().__init__()
+        self.offset = offset
+        self.weight = nn.Parameter(torch.empty(size, hidden_size), requires_grad=False)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return F.embedding(positions + self.offset, self.weight)
+
+
 class ParallelLMHead(Linear):
     """Maps hidden `[S, hidden_size]` to float32 logits `[S, vocab_size]`, on every rank, possibly in a workspace. With
     `tied_to` it shares the embedding's weights.

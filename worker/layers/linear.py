@@ -10,15 +10,17 @@ Parameters are created uninitialised, with torch's default dtype and device (`mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.layers.activation import silu_and_mul
+from quire.worker.layers.activation import GATED
+from quire.worker.layers.views import View
 from quire.worker.parallel import Group, split_size, tp
 from quire.worker.platforms import huge_pages
 from quire.worker.platforms.huge_pages import Workspace
@@ -33,7 +35,7 @@ Narrow = tuple[int, int, int]  # (dim, start, length)
 @dataclass(frozen=True, slots=True)
 class Part:
     """A slice of one checkpoint tensor, and its destination in a parameter. Narrows are applied one after another; no
-    narrows means the whole tensor.
+    narrows means the whole tensor. `view` rearranges the narrowed slice.
 
     E.g. rows 8 .. 15 of expert 3 in a stacked parameter: target ((0, 3, 1), (1, 8, 8)).
     """
@@ -42,6 +44,12 @@ class Part:
     shape: tuple[int, ...]  # shape of the whole checkpoint tensor
     source: tuple[Narrow, ...] = ()
     target: tuple[Narrow, ...] = ()
+    view: View | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The slice of the checkpoint tensor `tensor`, rearranged. A view of its memory where possible."""
+        tensor = narrowed(tensor, self.source)
+        return self.view(tensor) if self.view else tensor
 
 
 def narrowed(tensor: torch.Tensor, narrows: tuple[Narrow, ...]) -> torch.Tensor:
@@ -54,7 +62,7 @@ def narrowed(tensor: torch.Tensor, narrows: tuple[Narrow, ...]) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class Shard:
     """This rank's rows `start : start + length` of a checkpoint weight of `full` rows; they begin at row `target` of
-    the fused weight.
+    the fused weight. `view` rearranges them.
     """
 
     prefix: str  # e.g. "model.layers.0.self_attn.q_proj"
@@ -62,17 +70,18 @@ class Shard:
     start: int
     length: int
     target: int = 0
+    view: View | None = None
 
 
-def empty_parameter(*shape: int, parts: list[Part]) -> nn.Parameter:
-    """Return an uninitialised parameter that the loader will fill from `parts`.
+def empty_parameter(*shape: int, parts: list[Part], dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Return an uninitialised parameter that the loader will fill from `parts`, of torch's default dtype or of `dtype`.
 
     On CPU it is on huge pages, which are faster to allocate and to read.
     """
     on_host = torch.get_default_device().type == "cpu"
+    dtype = dtype or torch.get_default_dtype()
     parameter = nn.Parameter(
-        huge_pages.zeros(*shape, dtype=torch.get_default_dtype()) if on_host else torch.empty(shape),
-        requires_grad=False,
+        huge_pages.zeros(*shape, dtype=dtype) if on_host else torch.empty(shape, dtype=dtype), requires_grad=False
     )
     parameter.parts = parts
     return parameter
@@ -236,21 +245,25 @@ class ColumnParallelLinear(Linear):
     def weight_parts(self) -> list[Part]:
         return [
             Part(
-                f"{s.prefix}.weight", (s.full, self.in_features), ((0, s.start, s.length),), ((0, s.target, s.length),)
+                f"{s.prefix}.weight",
+                (s.full, self.in_features),
+                ((0, s.start, s.length),),
+                ((0, s.target, s.length),),
+                s.view,
             )
             for s in self.shards
         ]
 
     def bias_parts(self) -> list[Part]:
         return [
-            Part(f"{s.prefix}.bias", (s.full,), ((0, s.start, s.length),), ((0, s.target, s.length),))
+            Part(f"{s.prefix}.bias", (s.full,), ((0, s.start, s.length),), ((0, s.target, s.length),), s.view)
             for s in self.shards
         ]
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several projections of the same input, each to `size` outputs, as one matmul. The outputs are concatenated in the
-    order of `names`.
+    order of `names`. With `fused` the checkpoint holds them as one tensor of that name.
 
     Raises:
         ValueError: the number of ranks does not divide `size`, which the message calls `size_name`.
@@ -265,29 +278,40 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         prefix: str,
         size_name: str = "size",
         method: LinearMethod = PLAIN,
+        fused: str | None = None,
     ):
         group = tp()
         length = split_size(size_name, size, group)
-        super().__init__(
-            in_features,
-            [Shard(f"{prefix}.{name}", size, group.rank * length, length, i * length) for i, name in enumerate(names)],
-            bias,
-            method,
-        )
+        shards = [
+            Shard(f"{prefix}.{name}", size, group.rank * length, length, i * length) for i, name in enumerate(names)
+        ]
+        super().__init__(in_features, fuse(shards, f"{prefix}.{fused}") if fused else shards, bias, method)
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
-    """The first half of a gated MLP: `silu(gate) * up`, `[T, in_features] -> [T, out_features / 2]`."""
+    """The first half of a gated MLP: `activation(gate) * up`, `[T, in_features] -> [T, out_features / 2]`.
 
-    gated = "silu"
+    `activation` is a key of `activation.GATED`. With `fused` the checkpoint holds one tensor, `gate_up_proj`.
+    """
 
-    def __init__(self, in_features: int, size: int, bias: bool, prefix: str, method: LinearMethod = PLAIN):
-        super().__init__(in_features, size, ("gate_proj", "up_proj"), bias, prefix, "intermediate_size", method)
-        self.activate = silu_and_mul
+    def __init__(
+        self,
+        in_features: int,
+        size: int,
+        bias: bool,
+        prefix: str,
+        method: LinearMethod = PLAIN,
+        activation: str = "silu",
+        fused: bool = False,
+    ):
+        self.gated = activation
+        names, one = ("gate_proj", "up_proj"), "gate_up_proj" if fused else None
+        super().__init__(in_features, size, names, bias, prefix, "intermediate_size", method, one)
+        self.activate = GATED[activation]
 
     def use(self, ops: Ops) -> None:
         super().use(ops)
-        self.activate = ops.silu_and_mul
+        self.activate = ops.silu_and_mul if self.gated == "silu" else GATED[self.gated]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply_gated(self, x)
@@ -296,7 +320,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """q, k and v as one matmul: this rank's query heads, then its key heads, then its value heads.
 
-    With fewer KV heads than ranks, several consecutive ranks hold the same KV head, which their query heads use.
+    With fewer KV heads than ranks, several consecutive ranks hold the same KV head, which their query heads use. With
+    `fused` the checkpoint holds the three as one tensor, `qkv_proj`. `view` rearranges the rows of q and k.
 
     Raises:
         ValueError: the number of ranks does not divide the heads.
@@ -311,21 +336,30 @@ class QKVParallelLinear(ColumnParallelLinear):
         bias: bool,
         prefix: str,
         method: LinearMethod = PLAIN,
+        fused: bool = False,
+        view: View | None = None,
+        v_head_dim: int | None = None,
     ):
         group = tp()
+        v_dim = head_dim if v_head_dim is None else v_head_dim
         self.num_heads = split_size("num_attention_heads", num_heads, group)
         self.num_kv_heads, first_kv_head = split_kv_heads(num_kv_heads, group)
-        q, kv = self.num_heads * head_dim, self.num_kv_heads * head_dim
-        super().__init__(
-            hidden_size,
-            [
-                Shard(f"{prefix}.q_proj", num_heads * head_dim, group.rank * q, q),
-                Shard(f"{prefix}.k_proj", num_kv_heads * head_dim, first_kv_head * head_dim, kv, q),
-                Shard(f"{prefix}.v_proj", num_kv_heads * head_dim, first_kv_head * head_dim, kv, q + kv),
-            ],
-            bias,
-            method,
-        )
+        q, k, v = self.num_heads * head_dim, self.num_kv_heads * head_dim, self.num_kv_heads * v_dim
+        shards = [
+            Shard(f"{prefix}.q_proj", num_heads * head_dim, group.rank * q, q, view=view),
+            Shard(f"{prefix}.k_proj", num_kv_heads * head_dim, first_kv_head * head_dim, k, q, view),
+            Shard(f"{prefix}.v_proj", num_kv_heads * v_dim, first_kv_head * v_dim, v, q + k),
+        ]
+        super().__init__(hidden_size, fuse(shards, f"{prefix}.qkv_proj") if fused else shards, bias, method)
+
+
+def fuse(shards: list[Shard], prefix: str) -> list[Shard]:
+    """The same rows of one weight, at `prefix`, that holds all rows of the weights of `shards` one after another."""
+    starts = [0, *accumulate(shard.full for shard in shards)]
+    return [
+        replace(shard, prefix=prefix, full=starts[-1], start=start + shard.start)
+        for shard, start in zip(shards, starts)
+    ]
 
 
 class RowParallelLinear(Linear):

@@ -2,30 +2,65 @@
 entry i is rotated with entry i + D/2.
 
 Scaled variants: linear (positions divided by a factor), llama3 (low frequencies divided, high frequencies kept,
-interpolated between them), yarn (https://arxiv.org/abs/2309.00071). cos and sin are tabulated in float32.
+interpolated between them), yarn (https://arxiv.org/abs/2309.00071), longrope (a factor per frequency), dynamic (a
+larger base), proportional (only the high frequencies of all rotate). cos and sin are tabulated in float32.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
 class RotaryEmbedding(nn.Module):
-    """The table of cos and sin, shared by all layers: `cos_sin_cache [max_positions, D]` float32, cos in the first half
-    of a row, sin in the second.
+    """A table of cos and sin, shared by layers: `cos_sin_cache [max_positions, D]` float32, cos in the first half of a
+    row, sin in the second.
+
+    The first `rotary_dim` / 2 pairs rotate; the others, whose angle is 0, keep their values (`views.RotaryRows` orders
+    the entries of a head in this way). `query_scale` `[max_positions]`, or None, holds factors of q.
     """
 
-    def __init__(self, head_dim: int, max_positions: int, theta: float, scaling: dict[str, Any] | None):
+    def __init__(
+        self,
+        head_dim: int,
+        max_positions: int,
+        theta: float,
+        scaling: dict[str, Any] | None,
+        rotary_dim: int | None = None,
+    ):
         super().__init__()
-        inv_freq, magnitude = inverse_frequencies(head_dim, theta, scaling)
+        inv_freq, magnitude = inverse_frequencies(rotary_dim or head_dim, theta, scaling, max_positions)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
-        self.register_buffer(
-            "cos_sin_cache", torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), -1), persistent=False
-        )
+        kept = 0, head_dim // 2 - len(inv_freq)  # pairs that do not rotate
+        cos, sin = F.pad(angles.cos() * magnitude, kept, value=1.0), F.pad(angles.sin() * magnitude, kept)
+        self.register_buffer("cos_sin_cache", torch.cat((cos, sin), -1), persistent=False)
+        self.register_buffer("query_scale", _query_scale(max_positions, scaling), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """The rotation of tokens at `positions` `[T]`."""
+        scale = None if self.query_scale is None else self.query_scale[positions]
+        return Rotation(self.cos_sin_cache, positions, scale)
+
+
+def _query_scale(max_positions: int, scaling: dict[str, Any] | None) -> torch.Tensor | None:
+    """The factor of queries at each position, which grows with the logarithm of the position (Ministral 3)."""
+    beta = (scaling or {}).get("llama_4_scaling_beta")
+    if not beta:
+        return None
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    return 1 + beta * torch.log1p((positions / scaling["original_max_position_embeddings"]).floor())
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of a step's tokens in some layers."""
+
+    cos_sin: torch.Tensor  # `RotaryEmbedding.cos_sin_cache`
+    positions: torch.Tensor  # [T] int64: rows of cos_sin
+    query_scale: torch.Tensor | None = None  # [T] float32, factor of q
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -38,20 +73,53 @@ def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
-    """Return `(inv_freq [D/2] float32, magnitude)`: the angle per position of each pair, and the factor of cos and sin.
+def inverse_frequencies(
+    rotary_dim: int, theta: float, scaling: dict[str, Any] | None, max_positions: int = 0
+) -> tuple[torch.Tensor, float]:
+    """Return `(inv_freq [R] float32, magnitude)`: the angle per position of each rotated pair, and the factor of cos
+    and sin.
 
-    `scaling` is `ModelSpec.rope_scaling`.
+    `scaling` is `RopeSpec.scaling`. The scaling that other implementations choose by the length of a sequence
+    (longrope, dynamic) depends on `max_positions`: keys in the cache are never rotated again.
     """
-    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if scaling is None:
-        return inv_freq, 1.0
-    if scaling["rope_type"] == "linear":
-        return inv_freq / scaling["factor"], 1.0
-    if scaling["rope_type"] == "llama3":
-        return _llama3(inv_freq, scaling), 1.0
-    assert scaling["rope_type"] == "yarn", scaling  # quire.worker.models.config rejects all others
-    return _yarn(inv_freq, head_dim, theta, scaling), _yarn_magnitude(scaling)
+    inv_freq = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    match (scaling or {}).get("rope_type"):
+        case None:
+            return inv_freq, 1.0
+        case "linear":
+            return inv_freq / scaling["factor"], 1.0
+        case "llama3":
+            return _llama3(inv_freq, scaling), 1.0
+        case "proportional":
+            return inv_freq[: int(scaling["partial_rotary_factor"] * rotary_dim) // 2] / scaling.get("factor", 1.0), 1.0
+        case "longrope":
+            return _longrope(inv_freq, scaling, max_positions)
+        case "dynamic":
+            return _dynamic(rotary_dim, theta, scaling, max_positions), 1.0
+    assert scaling["rope_type"] == "yarn", scaling  # quire.worker.models.rope rejects all others
+    return _yarn(inv_freq, rotary_dim, theta, scaling), _yarn_magnitude(scaling)
+
+
+def _longrope(inv_freq: torch.Tensor, scaling: dict[str, Any], max_positions: int) -> tuple[torch.Tensor, float]:
+    """Divide each frequency by a factor of its own (https://arxiv.org/abs/2402.13753): the long ones if positions may
+    exceed the original context.
+    """
+    original = scaling["original_max_position_embeddings"]
+    factors = scaling["long_factor" if max_positions > original else "short_factor"]
+    magnitude, factor = scaling.get("attention_factor"), scaling["factor"]
+    if magnitude is None:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return inv_freq / torch.tensor(factors, dtype=torch.float32), float(magnitude)
+
+
+def _dynamic(rotary_dim: int, theta: float, scaling: dict[str, Any], max_positions: int) -> torch.Tensor:
+    """Stretch the base by `alpha` or, without it, by as much as `max_positions` exceed the original context."""
+    stretch = scaling.get("alpha")
+    if not stretch:
+        ratio = max(max_positions / scaling["original_max_position_embeddings"], 1.0)
+        stretch = scaling["factor"] * ratio - (scaling["factor"] - 1)
+    base = theta * stretch ** (rotary_dim / (rotary_dim - 2))
+    return 1.0 / base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
 
 
 def _llama3(inv_freq: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:

@@ -1,205 +1,76 @@
-"""The decoder shared by all language models. A model is a subclass of `CausalLM` whose class attributes name the parts
-that differ.
+"""The decoder shared by all language models. A family is a subclass of `CausalLM` that reads its config.json
+(`reader.py`) into a spec, from which the decoder is built.
 
 Shapes: T tokens of all requests of the step, concatenated; H = hidden size; D = head size. Module names are those of
-the checkpoints, so a parameter's path is its tensor's name.
+Llama's checkpoints, so a parameter's path is its tensor's name, but for a family's `renames`.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any, ClassVar
+from collections.abc import Collection
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from quire.worker.attention.base import GroupedMetadata
-from quire.worker.layers.attention import Attention
-from quire.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from quire.worker.layers.linear import (
-    PLAIN_WEIGHTS,
-    GateUpParallelLinear,
-    Linear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    WeightFormat,
-)
-from quire.worker.layers.norm import RMSNorm
-from quire.worker.layers.rotary import RotaryEmbedding
-from quire.worker.models.config import COMMON_DEFAULTS, LayerSpec, ModelSpec, complete_sizes, make_spec
-from quire.worker.parallel import pp
+from quire.worker.layers.embedding import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
+from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
+from quire.worker.layers.norm import NORMS
+from quire.worker.layers.rotary import RotaryEmbedding, Rotation
+from quire.worker.models.blocks import BLOCKS
+from quire.worker.models.config import ModelSpec
+from quire.worker.models.names import TensorNames
+from quire.worker.models.reader import ConfigReader
+from quire.worker.parallel import Exchange, pp
 from quire.worker.platforms.huge_pages import Workspace
 from quire.worker.platforms.ops import FusedLayers, Ops
-
-TORCH = Ops()
-
-
-class SelfAttention(nn.Module):
-    """Maps x `[T, H]` to `[T, H]`, or to its rows in `needed_rows`.
-
-    The keys and values of all tokens are stored in the cache.
-    """
-
-    native_twin: ClassVar = "attention"
-
-    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
-        super().__init__()
-        heads, dim = spec.num_attention_heads, spec.head_dim
-        self.qkv_proj = QKVParallelLinear(
-            spec.hidden_size,
-            dim,
-            heads,
-            spec.num_key_value_heads,
-            spec.attention_bias,
-            prefix,
-            weights.linear(f"{prefix}.qkv_proj"),
-        )
-        self.o_proj = RowParallelLinear(
-            heads * dim,
-            spec.hidden_size,
-            spec.attention_out_bias,
-            f"{prefix}.o_proj",
-            "num_attention_heads * head_dim",
-            weights.linear(f"{prefix}.o_proj"),
-        )
-        kind = spec.layers[layer]
-        self.attn = Attention(
-            self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, dim, layer, kind.window, kind.scale, kind.soft_cap
-        )
-        self.qk_norm_rope_write = TORCH.qk_norm_rope_write
-        self.eps = spec.rms_norm_eps
-
-    def use(self, ops: Ops) -> None:
-        """Switch to a platform's operations."""
-        self.qk_norm_rope_write = ops.qk_norm_rope_write
-
-    def head_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Weights `[D]` of the norms over each head of q and k, or None without norms."""
-        return None, None
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        meta = attn[self.attn.cache_group]
-        q = self.qk_norm_rope_write(
-            self.qkv_proj(x),
-            *self.head_norms(),
-            self.eps,
-            cos_sin,
-            positions,
-            self.attn.k_cache,
-            self.attn.v_cache,
-            meta.slot_mapping,
-            self.attn.num_heads,
-        )
-        attended = self.attn.attend(q, meta)
-        return self.o_proj(attended if needed_rows is None else attended[needed_rows])
-
-
-class MLP(nn.Module):
-    """Gated MLP: maps x `[T, H]` to `[T, H]`."""
-
-    native_twin: ClassVar = "mlp"
-
-    def __init__(self, spec: ModelSpec, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
-        super().__init__()
-        self.gate_up_proj = GateUpParallelLinear(
-            spec.hidden_size, spec.intermediate_size, spec.mlp_bias, prefix, weights.linear(f"{prefix}.gate_up_proj")
-        )
-        self.down_proj = RowParallelLinear(
-            spec.intermediate_size,
-            spec.hidden_size,
-            spec.mlp_bias,
-            f"{prefix}.down_proj",
-            "intermediate_size",
-            weights.linear(f"{prefix}.down_proj"),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(x))
-
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each with a norm before it and a residual connection around it. The next norm adds the
-    residual, so that both are one operation.
-
-    Maps x and residual `[T, H]` to the new x and residual, `[T, H]` or their rows in `needed_rows`.
-    """
-
-    native_twin: ClassVar = "layer"
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        prefix: str,
-        attention_cls: type[SelfAttention],
-        mlp_cls: type[MLP],
-        weights: WeightFormat = PLAIN_WEIGHTS,
-    ):
-        super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = attention_cls(spec, layer, f"{prefix}.self_attn", weights)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = mlp_cls(spec, f"{prefix}.mlp", weights)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, positions, cos_sin, attn, needed_rows)
-        x, residual = self.post_attention_layernorm.add(x, residual if needed_rows is None else residual[needed_rows])
-        return self.mlp(x), residual
 
 
 class Decoder(nn.Module):
     """The layers of this pipeline stage. The first stage also has the embedding, the last stage the final norm."""
 
-    def __init__(
-        self, spec: ModelSpec, model_cls: type[CausalLM], max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS
-    ):
+    def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
         stage = pp()
+        self.spec = spec
         self.first, self.last = stage.rank == 0, stage.rank == stage.size - 1
         if self.first:
             self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "model.embed_tokens")
-        parts = model_cls.attention_cls, model_cls.mlp_cls, weights
+            if spec.learned_positions is not None:
+                size = spec.max_position_embeddings + spec.learned_positions
+                self.embed_positions = PositionEmbedding(size, spec.hidden_size, spec.learned_positions)
         self.layers = nn.ModuleDict(
             {
-                str(i): model_cls.layer_cls(spec, i, f"model.layers.{i}", *parts)
+                str(i): BLOCKS[spec.form](spec, i, f"model.layers.{i}", weights)
                 for i in stage_layers(spec.num_hidden_layers, stage.rank, stage.size)
             }
         )
         if self.last:
-            self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling)
+            self.norm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
+        self.rotary_emb = RotaryEmbeddings(spec, max_model_len)
         self._ops: Ops | None = None  # None: layers are called one by one
         self._fused: FusedLayers | None = None  # built on first use: it holds addresses of the KV cache
 
     def use(self, ops: Ops) -> None:
         """Switch to a platform's operations."""
-        self._ops, self._fused = ops if self.first and self.last else None, None
+        whole = self.first and self.last and self.rotary_emb.only is not None
+        self._ops, self._fused = ops if whole else None, None
 
     def fused_layers(self) -> FusedLayers | None:
         """Return all layers as one call, or None if the platform does not support that."""
         if self._ops and (self._fused is None or not self._fused.fits(self.layers["0"])):
-            self._fused = self._ops.fused_layers(list(self.layers.values()), self.norm, self.rotary_emb.cos_sin_cache)
+            table = self.rotary_emb.only.cos_sin_cache
+            self._fused = self._ops.fused_layers(list(self.layers.values()), self.norm, table)
             self._ops = self._ops if self._fused else None
         return self._fused
+
+    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Input of the first layer, `[T, H]`."""
+        x = self.embed_tokens(input_ids)
+        if self.spec.embed_scale != 1.0:
+            x = x * self.spec.embed_scale
+        return x if self.spec.learned_positions is None else x + self.embed_positions(positions)
 
     def forward(
         self,
@@ -209,53 +80,71 @@ class Decoder(nn.Module):
         hidden: torch.Tensor | None = None,
         needed_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x, residual = self.embed_tokens(input_ids) if self.first else hidden, None
+        x, residual = self.embed(input_ids, positions) if self.first else hidden, None
         if fused := self.fused_layers():
             return fused.run(x, positions, attn, needed_rows)
-        cos_sin = self.rotary_emb.cos_sin_cache
+        rotations = self.rotary_emb(positions)
         *layers, last = self.layers.values()
         for layer in layers:
-            x, residual = layer(x, residual, positions, cos_sin, attn)
-        x, residual = last(x, residual, positions, cos_sin, attn, needed_rows)
+            x, residual = layer(x, residual, rotations[layer.rope], attn)
+        x, residual = last(x, residual, rotations[last.rope], attn, needed_rows)
         return self.norm.add(x, residual)[0] if self.last else x + residual
 
 
-class CausalLM(nn.Module):
+class RotaryEmbeddings(nn.Module):
+    """The rotary embeddings that the layers use, by name."""
+
+    def __init__(self, spec: ModelSpec, max_model_len: int):
+        super().__init__()
+        used = {layer.rope: layer for layer in spec.layers}
+        self.tables = nn.ModuleDict(
+            {
+                name: RotaryEmbedding(rope.head_dim, max_model_len, rope.theta, rope.scaling, rope.rotary_dim)
+                for name, rope in spec.ropes.items()
+                if name in used
+            }
+        )
+        # layers without rotary embedding rotate by the angle 0
+        still = torch.tensor([1.0, 0.0]).repeat_interleave(used[None].head_dim // 2)[None] if None in used else None
+        self.register_buffer("still", still, persistent=False)
+
+    @property
+    def only(self) -> RotaryEmbedding | None:
+        """The embedding, if all layers have the same and it does not scale queries."""
+        tables = list(self.tables.values())
+        return tables[0] if len(tables) == 1 and self.still is None and tables[0].query_scale is None else None
+
+    def forward(self, positions: torch.Tensor) -> dict[str | None, Rotation]:
+        """The rotations of tokens at `positions` `[T]`, by name; None is that of layers without rotary embedding."""
+        rotations: dict[str | None, Rotation] = {name: table(positions) for name, table in self.tables.items()}
+        if self.still is not None:
+            rotations[None] = Rotation(self.still, torch.zeros_like(positions))
+        return rotations
+
+
+class CausalLM(ConfigReader, nn.Module):
     """A language model: call `model(input_ids, positions, attn)`, then `model.logits(hidden)` for the positions to
     sample.
     """
 
-    layer_cls: type[DecoderLayer] = DecoderLayer
-    attention_cls: type[SelfAttention] = SelfAttention
-    mlp_cls: type[MLP] = MLP
-    # keys of config.json that are read, with their defaults
-    config_defaults: ClassVar[dict[str, Any]] = COMMON_DEFAULTS
-
-    @classmethod
-    def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
-        """Return the spec of a parsed config.json. Raises ValueError, naming the key, for unsupported settings."""
-        values = cls.config_defaults | {key: raw[key] for key in cls.config_defaults if key in raw}
-        cls.complete(values, raw)
-        complete_sizes(values)
-        return make_spec(architecture, values, cls.layer_specs(values, raw), raw)
-
-    @classmethod
-    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
-        """Adapt `values`, which hold `config_defaults` overridden by `raw`, to the family's meaning of the keys."""
-
-    @classmethod
-    def layer_specs(cls, values: dict[str, Any], raw: dict[str, Any]) -> tuple[LayerSpec, ...]:
-        """Return one spec per layer; by default all layers are equal and attend to all positions."""
-        return (LayerSpec(),) * values["num_hidden_layers"]
+    # the family's names of tensors, and patterns of tensors that are not needed (`names.TensorNames`)
+    renames: ClassVar[dict[str, str]] = {}
+    ignored: ClassVar[tuple[str, ...]] = ()
+    # patterns of the decoder's matrices that the checkpoint holds as [in, out]
+    transposed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
-        self.spec, self.max_model_len = spec, max_model_len
-        self.model = Decoder(spec, type(self), max_model_len, weights)
+        self.spec, self.max_model_len, self.dtype = spec, max_model_len, torch.get_default_dtype()
+        self.model = self.make_decoder(spec, max_model_len, weights)
         if self.model.last:
             name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
             tied_to = self.model.embed_tokens if spec.tie_word_embeddings and self.model.first else None
             self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to, weights.head(name))
+
+    def make_decoder(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat) -> Decoder:
+        """Build the layers."""
+        return Decoder(spec, max_model_len, weights)
 
     def forward(
         self,
@@ -278,13 +167,19 @@ class CausalLM(nn.Module):
 
         On the last pipeline stage only.
         """
-        return self.lm_head(hidden, workspace)
+        logits, cap = self.lm_head(hidden, workspace), self.spec.logit_soft_cap
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def exchanges(self, num_tokens: int, num_needed: int) -> list[int]:
-        """Number of rows `[_, H]` of each all-reduce over the tensor-parallel ranks, in order, in a forward pass over
-        `num_tokens` tokens in a single stage.
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        """The all-reduces over the tensor-parallel ranks, in order, in a forward pass over `num_tokens` tokens in a
+        single stage.
         """
-        return [num_tokens] * (2 * len(self.model.layers) - 1) + [num_needed] * 2
+        *layers, last = self.model.layers.values()
+        embedding: list[Exchange] = [((num_tokens, self.spec.hidden_size), None)]
+        middle = [exchange for layer in layers for exchange in layer.exchanges(num_tokens, num_tokens)]
+        return embedding + middle + last.exchanges(num_tokens, num_needed)
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """argmax of each row of `logits`, int64 `[S]`, or None if computing all logits is faster."""
@@ -305,12 +200,23 @@ class CausalLM(nn.Module):
             if isinstance(module, Linear):
                 module.finalize()
 
-    def has_elsewhere(self, name: str) -> bool:
-        """Return whether another pipeline stage holds the checkpoint tensor `name`."""
-        if match := re.match(r"model\.layers\.(\d+)\.", name):
-            return match[1] not in self.model.layers and int(match[1]) < self.spec.num_hidden_layers
-        return (name == "model.embed_tokens.weight" and not self.model.first) or (
-            name in ("model.norm.weight", "lm_head.weight") and not self.model.last
+    def tensor_names(self, names: Collection[str]) -> TensorNames:
+        """The names of this model's tensors in files that hold the tensors `names`."""
+        return TensorNames(self.renames, self.ignored).placed(names, "model.embed_tokens.weight")
+
+    def has_elsewhere(self, name: str, names: TensorNames) -> bool:
+        """Return whether another pipeline stage holds the checkpoint tensor `name`, or none because the layer drafts
+        tokens.
+        """
+        if (layer := names.layer(name)) is not None:
+            drafts = layer >= self.spec.num_hidden_layers
+            return (
+                bool(self.spec.raw.get("num_nextn_predict_layers")) if drafts else str(layer) not in self.model.layers
+            )
+        first = ("model.embed_tokens.weight", "model.embed_positions.weight")
+        last = ("model.norm.weight", "model.norm.bias", "lm_head.weight")
+        return (not self.model.first and name in map(names.in_file, first)) or (
+            not self.model.last and name in map(names.in_file, last)
         )
 
 

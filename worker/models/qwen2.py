@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.worker.models.config import COMMON_DEFAULTS, LayerSpec, layer_specs
 from quire.worker.models.decoder import CausalLM
+from quire.worker.models.reader import COMMON_DEFAULTS, FULL, SLIDING
 
 
 class Qwen2(CausalLM):
@@ -20,20 +20,16 @@ class Qwen2(CausalLM):
         "max_window_layers": 28,
     }
 
-    @classmethod
-    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
-        # fixed for this family, whatever config.json says
-        values.update(attention_bias=True, attention_out_bias=False, mlp_bias=False)
+    # fixed for this family, whatever config.json says
+    facts = {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
 
     @classmethod
-    def layer_specs(cls, values: dict[str, Any], raw: dict[str, Any]) -> tuple[LayerSpec, ...]:
-        """The window applies to the layers that `layer_types` lists, or by default to those from `max_window_layers`
-        on.
-        """
-        window = values["sliding_window"] if values["use_sliding_window"] else None
-        first, num_layers = values["max_window_layers"], values["num_hidden_layers"]
-        types = raw.get("layer_types") or [
-            "sliding_attention" if window is not None and layer >= first else "full_attention"
-            for layer in range(num_layers)
-        ]
-        return layer_specs(window, types, num_layers)
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        if not values["use_sliding_window"]:
+            values["sliding_window"] = None
+
+    @classmethod
+    def layer_types(cls, values: dict[str, Any]) -> list[str]:
+        """By default the window applies to the layers from `max_window_layers` on."""
+        first, window = values["max_window_layers"], values["sliding_window"]
+        return [SLIDING if window and i >= first else FULL for i in range(values["num_hidden_layers"])]

@@ -1,0 +1,65 @@
+"""How a tensor of a checkpoint is rearranged on its way into a parameter (`linear.Part.view`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+
+View = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryRows:
+    """Reorders the rows of each head of q or k so that a rotary embedding becomes the one of `layers/rotary.py`, which
+    rotates entry i of all `head_dim` with entry i + head_dim / 2: first all first entries of the rotated pairs and half
+    of the entries that are not rotated, then the others. q @ k does not depend on the order.
+
+    E.g. head_dim 8, rotary_dim 4, interleaved: [0, 2, 4, 5, 1, 3, 6, 7].
+    """
+
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+
+    def order(self) -> list[int]:
+        """The old row of each new one."""
+        rotated, kept = list(range(self.rotary_dim)), list(range(self.rotary_dim, self.head_dim))
+        half = self.rotary_dim // 2
+        first, second = (rotated[::2], rotated[1::2]) if self.interleaved else (rotated[:half], rotated[half:])
+        middle = len(kept) // 2
+        return first + kept[:middle] + second + kept[middle:]
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        heads = tensor.unflatten(0, (-1, self.head_dim))
+        return heads[:, torch.tensor(self.order(), device=tensor.device)].flatten(0, 1)
+
+
+def rotary_rows(head_dim: int, rotary_dim: int, interleaved: bool) -> RotaryRows | None:
+    """The view of the rows of q and k, or None if they are in order."""
+    return RotaryRows(head_dim, rotary_dim, interleaved) if interleaved or rotary_dim != head_dim else None
+
+
+def chain(*views: View | None) -> View | None:
+    """One view after another; None if there is none."""
+    present = [view for view in views if view]
+    if len(present) < 2:
+        return present[0] if present else None
+    return lambda tensor: reduce(lambda value, view: view(value), present, tensor)
+
+
+def columns(view: View | None) -> View | None:
+    """`view` of the columns of a matrix instead of its rows."""
+    return chain(transposed, view, transposed) if view else None
+
+
+def plus_one(tensor: torch.Tensor) -> torch.Tensor:
+    """1 + w in float32, of norms that store w: adding in 16 bits would round the factor."""
+    return tensor.float() + 1
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """`[in, out]` to `[out, in]`."""
+    return tensor.transpose(-2, -1)

@@ -1,0 +1,71 @@
+"""Names of a checkpoint's tensors. Torch-free.
+
+The decoder names its tensors as Llama does ("model.layers.0.self_attn.q_proj.weight"). A family may use other names
+(`renames`), a wrapper puts its language model in another place (`_PLACES`), and some tensors of a file are not used
+(`ignored`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from functools import cached_property
+
+# where wrappers put the language model: (pattern, replacement) of the names that a family alone uses
+_PLACES = (
+    ("", ""),
+    ("^", "language_model."),
+    (r"^model\.", "model.language_model."),
+    (r"^model\.", "language_model."),
+    (r"^[a-z_]+\.(?!weight|bias)", ""),  # a bare model without its head
+)
+_IGNORED = (
+    r"rotary_emb\.inv_freq$",  # old checkpoints contain these tables
+    r"^mtp\.",  # layers that draft tokens
+    r"^(model\.)?(vision_\w+|visual|audio_\w+|multi_modal_projector|mm_\w+|embed_vision|embed_audio)\.",  # encoders
+)
+
+
+class TensorNames:
+    """Maps the decoder's names to those in the files."""
+
+    def __init__(
+        self,
+        renames: Mapping[str, str] | None = None,
+        ignored: tuple[str, ...] = (),
+        place: tuple[str, str] = _PLACES[0],
+    ):
+        """`renames` maps dotted parts of a name, e.g. {"mlp.up_proj": "mlp.c_fc"}, all at once and longest first.
+        `ignored` are patterns of names in the files.
+        """
+        self.renames, self.ignored, self.place = dict(renames or {}), ignored, place
+        parts = "|".join(map(re.escape, sorted(self.renames, key=len, reverse=True)))
+        self._parts = re.compile(rf"(?<![^.])(?:{parts})(?![^.])") if parts else None
+
+    def in_file(self, name: str) -> str:
+        """The name in the files of the decoder's tensor `name`."""
+        if self._parts:
+            name = self._parts.sub(lambda match: self.renames[match[0]], name)
+        return re.sub(*self.place, name, count=1) if self.place[0] else name
+
+    def placed(self, names: Container[str], anchor: str) -> TensorNames:
+        """These names in the place where the files, whose tensors are `names`, have the decoder's tensor `anchor`."""
+        for place in _PLACES:
+            found = TensorNames(self.renames, self.ignored, place)
+            if found.in_file(anchor) in names:
+                return found
+        return self
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a tensor of the files is not needed."""
+        return any(re.search(pattern, name) for pattern in (*_IGNORED, *self.ignored))
+
+    @cached_property
+    def _layer(self) -> re.Pattern[str]:
+        start, end = self.in_file("model.layers.#.").split("#")
+        return re.compile(rf"{re.escape(start)}(\d+){re.escape(end)}")
+
+    def layer(self, name: str) -> int | None:
+        """The index of the layer to which a tensor of the files belongs."""
+        match = self._layer.match(name)
+        return int(match[1]) if match else None
