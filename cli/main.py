@@ -222,6 +222,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "chat": _imported("quire.cli.chat", "chat", "talk to a running server"),
     "complete": _imported("quire.cli.chat", "complete", "complete a text with a running server"),
+    "run-batch": _imported(
+        "quire.cli.run_batch", "main", "answer the requests of a file, in the format of OpenAI's batches"
+    ),
     "bench": _imported("quire.cli.bench.main", "main", "measure a running server, or this machine offline"),
     "health": _imported("quire.cli.health", "main", "report whether a running server is ready, by the exit status"),
     "check": check,

@@ -247,6 +247,18 @@ class ServerConfig:
         False,
         "share cached prefixes between API keys, which reveals to callers what others have sent",
     )
+    batch_dir: str | None = opt(
+        None,
+        "folder for the files and batches of /v1/files and /v1/batches, which survive a restart (default: neither)",
+        metavar="DIR",
+    )
+    batch_disk: int = opt(
+        16 << 30,
+        "maximum size of all files and results in --batch-dir in bytes (suffixes K, M, G)",
+        metavar="BYTES",
+        unit="bytes",
+        minimum=1 << 20,
+    )
     shutdown_timeout: float = opt(
         30.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C", minimum=0
     )

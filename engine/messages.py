@@ -89,6 +89,7 @@ class AddRequest(_Message):
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # requests share prefixes only if their salts are equal
     siblings: list[Choice] = []  # choices share their prompt's blocks even when prefix caching is off
+    background: bool = False  # a line of a batch: yields to every request that is not (`engine/scheduler.py`)
 
     @property
     def choices(self) -> list[Choice]:
@@ -112,6 +113,7 @@ class AddRequest(_Message):
             self.priority,
             self.cache_salt,
             others,
+            self.background,
         )
 
 

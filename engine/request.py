@@ -34,6 +34,7 @@ class Request:
     """
 
     __slots__ = (
+        "background",
         "block_hashes",
         "block_ids",
         "cache_salt",
@@ -51,8 +52,8 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_published",
-        "priority",
         "queued_time",
+        "rank",
         "request_id",
         "row",
         "sampling",
@@ -81,11 +82,12 @@ class Request:
         self.sampling = (
             sampling if choice.seed == sampling.seed else msgspec.structs.replace(sampling, seed=choice.seed)
         )
-        self.priority = message.priority
+        self.background = message.background
+        self.rank = (message.background, message.priority if by_priority else 0)  # a lower rank preempts a higher one
         self.cache_salt = message.cache_salt
         self.group = group
         self.queued_time = time.time()
-        self.key = (self.priority if by_priority else 0, arrival, sequence)  # order of service; unique
+        self.key = (*self.rank, arrival, sequence)  # order of service; unique
 
         self.token_ids = (
             message.prompt_token_ids + choice.output_token_ids if choice.output_token_ids else message.prompt_token_ids

@@ -34,6 +34,10 @@ from quire.worker.messages import NewRequest, StepInput, StepOutput, TokenLogpro
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
 SCORED_CHUNK = 256  # prompt tokens with log-probabilities in a step that others share: each costs a row of logits
+# Background requests get one token for so many of the others in a step, and at least one, so that they neither slow the
+# others nor starve. When they are alone their steps have this fraction of the budget, because an arriving request waits
+# for the steps in flight.
+BACKGROUND_SHARE, BACKGROUND_STEP = 4, 8
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, ready: WorkerReady, kv: KVCacheManager, stages: int = 1):
         self.kv, self.num_groups, self.turn = kv, stages, 0
         self.by_priority = config.scheduling_policy == "priority"
+        self._background_budget = 0  # tokens that background requests may still get in the step being scheduled
         self.long_prefill_token_threshold = config.long_prefill_token_threshold
         self.token_budget = ready.max_num_batched_tokens
         # every running request gets at least one token per step
@@ -133,7 +138,7 @@ class Scheduler:
         """Choose the requests of the next step and advance their counters. Returns None if nothing can run."""
         step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], []), [])
         self.kv.start_step()
-        if self.by_priority and self.waiting:
+        if self.waiting and self.running and self.running.last.rank > self.waiting.first.rank:
             self._preempt_for_waiting()
         for _ in range(self.num_groups):  # stop at the first group that has work
             self.turn = (self.turn + 1) % self.num_groups
@@ -149,13 +154,36 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: Step) -> None:
+        """Schedule the running requests, background ones last and with a budget of their own."""
+        batch: dict[Request, int] = {}  # number of tokens per request, in batch order
+        new_blocks: dict[Request, list[list[int]]] = {}  # new block ids per request and group
+        others = [request for request in self.running if not request.background]
+        self._schedule_some(others, self.token_budget, batch, new_blocks)
+        num_tokens = sum(batch.values())
+        if others or (self.waiting and not self.waiting.first.background):
+            background_budget = max(num_tokens // BACKGROUND_SHARE, 1)
+        else:
+            background_budget = max(self.token_budget // BACKGROUND_STEP, 1)
+        self._background_budget = min(background_budget, self.token_budget - num_tokens)
+        if len(others) < len(self.running):
+            background = [request for request in self.running if request.background]
+            self._schedule_some(background, self._background_budget, batch, new_blocks)
+            self._background_budget -= sum(batch.values()) - num_tokens
+        for request, num_new in batch.items():
+            self._add_to_step(step, request, num_new, new_blocks.get(request, []))
+
+    def _schedule_some(
+        self,
+        requests: list[Request],
+        budget: int,
+        batch: dict[Request, int],
+        new_blocks: dict[Request, list[list[int]]],
+    ) -> None:
         """Schedule decodes first, so that a long prompt never delays another request's next token, then prefills with
         the remaining budget.
         """
-        batch: dict[Request, int] = {}  # number of tokens per request, in batch order
-        new_blocks: dict[Request, list[list[int]]] = {}  # new block ids per request and group
-        budget, prefills = self.token_budget, []
-        for request in list(self.running):
+        prefills = []
+        for request in requests:
             if request.status is not Status.RUNNING:  # preempted by an earlier request in this loop
                 continue
             num_tokens = len(request.token_ids) + request.num_in_flight
@@ -166,6 +194,7 @@ class Scheduler:
                 num_new == 1
                 and request.row % self.num_groups == self.turn
                 and not (request.num_in_flight and num_tokens >= request.max_total_tokens)
+                and budget > 0
                 and self._allocate(request, num_tokens, batch, new_blocks)
             ):
                 batch[request] = 1
@@ -176,8 +205,6 @@ class Scheduler:
                 if self._allocate(request, request.num_computed_tokens + num_new, batch, new_blocks):
                     batch[request] = num_new
                     budget -= num_new
-        for request, num_new in batch.items():
-            self._add_to_step(step, request, num_new, new_blocks.get(request, []))
 
     def _allocate(
         self, request: Request, num_tokens: int, batch: dict[Request, int], new_blocks: dict[Request, list[list[int]]]
@@ -209,24 +236,34 @@ class Scheduler:
         reserve = self._reserve()
         while self.waiting and step.num_tokens < self.token_budget and len(self.running) < self.max_running:
             request = self.waiting.first
+            budget = self.token_budget - step.num_tokens
+            if request.background:
+                budget = min(budget, self._background_budget)
+                if budget <= 0:
+                    return
             # rule (c); every request needs at least one block
             if request.num_in_flight or reserve >= self.kv.pool.num_free:
                 return
             matched = self.kv.match(request)
             if self.kv.num_missing(request, matched) + reserve > self.kv.pool.num_free:
                 return
-            self._admit(step, request, matched)
+            num_tokens = step.num_tokens
+            self._admit(step, request, matched, budget)
+            if request.background:
+                self._background_budget -= step.num_tokens - num_tokens
             reserve += self._num_expected_blocks(request)
 
-    def _admit(self, step: Step, request: Request, matched: Match) -> None:
-        """Move a request from waiting to running, with a row, the blocks of its cached prefix, and its first chunk."""
+    def _admit(self, step: Step, request: Request, matched: Match, budget: int) -> None:
+        """Move a request from waiting to running, with a row, the blocks of its cached prefix, and its first chunk of
+        at most `budget` tokens.
+        """
         self.waiting.remove(request)
         request.status = Status.RUNNING
         request.row = heappop(self.free_rows)
         self.kv.attach(request, matched)
         if request.num_cached_tokens < 0:
             self._count_first_scheduling(request)
-        num_new = self._chunk_size(request, self.token_budget - step.num_tokens, alone=not self.running)
+        num_new = self._chunk_size(request, budget, alone=not self.running)
         block_ids = self.kv.allocate(request, request.num_computed_tokens + num_new)
         assert block_ids is not None, "admitted without enough free blocks"
         self.running.add(request)
@@ -283,11 +320,11 @@ class Scheduler:
         return self.kv.num_expected(request)
 
     def _preempt_for_waiting(self) -> None:
-        """Preempt lower-priority running requests, last ones first, until the first waiting request fits. Preempt none
+        """Preempt running requests of higher rank, last ones first, until the first waiting request fits. Preempt none
         if even all of them would not free enough.
         """
         request = self.waiting.first
-        outranked = [other for other in self.running if other.priority > request.priority]
+        outranked = [other for other in self.running if other.rank > request.rank]
         obtainable = self.kv.pool.num_free + sum(
             self.kv.num_held(other) + self._num_expected_blocks(other) for other in outranked
         )

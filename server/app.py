@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.configs.config import Config
+from quire.server.api.openai import batches, files
 from quire.server.api.openai.chat import chat_completions
 from quire.server.api.openai.completions import completions
 from quire.server.api.openai.protocol import (
@@ -52,8 +54,8 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLIENT_CLOSED = 499  # nginx's code, for the log: the client has disconnected
 
 
-def create_app(state: ServerState) -> ASGIApp:
-    """The routes over `state`, wrapped in the configured middleware. `RequestBoundary` is added around it."""
+def create_routes(state: ServerState) -> FastAPI:
+    """The routes over `state`."""
     app = FastAPI(title="quire", version=state.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = state
     for path, handler, methods, body, answer in ROUTES:
@@ -72,7 +74,12 @@ def create_app(state: ServerState) -> ASGIApp:
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(Exception, _unexpected)
     app.openapi = lambda: _openapi(app)
-    layers: ASGIApp = app
+    return app
+
+
+def protected(app: ASGIApp, state: ServerState) -> ASGIApp:
+    """The routes wrapped in the configured middleware. `RequestBoundary` is added around it."""
+    layers = app
     server = state.config.server
     if server.api_key:
         layers = ApiKeys(layers, server.api_key, server.share_prefix_cache)
@@ -276,11 +283,31 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 
 # ---- the OpenAPI document: bodies and answers are msgspec types, which FastAPI does not know
 
+
+def _with_state(function: Callable[[Request, ServerState], Awaitable[Response]]) -> Callable:
+    """A handler of FastAPI's kind."""
+
+    async def handler(request: Request) -> Response:
+        return await function(request, request.app.state.server)
+
+    handler.__name__, handler.__doc__ = function.__name__, function.__doc__
+    return handler
+
+
 ROUTES = [
     ("/v1/chat/completions", chat, ["POST"], ChatCompletionRequest, ChatCompletion),
     ("/v1/completions", complete, ["POST"], CompletionRequest, Completion),
     ("/v1/models", models, ["GET", "HEAD"], None, ModelList),
     ("/v1/models/{model_id:path}", model, ["GET", "HEAD"], None, ModelCard),
+    ("/v1/files", _with_state(files.create_file), ["POST"], files.UPLOAD, files.FileObject),
+    ("/v1/files", _with_state(files.list_files), ["GET"], None, files.FileList),
+    ("/v1/files/{file_id}", _with_state(files.retrieve_file), ["GET"], None, files.FileObject),
+    ("/v1/files/{file_id}", _with_state(files.delete_file), ["DELETE"], None, files.FileDeleted),
+    ("/v1/files/{file_id}/content", _with_state(files.file_content), ["GET"], None, None),
+    ("/v1/batches", _with_state(batches.create_batch), ["POST"], batches.BatchRequest, batches.BatchObject),
+    ("/v1/batches", _with_state(batches.list_batches), ["GET"], None, batches.BatchList),
+    ("/v1/batches/{batch_id}", _with_state(batches.retrieve_batch), ["GET"], None, batches.BatchObject),
+    ("/v1/batches/{batch_id}/cancel", _with_state(batches.cancel_batch), ["POST"], None, batches.BatchObject),
     ("/tokenize", tokenize, ["POST"], TokenizeRequest, TokenizeResponse),
     ("/detokenize", detokenize, ["POST"], DetokenizeRequest, DetokenizeResponse),
     ("/live", live, ["GET", "HEAD"], None, None),
@@ -298,9 +325,11 @@ def _ref(cls: type) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": {"$ref": _REF.format(name=cls.__name__)}}}}
 
 
-def _documented(body: type | None, answer: type | None) -> dict[str, Any]:
+def _documented(body: type | dict[str, Any] | None, answer: type | None) -> dict[str, Any]:
     extra: dict[str, Any] = {"responses": {"default": {"description": "Error"} | _ref(ErrorResponse)}}
-    if body is not None:
+    if isinstance(body, dict):
+        extra["requestBody"] = body
+    elif body is not None:
         extra["requestBody"] = {"required": True} | _ref(body)
     if answer is not None:
         extra["responses"]["200"] = {"description": "OK"} | _ref(answer)
@@ -310,7 +339,7 @@ def _documented(body: type | None, answer: type | None) -> dict[str, Any]:
 def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        types = [cls for route in ROUTES for cls in route[3:] if cls is not None]
+        types = [cls for route in ROUTES for cls in route[3:] if isinstance(cls, type)]
         _, schemas = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REF)
         components = document.setdefault("components", {})
         components.setdefault("schemas", {}).update(schemas)

@@ -19,6 +19,7 @@ from quire.server.http.threads import Threads
 from quire.server.structured.service import Structures
 
 if TYPE_CHECKING:
+    from quire.server.batches.runner import Batches
     from quire.server.engines.handle import EngineHandle
     from quire.server.metrics.sink import MetricsSink
     from quire.server.text.tokenizer import Tokenizer
@@ -82,6 +83,7 @@ class ServerState:
     structures: Structures = field(default_factory=Structures)
     unknown_fields: set[str] = field(default_factory=set)  # already logged
     num_reserved: int = 0  # choices of admitted HTTP requests, until their answers have ended
+    batches: Batches | None = None  # with --batch-dir
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -157,6 +159,12 @@ class ServerState:
                 raise Unavailable(
                     f"With this request {count} {what} would wait, and the limit is {limit} ({flag}).", retry_after=1
                 )
+
+    def require_batches(self) -> Batches:
+        """Raises NotFound without --batch-dir."""
+        if self.batches is None:
+            raise NotFound("This server keeps no files: start it with --batch-dir DIR for /v1/files and /v1/batches.")
+        return self.batches
 
     def require_model(self, name: str | None) -> None:
         """Raises NotFound unless `name` is absent, empty or a served model name."""

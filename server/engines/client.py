@@ -187,6 +187,7 @@ class EngineClient:
         # prompt tokens of our choices without output; each choice counts, because it needs its own rows and steps even
         # if the prompt is cached
         self.num_waiting_tokens = 0
+        self.num_background = 0  # our unfinished choices of background requests, which no limit of the queue counts
         # engine deaths while our requests were on trial (`quarantine.py`)
         self.num_trial_deaths = 0
         self._vocabulary: bytes | None = None  # for grammars, once one was needed
@@ -282,7 +283,8 @@ class EngineClient:
     def _find_suspects(self, max_num_seqs: int) -> None:
         """Mark the requests that could have been in the dead engine's batch: the first ones in its queue order."""
         sent = sorted(
-            (entry for entry in self._open.values() if entry.sent), key=lambda entry: entry.prompt.request.priority
+            (entry for entry in self._open.values() if entry.sent),
+            key=lambda entry: (entry.prompt.request.background, entry.prompt.request.priority),
         )
         suspects, on_trial = self._quarantine.on_death(sent[:max_num_seqs])
         self.num_trial_deaths += on_trial
@@ -313,8 +315,8 @@ class EngineClient:
 
     @property
     def load(self) -> int:
-        """Unfinished choices in the engine, including those of other frontends."""
-        return self.num_open + self.num_elsewhere
+        """Unfinished choices in the engine, including those of other frontends, without background requests."""
+        return self.num_open - self.num_background + self.num_elsewhere
 
     def generate(self, request: AddRequest) -> OutputStream:
         """Submit a request; one stream delivers the outputs of all its choices. The request waits while no engine
@@ -327,7 +329,10 @@ class EngineClient:
             raise ValueError(f"request_id {taken[0]!r} is in use")
         stream = OutputStream(self, [choice.request_id for choice in choices])
         prompt = _Prompt(request, time.monotonic())
-        self.num_waiting_tokens += len(choices) * len(request.prompt_token_ids)
+        if request.background:
+            self.num_background += len(choices)
+        else:
+            self.num_waiting_tokens += len(choices) * len(request.prompt_token_ids)
         entries = [_Open(prompt, choice, stream, waits=self._quarantine.active) for choice in choices]
         self._open |= {entry.choice.request_id: entry for entry in entries}
         if self._closed is not None:
@@ -384,6 +389,7 @@ class EngineClient:
     def _close_request(self, request_id: str) -> _Open:
         entry = self._open.pop(request_id)
         entry.is_open = False
+        self.num_background -= entry.prompt.request.background
         self._note_computed(entry)
         return entry
 
@@ -391,7 +397,8 @@ class EngineClient:
         """The choice's prompt was processed, or is no longer needed."""
         if not entry.computed:
             entry.computed = True
-            self.num_waiting_tokens -= len(entry.prompt.request.prompt_token_ids)
+            if not entry.prompt.request.background:
+                self.num_waiting_tokens -= len(entry.prompt.request.prompt_token_ids)
 
     # ---- utility calls
 

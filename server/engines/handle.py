@@ -21,11 +21,11 @@ class EngineHandle(Protocol):
 
     @property
     def load(self) -> int:
-        """Unfinished choices in the engine, including those of other frontends."""
+        """Unfinished choices in the engine, including those of other frontends, without background requests."""
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of this process's requests without output."""
+        """Prompt tokens of this process's requests without output and not in the background."""
 
     def generate(self, request: AddRequest) -> OutputStream:
         """Send a request. Raises ValueError if its request_id is in use."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # imported late, because these imports are slow
     import uvicorn
     from starlette.types import ASGIApp
 
+    from quire.server.batches.runner import Batches
     from quire.server.engines.client import EngineClient
     from quire.server.engines.pool import EnginePool
     from quire.server.http.connections import Connections
@@ -77,22 +78,41 @@ class Frontend:
 
         self.connections = Connections(Limits(max_connections()))
         self._http = _http_server(RequestBoundary(self.gate, self.state), self.connections)
-        routes = asyncio.create_task(self._load_routes())
+        loading = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
-        watching = asyncio.create_task(self._watch())
+        others = [loading, asyncio.create_task(self._watch())]
         try:
-            await routes
-            await serving
+            routes = await loading
+            ending = {serving}
+            if self.state.batches is not None:
+                others.append(asyncio.create_task(self.state.batches.serve(routes)))
+                ending.add(others[-1])
+            for task in (await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED))[0]:
+                task.result()
         finally:
-            routes.cancel()
-            watching.cancel()
+            for task in others:
+                task.cancel()
             self._http.should_exit = True
-            await asyncio.gather(routes, watching, serving, return_exceptions=True)
+            await asyncio.gather(serving, *others, return_exceptions=True)
+            if self.state.batches is not None:
+                await self.state.batches.close()
 
-    async def _load_routes(self) -> None:
-        create_app = await in_thread(lambda: importlib.import_module("quire.server.app").create_app)
-        self.gate.app = create_app(self.state)
+    async def _load_routes(self) -> ASGIApp:
+        app = await in_thread(lambda: importlib.import_module("quire.server.app"))
+        routes = app.create_routes(self.state)
+        self.state.batches = self._open_batches()
+        self.gate.app = app.protected(routes, self.state)
         self.open()
+        return routes
+
+    def _open_batches(self) -> Batches | None:
+        """The batches of --batch-dir. Raises ValueError for a folder that cannot be used."""
+        server = self.config.server
+        if server.batch_dir is None:
+            return None
+        from quire.server.batches.runner import Batches
+
+        return Batches(server.batch_dir, server.batch_disk, self.state)
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         """Raises ValueError for missing or malformed files."""
@@ -228,7 +248,7 @@ class Frontend:
 
 
 def _is_busy(client: EngineClient) -> bool:
-    return client.ready is not None and client.load > 0
+    return client.ready is not None and client.load + client.num_background > 0
 
 
 def configure_logging(level: str, name: str = "server") -> None:

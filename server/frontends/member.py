@@ -157,7 +157,9 @@ class ManagedFrontend:
         last = Busy([0] * len(self.clients), 0)
         while True:
             await asyncio.sleep(BUSY_INTERVAL)
-            busy = Busy([client.num_open for client in self.clients], self.frontend.num_in_flight)
+            busy = Busy(
+                [client.num_open - client.num_background for client in self.clients], self.frontend.num_in_flight
+            )
             if busy != last and not self._parent_stalls():
                 self.channel.send(busy)
                 last = busy

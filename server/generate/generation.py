@@ -38,6 +38,7 @@ class GenerationRequest:
     spaces_between_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    background: bool = False
     arrival_time: float = field(default_factory=time.time)
     prompt_text: str | None = None
     structure: Structure | None = None
@@ -142,6 +143,7 @@ class Generation:
             priority=request.priority,
             cache_salt=request.cache_salt,
             siblings=siblings,
+            background=request.background,
         )
         try:
             self._stream = self._client.generate(message)

@@ -188,6 +188,7 @@ def _request(
         priority=spec.priority,
         # a client's salt contains no slash, so tenants cannot collide
         cache_salt=spec.cache_salt if spec.tenant is None else f"{spec.tenant}/{spec.cache_salt or ''}",
+        background=spec.background,
         arrival_time=time.time(),
         structure=spec.structure,
     )

@@ -96,6 +96,7 @@ class GenerationSpec:
     priority: int = 0
     cache_salt: str | None = None
     tenant: str | None = None  # requests of different tenants share no cached prefixes
+    background: bool = False  # yields to every request that is not; no limit of the queue counts it
     prompt_param: str = "prompt"
     max_tokens_param: str = "max_tokens"
     logprobs_param: str = "logprobs"

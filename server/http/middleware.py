@@ -180,12 +180,12 @@ class ApiKeys:
     """Requires one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Everything except the probes and the
     static pages, unknown routes included, returns 401 without it.
 
-    With several keys, sets "tenant" in the scope per key, unless `share_prefix_cache`.
+    With several keys, sets "owner" in the scope per key, and "tenant" to the same unless `share_prefix_cache`.
     """
 
     def __init__(self, app: ASGIApp, keys: list[str], share_prefix_cache: bool = False):
         self.app = app
-        self.separate_tenants = len(set(keys)) > 1 and not share_prefix_cache
+        self.several, self.share_prefix_cache = len(set(keys)) > 1, share_prefix_cache
         self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,8 +199,10 @@ class ApiKeys:
                 )
                 await send_error(scope, send, Unauthorized(what))
                 return
-            if self.separate_tenants:
-                scope["tenant"] = hashlib.sha256(b"prefix cache of " + key).hexdigest()[:32]
+            if self.several:
+                scope["owner"] = hashlib.sha256(b"prefix cache of " + key).hexdigest()[:32]
+                if not self.share_prefix_cache:
+                    scope["tenant"] = scope["owner"]
         await self.app(scope, receive, send)
 
     def _known(self, key: bytes) -> bool:

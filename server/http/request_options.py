@@ -14,7 +14,13 @@ from quire.server.state import ServerState
 
 
 def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
-    """Reserve room in the queue; the outermost middleware releases it after the answer. Raises Unavailable if full."""
+    """Reserve room in the queue; the outermost middleware releases it after the answer. A background request needs
+    none: who runs it bounds the number of them.
+
+    Raises Unavailable if the queue is full.
+    """
+    if request.scope.get("background"):
+        return
     num_choices = sum(one.n for one in requests)
     state.require_room(num_choices, sum(one.n * len(one.prompt_token_ids) for one in requests), param)
     state.num_reserved += num_choices

@@ -86,6 +86,7 @@ class Engine:
         age: float = 0.0,
         cache_salt: str | None = None,
         siblings: list[Choice] | None = None,
+        background: bool = False,
         **sampling: Any,
     ) -> AddRequest:
         message = AddRequest(
@@ -97,6 +98,7 @@ class Engine:
             priority,
             cache_salt,
             siblings or [],
+            background,
         )
         self.put(message, client)
         return message

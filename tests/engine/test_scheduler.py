@@ -379,6 +379,42 @@ def test_equal_priorities_do_not_preempt_each_other():
     assert engine.last("first").timing.num_preemptions == 0
 
 
+def test_background_requests_get_a_quarter_of_a_step_of_others():
+    scheduler, executor = make(max_num_batched_tokens=64, num_gpu_blocks_override=400, max_model_len="600")
+    for i in range(8):
+        scheduler.add(AddRequest(f"b{i}", [i, i], greedy(50), background=True))
+    alone = scheduler.schedule()
+    assert alone.num_tokens == 64 // 8  # short steps, so that an arriving request does not wait long
+    scheduler.update(alone, executor.execute(alone.input).result())
+    scheduler.add(AddRequest("prompt", list(range(40)), greedy(50)))
+    with_prompt, _ = run_step(scheduler, executor)
+    assert with_prompt.input.num_scheduled == [1, 40]  # one token until the prompt's size is known
+    for name in "xyz":
+        scheduler.add(AddRequest(name, [1] * 7, greedy(50)))
+    run_step(scheduler, executor)
+    with_decodes, _ = run_step(scheduler, executor)
+    names = [request.request_id for request in with_decodes.requests]
+    assert names[:4] == ["prompt", "x", "y", "z"] and len(names) == 5
+
+
+def test_a_background_request_makes_room_for_others_and_ends_all_the_same():
+    engine = Engine(fake_config(max_num_seqs=2, num_gpu_blocks_override=50))
+    engine.add("back", [1], max_tokens=20, background=True)
+    engine.add("ground", [2], max_tokens=20, background=True)
+    for _ in range(4):
+        engine.turn()
+    engine.add("one", [3], max_tokens=5)
+    engine.add("two", [4], max_tokens=5)
+    order = []
+    engine.run(lambda: order.extend(o for c, o in engine.outputs if engine.last(o).finish_reason and o not in order))
+    assert order[:2] == ["one", "two"]
+    for name, first in (("back", 1), ("ground", 2), ("one", 3), ("two", 4)):
+        assert engine.last(name).finish_reason == "length"
+        sampling = SamplingParams(max_tokens=20 if name in ("back", "ground") else 5)
+        assert engine.tokens(name) == expected_tokens([first], sampling, 100, VOCAB)
+    engine.assert_at_rest()
+
+
 def test_fcfs_ignores_priority():
     engine = Engine(fake_config(max_num_seqs=1))
     for i, name in enumerate("ab"):

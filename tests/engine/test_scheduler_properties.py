@@ -124,6 +124,7 @@ def drive(engine, requests):
                         prompt,
                         priority=priority,
                         cache_salt=salt,
+                        background=len(prompt) % 3 == 0,
                         **{f: getattr(sampling, f) for f in sampling.__struct_fields__},
                     )
                 )

@@ -81,6 +81,7 @@ class RunningServer:
         return self.launcher.frontend.state
 
     def wait_ready(self, timeout: float = 30.0) -> RunningServer:
+        poll(lambda: hasattr(self, "launcher") or not self.thread.is_alive(), timeout)
         poll(lambda: self.state.status == "ready" or not self.thread.is_alive(), timeout)
         assert self.thread.is_alive(), self.state.failure
         return self

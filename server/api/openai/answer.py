@@ -33,11 +33,14 @@ def admit(request: Request, body: GenerationFields, state: ServerState, prefix: 
         raise BadRequest("stream_options needs stream to be true.", param="stream_options")
     priority = request_options.priority(request, body.priority)
     check_priority(priority, model)
-    state.require_room()
+    background = request.scope.get("background", False)
+    if not background:
+        state.require_room()
     return {
         "request_id": prefix + request_options.request_id(request, body.request_id),
         "priority": priority,
         "tenant": request.scope.get("tenant"),
+        "background": background,
     }
 
 

@@ -44,7 +44,7 @@ _SAME = (
 
 
 def chat_spec(body: ChatCompletionRequest, **identity: Any) -> GenerationSpec:
-    """`identity`: request_id, priority, tenant."""
+    """`identity`: request_id, priority, tenant, background."""
     max_tokens_param, max_tokens = _chat_max_tokens(body)
     return GenerationSpec(
         prompts=conversation(body),
@@ -60,7 +60,7 @@ def chat_spec(body: ChatCompletionRequest, **identity: Any) -> GenerationSpec:
 
 
 def completion_spec(body: CompletionRequest, **identity: Any) -> GenerationSpec:
-    """`identity`: request_id, priority, tenant."""
+    """`identity`: request_id, priority, tenant, background."""
     if body.best_of not in (None, body.n or 1):
         raise BadRequest(f"best_of must equal n ({body.n or 1}): candidates are not ranked here.", param="best_of")
     if body.max_tokens == 0 and not body.echo:

@@ -1,0 +1,168 @@
+"""/v1/batches: many requests from a file, run when the engine has nothing more urgent to do."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.api.openai.files import ends, owner, page_size
+from quire.server.api.openai.protocol import Name
+from quire.server.batches.store import Batch
+from quire.server.errors import BadRequest
+from quire.server.http.read_body import require_deliberate, take
+from quire.server.http.sse import JsonResponse
+from quire.server.state import ServerState
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+MAX_WINDOW = 30 * 86400  # seconds
+_UNITS = {"m": 60, "h": 3600, "d": 86400}
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/batches"""
+
+    input_file_id: Name
+    endpoint: Annotated[str, Meta(max_length=256, extra_json_schema={"enum": list(ENDPOINTS)})]
+    completion_window: Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,5}[mhd]$", description="24h, 30m, 7d")]
+    metadata: Annotated[dict[Name, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {"output_expires_after": ()}
+
+
+class BatchError(msgspec.Struct):
+    code: str
+    line: int | None
+    message: str
+    param: str | None
+
+
+class BatchErrors(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[BatchError]
+
+
+class RequestCounts(msgspec.Struct):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "batch"
+    endpoint: str
+    model: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating",
+        "failed",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "expired",
+        "cancelling",
+        "cancelled",
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+async def create_batch(request: Request, state: ServerState) -> Response:
+    """Begin a batch. Raises NotFound for its file, BadRequest."""
+    batches = state.require_batches()
+    body = await take(request, BatchRequest, state, lambda body: body)
+    if body.endpoint not in ENDPOINTS:
+        raise BadRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}.", param="endpoint")
+    batch = await batches.run(
+        batches.store.add_batch,
+        owner(request),
+        request.scope.get("tenant"),
+        body.endpoint,
+        body.input_file_id,
+        body.completion_window,
+        _seconds(body.completion_window),
+        body.metadata,
+    )
+    batches.notify()
+    return _answer(batch, state)
+
+
+def _seconds(window: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([mhd])", window).groups()
+    seconds = int(number) * _UNITS[unit]
+    if seconds > MAX_WINDOW:
+        raise BadRequest(f"completion_window must be at most {MAX_WINDOW // 86400}d.", param="completion_window")
+    return seconds
+
+
+async def list_batches(request: Request, state: ServerState) -> Response:
+    """The caller's batches, newest first."""
+    batches = state.require_batches()
+    limit = page_size(request, 100)
+    found = await batches.run(batches.store.batches, owner(request), request.query_params.get("after"), limit + 1)
+    shown = [_shown(batch, state) for batch in found[:limit]]
+    return JsonResponse(BatchList(data=shown, has_more=len(found) > limit, **ends(shown)))
+
+
+async def retrieve_batch(request: Request, state: ServerState) -> Response:
+    """Status and progress of a batch."""
+    batches = state.require_batches()
+    return _answer(await batches.run(batches.store.batch, request.path_params["batch_id"], owner(request)), state)
+
+
+async def cancel_batch(request: Request, state: ServerState) -> Response:
+    """End a batch; the results so far remain."""
+    require_deliberate(request)
+    batches = state.require_batches()
+    batch = await batches.run(batches.store.cancel, request.path_params["batch_id"], owner(request))
+    batches.notify()
+    return _answer(batch, state)
+
+
+def _answer(batch: Batch, state: ServerState) -> Response:
+    return JsonResponse(_shown(batch, state))
+
+
+def _shown(batch: Batch, state: ServerState) -> BatchObject:
+    same: dict[str, Any] = {
+        name: getattr(batch, name) for name in BatchObject.__struct_fields__ if hasattr(batch, name)
+    }
+    errors = (
+        None if batch.errors is None else BatchErrors(data=msgspec.json.decode(batch.errors, type=list[BatchError]))
+    )
+    return BatchObject(
+        **same
+        | {
+            "errors": errors,
+            "metadata": None if batch.metadata is None else msgspec.json.decode(batch.metadata),
+            "model": state.names[0],
+            "request_counts": RequestCounts(batch.total, batch.completed, batch.failed),
+        }
+    )

@@ -1,0 +1,190 @@
+"""/v1/files: uploads, which batches read, and the output of batches."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+import msgspec
+from python_multipart.exceptions import MultipartParseError
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+
+from quire.server.batches.store import File
+from quire.server.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType
+from quire.server.http.read_body import require_deliberate
+from quire.server.http.sse import ClientGone, JsonResponse
+from quire.server.state import ServerState
+
+MAX_FILE_BYTES = 200 << 20
+MAX_FORM_BYTES = 1 << 16  # beside the file
+MAX_NAME = 256
+PURPOSES = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
+MIN_LIFE, MAX_LIFE = 3600, 30 * 86400  # seconds
+UPLOAD = {
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "purpose": {"type": "string", "enum": list(PURPOSES)},
+                },
+            }
+        }
+    },
+    "required": True,
+}
+
+
+class FileObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    expires_at: int | None = None
+
+
+class FileList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "file"
+    deleted: bool = True
+
+
+async def create_file(request: Request, state: ServerState) -> Response:
+    """Store an upload. Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, ClientGone."""
+    batches = state.require_batches()
+    require_deliberate(request)
+    form = await _form(request)
+    try:
+        upload, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(upload, UploadFile):
+            raise BadRequest("Missing required parameter: file.", param="file", code="missing_required_parameter")
+        if purpose not in PURPOSES:
+            raise BadRequest(f"purpose must be one of {', '.join(PURPOSES)}.", param="purpose")
+        name = (upload.filename or "file").replace("/", "_")[:MAX_NAME]
+        file = await batches.run(batches.store.add_file, upload.file, owner(request), purpose, name, _life(form))
+    finally:
+        await form.close()
+    return JsonResponse(_shown(file))
+
+
+async def _form(request: Request) -> FormData:
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise UnsupportedMediaType("A file must be sent as multipart/form-data, with the fields file and purpose.")
+    parser = MultiPartParser(
+        request.headers, _counted(request), max_files=1, max_fields=16, max_part_size=MAX_FORM_BYTES
+    )
+    try:
+        return await parser.parse()
+    except ClientDisconnect:
+        raise ClientGone from None
+    except (MultiPartException, MultipartParseError, KeyError) as error:
+        raise BadRequest(f"The form is not valid: {getattr(error, 'message', error)}") from None
+
+
+async def _counted(request: Request) -> AsyncGenerator[bytes, None]:
+    """The body, up to the limit. What was read is on its way to a temporary file, so it counts no more as memory."""
+    connection, size = request.scope.get("state", {}).get("connection"), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_FILE_BYTES + MAX_FORM_BYTES:
+            raise PayloadTooLarge(f"A file may have at most {MAX_FILE_BYTES} bytes.")
+        yield part
+        if connection is not None:
+            connection.forget_body()
+
+
+def _life(form: FormData) -> int | None:
+    """Seconds until the file expires; None: never."""
+    given = form.get("expires_after[seconds]")
+    if given is None:
+        return None
+    if not str(given).isdecimal() or not MIN_LIFE <= int(str(given)[:12]) <= MAX_LIFE:
+        raise BadRequest(
+            f"expires_after[seconds] must be between {MIN_LIFE} and {MAX_LIFE}.", param="expires_after[seconds]"
+        )
+    return int(str(given))
+
+
+async def list_files(request: Request, state: ServerState) -> Response:
+    """The caller's files, newest first unless `order` is asc."""
+    batches, query = state.require_batches(), request.query_params
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise BadRequest("order must be asc or desc.", param="order")
+    limit = page_size(request, 10_000)
+    files = await batches.run(
+        batches.store.files, owner(request), query.get("purpose"), query.get("after"), limit + 1, order == "asc"
+    )
+    shown = [_shown(file) for file in files[:limit]]
+    return JsonResponse(FileList(data=shown, has_more=len(files) > limit, **ends(shown)))
+
+
+async def retrieve_file(request: Request, state: ServerState) -> Response:
+    """What is known about a file."""
+    return JsonResponse(_shown(await _file(request, state)))
+
+
+async def file_content(request: Request, state: ServerState) -> Response:
+    """The bytes of a file."""
+    file = await _file(request, state)
+    return FileResponse(state.require_batches().store.path(file.id), media_type="application/octet-stream")
+
+
+async def delete_file(request: Request, state: ServerState) -> Response:
+    """Forget a file that no unfinished batch reads."""
+    batches, file_id = state.require_batches(), request.path_params["file_id"]
+    await batches.run(batches.store.delete_file, file_id, owner(request))
+    return JsonResponse(FileDeleted(id=file_id))
+
+
+async def _file(request: Request, state: ServerState) -> File:
+    batches = state.require_batches()
+    return await batches.run(batches.store.file, request.path_params["file_id"], owner(request))
+
+
+def _shown(file: File) -> FileObject:
+    return FileObject(
+        id=file.id,
+        bytes=file.bytes,
+        created_at=file.created_at,
+        filename=file.filename,
+        purpose=file.purpose,
+        expires_at=file.expires_at,
+    )
+
+
+# ---- shared with batches
+
+
+def owner(request: Request) -> str:
+    """Whose files and batches a request may see: those of its API key, or all if there is only one."""
+    return request.scope.get("owner", "")
+
+
+def page_size(request: Request, largest: int) -> int:
+    """The `limit` of a list. Raises BadRequest."""
+    given = request.query_params.get("limit", str(min(largest, 20) if largest < 10_000 else largest))
+    if not given.isdecimal() or not 1 <= int(given[:9]) <= largest:
+        raise BadRequest(f"limit must be between 1 and {largest}.", param="limit")
+    return int(given)
+
+
+def ends(items: list[Any]) -> dict[str, str | None]:
+    """`first_id` and `last_id` of a list."""
+    return {"first_id": items[0].id if items else None, "last_id": items[-1].id if items else None}
