@@ -96,8 +96,8 @@ class BatchList(msgspec.Struct, kw_only=True):
 
 async def create_batch(request: Request, state: ServerState) -> Response:
     """Begin a batch. Raises NotFound for its file, BadRequest."""
-    batches = state.require_batches()
     body = await take(request, BatchRequest, state, lambda body: body)
+    batches = state.require_batches()
     if body.endpoint not in ENDPOINTS:
         raise BadRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}.", param="endpoint")
     batch = await batches.run(
