@@ -215,6 +215,33 @@ class ServerConfig:
     api_key: list[str] = opt([], "accepted API keys", everyday=True, repeat=True, secret=True)
     chat_template: str | None = opt(None, "Jinja template, as a file or text, instead of the model's", everyday=True)
     trust_request_chat_template: bool = opt(False, "accept a chat_template in requests; its memory is not limited")
+    tool_call_parser: str = opt(
+        "auto",
+        "format of the model's tool calls; auto: what its chat template shows; none: calls are text",
+        everyday=True,
+        metavar="NAME|auto|none",
+    )
+    reasoning_parser: str = opt(
+        "auto",
+        "format of the model's thoughts; auto: what its chat template shows; none: thoughts are content",
+        everyday=True,
+        metavar="NAME|auto|none",
+    )
+    enable_auto_tool_choice: bool = opt(
+        False, "accepted for compatibility: a request with tools and no tool_choice has auto anyway"
+    )
+    generic_tool_prompt: bool = opt(
+        False,
+        "describe tools in a system message, and parse calls as JSON, if the model's chat template knows no tools",
+    )
+    exclude_tools_when_tool_choice_none: bool = opt(
+        False, "leave the tools out of the prompt of a request with tool_choice none"
+    )
+    reasoning_field: str = opt(
+        "both",
+        "name of the field that has the model's thoughts in answers",
+        choices=("both", "reasoning_content", "reasoning"),
+    )
     generation_config: str = opt(
         "auto",
         "source of default sampling parameters: auto (the model's generation_config.json), vllm (none), or a folder",

@@ -7,7 +7,6 @@ The nearest of our names would be misleading advice for them. The keys are spell
 from __future__ import annotations
 
 _LORA = "LoRA adapters are not supported yet"
-_TOOLS = "tool calls are not supported yet"
 _STRUCTURED = "structured output is not supported yet"
 _SPECULATIVE = "speculative decoding is not supported yet"
 _OTHER_TASKS = "this server generates text; embeddings and other tasks are not supported yet"
@@ -21,9 +20,6 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "enable_lora": _LORA,
     "lora_modules": _LORA,
     "max_loras": _LORA,
-    "enable_auto_tool_choice": _TOOLS,
-    "tool_call_parser": _TOOLS,
-    "reasoning_parser": "reasoning parsers are not supported yet: responses have the model's text unchanged",
     "guided_decoding_backend": _STRUCTURED,
     "structured_outputs_config": _STRUCTURED,
     "speculative_config": _SPECULATIVE,

@@ -146,7 +146,7 @@ def _tokenized(body: TokenizeRequest, state: ServerState) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("Give exactly one of prompt and messages.", param="prompt")
     if body.messages is not None:
-        ids = encode_conversation(conversation(body), state, bool(body.add_special_tokens), may_truncate=True)
+        ids = encode_conversation(conversation(body), state, bool(body.add_special_tokens))
     else:
         ids = encode_texts([body.prompt], state, body.add_special_tokens is not False, "prompt", may_truncate=True)[0]
     strings = [state.tokenizer.vocabulary_entry(token_id) for token_id in ids] if body.return_token_strs else None
@@ -210,6 +210,7 @@ async def server_info(request: Request) -> Response:
             "health": state.health(),
             "config": _shown(state.config),
             "engine": state.ready and {"steps_in_flight": state.ready.depth} | msgspec.to_builtins(state.ready.worker),
+            "formats": state.formats and state.formats.describe(),
             "sampling_defaults": state.model and state.model.sampling_defaults,
             "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere,
         }

@@ -21,6 +21,7 @@ from quire.server.structured.service import Structures
 if TYPE_CHECKING:
     from quire.server.batches.runner import Batches
     from quire.server.engines.handle import EngineHandle
+    from quire.server.generate.formats import Formats
     from quire.server.metrics.sink import MetricsSink
     from quire.server.text.tokenizer import Tokenizer
 
@@ -67,6 +68,7 @@ class ServerState:
     fraction: float = 0.0  # completed fraction of the phase
     model: ModelInfo | None = None
     tokenizer: Tokenizer | None = None
+    formats: Formats | None = None  # known with the tokenizer
     client: EngineHandle | None = None
     metrics: MetricsSink | None = None
     ready: Ready | None = None  # None while loading, and again while a new engine starts

@@ -119,7 +119,7 @@ class Frontend:
         from quire.server.generate.sampling import read_sampling_defaults
 
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
-        self.state.tokenizer = await load_tokenizer(self.config, tokenizer_folder)
+        self.state.tokenizer, self.state.formats = await load_tokenizer(self.config, tokenizer_folder)
         if not self.state.tokenizer.chat_templates:
             logger.warning(
                 "the model has no chat template: /v1/chat/completions will return 400; set one with --chat-template"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from quire.engine.messages import TokenLogprobs
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate.generation import Delta, Generation
+from quire.server.parsers.events import Event
 
 # Transforms the deltas of one request between generation and dialect, e.g. parses reasoning and tool calls out of the
 # text. It sees all choices (`Delta.index`), and passes on every delta that has an `error` or a `finish_reason`.
@@ -129,6 +130,8 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    events: list[Event] = field(default_factory=list)  # if the text is parsed
+    num_reasoning_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -157,6 +160,8 @@ async def collect(deltas: AsyncGenerator[Delta, None], num_choices: int) -> list
             choice.logprobs.extend(delta.logprobs or ())
             choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
             choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
+            choice.events.extend(delta.events or ())
+            choice.num_reasoning_tokens += delta.num_reasoning_tokens
             if delta.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
     finally:
@@ -174,10 +179,12 @@ class Counter:
     num_prompt_tokens: int  # of all prompts
     n: int
     num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
     cached: dict[int, dict[int, int]] = field(default_factory=dict)  # prompt index -> choice index -> tokens
 
-    def add(self, index: int, num_tokens: int, num_cached_tokens: int) -> None:
+    def add(self, index: int, num_tokens: int, num_cached_tokens: int, num_reasoning_tokens: int = 0) -> None:
         self.num_completion_tokens += num_tokens
+        self.num_reasoning_tokens += num_reasoning_tokens
         seen = self.cached.setdefault(index // self.n, {})
         seen[index] = max(seen.get(index, 0), num_cached_tokens)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,9 +14,13 @@ from quire.server.engines.client import OutputStream
 from quire.server.engines.handle import EngineHandle
 from quire.server.errors import BadRequest
 from quire.server.metrics.sink import EngineMetrics, MetricsSink
+from quire.server.parsers.events import Event
 from quire.server.structured.structure import Structure
 from quire.server.text.detokenizer import Detokenizer, StopStrings
 from quire.server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.server.generate.parse import Parsing
 
 SLICE = 64  # tokens of a pile that are turned into text before others get their turn
 
@@ -42,6 +47,8 @@ class GenerationRequest:
     arrival_time: float = field(default_factory=time.time)
     prompt_text: str | None = None
     structure: Structure | None = None
+    parsing: Parsing | None = None  # None: the text is the answer
+    visible_ids: frozenset[int] = frozenset()  # special tokens that are shown although special tokens are not
 
 
 @dataclass(slots=True)
@@ -50,7 +57,7 @@ class Delta:
     delta's.
 
     `finish_reason`, on the last: stop (`stop_reason` is the stop string or stop token id, None for an end-of-sequence
-    token), length, abort, or error.
+    token), tool_calls (stop, after calls), length, abort, or error.
     """
 
     index: int
@@ -63,6 +70,8 @@ class Delta:
     num_cached_tokens: int
     error: str | None
     error_kind: str = "engine"  # as in `EngineOutput`
+    events: list[Event] | None = None  # what the text says, if it is parsed (`parse.py`)
+    num_reasoning_tokens: int = 0
 
 
 class Generation:
@@ -215,6 +224,7 @@ class _Choice:
             request.skip_special_tokens,
             request.spaces_between_special_tokens,
             request.sampling.min_tokens,
+            request.visible_ids,
         )
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []

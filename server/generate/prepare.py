@@ -10,8 +10,11 @@ import itertools
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest
+from quire.server.generate.conversation import Reading, read_answer, render_conversation
 from quire.server.generate.generation import GenerationRequest
 from quire.server.generate.limits import MAX_CHOICES, MAX_PROMPTS
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
@@ -19,19 +22,6 @@ from quire.server.generate.sampling import check_max_tokens, fit, to_sampling_pa
 from quire.server.state import ModelInfo, ServerState
 from quire.server.text.detokenizer import StopStrings
 
-# variables of a template that have fields of their own
-RESERVED_KWARGS = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "conversation",
-        "tokenize",
-    }
-)
 _serial = itertools.count()
 
 
@@ -42,9 +32,19 @@ def prepare(spec: GenerationSpec, state: ServerState) -> list[GenerationRequest]
     """
     check_options(spec.options)
     sampling = to_sampling_params(spec, state.model, state.tokenizer)
-    prompts = prompt_ids(spec, state)
+    reading = Reading(structure=spec.structure)
+    if isinstance(spec.prompts, Conversation):
+        rendered = render_conversation(spec.prompts, state)
+        may_truncate = spec.options.truncate_prompt_tokens is not None
+        prompts = encode_texts(
+            [rendered.text], state, bool(spec.add_special_tokens), "messages", may_truncate=may_truncate
+        )
+        reading = read_answer(spec.prompts, rendered, spec.structure, state)
+        sampling = msgspec.structs.replace(sampling, thinking=reading.thinking)
+    else:
+        prompts = prompt_ids(spec, state)
     texts = _kept_texts(spec)
-    return [_request(spec, sampling, ids, text, state.model) for ids, text in zip(prompts, texts, strict=True)]
+    return [_request(spec, sampling, ids, text, reading, state) for ids, text in zip(prompts, texts, strict=True)]
 
 
 def check_options(options: GenerationOptions) -> None:
@@ -68,8 +68,6 @@ def check_priority(priority: int, model: ModelInfo) -> None:
 def prompt_ids(spec: GenerationSpec, state: ServerState) -> list[list[int]]:
     """Token ids of each prompt, not yet truncated. Raises BadRequest for `spec.prompt_param`."""
     prompts, may_truncate = spec.prompts, spec.options.truncate_prompt_tokens is not None
-    if isinstance(prompts, Conversation):
-        return [encode_conversation(prompts, state, bool(spec.add_special_tokens), may_truncate=may_truncate)]
     if len(prompts) > MAX_PROMPTS:
         raise BadRequest(f"prompt: {len(prompts)} prompts are more than {MAX_PROMPTS}.", param="prompt")
     if len(prompts) * spec.options.n > MAX_CHOICES:
@@ -83,58 +81,10 @@ def prompt_ids(spec: GenerationSpec, state: ServerState) -> list[list[int]]:
     return prompts
 
 
-def encode_conversation(
-    conversation: Conversation, state: ServerState, add_special_tokens: bool, *, may_truncate: bool
-) -> list[int]:
-    """Token ids of the rendered template. Raises BadRequest naming the option at fault."""
-    text = render_conversation(conversation, state)
-    return encode_texts([text], state, add_special_tokens, "messages", may_truncate=may_truncate)[0]
-
-
-def render_conversation(conversation: Conversation, state: ServerState) -> str:
-    """The prompt as text. Raises BadRequest naming the option at fault."""
-    check_conversation(conversation, state)
-    messages = conversation.messages
-    try:
-        # templates older than the role know it as system
-        if "developer" not in state.tokenizer.template_source(conversation.chat_template):
-            messages = [
-                message | {"role": "system"} if message["role"] == "developer" else message for message in messages
-            ]
-        add_generation_prompt = conversation.add_generation_prompt
-        if add_generation_prompt is None:
-            add_generation_prompt = not conversation.continue_final_message
-        return state.tokenizer.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=conversation.continue_final_message,
-            documents=conversation.documents,
-            chat_template=conversation.chat_template,
-            variables=conversation.chat_template_kwargs,
-        )
-    except ValueError as error:
-        raise BadRequest(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="messages") from error
-
-
-def check_conversation(conversation: Conversation, state: ServerState) -> None:
-    """Raises BadRequest for options that the server does not allow or that contradict each other."""
-    if conversation.chat_template is not None and not state.config.server.trust_request_chat_template:
-        raise BadRequest(
-            "chat_template is only accepted by a server with --trust-request-chat-template.", param="chat_template"
-        )
-    if conversation.continue_final_message and conversation.add_generation_prompt:
-        raise BadRequest(
-            "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
-        )
-    if reserved := sorted(RESERVED_KWARGS.intersection(conversation.chat_template_kwargs)):
-        raise BadRequest(
-            f"chat_template_kwargs must not set {reserved[0]}: the request has a field for it.",
-            param="chat_template_kwargs",
-        )
-    if conversation.continue_final_message and conversation.messages[-1]["role"] != "assistant":
-        raise BadRequest(
-            "continue_final_message needs a last message of the assistant.", param="continue_final_message"
-        )
+def encode_conversation(conversation: Conversation, state: ServerState, add_special_tokens: bool) -> list[int]:
+    """Token ids of the rendered template, of any number. Raises BadRequest naming the option at fault."""
+    text = render_conversation(conversation, state).text
+    return encode_texts([text], state, add_special_tokens, "messages", may_truncate=True)[0]
 
 
 def encode_texts(
@@ -164,9 +114,14 @@ def _kept_texts(spec: GenerationSpec) -> list[str | None]:
 
 
 def _request(
-    spec: GenerationSpec, sampling: SamplingParams, ids: list[int], text: str | None, model: ModelInfo
+    spec: GenerationSpec,
+    sampling: SamplingParams,
+    ids: list[int],
+    text: str | None,
+    reading: Reading,
+    state: ServerState,
 ) -> GenerationRequest:
-    options = spec.options
+    options, model = spec.options, state.model
     ids = truncate(ids, options, sampling, model)
     sampling = fit(sampling, len(ids), model, spec.prompt_param)
     check_max_tokens(spec, len(ids), model)
@@ -190,7 +145,9 @@ def _request(
         cache_salt=spec.cache_salt if spec.tenant is None else f"{spec.tenant}/{spec.cache_salt or ''}",
         background=spec.background,
         arrival_time=time.time(),
-        structure=spec.structure,
+        structure=reading.structure,
+        parsing=reading.parsing,
+        visible_ids=reading.visible_ids,
     )
 
 

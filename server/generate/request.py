@@ -28,6 +28,7 @@ from quire.server.generate.limits import (
     Temperature,
     TopP,
 )
+from quire.server.generate.tools import Reasoning, Tool, ToolChoice
 from quire.server.structured.structure import Structure
 
 
@@ -76,6 +77,10 @@ class Conversation:
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
+    tools: list[Tool] = field(default_factory=list)
+    tool_choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
+    reasoning: Reasoning = field(default_factory=Reasoning)
+    parse: bool = True  # tell reasoning and tool calls from content; False: the answer is the text alone
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,6 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_NESTING = 64  # levels of JSON that is passed to templates
 MAX_FIELDS = 256  # per object
 MAX_MEMBERS = 2**16  # per body, over all objects; decoding them holds the interpreter for about 20 ms
+_MAX_BYTES = {"chat_template_kwargs": MAX_TEMPLATE_KWARGS_BYTES, "tools": 2**20, "functions": 2**20}  # of JSON
 MAX_UNKNOWN = 100  # names of unknown fields that are remembered
 _NEUTRAL_BYTES = 64  # maximum length of a neutral value of an unsupported field
 _SHOWN_BYTES = 2**16  # longer bodies are not searched for the value to show in an error
@@ -38,10 +39,9 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
         raise BadRequest(f"The body's objects have more than {MAX_MEMBERS} fields in all.")
     try:
         members = _members(body)
-        if len(members.get("chat_template_kwargs", b"")) > MAX_TEMPLATE_KWARGS_BYTES:
-            raise BadRequest(
-                f"chat_template_kwargs has more than {MAX_TEMPLATE_KWARGS_BYTES} bytes.", param="chat_template_kwargs"
-            )
+        for name, limit in _MAX_BYTES.items():
+            if len(members.get(name, b"")) > limit:
+                raise BadRequest(f"{name} has more than {limit} bytes.", param=name)
         request = msgspec.json.decode(body, type=cls)
     except RecursionError:
         raise BadRequest("The body's JSON is nested too deeply.") from None
@@ -51,7 +51,7 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
         raise bad_request(error, msgspec.json.decode(body) if len(body) <= _SHOWN_BYTES else None) from None
     except (ValueError, UnicodeError) as error:  # msgspec's errors are ValueErrors
         raise BadRequest(f"The body is not valid JSON: {error}") from None
-    if _deeper_than(getattr(request, "chat_template_kwargs", None), MAX_NESTING):
+    if deeper_than(getattr(request, "chat_template_kwargs", None), MAX_NESTING):
         raise BadRequest(
             f"chat_template_kwargs is nested more than {MAX_NESTING} levels deep.", param="chat_template_kwargs"
         )
@@ -70,12 +70,13 @@ def _may_have_more_members(body: bytes, limit: int) -> bool:
     return without_escapes.count(b'"') // 2 > limit
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
+def deeper_than(value: Any, levels: int) -> bool:
+    """Whether JSON data has more levels of objects and lists."""
     if not isinstance(value, (dict, list)):
         return False
     if levels == 0:
         return True
-    return any(_deeper_than(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value))
+    return any(deeper_than(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
 def bad_request(error: msgspec.ValidationError, data: Any) -> BadRequest:

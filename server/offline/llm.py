@@ -25,12 +25,14 @@ from quire.configs.options import all_options, config_from
 from quire.configs.sources import embedded_model
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.protocol import ContentPart, Message, PromptLogprob
+from quire.server.api.openai.tools import Tools, tools_of
 from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS, template_message
 from quire.server.errors import ApiError, BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.generation import Generation, GenerationRequest
 from quire.server.generate.prepare import prepare
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.generate.tools import Tool, ToolChoice
 from quire.server.http.parse_body import bad_request
 from quire.server.startup.runtime import Runtime
 from quire.server.structured.service import constrain
@@ -39,7 +41,16 @@ from quire.server.text.tokenizer import Tokenizer
 T = TypeVar("T")
 Prompt = str | Sequence[int] | dict[str, Any]
 # those that mean something without HTTP
-SERVER_SETTINGS = ("chat_template", "generation_config", "max_logprobs", "step_timeout")
+SERVER_SETTINGS = (
+    "chat_template",
+    "exclude_tools_when_tool_choice_none",
+    "generation_config",
+    "generic_tool_prompt",
+    "max_logprobs",
+    "reasoning_parser",
+    "step_timeout",
+    "tool_call_parser",
+)
 
 
 @dataclass(slots=True)
@@ -171,13 +182,16 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several.
 
-        `chat_template` stands in for the model's. Raises as `generate` does.
+        `chat_template` stands in for the model's. `tools` are in OpenAI's form; the texts have calls and thoughts as
+        the model writes them. Raises as `generate` does.
         """
         conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
         options = self._options(sampling_params, len(conversations))
+        known = _tools(tools)
         specs = [
             self._spec(
                 Conversation(
@@ -186,6 +200,9 @@ class LLM:
                     continue_final_message,
                     chat_template,
                     chat_template_kwargs or {},
+                    tools=known,
+                    tool_choice=ToolChoice("auto" if known else "none"),
+                    parse=False,
                 ),
                 one,
             )
@@ -391,6 +408,14 @@ def _template_messages(conversation: Sequence[dict[str, Any]]) -> list[dict[str,
         except BadRequest as error:
             raise ValueError(error.message) from None
     return messages
+
+
+def _tools(definitions: Sequence[dict[str, Any]] | None) -> list[Tool]:
+    """Tools in OpenAI's form. Raises ValueError."""
+    try:
+        return tools_of(_converted(list(definitions or ()), Tools, "tools."), None)
+    except BadRequest as error:
+        raise ValueError(error.message) from None
 
 
 def _refuse_unknown(fields: dict[str, Any], cls: type[Message] | type[ContentPart], path: str) -> None:

@@ -21,6 +21,7 @@ from quire.server.state import ModelInfo, known_token_ids
 
 if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.engines.client import EngineClient
+    from quire.server.generate.formats import Formats
     from quire.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
@@ -137,17 +138,21 @@ class EngineGroup:
             engine.kill()
 
 
-async def load_tokenizer(config: Config, folder: str) -> Tokenizer:
-    """Raises ValueError for missing or malformed files."""
+async def load_tokenizer(config: Config, folder: str) -> tuple[Tokenizer, Formats]:
+    """The tokenizer, and the formats of thoughts and calls that go with its chat template.
 
-    def load() -> Tokenizer:
+    Raises ValueError for missing or malformed files, and for a parser that does not exist.
+    """
+
+    def load() -> tuple[Tokenizer, Formats]:
+        from quire.server.generate.formats import choose_formats
         from quire.server.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(
             folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code
         )
         _ = tokenizer.max_token_chars  # compute now, not during the first request
-        return tokenizer
+        return tokenizer, choose_formats(config.server, tokenizer)
 
     return await in_thread(load)
 

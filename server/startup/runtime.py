@@ -90,7 +90,7 @@ class Runtime:
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         self._sampling_defaults = read_sampling_defaults(self.config, model_folder)
-        self.state.tokenizer = await load_tokenizer(self.config, tokenizer_folder)
+        self.state.tokenizer, self.state.formats = await load_tokenizer(self.config, tokenizer_folder)
         self._open()
 
     def on_death(self, engine: int) -> None:

@@ -106,11 +106,14 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
         min_tokens: int = 0,
+        visible_ids: frozenset[int] = frozenset(),
     ):
         self.stopped: str | None = None  # the stop string that was hit
         self.num_tokens = 0  # tokens pushed, up to the one that completed a stop string
         self.num_released = 0
-        self._stream = tokenizer.stream(prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
+        self._stream = tokenizer.stream(
+            prompt_token_ids, skip_special_tokens, spaces_between_special_tokens, visible_ids
+        )
         self._stop = stop if isinstance(stop, StopStrings) else StopStrings(stop)
         self._state = 0  # state of `_stop` at the end of the text decoded so far
         self._include = include_stop_str_in_output

@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
 from quire.configs.files import check_readable
-from quire.server.text.chat_template import compile_template
+from quire.server.text.chat_template import ChatTemplate, compile_template
 from quire.server.text.incremental_decoding import CleanUpStream, WindowDecoding, clean_up_spaces, decoding_of
 
 logger = logging.getLogger("quire.tokenizer")
@@ -115,12 +115,16 @@ class Tokenizer:
         return clean_up_spaces(text) if self._clean_up else text
 
     def stream(
-        self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        visible_ids: frozenset[int] = frozenset(),
     ):
         """A stream that decodes the tokens after `prompt_ids` as they arrive: `push(ids) -> str`, `finish() -> str`,
-        `held`.
+        `held`. `visible_ids` are not skipped.
         """
-        skip = self.special_ids if skip_special_tokens else frozenset()
+        skip = self.special_ids - visible_ids if skip_special_tokens else frozenset()
         raw_repeats = frozenset() if skip_special_tokens or spaces_between_special_tokens else self.added_ids
         stream = self._decoding.stream(prompt_ids, skip, raw_repeats)
         return CleanUpStream(stream) if self._clean_up else stream
@@ -154,6 +158,10 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     # ---- chat
+
+    def template(self, chat_template: str | None = None, tools: list[dict] | None = None) -> ChatTemplate:
+        """The compiled `template_source`. Raises ValueError."""
+        return compile_template(self.template_source(chat_template, tools))
 
     def template_source(self, chat_template: str | None = None, tools: list[dict] | None = None) -> str:
         """The template to use: `chat_template` (a name of one of the model's templates, or a text), else "tool_use" if

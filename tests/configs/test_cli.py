@@ -192,9 +192,6 @@ def test_dtype_takes_the_usual_short_names(served, monkeypatch, value, expected)
         ),
         (["m", "-ngl", "99"], "unknown flag -ngl: the whole model runs"),
         (["m", "--enable-lora"], "unknown flag --enable-lora: LoRA adapters are not supported yet"),
-        (["m", "--tool-call-parser", "hermes"], "unknown flag --tool-call-parser: tool calls are not supported yet"),
-        (["m", "--enable_auto_tool_choice"], "tool calls are not supported yet"),
-        (["m", "--reasoning-parser=qwen3"], "unknown flag --reasoning-parser: reasoning parsers are not supported yet"),
         (["m", "-c", "4096"], "unknown flag -c: set --max-model-len"),
     ],
 )

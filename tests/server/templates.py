@@ -406,4 +406,47 @@ ALPACA = """\
 {% endif %}{% endfor %}{% if add_generation_prompt %}### Response:
 {% endif %}"""
 
+# Qwen 3 with tools and thoughts
+QWEN3_TOOLS = """\
+{%- set first = 1 if messages[0].role == 'system' else 0 %}
+{%- if tools or first %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if first %}{{- messages[0].content + ('\\n\\n' if tools else '') }}{%- endif %}
+    {%- if tools %}
+        {{- '# Tools\\n<tools>' }}
+        {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+        {{- '\\n</tools>\\nWrite {"name": ..., "arguments": ...} within <tool_call></tool_call>' }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages[first:] %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.reasoning_content is string %}
+            {{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set call = call.function if call.function else call %}
+            {{- '\\n' if content or not loop.first }}
+            {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[first:][loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[first:][loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+
 TEMPLATES = {name: source for name, source in globals().items() if name.isupper()}

@@ -82,10 +82,13 @@ def test_tokenize_and_detokenize(server):
     for body, param in (
         ({}, "prompt"),
         ({"prompt": "a", "messages": HELLO}, "prompt"),
-        ({"messages": HELLO, "tools": [{}]}, "tools"),
+        ({"messages": HELLO, "tools": [{}]}, "tools.0.type"),
     ):
         assert is_error(
-            server.http.post("/tokenize", json=body), 400, "unsupported_parameter" if param == "tools" else None, param
+            server.http.post("/tokenize", json=body),
+            400,
+            "missing_required_parameter" if param == "tools.0.type" else None,
+            param,
         )
     assert is_error(server.http.post("/detokenize", json={"tokens": [512]}), 400, None, "tokens")
     assert is_error(server.http.post("/detokenize", json={"tokens": [], "model": "x"}), 404, "model_not_found", "model")

@@ -164,12 +164,12 @@ def test_template_of_a_chunk_is_the_types_encoding(server):
     """The manually joined bytes of the common chunk equal msgspec's encoding of the Struct."""
     from quire.server.api.openai.chat import ChatAnswer
     from quire.server.api.openai.protocol import ChatCompletionRequest
-    from quire.server.generate.generation import Delta
+    from quire.server.generate.generation import Delta, GenerationRequest
     from quire.server.http.parse_body import parse
 
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         body, _ = parse(json.dumps({"messages": HELLO, **options}).encode(), ChatCompletionRequest)
-        chat = ChatAnswer(body, server.state, "chatcmpl-x", [1])
+        chat = ChatAnswer(body, server.state, "chatcmpl-x", GenerationRequest("x", [1], SamplingParams()))
         chat.started.add(3)
         for text in ("plain", 'quo"te \\ \n\t\x00 é🙂 \u2028 </script>'):
             fast = chat.frame(Delta(3, text, [5], None, None, None, None, 0, None))
@@ -348,8 +348,8 @@ def test_messages_reach_the_template(server):
     "fields,param",
     [
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages.0.tool_call_id"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0.type"),
         ({"chat_template": "x"}, "chat_template"),
@@ -360,7 +360,7 @@ def test_messages_reach_the_template(server):
         ({"priority": 1}, "priority"),
         ({"max_tokens": 513}, "max_tokens"),
         ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [{}]}, "tools.0.type"),
     ],
 )
 def test_refused(server, fields, param):

@@ -356,7 +356,7 @@ class TestForms:
         assert '{"city"' in self.render(body + "{{ c.function.arguments | tojson }}", {"city": "Zürich"})
 
     def test_support(self):
-        expected = {"LLAMA3", "MISTRAL", "QWEN25", "HERMES"}
+        expected = {"LLAMA3", "MISTRAL", "QWEN25", "HERMES", "QWEN3_TOOLS"}
         assert {name for name, source in TEMPLATES.items() if compile_template(source).tool_support.tools} == expected
         assert compile_template(QWEN25).tool_support.calls and not compile_template(CHATML).tool_support.calls
 

@@ -152,6 +152,17 @@ def test_chat_renders_the_template(llm):
     assert output.prompt.endswith("Well,")
 
 
+def test_chat_with_tools(llm):
+    hi, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "weather"}}
+    template = "{{ tools[0].function.name if tools }}: {{ messages[-1].content }}"
+    (output,) = llm.chat(hi, GREEDY, use_tqdm=False, chat_template=template, tools=[tool])
+    assert output.prompt == "weather: Hi"
+    with pytest.raises(ValueError, match="chat template knows no tools"):
+        llm.chat(hi, GREEDY, tools=[tool])
+    with pytest.raises(ValueError, match=r"tools.0.function.name"):
+        llm.chat(hi, GREEDY, tools=[{"type": "function", "function": {"name": 3}}])
+
+
 def test_progress_bar(llm, capsys):
     llm.generate([[1, 2], [3, 4]], GREEDY)
     shown = capsys.readouterr().err
@@ -209,7 +220,7 @@ def test_wrong_messages_are_named(llm):
         llm.chat([{"role": "robot", "content": "x"}], GREEDY)
     with pytest.raises(ValueError, match=r"messages.1.content: expected"):
         llm.chat([{"role": "user", "content": "x"}, {"role": "user", "content": 3}], GREEDY)
-    with pytest.raises(ValueError, match=r"messages.0.tool_calls is not supported"):
+    with pytest.raises(ValueError, match=r"messages.0.tool_calls.0.function"):
         llm.chat([{"role": "assistant", "content": "x", "tool_calls": [{}]}], GREEDY)
     with pytest.raises(ValueError, match=r"messages.0.content.0.image_url is not supported"):
         llm.chat([{"role": "user", "content": [{"type": "text", "text": "x", "image_url": "y"}]}], GREEDY)

@@ -57,7 +57,7 @@ async def respond(
     await constrain(requests, state)
     request_options.reserve_room(request, state, requests, param)
     generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
-    stream = deltas.run(generations, total, predict)
+    stream = deltas.run(generations, total, predict, requests[0].parsing or deltas.identity)
     if body.stream:
         return sse.EventStream(
             sse.to_the_end(answer.frames(stream), answer.id), state.config.server.sse_keep_alive_interval
@@ -107,7 +107,7 @@ class Answer(ABC):
         """Bytes of whole events. Closing it aborts the generation."""
         try:
             async for delta in stream:
-                self.counter.add(delta.index, len(delta.token_ids), delta.num_cached_tokens)
+                self.counter.add(delta.index, len(delta.token_ids), delta.num_cached_tokens, delta.num_reasoning_tokens)
                 if size := self.frame_size(delta):
                     frame = await self.state.threads.run(size, partial(self.frame, delta))
                 else:
@@ -124,7 +124,12 @@ class Answer(ABC):
 
     def usage(self) -> Usage:
         counter = self.counter
-        return Usage.of(counter.num_prompt_tokens, counter.num_completion_tokens, counter.num_cached_tokens)
+        return Usage.of(
+            counter.num_prompt_tokens,
+            counter.num_completion_tokens,
+            counter.num_cached_tokens,
+            counter.num_reasoning_tokens,
+        )
 
     def chunk_usage(self, choices: list[Any], usage: Usage | None) -> Usage | msgspec.UnsetType | None:
         """The `usage` of a chunk: absent unless asked for; null until the last unless asked for in every chunk."""

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from quire.server.api.openai.answer import Answer, admit, respond
 from quire.server.api.openai.logprobs import Formatter
+from quire.server.api.openai.parsed import EventWriter
 from quire.server.api.openai.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -33,7 +34,7 @@ ID_PREFIX = "chatcmpl-"
 async def chat_completions(request: Request, state: ServerState) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
     body, one = await take(request, ChatCompletionRequest, state, lambda body: (body, _prepare(request, body, state)))
-    answer = ChatAnswer(body, state, ID_PREFIX + request.scope["request_id"], one.prompt_token_ids)
+    answer = ChatAnswer(body, state, ID_PREFIX + request.scope["request_id"], one)
     return await respond(request, state, answer, [one], "messages")
 
 
@@ -53,15 +54,17 @@ class ChatAnswer(Answer):
 
     body: ChatCompletionRequest
 
-    def __init__(self, body: ChatCompletionRequest, state: ServerState, answer_id: str, ids: list[int]):
-        super().__init__(body, state, answer_id, [ids])
+    def __init__(self, body: ChatCompletionRequest, state: ServerState, answer_id: str, one: GenerationRequest):
+        super().__init__(body, state, answer_id, [one.prompt_token_ids])
+        self.parsed = one.parsing is not None
+        self.writer = EventWriter(body, state.config.server.reasoning_field)
         self.formatter = Formatter(
             state.tokenizer, body.top_logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids)
         )
 
     def whole(self, choices: list[deltas.Choice]) -> ChatCompletion:
         for i, choice in enumerate(choices):
-            self.counter.add(i, len(choice.token_ids), choice.num_cached_tokens)
+            self.counter.add(i, len(choice.token_ids), choice.num_cached_tokens, choice.num_reasoning_tokens)
         body = self.body
         return ChatCompletion(
             id=self.id,
@@ -70,9 +73,9 @@ class ChatAnswer(Answer):
             choices=[
                 ChatChoice(
                     i,
-                    ResponseMessage("assistant", choice.text),
+                    self.writer.message(choice.events) if self.parsed else ResponseMessage(content=choice.text),
                     self.formatter.chat(choice.logprobs) if body.logprobs else None,
-                    choice.finish_reason,
+                    self.writer.finish_reason(choice.finish_reason),
                     choice.stop_reason,
                     choice.token_ids if body.return_token_ids else UNSET,
                 )
@@ -100,13 +103,10 @@ class ChatAnswer(Answer):
         return sse.event(msgspec.json.encode(chunk))
 
     def _content_event(self, delta: Delta) -> bytes:
-        body = self.body
-        if body.logprobs or body.return_token_ids or self.running_usage:
-            if not (delta.text or delta.token_ids):
-                return b""
-            logprobs = self.formatter.chat(delta.logprobs or []) if body.logprobs else None
-            ids = delta.token_ids if body.return_token_ids else UNSET
-            return self.event([ChatChunkChoice(delta.index, ChatDelta(content=delta.text), logprobs, token_ids=ids)])
+        if self.parsed:
+            return self._parsed_events(delta)
+        if self._with_tokens():
+            return self._token_event(delta, ChatDelta(content=delta.text)) if delta.text or delta.token_ids else b""
         if not delta.text:
             return b""
         return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
@@ -116,10 +116,29 @@ class ChatAnswer(Answer):
             self.tail,
         )
 
+    def _with_tokens(self) -> bool:
+        """Whether every token has to be told of, beside the text."""
+        return bool(self.body.logprobs or self.body.return_token_ids or self.running_usage)
+
+    def _token_event(self, delta: Delta, content: ChatDelta) -> bytes:
+        logprobs = self.formatter.chat(delta.logprobs or []) if self.body.logprobs else None
+        ids = delta.token_ids if self.body.return_token_ids else UNSET
+        return self.event([ChatChunkChoice(delta.index, content, logprobs, token_ids=ids)])
+
+    def _parsed_events(self, delta: Delta) -> bytes:
+        """One chunk per event; the first has the tokens of all of them."""
+        told = [self.writer.delta(delta.index, event) for event in delta.events or ()]
+        told = [one for one in told if one is not None]
+        out = b""
+        if self._with_tokens() and (told or delta.token_ids):
+            out = self._token_event(delta, told.pop(0) if told else ChatDelta(content=""))
+        return out + b"".join(self.event([ChatChunkChoice(delta.index, one)]) for one in told)
+
     def _last_event(self, delta: Delta) -> bytes:
         if delta.finish_reason is None:
             return b""
-        return self.event([ChatChunkChoice(delta.index, ChatDelta(), None, delta.finish_reason, delta.stop_reason)])
+        reason = self.writer.finish_reason(delta.finish_reason)
+        return self.event([ChatChunkChoice(delta.index, ChatDelta(), None, reason, delta.stop_reason)])
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
         return ChatCompletionChunk(

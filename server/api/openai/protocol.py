@@ -14,6 +14,15 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from quire.server.api.openai.tools import (
+    CalledFunction,
+    CallId,
+    Choice,
+    FunctionChoice,
+    Functions,
+    MessageToolCalls,
+    Tools,
+)
 from quire.server.generate.limits import (
     MAX_CHOSEN_IDS,
     MAX_IDS,
@@ -41,6 +50,7 @@ from quire.server.generate.limits import (
     TokenIds,
     TopP,
 )
+from quire.server.generate.tools import EFFORTS
 from quire.server.structured.structure import MAX_BYTES
 
 MAX_TOKENIZE = 2**21  # characters of a text for /tokenize
@@ -48,9 +58,10 @@ MAX_FIELDS = 1_000  # of a JSON Schema, at its top
 MAX_CHOICES = 10_000  # texts of which the output must be one
 MAX_MESSAGES, MAX_PARTS = 10_000, 1_000
 MAX_DOCUMENTS, MAX_DOCUMENT_FIELDS = 1_000, 64
-ROLES = ["system", "developer", "user", "assistant"]
+ROLES = ["system", "developer", "user", "assistant", "tool", "function"]
 
 Name = Annotated[str, Meta(max_length=256)]
+Effort = Literal[EFFORTS]
 TemplateKwargs = Annotated[
     dict[Name, Any],
     Meta(max_length=MAX_TEMPLATE_KWARGS, description=f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"),
@@ -117,19 +128,20 @@ UNSUPPORTED: dict[str, tuple] = {
     "stream_interval": (),
     "mm_processor_kwargs": (),
 }
+# of conversations; a text completion has neither
 TOOLS_AND_REASONING: dict[str, tuple] = {
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "reasoning": (),
     "include_reasoning": (),
     "thinking_token_budget": (),
     "separate_reasoning": (),
     "stream_reasoning": (),
-    "enable_thinking": (),
-    "reasoning_format": (),
+    "enable_thinking": (False,),
+    "reasoning_format": ("none",),
 }
 
 
@@ -237,16 +249,27 @@ class Message(msgspec.Struct, kw_only=True):
     content: Text | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     name: Name | None = None
     refusal: Text | None = None
+    # of the assistant: calls, the older form of one call, and what it thought, under either name
+    tool_calls: MessageToolCalls | None = None
+    function_call: CalledFunction | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    tool_call_id: CallId | None = None  # of the result of a tool
 
-    harmless: ClassVar = frozenset({"annotations"})
-    unsupported: ClassVar[dict[str, tuple]] = {
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-        "audio": (),
-        "reasoning": (),
-        "reasoning_content": (),
-    }
+    harmless: ClassVar = frozenset({"annotations", "reasoning_details"})
+    unsupported: ClassVar[dict[str, tuple]] = {"audio": ()}
+
+
+class ReasoningSwitch(msgspec.Struct, kw_only=True):
+    """SGLang's and OpenRouter's `reasoning`."""
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    max_tokens: NonNegative | None = None
+    exclude: bool | None = None
+
+    harmless: ClassVar = frozenset({"summary"})
+    unsupported: ClassVar[dict[str, tuple]] = {}
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
@@ -262,21 +285,32 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template: Template | None = None  # only with --trust-request-chat-template
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Documents | None = None
+    # tools; `functions` and `function_call` are their older form
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Functions | None = None
+    function_call: FunctionChoice | None = None
+    # thinking
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: AtLeastMinusOne | None = None  # -1: no limit
+    enable_thinking: bool | None = None
+    reasoning: ReasoningSwitch | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
 
-    harmless: ClassVar = HARMLESS | {"parallel_tool_calls"}
-    unsupported: ClassVar[dict[str, tuple]] = (
-        UNSUPPORTED
-        | TOOLS_AND_REASONING
-        | {
-            "modalities": (["text"],),
-            "audio": (),
-            "verbosity": ("medium",),
-            "web_search_options": (),
-            "echo": (False,),
-            "suffix": (),
-            "best_of": (),
-        }
-    )
+    harmless: ClassVar = HARMLESS
+    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | {
+        "modalities": (["text"],),
+        "audio": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "echo": (False,),
+        "suffix": (),
+        "best_of": (),
+    }
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -305,9 +339,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: Template | None = None  # only with --trust-request-chat-template
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Documents | None = None
+    tools: Tools | None = None
 
     harmless: ClassVar = HARMLESS
-    unsupported: ClassVar[dict[str, tuple]] = {"tools": ([],), "mm_processor_kwargs": ()}
+    unsupported: ClassVar[dict[str, tuple]] = {"mm_processor_kwargs": ()}
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -339,13 +374,13 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> Usage:
         return cls(
             prompt_tokens,
             completion_tokens,
             prompt_tokens + completion_tokens,
             PromptTokensDetails(cached_tokens),
-            CompletionTokensDetails(),
+            CompletionTokensDetails(reasoning_tokens),
         )
 
 
@@ -385,10 +420,31 @@ class PromptLogprob(msgspec.Struct):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]  # token id -> entry; null for the first token
 
 
-class ResponseMessage(msgspec.Struct):
-    role: str
-    content: str
+class FunctionCall(msgspec.Struct):
+    name: str | UnsetType
+    arguments: str
+
+
+class CustomCall(msgspec.Struct):
+    name: str | UnsetType
+    input: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: str
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
+
+
+class ResponseMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str | None = None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -412,9 +468,23 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class ToolCallDelta(msgspec.Struct):
+    """The first of a call has everything, its arguments empty; the others have index and arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

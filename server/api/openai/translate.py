@@ -11,13 +11,18 @@ from quire.server.api.openai.protocol import (
     ContentPart,
     GenerationFields,
     Message,
+    ReasoningSwitch,
     TokenizeRequest,
 )
 from quire.server.api.openai.structure import structure_of
+from quire.server.api.openai.tools import MessageToolCall, choice_of, template_call, tools_of
 from quire.server.errors import BadRequest
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.generate.tools import Reasoning
 
 COMPLETION_MAX_TOKENS = 16
+# fields of a message that templates get as they are
+_PASSED = ("name", "tool_call_id", "reasoning", "reasoning_content")
 # the fields that mean the same in a dialect-neutral request
 _SAME = (
     "temperature",
@@ -129,7 +134,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list
 
 def conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
     """The messages and how to render them. Raises BadRequest naming the message at fault."""
-    return Conversation(
+    out = Conversation(
         [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)],
         body.add_generation_prompt,
         bool(body.continue_final_message),
@@ -137,10 +142,18 @@ def conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
         body.chat_template_kwargs or {},
         body.documents,
     )
+    if isinstance(body, TokenizeRequest):
+        out.tools = tools_of(body.tools, None)
+        return out
+    out.tools = tools_of(body.tools, body.functions)
+    parallel = body.parallel_tool_calls is not False and not body.functions
+    out.tool_choice = choice_of(body.tool_choice, body.function_call, out.tools, parallel)
+    out.reasoning = reasoning_of(body)
+    return out
 
 
 def template_message(message: Message, path: str) -> dict[str, Any]:
-    """A message in the form that templates expect; only text. Raises BadRequest."""
+    """A message in the form that templates expect; only text. Beside calls, content may be None. Raises BadRequest."""
     if message.role not in ROLES:
         raise BadRequest(
             f"{path}.role must be one of {', '.join(ROLES)}, not '{message.role[:100]}'.", param=f"{path}.role"
@@ -152,12 +165,47 @@ def template_message(message: Message, path: str) -> dict[str, Any]:
         ]
     else:
         content = message.refusal if message.content is None else message.content
-    if content is None:
+    calls = _calls(message, path)
+    if content is None and (message.role == "tool" or message.reasoning or message.reasoning_content):
+        content = ""
+    if calls and message.role != "assistant":
+        raise BadRequest(f"{path}.tool_calls: only the assistant calls tools.", param=f"{path}.tool_calls")
+    if content is None and not calls:
         raise BadRequest(
             f"Missing required parameter: {path}.content.", param=f"{path}.content", code="missing_required_parameter"
         )
-    out = {"role": message.role, "content": content}
-    return out if message.name is None else out | {"name": message.name}
+    out: dict[str, Any] = {"role": "tool" if message.role == "function" else message.role, "content": content}
+    out |= {name: value for name in _PASSED if (value := getattr(message, name)) is not None}
+    if calls:
+        out["tool_calls"] = calls
+    return out
+
+
+def _calls(message: Message, path: str) -> list[dict[str, Any]]:
+    """The calls of a message of the assistant, in `tool_calls` or the older `function_call`."""
+    if message.function_call is not None:
+        call = MessageToolCall(function=message.function_call)
+        return [template_call(call, f"{path}.function_call")]
+    return [template_call(call, f"{path}.tool_calls.{i}") for i, call in enumerate(message.tool_calls or ())]
+
+
+def reasoning_of(body: ChatCompletionRequest) -> Reasoning:
+    """How the model shall think, in the fields of several servers. Raises BadRequest for two that differ."""
+    switch = body.reasoning or ReasoningSwitch()
+    budget = _one_of("thinking_token_budget", body.thinking_token_budget, "reasoning.max_tokens", switch.max_tokens)
+    return Reasoning(
+        effort=_one_of("reasoning_effort", body.reasoning_effort, "reasoning.effort", switch.effort),
+        budget=None if budget == -1 else budget,
+        enabled=_one_of("enable_thinking", body.enable_thinking, "reasoning.enabled", switch.enabled),
+        separate=body.separate_reasoning is not False and body.reasoning_format != "none",
+        stream=body.stream_reasoning is not False,
+    )
+
+
+def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+    if value is not None and other not in (None, value):
+        raise BadRequest(f"{name} and {other_name} differ: give one of them.", param=name)
+    return other if value is None else value
 
 
 def _part_text(part: ContentPart, path: str) -> str:

@@ -1,0 +1,181 @@
+"""A conversation -> the text of its prompt, and how the answer to it is to be read and held to its format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.messages import ThinkingBudget
+from quire.server.errors import BadRequest
+from quire.server.generate.formats import Formats
+from quire.server.generate.generic_tools import with_generic_tools
+from quire.server.generate.parse import Parsing
+from quire.server.generate.request import Conversation
+from quire.server.generate.thinking import Thinking, resolve
+from quire.server.generate.tool_structure import called_tools, structure_of
+from quire.server.state import ServerState
+from quire.server.structured.structure import Structure
+from quire.server.text.chat_template import ChatTemplate
+
+# variables of a template that have fields of their own
+RESERVED_KWARGS = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "conversation",
+        "tokenize",
+    }
+)
+
+
+@dataclass(slots=True)
+class Rendered:
+    """The prompt, and what follows from it for the answer."""
+
+    text: str
+    template: ChatTemplate
+    thinking: Thinking
+
+
+def render_conversation(conversation: Conversation, state: ServerState) -> Rendered:
+    """Raises BadRequest naming the option at fault."""
+    check_conversation(conversation, state)
+    tools = [tool.for_template() for tool in conversation.tools]
+    if conversation.tool_choice.mode == "none" and state.config.server.exclude_tools_when_tool_choice_none:
+        tools = []
+    try:
+        template = state.tokenizer.template(conversation.chat_template, tools or None)
+        messages, tools = _fit_to(template, conversation, tools, state)
+        add_generation_prompt = conversation.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not conversation.continue_final_message
+        thinking = resolve(conversation.reasoning, template, state.formats)
+        text = state.tokenizer.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            tools=tools or None,
+            documents=conversation.documents,
+            chat_template=conversation.chat_template,
+            variables=thinking.variables | conversation.chat_template_kwargs,
+        )
+    except ValueError as error:
+        raise BadRequest(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="messages") from error
+    return Rendered(text, template, thinking)
+
+
+def check_conversation(conversation: Conversation, state: ServerState) -> None:
+    """Raises BadRequest for options that the server does not allow or that contradict each other."""
+    if conversation.chat_template is not None and not state.config.server.trust_request_chat_template:
+        raise BadRequest(
+            "chat_template is only accepted by a server with --trust-request-chat-template.", param="chat_template"
+        )
+    if conversation.continue_final_message and conversation.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+        )
+    if reserved := sorted(RESERVED_KWARGS.intersection(conversation.chat_template_kwargs)):
+        raise BadRequest(
+            f"chat_template_kwargs must not set {reserved[0]}: the request has a field for it.",
+            param="chat_template_kwargs",
+        )
+    if conversation.continue_final_message and conversation.messages[-1]["role"] != "assistant":
+        raise BadRequest(
+            "continue_final_message needs a last message of the assistant.", param="continue_final_message"
+        )
+
+
+def _fit_to(
+    template: ChatTemplate, conversation: Conversation, tools: list[dict[str, Any]], state: ServerState
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages and tools in a form that the template prints. Raises BadRequest if it cannot print them."""
+    messages = conversation.messages
+    if "developer" not in template.source:  # templates older than the role know it as system
+        messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+    has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+    if not tools and not has_calls:
+        return messages, tools
+    support = template.tool_support
+    if state.formats.generic:
+        return with_generic_tools(messages, tools), []
+    wants_calls = conversation.tool_choice.mode != "none"
+    unread = conversation.parse and state.formats.tools is None
+    if tools and wants_calls and (not support.tools or unread):
+        why = "knows no tools" if not support.tools else "writes calls in a format that this server does not know"
+        raise BadRequest(
+            f"This model's chat template {why}. The server can describe the tools to it in a prompt of its own "
+            "(--generic-tool-prompt), or be given a --chat-template and a --tool-call-parser.",
+            param="tools",
+        )
+    if has_calls and not support.calls:
+        raise BadRequest(
+            "This model's chat template prints no tool calls and no results of tools (--generic-tool-prompt does).",
+            param="messages",
+        )
+    return messages, tools
+
+
+# ---- the answer
+
+
+@dataclass(slots=True)
+class Reading:
+    """How the answer to a conversation is read (None: as text), and what it must hold to."""
+
+    parsing: Parsing | None = None
+    structure: Structure | None = None
+    thinking: ThinkingBudget | None = None
+    visible_ids: frozenset[int] = frozenset()
+
+
+def read_answer(
+    conversation: Conversation, rendered: Rendered, structure: Structure | None, state: ServerState
+) -> Reading:
+    """`structure` is what the request wants of the content."""
+    formats: Formats = state.formats
+    tools = called_tools(conversation.tools, conversation.tool_choice) if formats.tools else ()
+    if formats.reasoning is None and not tools:
+        return Reading(structure=structure)
+    opened = _opened(rendered.text, conversation, formats)
+    parsing = Parsing(
+        formats,
+        tools,
+        frozenset(tool.name for tool in conversation.tools if tool.custom),
+        conversation.reasoning.separate,
+        opened,
+        conversation.reasoning.stream,
+        rendered.template.tool_support.short_ids if tools else False,
+        sum(len(message.get("tool_calls", ())) for message in conversation.messages),
+    )
+    if not conversation.parse or not (tools or parsing.separate):
+        parsing = None
+    budget = rendered.thinking.budget
+    thinking = None
+    if budget is not None and formats.reasoning is not None:
+        thinking = ThinkingBudget(budget, opened, formats.begin, formats.end, formats.forced_end)
+    wanted = structure_of(tools, conversation.tool_choice, structure, formats, opened, _closed(rendered.text, formats))
+    return Reading(parsing, wanted, thinking, formats.visible_ids)
+
+
+def _opened(prompt: str, conversation: Conversation, formats: Formats) -> bool:
+    """Whether the answer begins within thoughts."""
+    if formats.reasoning is None:
+        return False
+    if conversation.continue_final_message:
+        begin, end = prompt.rfind(formats.reasoning.begin), prompt.rfind(formats.reasoning.end)
+        return begin > end and formats.reasoning.begin in _text_of(conversation.messages[-1])
+    return formats.reasoning.opened(prompt)
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _closed(prompt: str, formats: Formats) -> bool:
+    """Whether the prompt says that the model shall not think: it ends with thoughts that have ended."""
+    return formats.reasoning is None or prompt.rstrip().endswith(formats.reasoning.end)

@@ -1,0 +1,104 @@
+"""The formats in which the served model thinks and calls tools, chosen once, when its tokenizer is loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from quire.configs.config import ServerConfig
+from quire.server.parsers.reasoning.base import ReasoningFormat
+from quire.server.parsers.registry import choose_reasoning, choose_tools, reasoning_format, tool_format
+from quire.server.parsers.tools.base import ToolFormat
+from quire.server.text.chat_template import compile_template
+from quire.server.text.tokenizer import Tokenizer
+
+GENERIC = "json"  # the parser of --generic-tool-prompt
+
+logger = logging.getLogger("quire")
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """What the model's text is parsed with. `generic`: the template knows no tools, so that they are described in a
+    system message. `visible_ids` are special tokens that the parsers must see in the text.
+    The three last are the token ids of what begins and ends thoughts, and of the text that ends them when their budget
+    is used.
+    """
+
+    tools: ToolFormat | None = None
+    tools_reason: str = ""
+    generic: bool = False
+    reasoning: ReasoningFormat | None = None
+    reasoning_reason: str = ""
+    visible_ids: frozenset[int] = frozenset()
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    forced_end: tuple[int, ...] = ()
+
+    def describe(self) -> dict[str, dict[str, str | None]]:
+        """For /server_info."""
+        return {
+            "tool_call_parser": {"name": self.tools and self.tools.name, "reason": self.tools_reason},
+            "reasoning_parser": {"name": self.reasoning and self.reasoning.name, "reason": self.reasoning_reason},
+        }
+
+
+def choose_formats(server: ServerConfig, tokenizer: Tokenizer) -> Formats:
+    """As the settings say, else by what the chat template and the tokenizer show. Raises ValueError for a setting."""
+    template = "\n".join(tokenizer.chat_templates.values())
+    tools, why_tools = _tools(server.tool_call_parser, template, tokenizer)
+    reasoning, why_reasoning = _reasoning(server.reasoning_parser, template, tokenizer)
+    generic = server.generic_tool_prompt and tools is None
+    if generic:
+        tools, why_tools = tool_format(GENERIC), f"--generic-tool-prompt; {why_tools}"
+    markers = {*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ())}
+    ids = {tokenizer.token_to_id(marker) for marker in markers}
+    formats = Formats(
+        tools,
+        why_tools,
+        generic,
+        reasoning,
+        why_reasoning,
+        frozenset(ids & tokenizer.special_ids),
+        *(_marker_ids(reasoning, tokenizer) if reasoning else ()),
+    )
+    for source in tokenizer.chat_templates.values():
+        _ = compile_template(source).tool_support  # compute now, not during the first request
+    if server.enable_auto_tool_choice:
+        logger.info("--enable-auto-tool-choice has no effect: a request with tools and no tool_choice has auto anyway")
+    for what, chosen, why in (("tool-call", tools, why_tools), ("reasoning", reasoning, why_reasoning)):
+        logger.info("%s parser: %s (%s)", what, chosen.name if chosen else "none", why)
+    return formats
+
+
+def _has_token(tokenizer: Tokenizer):
+    return lambda text: tokenizer.token_to_id(text) is not None
+
+
+def _tools(name: str, template: str, tokenizer: Tokenizer) -> tuple[ToolFormat | None, str]:
+    if name == "none":
+        return None, "--tool-call-parser none"
+    if name != "auto":
+        return tool_format(name), f"--tool-call-parser {name}"
+    return choose_tools(template, _has_token(tokenizer))
+
+
+def _reasoning(name: str, template: str, tokenizer: Tokenizer) -> tuple[ReasoningFormat | None, str]:
+    if name == "none":
+        return None, "--reasoning-parser none"
+    if name != "auto":
+        return reasoning_format(name), f"--reasoning-parser {name}"
+    return choose_reasoning(template, _has_token(tokenizer))
+
+
+def _marker_ids(reasoning: ReasoningFormat, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """`begin`, `end` and `forced_end` of `Formats`.
+
+    A marker without a token of its own is found by its ids but the last, which may have merged with the text after it.
+    """
+    forced = tokenizer.encode(reasoning.forced_end or reasoning.end, add_special_tokens=False)
+    found = []
+    for marker in (reasoning.begin, reasoning.end):
+        ids = tokenizer.encode(marker, add_special_tokens=False)
+        found.append(tuple(ids if len(ids) == 1 or ids[-1] in tokenizer.added_ids else ids[:-1]))
+    return [*found, tuple(forced)]

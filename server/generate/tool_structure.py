@@ -1,0 +1,111 @@
+"""Tools of a request -> the tools that the parsers look for, and the grammar that holds calls to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.server.errors import BadRequest
+from quire.server.generate.formats import Formats
+from quire.server.generate.tools import CUSTOM_PARAMETERS, Tool, ToolChoice
+from quire.server.parsers.tools import base
+from quire.server.structured.structure import Structure
+
+_SPACE = {"type": "regex", "pattern": r"[ \n]{0,2}"}  # between thoughts and what follows them
+
+
+def called_tools(tools: Sequence[Tool], choice: ToolChoice) -> tuple[base.Tool, ...]:
+    """Those that the answer may call. Raises BadRequest for a custom tool's grammar that cannot be enforced."""
+    if choice.mode == "none":
+        return ()
+    restricted = choice.names is not None and len(choice.names) < len(tools)
+    return tuple(
+        base.Tool(tool.name, _parameters(tool), tool.strict or tool.grammar is not None or restricted)
+        for tool in tools
+        if choice.names is None or tool.name in choice.names
+    )
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    if not tool.custom:
+        return tool.parameters or {"type": "object", "properties": {}}
+    if tool.grammar is None:
+        return CUSTOM_PARAMETERS
+    syntax, definition = tool.grammar
+    if syntax != "regex":
+        raise BadRequest(
+            f"tools: the grammar of '{tool.name}' has the syntax lark, which is not supported in a call; use regex.",
+            param="tools",
+        )
+    text = {"type": "string", "pattern": f"^(?:{definition})$"}
+    return {**CUSTOM_PARAMETERS, "properties": {"input": text}, "additionalProperties": False}
+
+
+def structure_of(
+    tools: tuple[base.Tool, ...],
+    choice: ToolChoice,
+    content: Structure | None,
+    formats: Formats,
+    opened: bool,
+    closed: bool,
+) -> Structure | None:
+    """What the answer must match: calls as the choice wants them, and otherwise `content`. `opened`: the answer begins
+    within thoughts; `closed`: the model will not think.
+    """
+    wanted = _calls_and_content(tools, choice, content, formats)
+    covered = bool(tools) and formats.tools.covers_reasoning and wanted is not content
+    if wanted is None or formats.reasoning is None or closed or covered:
+        return wanted
+    if not opened and wanted is not content:  # the model may think, or not
+        return _structural_tag(_after_optional_thoughts(wanted.value["format"], formats))
+    # as in vLLM, what a model that thinks must match begins after its thoughts
+    after = list(formats.end) if len(formats.end) == 1 else formats.reasoning.end
+    return msgspec.structs.replace(wanted, after=after)
+
+
+def _calls_and_content(
+    tools: tuple[base.Tool, ...], choice: ToolChoice, content: Structure | None, formats: Formats
+) -> Structure | None:
+    if not tools:
+        return content
+    required = choice.mode == "required"
+    either = content is not None and not required
+    tag = formats.tools.structure(tools, required=required or either, parallel=choice.parallel)
+    if tag is None:
+        return None
+    if not either:
+        return _structural_tag(tag["format"])
+    return _structural_tag({"type": "or", "elements": [_format_of(content), tag["format"]]})
+
+
+def _structural_tag(format: dict[str, Any]) -> Structure:
+    return Structure(kind="structural_tag", value={"type": "structural_tag", "format": format}, param="tools")
+
+
+def _after_optional_thoughts(format: dict[str, Any], formats: Formats) -> dict[str, Any]:
+    thoughts = base.tag(formats.reasoning.begin, {"type": "any_text"}, formats.reasoning.end)
+    return base.sequence({"type": "optional", "content": base.sequence(thoughts, _SPACE)}, format)
+
+
+def _format_of(content: Structure) -> dict[str, Any]:
+    """What the content must match, as a part of a structural tag. Raises BadRequest."""
+    if content.compact or content.whitespace is not None:
+        raise BadRequest(
+            f"{content.param}: whitespace cannot be chosen together with tools that the model may call.",
+            param=content.param,
+        )
+    match content.kind:
+        case "json_schema":
+            return base.json_schema(content.value) if isinstance(content.value, dict) else base.json_schema({})
+        case "json_object":
+            return base.json_schema({"type": "object"})
+        case "regex":
+            return {"type": "regex", "pattern": content.value}
+        case "choice":
+            return {"type": "or", "elements": [base.text(value) for value in content.value]}
+        case "grammar":
+            return {"type": "grammar", "grammar": content.value}
+        case _:
+            return content.value.get("format", content.value)
