@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire.configs.config import Config
 from quire.configs.files import damaged_weights, unreadable
-from quire.worker.layers.linear import Linear, Part, narrowed
+from quire.worker.layers.linear import ANY_LENGTH, Linear, Part, narrowed
 from quire.worker.layers.views import chain, transposed
 from quire.worker.models import build_model, read_model_spec
 from quire.worker.models.config import ModelSpec
@@ -31,7 +31,6 @@ from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms import huge_pages
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-_FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,17 +221,20 @@ class Checkpoint:
         superfluous = [
             name
             for name in self._file_of
-            if name not in parts and not tensor_names.is_ignored(name) and not model.has_elsewhere(name, tensor_names)
+            if name not in parts
+            and not tensor_names.is_ignored(name)
+            and not model.has_elsewhere(name, tensor_names)
+            and not model.weight_format.ignores(name, lambda name=name: self._file_of[name].get_tensor(name))
         ]
         if spec.tie_word_embeddings:  # the head is a copy of the embedding
             superfluous = [name for name in superfluous if name != tensor_names.in_file("lm_head.weight")]
         misshapen = []
         for name in parts.keys() & self._file_of.keys():
-            found = self._file_of[name].get_slice(name)
-            if tuple(found.get_shape()) != parts[name].shape:
-                misshapen.append(f"{name} is {list(found.get_shape())}, expected {list(parts[name].shape)}")
-            elif found.get_dtype() not in _FLOATS:
-                misshapen.append(f"{name} is of type {found.get_dtype()}, expected one of {', '.join(_FLOATS)}")
+            found, part = self._file_of[name].get_slice(name), parts[name]
+            if not _same_shape(found.get_shape(), part.shape):
+                misshapen.append(f"{name} is {list(found.get_shape())}, expected {list(part.shape)}")
+            elif found.get_dtype() not in part.types:
+                misshapen.append(f"{name} is of type {found.get_dtype()}, expected one of {', '.join(part.types)}")
         problems = [
             f"{what}: {_some(names)}"
             for what, names in (("missing", missing), ("superfluous", superfluous), ("wrong shape or type", misshapen))
@@ -246,7 +248,13 @@ class Checkpoint:
         return True.
         """
         part, parameter = placement.part, placement.parameter
-        tensor = part.of(self._file_of[part.name].get_tensor(part.name))  # a view of the mapping, not read yet
+        tensor = self._file_of[part.name].get_tensor(part.name)  # a view of the mapping, not read yet
+        if tensor.dtype == torch.float8_e8m0fnu and parameter.dtype == torch.uint8:
+            tensor = tensor.view(torch.uint8)
+        if ANY_LENGTH in part.shape:
+            parameter.data = tensor.to(parameter.device, copy=True)
+            return False
+        tensor = part.of(tensor if tensor.shape == part.shape else tensor.reshape(part.shape))
         if (
             lend := may_lend
             and (tensor.shape, tensor.dtype, tensor.device) == (parameter.shape, parameter.dtype, parameter.device)
@@ -256,6 +264,13 @@ class Checkpoint:
         else:
             placement.target.copy_(tensor)
         return lend
+
+
+def _same_shape(found: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether the shapes agree but for dimensions of one entry, which writers of scales add and leave out."""
+    if ANY_LENGTH in wanted:
+        return len(found) == len(wanted)
+    return [n for n in found if n != 1] == [n for n in wanted if n != 1]
 
 
 def _weight_files(folder: Path) -> list[Path]:

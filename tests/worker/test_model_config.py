@@ -202,10 +202,6 @@ def test_biases():
             ),
         ),
         ({}, "none named in config.json. Supported: Llama"),
-        (
-            llama(quantization_config={"quant_method": "gptq", "bits": 4}),
-            "quantized .quantization_config: gptq.*not supported yet",
-        ),
         (llama(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
         (
             llama(rope_scaling={"type": "axial", "factor": 2.0}),

@@ -16,6 +16,7 @@ from quire.worker import memory
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.ops import QuantizedLinear
 from quire.worker.layers.quantization import int_at_load as quant
+from quire.worker.layers.quantization import int_groups
 from quire.worker.loader import load_weights
 from quire.worker.models import build_model, read_model_spec
 from quire.worker.parallel import use_groups
@@ -74,8 +75,8 @@ def test_both_quantizers_choose_the_same_numbers(native_kernels, bits, n, k):
     if k >= quant.GROUPS[bits]:
         assert error(widened, weight.float()) < {8: 0.008, 4: 0.1}[bits]
     if bits == 4:
-        packed = quant.pack_int4(values)
-        assert packed.nbytes == values.numel() // 2 and torch.equal(quant.unpack_int4(packed), values)
+        packed = int_groups.pack_int4(values)
+        assert packed.nbytes == values.numel() // 2 and torch.equal(int_groups.unpack_int4(packed), values)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -31,7 +31,7 @@ def resolve(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, 
         raise ValueError(f"--deterministic {''.join(obstacle)}")
     if obstacle:
         return False, f"{_off()}: --deterministic {obstacle[0]}"
-    cheap, cost = _cost(config.model.quantization)
+    cheap, cost = _cost(bool(config.model.quantization or spec.raw.get("quantization_config")))
     if asked:
         return True, f"as asked: {PROMISE}; {cost}"
     if cheap:
@@ -43,14 +43,14 @@ def _off() -> str:
     return "seeded and greedy tokens may depend on what runs beside them"
 
 
-def _cost(quantization: str | None) -> tuple[bool, str]:
+def _cost(quantized: bool) -> tuple[bool, str]:
     """(whether the cost is low enough for a default, the cost with the loaded kernels), from docs/deployment.md."""
     if cpu_ops.has_amx():
-        if quantization:
+        if quantized:
             return False, "prompts take 2 to 2.7 times as long"
         return True, "no cost that could be told from noise"
     if KERNELS.level == "avx2":
-        if quantization:
+        if quantized:
             return False, "prompts take 1.4 times as long"
         return False, "prompts take 1.65 times as long, decoding of many requests 1.25 times"
     return False, "products of many rows take twice as long, those of up to 5 rows no longer"

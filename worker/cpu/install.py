@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quire.worker.batch.input_batch import StepTensors
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import RMSNorm
+    from quire.worker.layers.quantization.int_groups import Groups
 
 
 class NativeOps(Ops):
@@ -56,11 +57,14 @@ class NativeOps(Ops):
         linear = QuantizedLinear.quantize(layer.weight, bits, group, layer.bias, layer.gated)
         return NativeQuantMethod(layer, linear)
 
-    def quantized_method(
-        self, layer: Linear, values: torch.Tensor, scales: torch.Tensor, bits: int, group: int
-    ) -> LinearMethod:
+    def quantized_method(self, layer: Linear, groups: Groups) -> LinearMethod | None:
+        if not QuantizedLinear.supports(groups.group, groups.scales.shape[1]):
+            return None
+        offsets = None if groups.zeros is None else -groups.zeros.float() * groups.scales.float()
+        group = groups.group if groups.scales.shape[1] > 1 else -1
         return NativeQuantMethod(
-            layer, QuantizedLinear.from_values(values, scales, None, bits, group, layer.bias, layer.gated)
+            layer,
+            QuantizedLinear.from_values(groups.values, groups.scales, offsets, groups.bits, group, layer.bias, layer.gated),
         )
 
     def packed_experts(self, experts: ListedExperts) -> NativeExperts | None:

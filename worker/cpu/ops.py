@@ -534,19 +534,20 @@ class QuantizedLinear(_NativeLinear):
         bias: torch.Tensor | None,
         gated: str | None,
         has_offsets: bool,
+        scale_type: torch.dtype = torch.bfloat16,
     ) -> None:
         if bits not in (4, 8):
             raise ValueError(f"weights of {bits} bits are not supported, only of 4 and 8")
         super().__init__(shape, gated)
         self.bits, steps = bits, -(-self.in_features // 64)
         self.group = group if group > 0 else -(-steps // 4) * 256
-        if self.group not in (32, 64, 128) and self.group % 256:
+        if not self.supports(self.group):
             raise ValueError(
                 f"group size {group} is not supported: 32, 64, 128, a multiple of 256, or -1 for one scale per row"
             )
         groups = -(-steps * 64 // self.group)
         self.packed = huge_pages.zeros(self.columns * steps * 64 * bits // 8, dtype=torch.uint8)
-        self.scales = torch.empty(self.columns * groups, dtype=torch.bfloat16)
+        self.scales = torch.empty(self.columns * groups, dtype=scale_type)
         self.offsets = torch.empty_like(self.scales) if has_offsets else None
         self._args = QuantArgs(
             self.packed.data_ptr(),
@@ -556,8 +557,14 @@ class QuantizedLinear(_NativeLinear):
             self.group,
             groups,
             steps,
+            scale_type is torch.float16,
         )
         self._bind(self.lib.quire_gemm_run_quant, byref(self._args), bias)
+
+    @staticmethod
+    def supports(group: int, num_groups: int = 2) -> bool:
+        """Whether there are kernels for groups of this size, or for a single group."""
+        return num_groups == 1 or group in (32, 64, 128) or group % 256 == 0
 
     @classmethod
     def quantize(
@@ -604,12 +611,13 @@ class QuantizedLinear(_NativeLinear):
         """Pack a quantized weight: weight = scale * value + offset.
 
         values are int8 `[n, k]` (-8 .. 7 for 4 bits); scales and offsets are `[n, ceil(k / group)]` and are rounded to
-        bfloat16.
+        float16, or to bfloat16 if float16 has not their range.
 
         Raises:
             ValueError: bits or group are not supported, or the shapes do not match.
         """
-        linear = cls(tuple(values.shape), bits, group, bias, gated, has_offsets=offsets is not None)
+        kind = _type_of_scales(scales, offsets)
+        linear = cls(tuple(values.shape), bits, group, bias, gated, offsets is not None, kind)
         if scales.shape != (len(values), -(-values.shape[1] // linear.group)) or (
             offsets is not None and offsets.shape != scales.shape
         ):
@@ -623,12 +631,8 @@ class QuantizedLinear(_NativeLinear):
             values.data_ptr(),
             scales.data_ptr(),
             None if offsets is None else offsets.data_ptr(),
-            linear.packed.data_ptr(),
-            linear.scales.data_ptr(),
-            None if offsets is None else linear.offsets.data_ptr(),
+            byref(linear._args),
             *values.shape,
-            bits,
-            linear.group,
             GATED[gated],
         )
         return linear
@@ -642,6 +646,14 @@ class QuantizedLinear(_NativeLinear):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the dequantized weight: `[T, k]` bfloat16."""
         return self._rows(self.lib.quire_quant_rows, ids)
+
+
+def _type_of_scales(scales: torch.Tensor, offsets: torch.Tensor | None) -> torch.dtype:
+    """float16, which has more digits, unless that would lose large numbers, or small ones of another type."""
+    sizes = scales.float().abs()
+    largest = sizes.max() if offsets is None else torch.maximum(sizes.max(), offsets.abs().max())
+    small = scales.dtype != torch.float16 and bool(((sizes > 0) & (sizes < 2**-14)).any())
+    return torch.bfloat16 if small or largest > 65504 else torch.float16
 
 
 def _packed_bias(bias: torch.Tensor, columns: int, gated: bool) -> torch.Tensor:

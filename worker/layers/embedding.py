@@ -88,7 +88,7 @@ class ParallelLMHead(Linear):
         super().__init__(hidden_size, rows, False, method, weight=tied_to.weight if tied_to else None)
         self._tied_to = [tied_to] if tied_to else []  # in a list, so that it is not registered as a submodule
         self.prefilter: ArgmaxPrefilter | None = None
-        if tied_to is None:
+        if tied_to is None and self.weight is not None:
             _zero_padding(self.weight, self._parts)
 
     def weight_parts(self) -> list[Part]:

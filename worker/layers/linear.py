@@ -10,6 +10,7 @@ Parameters are created uninitialised, with torch's default dtype and device (`mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 
 Narrow = tuple[int, int, int]  # (dim, start, length)
+ANY_LENGTH = -1  # size of a dimension that only the file knows
+FLOATS = ("F32", "BF16", "F16", "F64")  # types of safetensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Part:
     source: tuple[Narrow, ...] = ()
     target: tuple[Narrow, ...] = ()
     view: View | None = None
+    types: tuple[str, ...] = FLOATS  # its possible types in a safetensors file
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The slice of the checkpoint tensor `tensor`, rearranged. A view of its memory where possible."""
@@ -187,6 +191,10 @@ class WeightFormat:
     def head(self, prefix: str) -> LinearMethod:
         """Method of the output head."""
         return PLAIN
+
+    def ignores(self, name: str, read: Callable[[], torch.Tensor]) -> bool:
+        """Return whether the checkpoint tensor `name`, which `read` returns, is not needed."""
+        return False
 
 
 PLAIN_WEIGHTS = WeightFormat()

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quire.worker.models.config import ModelSpec, dtype_of_weights, read_config
+from quire.worker.models.config import ModelSpec, dtype_of_weights, read_config, with_quantization
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ def read_model_spec(folder: str) -> ModelSpec:
         ValueError: config.json is missing or unreadable, names no architecture in MODELS, or needs an unsupported
         feature.
     """
-    spec = parse_model_spec(read_config(folder))
+    spec = parse_model_spec(with_quantization(read_config(folder), folder))
     return spec if spec.dtype else replace(spec, dtype=dtype_of_weights(folder))
 
 
@@ -45,9 +45,6 @@ def parse_model_spec(raw: dict[str, Any]) -> ModelSpec:
     """Return the spec of a parsed config.json. `dtype` is "" if it names none. Raises ValueError as `read_model_spec`
     does.
     """
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"the weights are quantized (quantization_config: {method}), which is not supported yet")
     names = raw.get("architectures") or []
     architecture = next((name for name in names if name in MODELS), ", ".join(names) or "none named in config.json")
     return model_class(architecture).read_config(architecture, raw)
@@ -64,17 +61,20 @@ def build_model(
     """Build this rank's share of the model (`worker.parallel`) with uninitialised weights of `dtype` on `device`.
 
     `max_model_len` bounds the positions of the rotary tables; by default it is the spec's. With `quantization`
-    (`layers/quantization/int_at_load.py`) the weights are quantized after they are loaded. `ops` are the platform's
-    operations; the default is plain torch. Raises ValueError for an unknown architecture and for sizes that the number
-    of ranks does not divide.
+    (`layers/quantization/int_at_load.py`) the weights are quantized after they are loaded; a checkpoint may also hold
+    them quantized. `ops` are the platform's operations; the default is plain torch. Raises ValueError for an unknown
+    architecture or weight format, and for sizes that the number of ranks does not divide.
     """
     import torch
 
     from quire.worker.layers.linear import PLAIN_WEIGHTS
+    from quire.worker.layers.quantization.checkpoint import checkpoint_format
     from quire.worker.layers.quantization.int_at_load import IntAtLoad
 
-    cls = model_class(spec.architecture)
-    weights = IntAtLoad(quantization) if quantization else PLAIN_WEIGHTS
+    cls, stored = model_class(spec.architecture), checkpoint_format(spec.raw)
+    if quantization and stored:
+        raise ValueError(f"--quantization {quantization}: the weights are quantized already; omit it")
+    weights = IntAtLoad(quantization) if quantization else stored or PLAIN_WEIGHTS
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -86,6 +86,18 @@ def read_config(folder: str) -> dict[str, Any]:
     return raw
 
 
+def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Add the settings of hf_quant_config.json, which older exports of modelopt have beside config.json."""
+    path = Path(folder, "hf_quant_config.json")
+    if raw.get("quantization_config") or not path.is_file():
+        return raw
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        return {**raw, "quantization_config": {"quant_method": "modelopt", **settings["quantization"]}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"cannot read {path}: {error}; download it again") from error
+
+
 def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1) -> list[CacheSpec | None]:
     """Return the cache spec of each layer on each of `tp` ranks, with elements of `itemsize` bytes; None for a layer
     that has no cache of its own.

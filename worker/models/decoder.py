@@ -136,6 +136,7 @@ class CausalLM(ConfigReader, nn.Module):
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
         self.spec, self.max_model_len, self.dtype = spec, max_model_len, torch.get_default_dtype()
+        self.weight_format = weights
         self.model = self.make_decoder(spec, max_model_len, weights)
         if self.model.last:
             name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"

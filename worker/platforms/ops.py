@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quire.worker.layers.linear import Linear, LinearMethod
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import RMSNorm
+    from quire.worker.layers.quantization.int_groups import Groups
 
 
 class FusedLayers(Protocol):
@@ -113,11 +114,9 @@ class Ops:
         """
         return None
 
-    def quantized_method(
-        self, layer: Linear, values: torch.Tensor, scales: torch.Tensor, bits: int, group: int
-    ) -> LinearMethod | None:
-        """Return a method that multiplies by int8 `values` `[n, k]` and `scales` `[n, k / group]`, or None to use plain
-        torch.
+    def quantized_method(self, layer: Linear, groups: Groups) -> LinearMethod | None:
+        """Return a method that multiplies bfloat16 inputs, in the order of the weight's columns, by `groups`, or None
+        to use plain torch.
         """
         return None
 

@@ -230,26 +230,25 @@ void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, l
   });
 }
 
-// Packs a weight that is already quantized: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n, ceil(k /
-// group)] float32; offset may be null.
-void quire_pack_quantized(const int8_t* values, const float* scale, const float* offset, uint8_t* data, bf16* scales, bf16* offsets, long n, long k, int bits,
-                          long group, int silu_mul) {
-  const long steps = (k + 63) / 64, groups = (steps * 64 + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
-  const long given = (k + group - 1) / group;  // number of groups in the source
+// Packs a weight that is already quantized into q: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n,
+// ceil(k / group)] float32; offset may be null.
+void quire_pack_quantized(const int8_t* values, const float* scale, const float* offset, const Quant* q, long n, long k, int silu_mul) {
+  const long groups = q->groups, columns = quire_gemm_packed_columns(n, silu_mul);
+  const long given = (k + q->group - 1) / q->group;  // number of groups in the source
   parallel_for(columns / 16, 2, [&](long tile) {
-    const long ld = steps * 64;
-    int8_t* q = (int8_t*)own_scratch.get(ld * 16);
-    memset(q, 0, ld * 16);
+    const long ld = long(q->k_steps) * 64;
+    int8_t* rows = (int8_t*)own_scratch.get(ld * 16);
+    memset(rows, 0, ld * 16);
     for (int c = 0; c < 16; c++) {
       const long source = source_column(tile * 16 + c, n, silu_mul), place = tile / 2 * groups * kCols + tile % 2 * 16 + c;
-      if (source >= 0) memcpy(q + c * ld, values + source * k, k);
+      if (source >= 0) memcpy(rows + c * ld, values + source * k, k);
       for (long i = 0; i < groups; i++) {
         const bool real = source >= 0 && i < given;
-        scales[place + i * kCols] = to_bf16(real ? scale[source * given + i] : 0.f);
-        if (offset) offsets[place + i * kCols] = to_bf16(real ? offset[source * given + i] : 0.f);
+        q->put(q->scales, place + i * kCols, real ? scale[source * given + i] : 0.f);
+        if (offset) q->put(q->offsets, place + i * kCols, real ? offset[source * given + i] : 0.f);
       }
     }
-    pack_columns(data, bits, int(steps), tile / 2, int(tile % 2), q);
+    pack_columns((uint8_t*)q->data, q->bits, q->k_steps, tile / 2, int(tile % 2), rows);
   });
 }
 

@@ -130,7 +130,7 @@ class FixedQuant {
   void over_pairs(int s, int count, int part, int16_t* fixed, F&& f) const {
     for (int i = 0; i < count; i++) {
       const long group = q_.group_at(nb_, (s + i) * kStep) + part / kParts * 16;
-      const Floats scale = ::part(load(q_.scales + group), part % kParts), offset = ::part(q_.offsets ? load(q_.offsets + group) : zero(), part % kParts);
+      const Floats scale = ::part(q_.sixteen(q_.scales, group), part % kParts), offset = ::part(q_.offsets ? q_.sixteen(q_.offsets, group) : zero(), part % kParts);
       for (int p = 0; p < 16; p++) {
         int16_t* at = fixed + pair_place(part, i * 16 + p);
         const Ints pairs = load_ints(at);

@@ -179,14 +179,14 @@ void quant_part(const Gemm& g, const QuantRows& x, long row, int nb, int k0, int
       for (int chain = 1; chain < CHAINS; chain++) unrolled<ROWS * 2>([&](auto i) { sums[0][i] = add_ints(sums[0][i], sums[chain][i]); });
       const long place = q.group_at(nb, begin) + c;
       unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
-        const vf scales = load(q.scales + place + v * 16);
+        const vf scales = q.sixteen(q.scales, place + v * 16);
         unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
           const long j = i + r * x.runs;
           Floats total[kParts];
           unrolled<kParts>([&](auto p) { total[p] = to_floats(sums[0][2 * r + v * kParts + p]); });
           float* to = y + r * kCols + c + v * 16;
           vf sum = fma(whole(total) * set1(x.scale[j]), scales, load(to));
-          if (q.offsets) sum = fma(load(q.offsets + place + v * 16), set1(float(x.sum[j]) * x.scale[j]), sum);
+          if (q.offsets) sum = fma(q.sixteen(q.offsets, place + v * 16), set1(float(x.sum[j]) * x.scale[j]), sum);
           store(to, sum);
         });
       });

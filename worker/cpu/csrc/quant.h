@@ -19,6 +19,7 @@ struct Quant {
   const bf16* scales;
   const bf16* offsets;  // may be null
   int bits, group, groups, k_steps;
+  int half = 0;  // scales and offsets are f16 instead of bf16
 
   long step_bytes() const { return bits * 256; }
   const uint8_t* step(int nb, int s) const { return data + (long(nb) * k_steps + s) * step_bytes(); }
@@ -26,6 +27,13 @@ struct Quant {
   // Number of k that share a scale of x; 256 * 127 * 32767 still fits 32 bits
   int run() const { return group < 256 ? group : 256; }
   int zero_point() const { return bits == 4 ? 8 : 128; }
+  // Sixteen scales or offsets, or one
+  vf sixteen(const bf16* table, long at) const { return half ? load((const f16*)table + at) : load(table + at); }
+  float one(const bf16* table, long at) const { return half ? to_float(((const f16*)table)[at]) : to_float(table[at]); }
+  void put(const bf16* table, long at, float value) const {
+    if (half) store_scalar((f16*)table + at, value);
+    else store_scalar((bf16*)table + at, value);
+  }
 };
 
 // --- activations -----------------------------------------------------------------------------------------------------
@@ -142,7 +150,7 @@ static inline void dequantize_half(const Quant& q, int nb, int s, int t, bf16* d
   if (q.bits == 4) expand_tile(src, bytes), src = bytes;
   for (int half = 0; half < (q.group == 32 ? 2 : 1); half++) {  // the second group of 32 overwrites the second half
     const long at = q.group_at(nb, s * 64 + half * 32) + t * 16;
-    const vf scale = load(q.scales + at), shift = scale * set1(-float(q.zero_point())), offset = q.offsets ? shift + load(q.offsets + at) : shift;
+    const vf scale = q.sixteen(q.scales, at), shift = scale * set1(-float(q.zero_point())), offset = q.offsets ? shift + q.sixteen(q.offsets, at) : shift;
     alignas(64) bf16 both[2][1024];
     if (q.group != 32) dequantize_tile(src, scale, offset, dst + t * 512);
     else {
@@ -162,8 +170,8 @@ struct QuantSums {
 static inline void add_quant_sums(const Quant& q, const QuantRows& x, const QuantSums& sums, int row0, int rows, int nb, float (*y)[32]) {
   if (sums.k < 0) return;
   const long at = q.group_at(nb, sums.k);
-  const vf s0 = load(q.scales + at), s1 = load(q.scales + at + 16);
-  const vf o0 = q.offsets ? load(q.offsets + at) : zero(), o1 = q.offsets ? load(q.offsets + at + 16) : zero();
+  const vf s0 = q.sixteen(q.scales, at), s1 = q.sixteen(q.scales, at + 16);
+  const vf o0 = q.offsets ? q.sixteen(q.offsets, at) : zero(), o1 = q.offsets ? q.sixteen(q.offsets, at + 16) : zero();
   for (int r = 0; r < 16 && sums.row + r < rows; r++) {
     const long i = (row0 + sums.row + r) * x.runs + sums.k / x.run;
     float* out = y[sums.row + r];
@@ -258,7 +266,7 @@ static inline float quant_value(const Quant& q, long row, int k) {
   const long nb = row / 32, at = q.group_at(int(nb), k) + row % 32;
   const uint8_t byte = q.data[quant_place(q.bits, q.k_steps, nb, int(row % 32), k, shift)];
   const int v = (q.bits == 8 ? byte : byte >> shift & 15) - q.zero_point();
-  return float(v) * to_float(q.scales[at]) + (q.offsets ? to_float(q.offsets[at]) : 0.f);
+  return float(v) * q.one(q.scales, at) + (q.offsets ? q.one(q.offsets, at) : 0.f);
 }
 
 // Returns the scale, a bf16 value, that quantizes w[0..n) with the least squared error, and writes the values to q. For

@@ -6,9 +6,7 @@ Layers are built and loaded in bfloat16 and quantize their weights one by one in
 quantizes the slice that it holds, so groups never straddle ranks. The output head has 8 bits in either mode: it affects
 quality most and, if tied, is the embedding, whose rows are read from it. A separate embedding stays bfloat16.
 
-`PlainQuantMethod` is plain torch for machines without native kernels, and until these are compiled: it dequantizes the
-weights for every matmul, which is correct but slow. A platform's native method (`Ops.quantized_method`) takes over its
-values and scales unchanged. Activations are bfloat16 in both.
+Without native kernels, and until these are compiled, `int_groups.PlainGroups` multiplies. Activations are bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +14,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quire.worker.layers.linear import Linear, LinearMethod, PlainLinear, WeightFormat, product
+from quire.worker.layers.linear import Linear, LinearMethod, PlainLinear, WeightFormat
+from quire.worker.layers.quantization.int_groups import Groups, PlainGroups
 
 BITS = {"int8": 8, "int4": 4}
 HEAD_BITS = 8
@@ -38,51 +37,13 @@ class QuantizeAtLoad(PlainLinear):
 
     def finalize(self, layer: Linear) -> None:
         native = layer.ops and layer.ops.quantize_weight(layer, self.bits, GROUPS[self.bits])
-        layer.method = native or PlainQuantMethod(layer, layer.weight, self.bits)
+        layer.method = native or self._plain(layer)
         layer.weight = None
 
-
-class PlainQuantMethod(PlainLinear):
-    """Stores int8 values, or pairs of 4-bit values per byte (low half first), as buffers of the layer: `quantized` and
-    `scales`.
-    """
-
-    def __init__(self, layer: Linear, weight: torch.Tensor, bits: int):
-        self.layer, self.bits = layer, bits
-        values, scales = quantize(weight, bits)
-        layer.register_buffer("quantized", values if bits == 8 else pack_int4(values), persistent=False)
-        layer.register_buffer("scales", scales, persistent=False)
-
-    def finalize(self, layer: Linear) -> None:
-        if layer.ops is None:
-            return
-        values = self._values(layer.quantized)[:, : layer.in_features]
-        if native := layer.ops.quantized_method(layer, values, layer.scales, self.bits, GROUPS[self.bits]):
-            layer.method = native
-
-    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        step = max(1, _PIECE // layer.in_features)
-        pieces = [
-            product(x, self._widen(layer.quantized[i : i + step], layer.scales[i : i + step]))
-            for i in range(0, layer.out_features, step)
-        ]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
-        return whole if layer.bias is None else whole + layer.bias
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` of the weight, for a tied embedding."""
-        return self._widen(self.layer.quantized[ids], self.layer.scales[ids])
-
-    def _values(self, stored: torch.Tensor) -> torch.Tensor:
-        return stored if self.bits == 8 else unpack_int4(stored)
-
-    def _widen(self, stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        values = self._values(stored)
-        return (
-            (values.view(*scales.shape, GROUPS[self.bits]).float() * scales.float().unsqueeze(-1))
-            .to(torch.bfloat16)
-            .view(len(values), -1)[:, : self.layer.in_features]
-        )
+    def _plain(self, layer: Linear) -> PlainGroups:
+        values, scales = quantize(layer.weight, self.bits)
+        groups = Groups(values[:, : layer.in_features], scales, None, self.bits, GROUPS[self.bits])
+        return PlainGroups(layer, groups, torch.bfloat16)
 
 
 def quantized_bytes(bits: int) -> float:
@@ -144,14 +105,3 @@ def _rounded(w: torch.Tensor, scale: torch.Tensor, low: int, high: int) -> torch
 
 def _squared_error(w: torch.Tensor, scale: torch.Tensor, low: int, high: int) -> torch.Tensor:
     return (w - _rounded(w, scale, low, high) * scale).square_().sum(-1, keepdim=True)
-
-
-def pack_int4(values: torch.Tensor) -> torch.Tensor:
-    """Pack int8 `[n, K]` of -8 .. 7, K even, into uint8 `[n, K / 2]`."""
-    unsigned = (values + 8).to(torch.uint8)
-    return unsigned[:, ::2] | unsigned[:, 1::2] << 4
-
-
-def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of `pack_int4`."""
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(1).to(torch.int8) - 8

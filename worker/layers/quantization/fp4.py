@@ -1,0 +1,78 @@
+"""Weights of 4-bit floats (e2m1) in blocks along the columns: MXFP4 with a power of two per 32, NVFP4 with an e4m3
+scale per 16 and a scale per tensor.
+
+Read in the layouts of compressed-tensors and modelopt. gpt-oss keeps only its experts in MXFP4 (`quant_method` mxfp4),
+which `mxfp4_blocks` decodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.worker.layers.quantization.int_groups import Groups
+from quire.worker.layers.quantization.packing import e2m1_doubled, e8m0, nibbles
+from quire.worker.layers.quantization.stored import COLUMNS, ROWS, Axis, CheckpointFormat, Piece, Scheme, Stored
+
+
+class Mxfp4(Scheme):
+    """Codes `[out, in / 2]`, low half first, and exponents `[out, in / 32]`."""
+
+    GROUP = 32
+
+    def tensors(self, piece: Piece) -> dict[str, Stored]:
+        return {
+            "codes": Stored("weight_packed", (Axis(ROWS), Axis(COLUMNS, 32, 16)), torch.uint8),
+            "exponents": Stored("weight_scale", (Axis(ROWS), Axis(COLUMNS, 32)), torch.uint8, ("U8", "F8_E8M0")),
+        }
+
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
+        values, scales = e2m1_doubled(nibbles(tensors["codes"])), e8m0(tensors["exponents"]) / 2
+        if piece.columns[0] % self.GROUP == 0:
+            return Groups(values, scales, None, 8, self.GROUP)
+        return Axis(COLUMNS, 32).trim(piece, values * scales.repeat_interleave(self.GROUP, 1), 1)
+
+    def num_bytes(self, piece: Piece, itemsize: int) -> int:
+        n, k = piece.size
+        return n * k + n * k // 16
+
+
+class Nvfp4(Scheme):
+    """Codes `[out, in / 2]`, low half first, e4m3 scales `[out, in / 16]`, and a scale of the whole tensor by which
+    they are multiplied or, with `divide`, divided.
+    """
+
+    GROUP = 16
+
+    def __init__(self, codes: str, scales: str, scale: str, divide: bool):
+        self.names, self.divide = (codes, scales, scale), divide
+
+    def tensors(self, piece: Piece) -> dict[str, Stored]:
+        codes, scales, scale = self.names
+        return {
+            "codes": Stored(codes, (Axis(ROWS), Axis(COLUMNS, 16, 8)), torch.uint8),
+            "scales": Stored(scales, (Axis(ROWS), Axis(COLUMNS, 16)), torch.float8_e4m3fn),
+            "scale": Stored(scale, (1,), torch.float32),
+        }
+
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        scales, scale = tensors["scales"].float(), tensors["scale"]
+        scales = scales / scale if self.divide else scales * scale
+        values = e2m1_doubled(nibbles(tensors["codes"])).float() / 2
+        return Axis(COLUMNS, 16).trim(piece, values * scales.repeat_interleave(self.GROUP, 1), 1)
+
+
+class Mxfp4Format(CheckpointFormat):
+    """`quant_method` mxfp4: only experts are quantized, so linear layers are plain."""
+
+    def __init__(self, config: dict[str, Any]):
+        pass
+
+    def scheme(self, name: str) -> Scheme | None:
+        return None
+
+
+def mxfp4_blocks(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Dequantize blocks uint8 `[..., groups, 16]` and exponents `[..., groups]`: float32 `[..., 32 * groups]`."""
+    return (e2m1_doubled(nibbles(blocks)) * (e8m0(exponents) / 2).unsqueeze(-1)).flatten(-2)

@@ -1,0 +1,89 @@
+"""Weights of 8-bit floats (e4m3) with one scale per tensor, per output channel, or per block of e.g. 128 x 128.
+
+`quant_method` fp8 (DeepSeek, Qwen3-FP8, AutoFP8), fbgemm_fp8, and the schemes of modelopt and compressed-tensors.
+weight = e4m3 * scale, also where the tensor is called `weight_scale_inv`. Activations stay in the model's type, which
+is more exact than the 8 bits they were calibrated for; so scales of activations are not needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.worker.layers.quantization.stored import (
+    COLUMNS,
+    ROWS,
+    Axis,
+    CheckpointFormat,
+    Piece,
+    Scheme,
+    Stored,
+    named_by,
+    unsupported,
+)
+
+_SCALE_TYPES = ("F32", "BF16", "F16")
+
+
+class Fp8(Scheme):
+    """e4m3 values and scales of `[rows, columns]` blocks, whose sizes are None where one scale serves all."""
+
+    def __init__(self, rows: int | None, columns: int | None, scale: str = "weight_scale"):
+        self.rows, self.columns, self.scale = rows, columns, scale
+
+    def tensors(self, piece: Piece) -> dict[str, Stored]:
+        rows = 1 if self.rows is None else Axis(ROWS, self.rows)
+        columns = 1 if self.columns is None else Axis(COLUMNS, self.columns)
+        return {
+            "weight": Stored("weight", (Axis(ROWS), Axis(COLUMNS)), torch.float8_e4m3fn),
+            "scale": Stored(self.scale, (rows, columns), torch.float32, _SCALE_TYPES),
+        }
+
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        scale = tensors["scale"]
+        if self.rows and self.rows > 1:
+            axis = Axis(ROWS, self.rows)
+            scale = axis.trim(piece, scale.repeat_interleave(self.rows, 0), 0)
+        if self.columns:
+            scale = Axis(COLUMNS, self.columns).trim(piece, scale.repeat_interleave(self.columns, 1), 1)
+        return tensors["weight"].float() * scale
+
+
+class Fp8Format(CheckpointFormat):
+    """`quant_method` fp8 and fbgemm_fp8.
+
+    Raises:
+        ValueError: a setting is not supported.
+    """
+
+    def __init__(self, config: dict[str, Any]):
+        self.skipped = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
+        block = config.get("weight_block_size")
+        if config["quant_method"] == "fbgemm_fp8":
+            self.weights = Fp8(1, None)
+        elif block is None:
+            self.weights = Fp8(None, None)
+        elif isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+            self.weights = Fp8(*block, "weight_scale_inv")
+        else:
+            unsupported("weight_block_size", block, "[rows, columns]")
+        if (kind := config.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
+            unsupported("fmt", kind, "e4m3")
+
+    def scheme(self, name: str) -> Scheme | None:
+        if name.split(".")[-1] in ("lm_head", "embed_tokens") or any(named_by(name, skip) for skip in self.skipped):
+            return None
+        return self.weights
+
+    def ignores(self, name: str, read: Callable[[], torch.Tensor]) -> bool:
+        return bool(ACTIVATION_SCALES.search(name))
+
+
+# Scales of activations and of an 8-bit KV cache: activations stay wide, and our caches have scales of their own.
+ACTIVATION_SCALES = re.compile(
+    r"\.(input_scale|input_scale_ub|input_zero_point|activation_scale|input_global_scale|output_scale|[qkv]_scale|"
+    r"[qkv]_zero_point|prob_output_scale|kv_scale|act_scale)$"
+)

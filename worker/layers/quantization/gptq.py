@@ -1,0 +1,106 @@
+"""GPTQ checkpoints (`quant_method` gptq): 2 to 8 bits with a scale and zero point per group of columns, and with
+act-order (`desc_act`) a group for each column.
+
+In the first version of the format (`checkpoint_format` gptq) zero points are stored less one. `dynamic` overrides bits
+and group_size for the layers that a pattern names ("+:" or nothing before it), or leaves them plain ("-:").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.worker.layers.quantization.int_groups import Groups
+from quire.worker.layers.quantization.packing import unpack_words
+from quire.worker.layers.quantization.stored import (
+    COLUMNS,
+    ROWS,
+    Axis,
+    CheckpointFormat,
+    Piece,
+    Scheme,
+    Stored,
+    grouped,
+    groups_bytes,
+    named_by,
+    signed,
+    unsupported,
+)
+
+_FORMATS = ("gptq", "gptq_v2")
+_OVERRIDES = {"bits", "group_size", "desc_act", "sym"}
+
+
+class Gptq(Scheme):
+    """qweight `[in * bits / 32, out]`, qzeros `[groups, out * bits / 32]`, scales `[groups, out]`, g_idx `[in]`."""
+
+    def __init__(self, bits: int, group: int | None, desc_act: bool, zero_step: int):
+        self.bits, self.group, self.desc_act, self.zero_step = bits, group, desc_act, zero_step
+
+    def tensors(self, piece: Piece) -> dict[str, Stored]:
+        # with act-order, columns of any group may be in a slice of the columns
+        groups = 1 if self.group is None else Axis(COLUMNS, self.group, whole=self.desc_act)
+        return {
+            "values": Stored("qweight", (Axis(COLUMNS, 32, self.bits), Axis(ROWS)), torch.int32),
+            "zeros": Stored("qzeros", (groups, Axis(ROWS, 32, self.bits)), torch.int32),
+            "scales": Stored("scales", (groups, Axis(ROWS)), torch.float32),
+            "group_of": Stored("g_idx", (Axis(COLUMNS),), torch.int64),
+        }
+
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
+        words, zeros = tensors["values"].T, tensors["zeros"]
+        values = unpack_words(words, self.bits, words.shape[1] * 32 // self.bits)
+        values = signed(Axis(COLUMNS, 32, self.bits).trim(piece, values, 1), self.bits)
+        zeros = unpack_words(zeros, self.bits, zeros.shape[1] * 32 // self.bits)
+        # the sum wraps: a stored zero point of -1 is 2 ** bits - 1
+        zeros = (zeros.int() + self.zero_step) & ((1 << self.bits) - 1) if self.zero_step else zeros.int()
+        zeros = Axis(ROWS, 32, self.bits).trim(piece, zeros, 1).T - (1 << (self.bits - 1))
+        scales, stored_bits = tensors["scales"].T.contiguous(), 4 if self.bits <= 4 else 8
+        order = tensors["group_of"] if self.desc_act else None
+        return grouped(piece, values, scales, zeros.float(), stored_bits, self.group, order)
+
+    def num_bytes(self, piece: Piece, itemsize: int) -> int:
+        return groups_bytes(piece, 4 if self.bits <= 4 else 8, self.group, 2)
+
+
+class GptqFormat(CheckpointFormat):
+    """Raises:
+    ValueError: a setting is not supported.
+    """
+
+    def __init__(self, config: dict[str, Any]):
+        form = config.get("checkpoint_format") or "gptq"
+        if form not in _FORMATS:
+            unsupported("checkpoint_format", form, ", ".join(_FORMATS))
+        if config.get("is_marlin_format"):
+            unsupported("is_marlin_format", True, "false")
+        self.config, self.zero_step = config, int(form == "gptq")
+        self.dynamic = config.get("dynamic") or {}
+        self.skipped = config.get("modules_to_not_convert") or []
+        self.weights = self._scheme({})
+        self.overrides = {pattern: self._scheme(values) for pattern, values in self.dynamic.items() if values}
+
+    def _scheme(self, overrides: dict[str, Any]) -> Gptq:
+        if unknown := overrides.keys() - _OVERRIDES:
+            unsupported("dynamic", ", ".join(sorted(unknown)), ", ".join(sorted(_OVERRIDES)))
+        settings = {**self.config, **overrides}
+        bits, group = settings.get("bits"), settings.get("group_size", 128)
+        if bits not in range(2, 9):
+            unsupported("bits", bits, "2 to 8")
+        return Gptq(bits, None if group == -1 else group, bool(settings.get("desc_act")), self.zero_step)
+
+    def scheme(self, name: str) -> Scheme | None:
+        for pattern in self.dynamic:
+            if re.match(pattern.removeprefix("+:").removeprefix("-:"), name):
+                return None if pattern.startswith("-:") else self.overrides.get(pattern, self.weights)
+        last = name.split(".")[-1]
+        if last == "embed_tokens" or (last == "lm_head" and not self.config.get("lm_head")):
+            return None
+        return None if any(named_by(name, skip) for skip in self.skipped) else self.weights
+
+    def ignores(self, name: str, read: Callable[[], torch.Tensor]) -> bool:
+        # written for layers without biases too, and then zero
+        return name.endswith(".bias") and self.scheme(name.removesuffix(".bias")) is not None and not read().any()

@@ -1,0 +1,156 @@
+"""Weights of integers with a scale, and possibly a zero point, per row and group of columns.
+
+weight[row, column] = scale[row, column // group] * (value[row, column] - zero[row, column // group])
+
+`PlainGroups` is plain torch for machines without native kernels, and until these are compiled: it dequantizes the
+weights for every matmul, which is correct but slow. A platform's native method (`Ops.quantized_method`) takes over its
+numbers unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.worker.layers.linear import GateUpParallelLinear, Linear, LinearMethod, PlainLinear, product
+from quire.worker.platforms.huge_pages import Workspace
+
+_PIECE = 1 << 22  # weights dequantized at once
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A weight `[n, k]`. With `order`, column i of the weight is the input `order[i]` (GPTQ's act-order)."""
+
+    values: torch.Tensor  # int8 [n, k]; -8 .. 7 for 4 bits
+    scales: torch.Tensor  # [n, ceil(k / group)], floating
+    zeros: torch.Tensor | None  # like scales, in units of the values; None: all 0
+    bits: int  # 4 or 8
+    group: int  # columns; the last group may be shorter
+    order: torch.Tensor | None = None  # int64 [k]
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight in float32 `[n, k]`, its columns in the order of the inputs."""
+        weight = dequantize(self.values, self.scales, self.zeros, self.group)
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+    def of_rows(self, rows: torch.Tensor) -> Groups:
+        """The rows with the indices `rows`."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
+
+    @staticmethod
+    def merged(parts: list[Groups | torch.Tensor], num_rows: int) -> Groups | None:
+        """The rows of all parts as one weight, or None if their kinds differ or there are not `num_rows` of them."""
+        first, *others = parts
+        if not all(isinstance(part, Groups) for part in parts) or sum(len(part.values) for part in parts) != num_rows:
+            return None
+        if not others:
+            return first
+        if any((part.bits, part.group) != (first.bits, first.group) for part in others):
+            return None
+        orders = [part.order for part in parts]
+        if any(order is not None for order in orders) and (
+            any(order is None for order in orders) or not all(torch.equal(order, orders[0]) for order in orders)
+        ):
+            return None
+        zeros = None
+        if any(part.zeros is not None for part in parts):
+            zeros = torch.cat([torch.zeros_like(p.scales) if p.zeros is None else p.zeros for p in parts])
+        values, scales = torch.cat([p.values for p in parts]), torch.cat([p.scales for p in parts])
+        return replace(first, values=values, scales=scales, zeros=zeros)
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int) -> torch.Tensor:
+    """The weight in float32 `[n, k]` of values `[n, k]` and scales (and zeros) `[n, ceil(k / group)]`."""
+
+    def wide(entries: torch.Tensor) -> torch.Tensor:
+        return entries.float().repeat_interleave(group, 1)[:, : values.shape[1]] if entries.shape[1] > 1 else entries
+
+    weight = values.float()
+    if zeros is not None:
+        weight -= wide(zeros)
+    return weight.mul_(wide(scales))
+
+
+def give_groups(layer: Linear, groups: Groups, dtype: torch.dtype) -> None:
+    """Give `layer` a method that multiplies by `groups` in `dtype`: the platform's if it has one for bfloat16."""
+    layer.method = PlainGroups(layer, groups, dtype)
+    layer.method.finalize(layer)
+
+
+class PlainGroups(PlainLinear):
+    """Stores int8 values, or pairs of 4-bit values per byte (low half first), as buffers of the layer: `quantized`,
+    `scales` and, if there are zero points, `zeros`.
+    """
+
+    def __init__(self, layer: Linear, groups: Groups, dtype: torch.dtype):
+        self.layer, self.bits, self.group, self.dtype = layer, groups.bits, groups.group, dtype
+        values = groups.values if groups.bits == 8 else pack_int4(groups.values)
+        layer.register_buffer("quantized", values, persistent=False)
+        layer.register_buffer("scales", groups.scales, persistent=False)
+        layer.register_buffer("zeros", groups.zeros, persistent=False)
+        layer.register_buffer("order", groups.order, persistent=False)
+
+    def num_bytes(self, layer: Linear) -> int:
+        held = (layer.quantized, layer.scales, layer.zeros, layer.order, layer.bias)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def finalize(self, layer: Linear) -> None:
+        if layer.ops is None or self.dtype != torch.bfloat16:
+            return
+        groups = Groups(self._values(layer.quantized), layer.scales, layer.zeros, self.bits, self.group)
+        if native := layer.ops.quantized_method(layer, groups):
+            layer.zeros = None  # the method holds what it needs
+            layer.method = native if layer.order is None else Reordered(native)
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        if layer.order is not None:
+            x = x[:, layer.order]
+        step = max(1, _PIECE // layer.in_features)
+        pieces = [product(x, self._weight(slice(i, i + step))) for i in range(0, layer.out_features, step)]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        return whole if layer.bias is None else whole + layer.bias
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` `[T]` of the weight, for a tied embedding."""
+        return self._weight(ids)
+
+    def _values(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored if self.bits == 8 else unpack_int4(stored)[:, : self.layer.in_features]
+
+    def _weight(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        layer = self.layer
+        zeros = None if layer.zeros is None else layer.zeros[rows]
+        values = self._values(layer.quantized[rows])
+        return dequantize(values, layer.scales[rows], zeros, self.group).to(self.dtype)
+
+
+class Reordered(LinearMethod):
+    """Brings the inputs into the order of the layer's columns (`layer.order`) before `method` multiplies them."""
+
+    def __init__(self, method: LinearMethod):
+        self.method = method
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(layer, x[:, layer.order])
+
+    def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        return self.method.apply_float32(layer, x[:, layer.order], workspace)
+
+    def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply_gated(layer, x[:, layer.order])
+
+
+def pack_int4(values: torch.Tensor) -> torch.Tensor:
+    """Pack int8 `[n, k]` of -8 .. 7 into uint8 `[n, ceil(k / 2)]`."""
+    if values.shape[1] % 2:
+        values = torch.nn.functional.pad(values, (0, 1))
+    unsigned = (values + 8).to(torch.uint8)
+    return unsigned[:, ::2] | unsigned[:, 1::2] << 4
+
+
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of `pack_int4`, without removing the padding."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1).to(torch.int8) - 8

@@ -1,0 +1,282 @@
+"""Weights that a checkpoint stores quantized: what all formats share.
+
+A format (`CheckpointFormat`) names the `Scheme` of each weight `[out, in]` of the checkpoint. A scheme knows the
+tensors that store the weight and decodes them. `StoredWeights` loads the tensors of this rank's part of each weight
+that a layer consists of, as they are in the file, and decodes them when all are there: to integers in groups
+(`int_groups`), which the platform multiplies as they are, or else to the model's floating-point type.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from quire.worker.layers.linear import ANY_LENGTH, PLAIN, Linear, LinearMethod, Part, WeightFormat
+from quire.worker.layers.quantization.int_groups import Groups, give_groups
+from quire.worker.layers.views import RotaryRows, View
+
+ROWS, COLUMNS = 0, 1
+SAFETENSORS_TYPES = {
+    torch.int8: ("I8",),
+    torch.uint8: ("U8",),
+    torch.int32: ("I32",),
+    torch.int64: ("I64", "I32"),
+    torch.float32: ("F32", "BF16", "F16"),
+    torch.float8_e4m3fn: ("F8_E4M3",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The rows and columns, as (start, length), of one checkpoint weight that a layer holds. `target` is the first of
+    them in the layer's own rows.
+    """
+
+    name: str  # prefix of its tensors, e.g. "model.layers.0.self_attn.q_proj"
+    shape: tuple[int, int]  # of the whole weight
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    target: int
+    view: View | None = None  # rearranges them
+
+    @classmethod
+    def of(cls, part: Part) -> Piece:
+        """The piece that a part of an unquantized weight describes."""
+        ranges = [(0, part.shape[0]), (0, part.shape[1])]
+        for dim, start, length in part.source:
+            ranges[dim] = ranges[dim][0] + start, length
+        target = sum(start for dim, start, _ in part.target if dim == ROWS)
+        return cls(part.name.removesuffix(".weight"), part.shape, *ranges, target, part.view)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.rows[1], self.columns[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A dimension of a stored tensor, along the rows or columns of the weight: `entries` entries hold `values` of them.
+
+    E.g. 32 values of 4 bits in 4 words of 32 bits; or a scale for 128 columns. `whole` tensors are not sliced.
+    """
+
+    of: int  # ROWS or COLUMNS
+    values: int = 1
+    entries: int = 1
+    whole: bool = False
+
+    def size(self, piece: Piece) -> int:
+        return -(-piece.shape[self.of] * self.entries // self.values)
+
+    def covered(self, piece: Piece) -> tuple[int, int]:
+        """The entries (start, length) in which the piece is."""
+        if self.whole:
+            return 0, self.size(piece)
+        start, length = (piece.rows, piece.columns)[self.of]
+        first = start // self.values * self.entries
+        end = -(-(start + length) // self.values) * self.entries
+        return first, min(end, self.size(piece)) - first
+
+    def trim(self, piece: Piece, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The piece's values of a tensor that has been unpacked from the covered entries, one value each."""
+        start, length = (piece.rows, piece.columns)[self.of]
+        return tensor.narrow(dim, start if self.whole else start % self.values, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in the checkpoint: its name after the weight's prefix, dimensions (an Axis, or a number of entries that
+    does not depend on the weight) and type once loaded; `types` are the types that the file may have.
+    """
+
+    suffix: str
+    axes: tuple[Axis | int, ...]
+    dtype: torch.dtype
+    types: tuple[str, ...] = ()
+
+    def parameter(self, piece: Piece) -> nn.Parameter:
+        """An uninitialised parameter for the entries that cover the piece."""
+        shape, lengths, source = [], [], []
+        for dim, axis in enumerate(self.axes):
+            start, length = (0, axis) if isinstance(axis, int) else axis.covered(piece)
+            shape.append(axis if isinstance(axis, int) else axis.size(piece))
+            lengths.append(length)
+            if length != shape[-1]:
+                source.append((dim, start, length))
+        lengths = [0 if length == ANY_LENGTH else length for length in lengths]
+        parameter = nn.Parameter(torch.empty(lengths, dtype=self.dtype), requires_grad=False)
+        types = self.types or SAFETENSORS_TYPES[self.dtype]
+        parameter.parts = [Part(f"{piece.name}.{self.suffix}", tuple(shape), tuple(source), types=types)]
+        return parameter
+
+
+class Scheme(ABC):
+    """How one weight is stored."""
+
+    @abstractmethod
+    def tensors(self, piece: Piece) -> dict[str, Stored]:
+        """The tensors to load for a piece, by any short name."""
+
+    @abstractmethod
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
+        """The piece as integers in groups, or dequantized in float32 or a narrower type `[rows, columns]`.
+
+        The result shares no memory with `tensors`.
+        """
+
+    def num_bytes(self, piece: Piece, itemsize: int) -> int:
+        """Estimated bytes of the piece once it is loaded; `itemsize` is that of the model's type."""
+        return piece.rows[1] * piece.columns[1] * itemsize
+
+
+class Unquantized(Scheme):
+    """A weight that the format leaves alone, in a fused layer with others that it does not."""
+
+    def tensors(self, piece: Piece) -> dict[str, Stored]:
+        return {
+            "weight": Stored("weight", (Axis(ROWS), Axis(COLUMNS)), torch.get_default_dtype(), ("F32", "BF16", "F16"))
+        }
+
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return tensors["weight"].clone()
+
+
+class CheckpointFormat(WeightFormat):
+    """Base of the formats that config.json declares in `quantization_config`."""
+
+    def scheme(self, name: str) -> Scheme | None:
+        """The scheme of the weight with the prefix `name`, e.g. "model.layers.0.mlp.up_proj"; None if it is plain."""
+        raise NotImplementedError
+
+    def linear(self, prefix: str) -> LinearMethod:
+        return FromCheckpoint(self)
+
+    def head(self, prefix: str) -> LinearMethod:
+        return PLAIN if "embed_tokens" in prefix else FromCheckpoint(self)  # a tied embedding is plain
+
+
+class FromCheckpoint(LinearMethod):
+    """Gives a layer the method that fits the weights it consists of."""
+
+    def __init__(self, weights: CheckpointFormat):
+        self.weights = weights
+
+    def create_weights(self, layer: Linear) -> None:
+        pieces = [Piece.of(part) for part in layer.weight_parts()]
+        schemes = [self.weights.scheme(piece.name) for piece in pieces]
+        layer.method = StoredWeights(pieces, schemes) if any(schemes) else PLAIN
+        layer.method.create_weights(layer)
+
+
+class StoredWeights(LinearMethod):
+    """The tensors of a layer's weights as they are in the checkpoint, until `finalize` decodes them."""
+
+    def __init__(self, pieces: list[Piece], schemes: list[Scheme | None]):
+        self.pieces, self.schemes = pieces, [scheme or Unquantized() for scheme in schemes]
+        self.dtype = torch.get_default_dtype()
+
+    def create_weights(self, layer: Linear) -> None:
+        layer.weight = None
+        for i, (piece, scheme) in enumerate(zip(self.pieces, self.schemes)):
+            for name, stored in scheme.tensors(piece).items():
+                layer.register_parameter(f"stored_{i}_{name}", stored.parameter(piece))
+
+    def num_bytes(self, layer: Linear) -> int:
+        bias = 0 if layer.bias is None else layer.bias.nbytes
+        size = self.dtype.itemsize
+        return bias + sum(scheme.num_bytes(piece, size) for piece, scheme in zip(self.pieces, self.schemes))
+
+    def finalize(self, layer: Linear) -> None:
+        decoded = [self._take(layer, i) for i in range(len(self.pieces))]
+        if merged := Groups.merged(decoded, layer.out_features):
+            return give_groups(layer, merged, self.dtype)
+        whole = torch.zeros(layer.out_features, layer.in_features, dtype=self.dtype, device=device_of(decoded[0]))
+        for piece, weight in zip(self.pieces, decoded):
+            dense = weight.dequantized() if isinstance(weight, Groups) else weight
+            whole[piece.target : piece.target + piece.rows[1]] = dense
+        layer.weight, layer.method = nn.Parameter(whole, requires_grad=False), PLAIN
+        PLAIN.finalize(layer)
+
+    def _take(self, layer: Linear, i: int) -> Groups | torch.Tensor:
+        """Decode piece i, whose tensors the layer gives up."""
+        names = [name for name, _ in layer.named_parameters(recurse=False) if name.startswith(f"stored_{i}_")]
+        tensors = {name.removeprefix(f"stored_{i}_"): getattr(layer, name).data for name in names}
+        piece, decoded = self.pieces[i], self.schemes[i].decode(self.pieces[i], tensors)
+        for name in names:
+            delattr(layer, name)
+        if piece.view is None:
+            return decoded
+        if isinstance(decoded, Groups) and isinstance(piece.view, RotaryRows):
+            return decoded.of_rows(piece.view(torch.arange(len(decoded.values))))
+        return piece.view(decoded.dequantized() if isinstance(decoded, Groups) else decoded)
+
+
+def device_of(decoded: Groups | torch.Tensor) -> torch.device:
+    return decoded.values.device if isinstance(decoded, Groups) else decoded.device
+
+
+def signed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8 of unsigned integers that are stored with 2 ** (bits - 1) added."""
+    return (values.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+
+
+def grouped(
+    piece: Piece,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bits: int,
+    group: int | None,
+    group_of: torch.Tensor | None = None,
+) -> Groups | torch.Tensor:
+    """The piece in groups of equal length, or dequantized if its columns cannot be arranged so.
+
+    values are int8 `[n, k]`; scales and zeros `[n, groups]` cover the columns' groups or, with `group_of` `[k]`, are
+    those of the whole weight.
+    """
+    k = values.shape[1]
+    if zeros is not None and not zeros.any():
+        zeros = None
+    if group is None:
+        return Groups(values, scales.contiguous(), zeros, bits, k)
+    if group_of is not None:
+        order = group_of.argsort(stable=True)
+        present, counts = group_of[order].unique_consecutive(return_counts=True)
+        if bool((counts[:-1] == group).all()) and int(counts[-1]) <= group:
+            zeros = None if zeros is None else zeros[:, present]
+            straight = torch.equal(order, torch.arange(k, device=order.device))
+            return Groups(values[:, order], scales[:, present], zeros, bits, group, None if straight else order)
+        return dequantized(values, scales, zeros, group_of)
+    start = piece.columns[0] % group
+    if start == 0:
+        return Groups(values, scales.contiguous(), zeros, bits, group)
+    # a slice that begins inside a group
+    columns = (torch.arange(k, device=values.device) + start) // group
+    return dequantized(values, scales, zeros, columns)
+
+
+def dequantized(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_of: torch.Tensor
+) -> torch.Tensor:
+    """The weight in float32, where column i has the scale and zero point `group_of[i]`."""
+    wide = values.float()
+    return (wide if zeros is None else wide - zeros[:, group_of]) * scales[:, group_of]
+
+
+def groups_bytes(piece: Piece, bits: int, group: int | None, num_tables: int) -> int:
+    """Bytes of a piece in groups, with 16-bit tables of scales and, if there are two, offsets."""
+    n, k = piece.size
+    return n * k * bits // 8 + 2 * num_tables * n * (1 if group is None else -(-k // group))
+
+
+def named_by(name: str, pattern: str) -> bool:
+    """Whether `pattern`, a dotted part of module names such as "lm_head" or "layers.0.mlp", is in the name."""
+    return f".{pattern}." in f".{name}."
+
+
+def unsupported(setting: str, value: object, supported: str) -> NoReturn:
+    raise ValueError(f"quantization_config: {setting} {value!r} is not supported; supported: {supported}")
