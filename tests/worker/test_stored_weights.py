@@ -34,6 +34,7 @@ FORMATS = {
     "ct w4a16 zeros": make.compressed_tensors(
         "pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False
     ),
+    "ct w4a16 group 16": make.compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=16),
     "ct w3 channel": make.compressed_tensors("pack-quantized", num_bits=3, strategy="channel"),
     "ct w8a16": make.compressed_tensors("pack-quantized", num_bits=8, strategy="channel"),
     "ct w8a8": make.compressed_tensors("int-quantized", num_bits=8, strategy="channel"),
@@ -54,6 +55,7 @@ FORMATS = {
     "gptq 4": make.gptq(4, 32),
     "gptq 4 v2": make.gptq(4, 32, version=2),
     "gptq 4 act-order": make.gptq(4, 32, act_order=True),
+    "gptq 4 group 96": make.gptq(4, 96),
     "gptq 2": make.gptq(2, 64),
     "gptq 3": make.gptq(3, 32),
     "gptq 5": make.gptq(5, 32),

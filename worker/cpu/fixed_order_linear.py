@@ -14,6 +14,7 @@ from quire.worker.cpu.native import LinearArgs
 from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.layers.linear import Linear
+from quire.worker.layers.quantization.int_groups import Reordered
 from quire.worker.platforms.huge_pages import Workspace
 
 _INTEGERS = 2  # `path` of QuantizedLinear
@@ -40,5 +41,6 @@ def fix_order(model: nn.Module) -> None:
     """Make the rows of each linear layer of `model` independent of each other. Weights must be loaded and packed."""
     for layer in model.modules():
         if isinstance(layer, Linear):
-            assert isinstance(layer.method, (PackedMethod, NativeQuantMethod)), "not packed for the native kernels"
-            layer.method.linear = FixedRows(layer.method.linear)
+            method = layer.method.method if isinstance(layer.method, Reordered) else layer.method
+            assert isinstance(method, (PackedMethod, NativeQuantMethod)), "not packed for the native kernels"
+            method.linear = FixedRows(method.linear)

@@ -62,10 +62,8 @@ class NativeOps(Ops):
             return None
         offsets = None if groups.zeros is None else -groups.zeros.float() * groups.scales.float()
         group = groups.group if groups.scales.shape[1] > 1 else -1
-        return NativeQuantMethod(
-            layer,
-            QuantizedLinear.from_values(groups.values, groups.scales, offsets, groups.bits, group, layer.bias, layer.gated),
-        )
+        numbers = groups.values, groups.scales, offsets, groups.bits, group
+        return NativeQuantMethod(layer, QuantizedLinear.from_values(*numbers, layer.bias, layer.gated))
 
     def packed_experts(self, experts: ListedExperts) -> NativeExperts | None:
         listed = experts.experts.values()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.worker.layers.linear import GateUpParallelLinear, Linear, LinearMethod, PlainLinear, product
+from quire.worker.layers.linear import Linear, LinearMethod, PlainLinear, product
 from quire.worker.platforms.huge_pages import Workspace
 
 _PIECE = 1 << 22  # weights dequantized at once
@@ -39,6 +39,20 @@ class Groups:
         """The rows with the indices `rows`."""
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
+
+    def regrouped(self) -> Groups | None:
+        """The same weight in groups of a size that kernels take (32, 64, 128, 256 n, whole rows), or None."""
+        if self.scales.shape[1] == 1 or self.group in (32, 64, 128) or self.group % 256 == 0:
+            return self
+        size = next((size for size in (128, 64, 32) if self.group % size == 0), None)
+        if size is None:
+            return None
+
+        def repeated(entries: torch.Tensor) -> torch.Tensor:
+            return entries.repeat_interleave(self.group // size, 1)[:, : -(-self.values.shape[1] // size)]
+
+        zeros = None if self.zeros is None else repeated(self.zeros)
+        return replace(self, scales=repeated(self.scales), zeros=zeros, group=size)
 
     @staticmethod
     def merged(parts: list[Groups | torch.Tensor], num_rows: int) -> Groups | None:
@@ -139,7 +153,7 @@ class Reordered(LinearMethod):
     def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         return self.method.apply_float32(layer, x[:, layer.order], workspace)
 
-    def apply_gated(self, layer: GateUpParallelLinear, x: torch.Tensor) -> torch.Tensor:
+    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply_gated(layer, x[:, layer.order])
 
 

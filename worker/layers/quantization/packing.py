@@ -40,4 +40,4 @@ def e2m1_doubled(codes: torch.Tensor) -> torch.Tensor:
 
 def e8m0(exponents: torch.Tensor) -> torch.Tensor:
     """2 ** (exponent - 127) of uint8 exponents, in float32."""
-    return torch.ldexp(torch.ones((), device=exponents.device), exponents.int() - 127)
+    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127)

@@ -192,8 +192,9 @@ class StoredWeights(LinearMethod):
 
     def finalize(self, layer: Linear) -> None:
         decoded = [self._take(layer, i) for i in range(len(self.pieces))]
-        if merged := Groups.merged(decoded, layer.out_features):
-            return give_groups(layer, merged, self.dtype)
+        merged = Groups.merged(decoded, layer.out_features)
+        if merged and (regrouped := merged.regrouped()):
+            return give_groups(layer, regrouped, self.dtype)
         whole = torch.zeros(layer.out_features, layer.in_features, dtype=self.dtype, device=device_of(decoded[0]))
         for piece, weight in zip(self.pieces, decoded):
             dense = weight.dequantized() if isinstance(weight, Groups) else weight
