@@ -21,7 +21,7 @@ class Case:
     v_cache: torch.Tensor
     meta: AttentionMetadata
     query_lens: list[int]
-    keys: list[torch.Tensor]  # per request [seq_len, kv_heads, dim]
+    keys: list[torch.Tensor]  # per request [seq_len, kv_heads, head_dim]
     values: list[torch.Tensor]
 
 
@@ -33,6 +33,8 @@ def make_case(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 16,
+    v_head_dim: int | None = None,
+    latent: bool = False,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -43,23 +45,29 @@ def make_case(
     seq_lens = [q + c for q, c in zip(query_lens, context_lens)]
     counts = [-(-length // block_size) for length in seq_lens]
     order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
-    if heads_first:
-        cache = torch.full((2, sum(counts) + 1, num_kv_heads, block_size, head_dim), float("nan")).transpose(2, 3)
-    else:
-        cache = torch.full((2, sum(counts) + 1, block_size, num_kv_heads, head_dim), float("nan"))
-    cache[:, 0] = 0
+    v_dim, order_of_sizes = (
+        v_head_dim or head_dim,
+        (num_kv_heads, block_size) if heads_first else (block_size, num_kv_heads),
+    )
+    caches = []
+    for dim in (head_dim, v_dim):
+        cache = torch.full((sum(counts) + 1, *order_of_sizes, dim), float("nan"), dtype=dtype, device=device)
+        cache[0] = 0
+        caches.append(cache.transpose(1, 2) if heads_first else cache)
+    k_cache, v_cache = caches[0], caches[0][..., :v_dim] if latent else caches[1]
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     keys, values = [], []
     for i, (length, count) in enumerate(zip(seq_lens, counts)):
         blocks = torch.tensor([order.pop() for _ in range(count)])
         table[i, :count] = blocks
-        kv = torch.randn(2, length, num_kv_heads, head_dim, generator=generator).to(dtype)
+        k, v = (torch.randn(length, num_kv_heads, dim, generator=generator).to(dtype) for dim in (head_dim, v_dim))
+        v = k[..., :v_dim] if latent else v
         positions = torch.arange(length)
-        cache[:, blocks[positions // block_size], positions % block_size] = kv.float()
-        keys.append(kv[0].float())
-        values.append(kv[1].float())
+        for cache, entries in ((v_cache, v), (k_cache, k)):
+            cache[blocks[positions // block_size].to(device), positions.to(device) % block_size] = entries.to(device)
+        keys.append(k.float())
+        values.append(v.float())
     q = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator).to(dtype)
-    cache = cache.to(device, dtype)
     starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
     meta = AttentionMetadata(
         backend,
@@ -70,7 +78,7 @@ def make_case(
         max(query_lens),
         max(seq_lens),
     )
-    return Case(q.to(device), cache[0], cache[1], meta, query_lens, keys, values)
+    return Case(q.to(device), k_cache, v_cache, meta, query_lens, keys, values)
 
 
 def dense(case: Case, scale: float, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:

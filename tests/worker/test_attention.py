@@ -77,6 +77,21 @@ def test_equals_dense_attention(request, name, batch, block_size, heads, window,
     torch.testing.assert_close(out, dense(case, 0.3, window, soft_cap), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [(32, 16, 4, False), (48, 32, 1, True)])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ["cpu_native", "cpu_fixed", "cpu_paged"])
+def test_values_of_another_size_than_keys(request, name, batch, sizes):
+    if name != "cpu_paged":
+        request.getfixturevalue("native_kernels")
+    head_dim, v_dim, kv_heads, latent = sizes
+    shape = {"num_kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_dim, "latent": latent}
+    backend = _available(name, _spec(CPU, **shape))
+    case = make_case(backend, *BATCHES[batch], **shape)
+    backend.build(case.meta)
+    out = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.3)
+    torch.testing.assert_close(out, dense(case, 0.3), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("window, soft_cap", [(None, None), (24, None), (None, 5.0)])

@@ -529,9 +529,12 @@ def _paged_case(
     head_dim: int,
     group: int | None = None,
     block_size: int | None = None,
+    v_dim: int | None = None,
+    latent: bool = False,
 ):
+    """Arguments of `cpu_ops.paged_attention` and its result; `latent`: one KV head, values are columns of keys."""
     kv_heads, group, block_size = (
-        rng.choice([1, 2, 3]),
+        1 if latent else rng.choice([1, 2, 3]),
         group or rng.choice([1, 2, 4, 5, 7]),
         block_size or rng.choice([1, 5, 16, 16, 32]),
     )
@@ -540,14 +543,18 @@ def _paged_case(
     width = max(-(-n // block_size) for n in lengths)
     num_blocks = sum(-(-n // block_size) for n in lengths) + 3
     layout = rng.choice(["tokens first", "heads first"])
-    k_cache, v_cache = (_cache(num_blocks, block_size, kv_heads, head_dim, dtype, layout) for _ in range(2))
+    v_dim = v_dim or head_dim
+    k_cache, v_cache = (_cache(num_blocks, block_size, kv_heads, d, dtype, layout) for d in (head_dim, v_dim))
+    if latent:
+        v_cache = k_cache[..., :v_dim]
     free = list(range(1, num_blocks))
     rng.shuffle(free)
     table = torch.zeros(len(lengths), width + 2, dtype=torch.int32)[:, : width + 1]
     q = torch.randn(sum(query_lens), group * kv_heads + 1, head_dim).to(dtype)[:, : group * kv_heads]
     scale, want, start = head_dim**-0.5 * rng.choice([1.0, 3.0]), [], 0
     for i, (n, length) in enumerate(zip(query_lens, lengths)):
-        k, v = torch.randn(length, kv_heads, head_dim).to(dtype), torch.randn(length, kv_heads, head_dim).to(dtype)
+        k, v = (torch.randn(length, kv_heads, d).to(dtype) for d in (head_dim, v_dim))
+        v = k[..., :v_dim] if latent else v
         first_seen = max(0, length - n - window + 1) if window else 0
         for b in range(-(-length // block_size)):
             table[i, b] = free.pop()
@@ -575,6 +582,21 @@ def test_attention_decode(kernels, rng, dtype, head_dim):
     _check_attention(
         rng, dtype, [1] * 5, [rng.choice([0, 1, 15, 16, 63, 255, 256, 300, 700]) for _ in range(5)], head_dim
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "sizes", [(32, 16, False), (192, 128, False), (32, 64, False), (96, 64, True), (576, 512, True)]
+)
+def test_attention_to_values_of_another_size(kernels, rng, dtype, sizes):
+    head_dim, v_dim, latent = sizes
+    for query_lens, contexts in (([1] * 3, [0, 130, 300]), ([1, 40, 3], [200, 5, 140])):
+        group = rng.choice([1, 4, 16, 40]) if latent else None
+        arguments, want = _paged_case(
+            rng, dtype, query_lens, contexts, head_dim, group, rng.choice([5, 16]), v_dim, latent
+        )
+        for path in range(4):
+            assert_near(cpu_ops.paged_attention(*arguments, path=path), want, max(3 * ROUNDING[dtype], 1e-5))
 
 
 @pytest.mark.parametrize("group", [4, 5, 8, 16, 17])
@@ -780,6 +802,7 @@ def test_attention_of_a_chunk_is_that_of_its_tokens_one_by_one(kernels, rng, dty
 
 
 def test_attention_reasons():
-    assert cpu_ops.attention_reason(64, torch.float16) is None
-    assert "head_dim 24" in cpu_ops.attention_reason(24, torch.float32)
-    assert "float64" in cpu_ops.attention_reason(32, torch.float64)
+    assert cpu_ops.attention_reason(64, 64, torch.float16) is None
+    assert "head_dim 24" in cpu_ops.attention_reason(24, 16, torch.float32)
+    assert "v_dim 528" in cpu_ops.attention_reason(576, 528, torch.float32)
+    assert "float64" in cpu_ops.attention_reason(32, 32, torch.float64)

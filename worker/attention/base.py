@@ -1,7 +1,8 @@
 """The interface of attention backends: one call, one KV layout, and a reason if a backend does not apply.
 
 KV layout, for all backends: `k_cache` and `v_cache` of shape `[num_blocks, block_size, num_kv_heads, head_dim]`,
-`head_dim` contiguous; values may have another `head_dim` than keys. In memory, each slot of a block holds all heads; on
+`head_dim` contiguous; values may have another `head_dim` than keys. In a latent cache (`layers/mla.py`) there is one KV
+head, and `v_cache` is the first columns of `k_cache`. In memory, each slot of a block holds all heads; on
 CPU, each head of a block holds all slots. Block 0 is the null block: padding rows write to slot 0 and read from it, so
 no kernel needs a `-1` branch. A slot is `block_id * block_size + offset`.
 """
@@ -33,6 +34,13 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     extra: Any = None  # data that the backend computes once per step for all layers
+    # query_start_loc and seq_lens on the host, None if only the device has them
+    host: tuple[list[int], list[int]] | None = None
+    latent_parts: Any = None  # how `layers/mla.py` splits this step, for all layers
+
+    def host_lengths(self) -> tuple[list[int], list[int]]:
+        """Return query_start_loc and seq_lens as lists; waits for the device if the host does not have them."""
+        return self.host or (self.query_start_loc.tolist(), self.seq_lens.tolist())
 
 
 GroupedMetadata = tuple[AttentionMetadata, ...]  # one per cache group; they differ in slot_mapping and block_table
@@ -52,6 +60,7 @@ class AttentionSpec:
     uses_soft_cap: bool = False
     v_head_dim: int | None = None  # None: head_dim
     uses_sinks: bool = False
+    latent: bool = False  # one KV head, whose values are the first v_head_dim columns of its keys
 
     @property
     def v_dim(self) -> int:
@@ -61,6 +70,8 @@ class AttentionSpec:
         """Why a backend without sinks and with values as wide as keys cannot serve this, or None."""
         if self.uses_sinks:
             return "has no attention sinks"
+        if self.latent:
+            return "has no latent attention (MLA)"
         if self.v_dim != self.head_dim:
             return f"needs values as wide as keys, not {self.v_dim} and {self.head_dim}"
         return None
@@ -116,6 +127,11 @@ class AttentionBackend(ABC):
         """
 
 
+def is_latent(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Return whether the values are columns of the keys."""
+    return k_cache.data_ptr() == v_cache.data_ptr()
+
+
 def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
     """Run `backend` on a tiny mixed batch and on a decode batch with the parameters of `spec`. Returns the first line
     of its error, or None.
@@ -129,6 +145,8 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
         torch.zeros(3, size, spec.num_kv_heads, dim, dtype=spec.dtype, device=device)
         for dim in (spec.head_dim, spec.v_dim)
     ]
+    if spec.latent:
+        caches[1] = caches[0][..., : spec.v_dim]
     for query_lens in ([2, 1], [1, 1]):
         starts = torch.tensor([0, query_lens[0], sum(query_lens)], dtype=torch.int32, device=device)
         table = torch.tensor([[1, 2], [2, 1]], dtype=torch.int32, device=device)

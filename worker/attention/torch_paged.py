@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, is_latent
 
 _DECODE_TOKENS = 8192  # maximum number of keys gathered at once for decoding requests
 _PREFILL_SCORES = 1 << 23  # maximum number of scores per head in one piece of a prefill
@@ -74,7 +74,7 @@ class CpuPagedAttention(AttentionBackend):
         kind = sliding_window, k_cache.stride(), v_cache.stride()
         pieces = plan.pieces.get(kind)
         if pieces is None:
-            pieces = plan.pieces[kind] = _pieces(plan, _Rows(meta.block_table, k_cache, v_cache), sliding_window)
+            pieces = plan.pieces[kind] = _pieces(plan, _Rows(meta.block_table, k_cache, k_cache if is_latent(k_cache, v_cache) else v_cache), sliding_window)
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
         for piece in pieces:
             k, v = _gather(plan, piece, k_cache, v_cache)
@@ -207,13 +207,15 @@ def _gather(
     plan: _Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[n, num_kv_heads, keys, head_dim]`, gathered into the plan's buffers: new buffers would cost a
-    page fault per page in every layer.
+    page fault per page in every layer. The values of a latent cache are columns of the keys.
     """
+    latent = is_latent(k_cache, v_cache)
+    caches = (k_cache,) if latent else (k_cache, v_cache)
     if plan.workspace is None:
         most = max(len(p.rows[0]) for pieces in plan.pieces.values() for p in pieces)
-        plan.workspace = [cache.new_empty(most * cache.shape[3]) for cache in (k_cache, v_cache)]
+        plan.workspace = [cache.new_empty(most * cache.shape[3]) for cache in caches]
     gathered = []
-    for buffer, cache, rows in zip(plan.workspace, (k_cache, v_cache), piece.rows):
+    for buffer, cache, rows in zip(plan.workspace, caches, piece.rows):
         heads, dim = cache.shape[2:]
         size = len(rows) * dim
         if len(buffer) < size:  # a layer with a wider window, or larger heads, than the previous ones
@@ -221,7 +223,7 @@ def _gather(
         found = buffer[:size].view(-1, dim)
         torch.index_select(cache.as_strided((_num_rows(cache), dim), (dim, 1)), 0, rows, out=found)
         gathered.append(found.view(piece.num_seqs, heads, piece.num_keys, dim))
-    return gathered[0], gathered[1]
+    return gathered[0], gathered[0][..., : v_cache.shape[3]] if latent else gathered[1]
 
 
 def _attend(

@@ -30,12 +30,18 @@ class StepTensors:
     seq_lens: torch.Tensor  # [R] int32
     block_tables: torch.Tensor  # [G, R, K] int32, one table per cache group
 
-    def metadata(self, backend: AttentionBackend, max_query_len: int, max_seq_len: int) -> GroupedMetadata:
-        """Attention metadata of the step, one per cache group."""
-        groups = zip(self.slot_mappings, self.block_tables)
+    def metadata(
+        self,
+        backend: AttentionBackend,
+        max_query_len: int,
+        max_seq_len: int,
+        host: tuple[list[int], list[int]] | None = None,
+    ) -> GroupedMetadata:
+        """Attention metadata of the step, one per cache group; `host` as in `AttentionMetadata`."""
+        sizes = self.query_start_loc, self.seq_lens
         return tuple(
-            AttentionMetadata(backend, slots, self.query_start_loc, self.seq_lens, table, max_query_len, max_seq_len)
-            for slots, table in groups
+            AttentionMetadata(backend, slots, *sizes, table, max_query_len, max_seq_len, host=host)
+            for slots, table in zip(self.slot_mappings, self.block_tables)
         )
 
 
@@ -126,7 +132,7 @@ def prepare_inputs(
     sampling = platform.ops.fill_inputs(
         sent, sizes, table.token_table, table.block_tables, table.block_size, tensors, buffers.arange
     )
-    attn = tensors.metadata(backend, max(scheduled), max(lengths))
+    attn = tensors.metadata(backend, max(scheduled), max(lengths), (starts, lengths))
     return InputBatch(
         step,
         tensors.input_ids,

@@ -1,5 +1,5 @@
 """Memory of the paged KV cache: one K and one V tensor for the nth layers of all groups, bound to the attention layers,
-the only writers.
+the only writers. A latent cache is one tensor, whose first columns are the values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 import torch
 from torch import nn
 
-from quire.worker.cache.spec import CachePlan
+from quire.worker.cache.spec import CachePlan, CacheSpec, Latent
 from quire.worker.layers.attention import Attention
 from quire.worker.messages import StepInput
 from quire.worker.platforms import huge_pages
@@ -51,7 +51,7 @@ def allocate(
             layer.cache_group = g
             slab.append(layer)
     for sharing in slabs:
-        shapes = {(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in sharing}
+        shapes = {_shapes(plan.specs[layer.layer_index]) for layer in sharing}
         caches = _equal_caches if len(shapes) == 1 else _caches_in_pages
         for layer, (k_cache, v_cache) in zip(sharing, caches(sharing, plan, num_blocks, block_size, dtype, device)):
             layer.k_cache, layer.v_cache = k_cache, v_cache
@@ -59,6 +59,18 @@ def allocate(
         if layer.kv_from is not None:
             source = by_index[layer.kv_from]
             layer.k_cache, layer.v_cache, layer.cache_group = source.k_cache, source.v_cache, source.cache_group
+
+
+def _shapes(spec: CacheSpec) -> tuple[tuple[int, int], ...]:
+    """(heads, entries per head) of each tensor that a layer keeps per token."""
+    if isinstance(spec, Latent):
+        return ((1, spec.width),)
+    return (spec.num_kv_heads, spec.k_dim), (spec.num_kv_heads, spec.v_dim)
+
+
+def _views(tensors: list[torch.Tensor], layer: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k_cache, v_cache) of a layer in the tensors of its `_shapes`."""
+    return tensors[0], tensors[-1][..., : layer.v_head_dim]
 
 
 def _equal_caches(
@@ -69,12 +81,14 @@ def _equal_caches(
     On CPU the entries of one head in a block are contiguous, as they are read: with 4 KiB per head and block the
     hardware prefetches them.
     """
-    heads, dims = layers[0].num_kv_heads, (layers[0].head_dim, layers[0].v_head_dim)
-    if device.type == "cpu":
-        cache = tuple(huge_pages.zeros(num_blocks, heads, block_size, dim, dtype=dtype).transpose(1, 2) for dim in dims)
-    else:
-        cache = tuple(torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device) for dim in dims)
-    return [cache] * len(layers)
+    tensors = []
+    for heads, dim in _shapes(plan.specs[layers[0].layer_index]):
+        if device.type == "cpu":
+            cache = huge_pages.zeros(num_blocks, heads, block_size, dim, dtype=dtype).transpose(1, 2)
+        else:
+            cache = torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device)
+        tensors.append(cache)
+    return [_views(tensors, layer) for layer in layers]
 
 
 def _caches_in_pages(
@@ -90,9 +104,12 @@ def _caches_in_pages(
     )
     views = []
     for layer in layers:
-        heads, dims = layer.num_kv_heads, (layer.head_dim, layer.v_head_dim)
-        k, v = pages[:, : block_size * heads * sum(dims)].split([block_size * heads * dim for dim in dims], 1)
-        views.append(tuple(cache.unflatten(1, (heads, block_size, -1)).transpose(1, 2) for cache in (k, v)))
+        tensors, start = [], 0
+        for heads, dim in _shapes(plan.specs[layer.layer_index]):
+            entries = pages[:, start : start + heads * block_size * dim]
+            tensors.append(entries.unflatten(1, (heads, block_size, dim)).transpose(1, 2))
+            start += heads * block_size * dim
+        views.append(_views(tensors, layer))
     return views
 
 
@@ -106,10 +123,10 @@ class Warmer:
     """
 
     def __init__(self, layers: list[Attention], idle_bytes: int = IDLE_BYTES, busy_bytes: int = BUSY_BYTES):
-        # layers of several groups share tensors
-        caches = {layer.k_cache.data_ptr(): (layer.k_cache, layer.v_cache) for layer in layers}
-        self._tensors = [tensor for pair in caches.values() for tensor in pair]
-        # per tensor, in bytes, like all sizes below
+        # layers of several groups share tensors, and the values of a latent cache are part of its keys
+        caches = {tensor.data_ptr(): tensor for layer in layers for tensor in (layer.v_cache, layer.k_cache)}
+        self._tensors = sorted(caches.values(), key=lambda tensor: -tensor.nbytes)
+        # of the largest tensor, in bytes, like all sizes below; of smaller ones the same share is resident
         self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes
         most = IDLE_TOKENS * self._block_size // self._tensors[0].shape[1]
         self._idle_bytes, self._busy_bytes = (
@@ -151,7 +168,8 @@ class Warmer:
             size = min(huge_pages.PAGE, self._size - self._resident)
             for tensor in self._tensors:
                 self._wait()
-                if self._stopped or not huge_pages.make_resident(tensor.data_ptr() + self._resident, size):
+                start, part = (count * tensor.nbytes // self._size for count in (self._resident, size))
+                if self._stopped or not huge_pages.make_resident(tensor.data_ptr() + start, part):
                     return
             self._resident += size
 

@@ -26,9 +26,9 @@ class CpuNativeAttention(AttentionBackend):
             return "runs on CPU only"
         if KERNELS.lib is None:
             return KERNELS.status
-        if reason := spec.unusual():
-            return reason
-        return cpu_ops.attention_reason(spec.head_dim, spec.dtype)
+        if spec.uses_sinks:
+            return "has no attention sinks"
+        return cpu_ops.attention_reason(spec.head_dim, spec.v_dim, spec.dtype)
 
     def build(self, meta: AttentionMetadata) -> None:
         pass

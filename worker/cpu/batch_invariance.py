@@ -68,7 +68,9 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return "has an attention backend of its own", f": leave --attention-backend {backend} off"
     if KERNELS.lib is None:
         return f"needs the native CPU kernels: {KERNELS.status}", ""
-    for head_dim in {layer.head_dim for layer in spec.layers}:
-        if reason := cpu_ops.attention_reason(head_dim, dtype):
+    if any(layer.latent for layer in spec.layers):
+        return "has no order of its own for latent attention (MLA)", ""
+    for head_dim, v_dim in {(layer.head_dim, layer.v_head_dim) for layer in spec.layers}:
+        if reason := cpu_ops.attention_reason(head_dim, v_dim, dtype):
             return f"needs the native attention: {reason}", ""
     return None

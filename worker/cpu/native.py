@@ -37,6 +37,7 @@ class LayerArgs(ctypes.Structure):
         ("num_heads", _L),
         ("num_kv_heads", _L),
         ("head_dim", _L),
+        ("v_dim", _L),
         ("block_size", _L),
         ("dtype", _L),
         ("window", _L),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quire.worker.batch.input_batch import StepTensors
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM, MAX_V_DIM = 576, 512
 # activations that products of a gate and up may end with, numbered as `Activation` in csrc/gemm.h
 GATED = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "clamped_silu": 3}
 
@@ -167,10 +167,11 @@ def write_kv(
     )
 
 
-def attention_reason(head_dim: int, dtype: torch.dtype) -> str | None:
-    """None if `paged_attention` supports this head size and type, else the reason why not."""
-    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
-        return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
+def attention_reason(head_dim: int, v_dim: int, dtype: torch.dtype) -> str | None:
+    """None if `paged_attention` supports these sizes of keys and values and this type, else the reason why not."""
+    for name, size, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("v_dim", v_dim, MAX_V_DIM)):
+        if size % 16 or size > most:
+            return f"{name} {size} is not a multiple of 16 up to {most}"
     return None if dtype in _DTYPES else f"no kernel for {dtype}"
 
 
@@ -196,8 +197,8 @@ def paged_attention(
     """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, for any mixture of decode and prefill.
     `AttentionBackend.forward` describes the arguments and the result.
 
-    Caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, head_dim contiguous, of q's type (float32, bfloat16,
-    float16); block_table `[R, K]`, seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` is a sum of
+    Caches are `[num_blocks, block_size, num_kv_heads, _]`, the last dimension contiguous, of q's type (float32,
+    bfloat16, float16); block_table `[R, K]`, seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` is a sum of
     flags: 1 disables AMX (for tests); 2 sums in one fixed order, so that a token's result depends on its own keys
     alone, bit for bit. `wanted` (int64, ascending) lists the tokens whose results the caller reads; the rows of all
     other tokens are undefined.
@@ -206,7 +207,7 @@ def paged_attention(
         wanted is None or wanted.dtype == torch.int64
     )
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype)
     args = layer_args(k_cache, v_cache, q.shape[1], scale, window, soft_cap)
     KERNELS.lib.quire_paged_attention(
         byref(args),
@@ -247,6 +248,7 @@ def layer_args(
         num_heads,
         num_kv_heads,
         head_dim,
+        v_cache.shape[3],
         block_size,
         _DTYPES[k_cache.dtype],
         window or 0,

@@ -43,7 +43,7 @@ class Planner {
  public:
   Planner(const Step& s, int threads, int path) : s_(s), l_(s.layer), threads_(threads), one_order_(path & kOneOrder), num_tokens_(s.query_start_loc[s.num_requests]) {
 #if QUIRE_AMX
-    tiles_ = !(path & kNoTiles) && amx_permitted() && l_.dtype == 1 && l_.head_dim % 32 == 0;
+    tiles_ = !(path & kNoTiles) && amx_permitted() && l_.dtype == 1 && l_.head_dim % 32 == 0 && l_.v_dim % 32 == 0;
 #endif
   }
   bool tiles() const { return tiles_; }  // for shared keys
@@ -173,21 +173,21 @@ constexpr int kFixedRowsFrom = 32;  // minimum rows for which the conversion to 
 
 template <typename T>
 size_t vector_bytes(const Step& s, int rows) {
-  const long d = s.layer.head_dim;
-  return state_bytes(rows, d) + std::max(FloatTiles<T, true>::bytes(rows, d), FixedTiles::bytes(rows, d));
+  const long d = s.layer.head_dim, dv = s.layer.v_dim;
+  return state_bytes(rows, dv) + std::max(FloatTiles<T, true>::bytes(rows, d, dv), FixedTiles::bytes(rows, d, dv));
 }
 
 // Runs a task with vectors, in fixed point or in floats depending on its number of rows.
 template <typename T>
 void attend_vector(const Step& s, const Task& t, const Task* following, const Partials& partials, const Plan& plan, bool one_order, char* memory) {
   if constexpr (std::is_same_v<T, bf16>)
-    if (!one_order && t.count * s.group() >= kFixedRowsFrom && s.layer.head_dim % 32 == 0) return attend_rows<T, FixedTiles>(s, t, following, partials, plan.slots.data(), memory);
+    if (!one_order && t.count * s.group() >= kFixedRowsFrom && s.layer.head_dim % 32 == 0 && s.layer.v_dim % 32 == 0) return attend_rows<T, FixedTiles>(s, t, following, partials, plan.slots.data(), memory);
   (one_order ? attend_rows<T, FloatTiles<T, true>> : attend_rows<T, FloatTiles<T, false>>)(s, t, following, partials, plan.slots.data(), memory);
 }
 
 template <typename T>
 void merge(const Step& s, const Merge& t, const Partials& partials) {
-  const long d = s.layer.head_dim;
+  const long d = s.layer.v_dim;
   for (long head = 0; head < s.layer.num_heads; head++) {
     float top = kNegInf, sum = 0;
     for (long c = 0; c < t.count; c++) top = std::max(top, *partials.at(t.first + c, head).m);
@@ -209,13 +209,13 @@ void run(const Step& s, int path) {
   Planner planner(s, Pool::get().threads(), path);
   const Plan plan = planner.make();
   const Layer& l = s.layer;
-  Partials partials{nullptr, l.num_heads, l.head_dim};
+  Partials partials{nullptr, l.num_heads, l.v_dim};
   partials.base = (float*)partial_memory.get(plan.num_slots * partials.floats() * sizeof(float));
   auto run_tiles = [&](const std::vector<Task>& tasks, Queue& queue) {
 #if QUIRE_AMX
     if (tasks.empty()) return;
     TileScope tiles;
-    char* own = (char*)memory.get(FlashScratch::bytes((plan.rows + 31) / 32 * 32, l.head_dim));
+    char* own = (char*)memory.get(FlashScratch::bytes((plan.rows + 31) / 32 * 32, l.head_dim, l.v_dim));
     for (long i; queue.take(i);) attend_flash(s, tasks[i], partials, plan.slots.data(), own);
 #endif
   };
@@ -254,8 +254,8 @@ void run(const Step& s, int path) {
 extern "C" {
 
 // Computes the attention of a step.
-// q, out: [tokens, num_heads, head_dim], the last two dimensions contiguous. head_dim is a multiple of 16 (32 for AMX),
-// at most 512.
+// q: [tokens, num_heads, head_dim], out: [tokens, num_heads, v_dim], the last two dimensions contiguous. Both sizes are
+// multiples of 16 (32 for AMX); head_dim is at most 576, v_dim 512. Values may be the first columns of the keys.
 // path: bit flags; 1: no AMX, 2: one order of summation.
 // wanted: ascending tokens whose results are read; the results of other tokens may be left unwritten. Null: all.
 void quire_paged_attention(const Layer* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,

@@ -14,7 +14,7 @@ struct Layer {  // constant across steps; strides in elements
   const void* k_cache;
   const void* v_cache;
   long k_block, k_slot, k_head, v_block, v_slot, v_head;
-  long num_heads, num_kv_heads, head_dim, block_size, dtype, window;
+  long num_heads, num_kv_heads, head_dim, v_dim, block_size, dtype, window;
   float scale, soft_cap;
 
   // Offset in each cache, in elements, of the token at position `at` of a sequence.
@@ -57,16 +57,16 @@ constexpr long kSplit = 128;
 
 // A token's partial result for one query head: the softmax over some of the keys. The plan assigns the slots.
 struct Partial {
-  float *acc, *l, *m;  // weighted values [head_dim], sum as 16 terms, maximum (of scores times log2 e)
+  float *acc, *l, *m;  // weighted values [v_dim], sum as 16 terms, maximum (of scores times log2 e)
 };
 
 struct Partials {
   float* base;
-  long num_heads, head_dim;
-  size_t floats() const { return num_heads * (head_dim + 32); }  // per slot
+  long num_heads, v_dim;
+  size_t floats() const { return num_heads * (v_dim + 32); }  // per slot
   Partial at(long slot, long head) const {
-    float* p = base + slot * floats() + head * (head_dim + 32);
-    return {p, p + head_dim, p + head_dim + 16};
+    float* p = base + slot * floats() + head * (v_dim + 32);
+    return {p, p + v_dim, p + v_dim + 16};
   }
 };
 

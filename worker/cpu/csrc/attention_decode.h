@@ -131,7 +131,7 @@ inline void store_interleaved(float* to, const float* even, const float* odd) {
 // Runs a task of one token with at most kSplit keys and at most 16 query heads.
 inline void attend_decode(const Step& s, const Task& t, const Partials& partials, char* memory) {
   const Layer& l = s.layer;
-  const long d = l.head_dim, g = s.group(), key = t.begin / 16 * 16;
+  const long d = l.head_dim, dv = l.v_dim, g = s.group(), key = t.begin / 16 * 16;
   const int n = int(t.end - key), tiles = (n + 15) / 16;
   DecodeScratch f(memory, d);
   pack_decode_queries(s, t, f.q);
@@ -143,15 +143,15 @@ inline void attend_decode(const Step& s, const Task& t, const Partials& partials
   store(total, sum);
   TileScope scope;
   for (long h = t.h0; h < t.h1; h++)
-    for (long c0 = 0; c0 < d; c0 += 128)
+    for (long c0 = 0; c0 < dv; c0 += 128)
       for (long j = 0; j < g; j++) {  // 16 rows of p hold 8 queries
-        const int chunks = int(std::min(128L, d - c0)) / 32;
+        const int chunks = int(std::min(128L, dv - c0)) / 32;
         const long column = (h - t.h0) * g + j, head = h * g + j;
         if (j % 8 == 0) decode_values(l, t, h, key, tiles, f.p + column * 64, c0, chunks, f.v, f.o);
         const float* row = f.o + j % 8 * 32;
         if (!t.keep) {
           const vf inverse = set1(1.f / total[column]);
-          for (int c = 0; c < chunks; c++) store_interleaved((bf16*)s.out + *t.tokens * s.ldo + head * d + c0 + c * 32, row + c * 256, row + c * 256 + 16, inverse);
+          for (int c = 0; c < chunks; c++) store_interleaved((bf16*)s.out + *t.tokens * s.ldo + head * dv + c0 + c * 32, row + c * 256, row + c * 256 + 16, inverse);
           continue;
         }
         const Partial to = partials.at(t.slot, head);

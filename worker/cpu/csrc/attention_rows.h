@@ -207,8 +207,8 @@ constexpr size_t state_bytes(long rows, long d) { return (rows * (padded(d) + 2)
 template <typename T, bool ONE_ORDER>
 class FloatTiles {
  public:
-  static size_t bytes(long rows, long d) { return (rows * d + 16 + 2 * kKeys * padded(d)) * sizeof(float); }
-  FloatTiles(char* memory, int rows, long d) : rows_(rows), d_(d), k_((float*)memory), v_(k_ + kKeys * padded(d)), q_(v_ + kKeys * padded(d)) {}
+  static size_t bytes(long rows, long d, long dv) { return (rows * d + 16 + kKeys * (padded(d) + padded(dv))) * sizeof(float); }
+  FloatTiles(char* memory, int rows, long d, long dv) : rows_(rows), d_(d), dv_(dv), k_((float*)memory), v_(k_ + kKeys * padded(d)), q_(v_ + kKeys * padded(dv)) {}
 
   int groups() const { return (rows_ + kMostRows - 1) / kMostRows; }
   int begin(int group) const { return int(long(rows_) * group / groups()); }
@@ -229,8 +229,10 @@ class FloatTiles {
   void keys(const KeyBlock<T>& keys, int steps, KeyBlock<T>& ahead) {
     keys_ = &keys, ahead_ = &ahead;
     if (groups() == 1) return;  // score and add pack each tile on use
-    for (int b = 0; b < steps; b++)
-      for (long c = 0; c < d_; c += 32) make_keys(b, c, k_ + (b * padded(d_) + c) * 32), make_values(b, c, v_ + (c * kKeys / 32 + b * 32) * 32);
+    for (int b = 0; b < steps; b++) {
+      for (long c = 0; c < d_; c += 32) make_keys(b, c, k_ + (b * padded(d_) + c) * 32);
+      for (long c = 0; c < dv_; c += 32) make_values(b, c, v_ + (c * kKeys / 32 + b * 32) * 32);
+    }
   }
 
   // Computes x[r][kKeys] += the group's queries times 32 * steps keys.
@@ -244,13 +246,13 @@ class FloatTiles {
       }
     });
   }
-  // Computes acc[r][padded(d)] += x[r] times the values of 32 * steps keys.
+  // Computes acc[r][padded(dv)] += x[r] times the values of 32 * steps keys.
   void add(int group, int steps, const float* x, float* acc) {
     of_rows(size(group), [&](auto n) {
-      for (long c = 0; groups() > 1 && c < d_; c += 32) tile_products<n, kKeys, 1>(x, v_ + c * kKeys, steps * 32, acc + c, padded(d_));
+      for (long c = 0; groups() > 1 && c < dv_; c += 32) tile_products<n, kKeys, 1>(x, v_ + c * kKeys, steps * 32, acc + c, padded(dv_));
       for (int b = 0; groups() == 1 && b < steps; b++, x += 32) {
-        if constexpr (n <= kFewRows) add_few<n>(x, keys_->v + b * 32, d_, acc, padded(d_), *ahead_);
-        else for (long c = 0; c < d_; c += 32) tile_products<n, kKeys, 1>(x, make_values(b, c, v_), 32, acc + c, padded(d_));
+        if constexpr (n <= kFewRows) add_few<n>(x, keys_->v + b * 32, dv_, acc, padded(dv_), *ahead_);
+        else for (long c = 0; c < dv_; c += 32) tile_products<n, kKeys, 1>(x, make_values(b, c, v_), 32, acc + c, padded(dv_));
       }
     });
   }
@@ -266,13 +268,13 @@ class FloatTiles {
   }
   const float* make_values(int b, long c, float* tile) {
     ahead_->fetch(kFetched, int(d_ * sizeof(T)));
-    pack_values(keys_->v + b * 32, c, d_, tile);
+    pack_values(keys_->v + b * 32, c, dv_, tile);
     return tile;
   }
 
   int rows_;
-  long d_;
-  float *k_, *v_;  // [kKeys / 32][padded(d)][32], [padded(d) / 32][kKeys][32]
+  long d_, dv_;
+  float *k_, *v_;  // [kKeys / 32][padded(d)][32], [padded(dv) / 32][kKeys][32]
   float* q_;
   const KeyBlock<T>* keys_ = nullptr;
   KeyBlock<T>* ahead_ = nullptr;
@@ -301,9 +303,9 @@ inline void pair_values(const bf16* const* v, long d, bf16* steps) {
 // The arithmetic of attend_rows in fixed point. Each key is a column with its own runs; values are columns of kKeys.
 class FixedTiles {
  public:
-  static size_t bytes(long rows, long d) { return unit_count(d) * sizeof(float) + 2 * kKeys * d * sizeof(bf16) + FixedRows::bytes(rows, d); }
-  FixedTiles(char* memory, int rows, long d)
-      : d_(d), k_units_((float*)memory), v_units_(k_units_ + kKeys * runs_of(d / 32)), k_((bf16*)(k_units_ + unit_count(d))), v_(k_ + kKeys * d), q_(v_ + kKeys * d, rows, d) {}
+  static size_t bytes(long rows, long d, long dv) { return unit_count(d, dv) * sizeof(float) + kKeys * (d + dv) * sizeof(bf16) + FixedRows::bytes(rows, d); }
+  FixedTiles(char* memory, int rows, long d, long dv)
+      : d_(d), dv_(dv), k_units_((float*)memory), v_units_(k_units_ + kKeys * runs_of(d / 32)), k_((bf16*)(k_units_ + unit_count(d, dv))), v_(k_ + kKeys * d), q_(v_ + kKeys * dv, rows, d) {}
 
   int groups() const { return q_.groups(); }
   int begin(int group) const { return q_.begin(group); }
@@ -311,9 +313,9 @@ class FixedTiles {
   template <typename F>
   void queries(F&& row) const { q_.fill(d_, row); }
   void keys(const KeyBlock<bf16>& keys, int, KeyBlock<bf16>&) {
-    pair_keys(keys.k, d_, k_), pair_values(keys.v, d_, v_);
+    pair_keys(keys.k, d_, k_), pair_values(keys.v, dv_, v_);
     for (int b = 0; b < kKeys; b += 32) over_runs(b, [&](long, bf16* tiles, int count, float* units) { fix_tiles(tiles, count, units); });
-    for (long c = 0; c < d_; c += 32) fix_tiles(v_ + c * kKeys, kKeys / 32, v_units_ + c);
+    for (long c = 0; c < dv_; c += 32) fix_tiles(v_ + c * kKeys, kKeys / 32, v_units_ + c);
   }
   void score(int group, int steps, float* x) {
     for (int b = 0; b < steps * 32; b += 32)
@@ -323,11 +325,11 @@ class FixedTiles {
     alignas(64) char memory[FixedRows::bytes(kMostRows, kKeys)];
     const FixedRows weights(memory, size(group), steps * 32);
     weights.fill(steps * 32, [&](int r) { return x + r * kKeys; });
-    for (long c = 0; c < d_; c += 32) fixed_group(weights, 0, 0, (const int16_t*)v_ + c * kKeys, steps, v_units_ + c, none_, acc + c, d_);
+    for (long c = 0; c < dv_; c += 32) fixed_group(weights, 0, 0, (const int16_t*)v_ + c * kKeys, steps, v_units_ + c, none_, acc + c, dv_);
   }
 
  private:
-  static long unit_count(long d) { return kKeys * runs_of(d / 32) + d; }
+  static long unit_count(long d, long dv) { return kKeys * runs_of(d / 32) + dv; }
   template <typename F>
   void over_runs(int b, F&& f) {  // calls f for each run of the 32 keys from b on
     const long steps = d_ / 32, runs = runs_of(steps);
@@ -335,7 +337,7 @@ class FixedTiles {
       f(run, k_ + b * d_ + run * kFixedSteps * kTileStep, int(std::min(long(kFixedSteps), steps - run * kFixedSteps)), k_units_ + (b / 32 * runs + run) * 32);
   }
 
-  long d_;
+  long d_, dv_;
   float *k_units_, *v_units_;
   bf16 *k_, *v_;  // converted to integers in place
   FixedRows q_;
@@ -347,10 +349,10 @@ class FixedTiles {
 template <typename T, typename Tiles>
 void attend_rows(const Step& s, const Task& t, const Task* following, const Partials& partials, const long* slots, char* memory) {
   const Layer& l = s.layer;
-  const long d = l.head_dim, ld = padded(d);
+  const long d = l.head_dim, dv = l.v_dim, ld = padded(dv);
   const int g = s.group(), rows = t.count * g;
   float *acc = (float*)memory, *m = acc + rows * ld, *sum = m + rows;
-  Tiles tiles(memory + state_bytes(rows, d), rows, d);
+  Tiles tiles(memory + state_bytes(rows, dv), rows, d, dv);
   auto token = [&](int r) { return t.tokens[r / g]; };
   auto partial = [&](long h, int r) { return partials.at(t.slot < 0 ? slots[token(r)] : t.slot, h * g + r % g); };
   const long first = t.begin / kKeys * kKeys;
@@ -360,7 +362,7 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
     for (int r = 0; r < rows; r++) {
       if (t.resume) {
         const Partial from = partial(h, r);
-        std::copy(from.acc, from.acc + d, acc + r * ld);
+        std::copy(from.acc, from.acc + dv, acc + r * ld);
         m[r] = *from.m, sum[r] = reduce_add(load(from.l));
       } else {
         std::fill(acc + r * ld, acc + r * ld + ld, 0.f);
@@ -391,7 +393,7 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
               kWeigh[steps - 1](l, x + r * kKeys, std::max(t.begin, s.first_key(position)) - key, std::min(t.end, position + 1) - key, m[row0 + r], sum[row0 + r]);
           if (correction == 1.f) continue;
           float* values = acc + (row0 + r) * ld;
-          for (long c = 0; c < d; c += 16) store(values + c, load(values + c) * set1(correction));
+          for (long c = 0; c < dv; c += 16) store(values + c, load(values + c) * set1(correction));
         }
         tiles.add(i, steps, x, acc + row0 * ld);
       }
@@ -399,11 +401,11 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
     for (int r = 0; r < rows; r++) {
       const float* values = acc + r * ld;
       if (!t.keep) {
-        write_row((T*)s.out + token(r) * s.ldo + (h * g + r % g) * d, values, sum[r], d);
+        write_row((T*)s.out + token(r) * s.ldo + (h * g + r % g) * dv, values, sum[r], dv);
         continue;
       }
       const Partial to = partial(h, r);
-      std::copy(values, values + d, to.acc);
+      std::copy(values, values + dv, to.acc);
       store(to.l, zero());
       *to.l = sum[r], *to.m = m[r];
     }

@@ -13,21 +13,21 @@ namespace {
 constexpr int kTileElems = 512;    // bf16 elements per tile
 constexpr float kUnseen = -1e30f;  // a masked score, which softmax turns into 0
 
-// Scratch memory of one task: `rows` rows (a multiple of 32) of head_dim d.
+// Scratch memory of one task: `rows` rows (a multiple of 32) of head_dim d, values of dv elements.
 struct FlashScratch {
   bf16 *q, *k, *v;
   float *s, *o, *m, *l;
-  FlashScratch(char* base, long rows, long d) {
+  FlashScratch(char* base, long rows, long d, long dv) {
     auto take = [&](size_t bytes) { char* r = base; base += (bytes + 63) / 64 * 64; return r; };
     q = (bf16*)take(rows * d * 2);
     k = (bf16*)take(kKeys * d * 2);
-    v = (bf16*)take(kKeys * d * 2);
+    v = (bf16*)take(kKeys * dv * 2);
     s = (float*)take(32 * kKeys * 4);
-    o = (float*)take(rows * d * 4);
+    o = (float*)take(rows * dv * 4);
     m = (float*)take(rows * 4);
     l = (float*)take(rows * 64);
   }
-  static size_t bytes(long rows, long d) { return rows * d * 6 + kKeys * d * 4 + 32 * kKeys * 4 + rows * 68 + 1024; }
+  static size_t bytes(long rows, long d, long dv) { return rows * (d * 2 + dv * 4) + kKeys * (d + dv) * 2 + 32 * kKeys * 4 + rows * 68 + 1024; }
 };
 
 // Copies the queries of KV head h0 to dst [rows][d]: for each token, its query heads of h0. Zeroes unused rows.
@@ -41,7 +41,7 @@ void gather_queries(const Step& s, const Task& t, int rows, bf16* dst) {
 }
 
 // Packs keys key .. key + n - 1 (n a multiple of 32) as right operands: K^T as [n / 32][d / 32][2][16 pairs of d]
-// [16 keys][2], V as [d / 32][kKeys / 32][2][16 pairs of keys][16 d][2]. The pairs have the order of softmax_row's
+// [16 keys][2], V as [dv / 32][kKeys / 32][2][16 pairs of keys][16 d][2]. The pairs have the order of softmax_row's
 // probabilities: of 32 keys 0 .. 3, 16 .. 19, 4 .. 7, 20 .. 23 and so on. Keys outside [begin, end) become zeros: their
 // memory may hold NaN, and 0 * NaN is NaN.
 void pack_keys(const Layer& l, const int* table, long head, long key, int n, long begin, long end, bf16* kd, bf16* vd) {
@@ -63,7 +63,9 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
       transpose_16x16(r);
       bf16* dst = kd + ((j0 / 32 * steps + c) * 2 + j0 / 16 % 2) * kTileElems;
       for (int j = 0; j < 16; j++) _mm512_store_si512(dst + j * 32, r[j]);
-      dst = vd + (c * (kKeys / 32) + j0 / 32) * 2 * kTileElems + j0 / 16 % 2 * 64;
+    }
+    for (long c = 0; c < l.v_dim / 32; c++) {
+      bf16* dst = vd + (c * (kKeys / 32) + j0 / 32) * 2 * kTileElems + j0 / 16 % 2 * 64;
       for (int j = 0; j < 16; j += 2) {
         __m512i x = v[j] ? _mm512_loadu_si512(v[j] + c * 32) : _mm512_setzero_si512(), y = v[j + 1] ? _mm512_loadu_si512(v[j + 1] + c * 32) : _mm512_setzero_si512();
         const int pair = j / 4 * 4 + j / 2 % 2;
@@ -158,27 +160,27 @@ inline float softmax_row(const Layer& l, float* row, int columns, long lo, long 
   return softmax_row<2>(l, row, lo, hi, m, sum);
 }
 
-// Returns the first 16 elements of row r of the output o, [rows / 32][d / 32][2 x 2 tiles][16][16]. Elements c .. c +
+// Returns the first 16 elements of row r of the output o, [rows / 32][dv / 32][2 x 2 tiles][16][16]. Elements c .. c +
 // 15 are at flash_offset(c) from there.
-inline float* flash_row(float* o, int r, long d) { return o + r / 32 * 32 * d + r % 32 / 16 * 512 + r % 16 * 16; }
+inline float* flash_row(float* o, int r, long dv) { return o + r / 32 * 32 * dv + r % 32 / 16 * 512 + r % 16 * 16; }
 inline long flash_offset(long c) { return c / 32 * 1024 + c % 32 / 16 * 256; }
 
 // Runs a task of one KV head. slots[token] is the slot of the token's partial result.
 void attend_flash(const Step& s, const Task& t, const Partials& partials, const long* slots, char* memory) {
   const Layer& l = s.layer;
-  const long d = l.head_dim, steps = d / 32;
+  const long d = l.head_dim, dv = l.v_dim, steps = d / 32;
   const int g = s.group(), used = t.count * g, rows = (used + 31) / 32 * 32;
   // Cache lines of the next keys to prefetch per row. With few rows, the prefetch takes as long as the computation.
   const long lines_per_row = (kKeys * d / 32 + used - 1) / used;
-  FlashScratch f(memory, rows, d);
+  FlashScratch f(memory, rows, d, dv);
   auto token = [&](int r) { return t.tokens[std::min(r, used - 1) / g]; };
   std::fill(f.m, f.m + rows, kNegInf);
   std::fill(f.l, f.l + rows * 16, 0.f);
   if (t.resume) {
-    std::fill(f.o + rows / 32 * 32 * d - 32 * d, f.o + rows * d, 0.f);  // the last rows may be unused
+    std::fill(f.o + rows / 32 * 32 * dv - 32 * dv, f.o + rows * dv, 0.f);  // the last rows may be unused
     for (int r = 0; r < used; r++) {
       const Partial from = partials.at(slots[token(r)], t.h0 * g + r % g);
-      for (long c = 0; c < d; c += 16) store(flash_row(f.o, r, d) + flash_offset(c), load(from.acc + c));
+      for (long c = 0; c < dv; c += 16) store(flash_row(f.o, r, dv) + flash_offset(c), load(from.acc + c));
       store(f.l + r * 16, load(from.l));
       f.m[r] = *from.m;
     }
@@ -200,17 +202,17 @@ void attend_flash(const Step& s, const Task& t, const Partials& partials, const 
         TILE_STORE(0, f.s + c, kKeys * 4); TILE_STORE(1, f.s + c + 16, kKeys * 4);
         TILE_STORE(2, f.s + 16 * kKeys + c, kKeys * 4); TILE_STORE(3, f.s + 16 * kKeys + c + 16, kKeys * 4);
       }
-      float* o = f.o + r0 * d;
+      float* o = f.o + r0 * dv;
       // The other rows are undefined: a row of a product depends only on its own row.
       for (int r = 0; r < std::min(32, used - r0); r++) {
         ahead.bring(lines_per_row);
         const long position = s.position[token(r0 + r)];
         const float correction = softmax_row(l, f.s + r * kKeys, columns, s.first_key(position) - key, position + 1 - key, f.m + r0 + r, f.l + (r0 + r) * 16);
         if (correction == 1.f || !started[r0 / 32]) continue;
-        float* x = flash_row(o, r, d);
-        for (long c = 0; c < d; c += 16) store(x + flash_offset(c), load(x + flash_offset(c)) * set1(correction));
+        float* x = flash_row(o, r, dv);
+        for (long c = 0; c < dv; c += 16) store(x + flash_offset(c), load(x + flash_offset(c)) * set1(correction));
       }
-      for (long c = 0; c < steps; c++) {
+      for (long c = 0; c < dv / 32; c++) {
         float* x = o + c * 1024;
         if (started[r0 / 32]) { TILE_LOAD(0, x, 64); TILE_LOAD(1, x + 256, 64); TILE_LOAD(2, x + 512, 64); TILE_LOAD(3, x + 768, 64); }
         else { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
@@ -221,18 +223,18 @@ void attend_flash(const Step& s, const Task& t, const Partials& partials, const 
     }
   }
   for (int r = 0; r < used; r++) {
-    const float* x = flash_row(f.o, r, d);
+    const float* x = flash_row(f.o, r, dv);
     if (t.keep) {
       const Partial to = partials.at(slots[token(r)], t.h0 * g + r % g);
-      for (long c = 0; c < d; c += 16) store(to.acc + c, load(x + flash_offset(c)));
+      for (long c = 0; c < dv; c += 16) store(to.acc + c, load(x + flash_offset(c)));
       store(to.l, load(f.l + r * 16));
       *to.m = f.m[r];
       continue;
     }
-    bf16* out = (bf16*)s.out + token(r) * s.ldo + (t.h0 * g + r % g) * d;
+    bf16* out = (bf16*)s.out + token(r) * s.ldo + (t.h0 * g + r % g) * dv;
     const float sum = reduce_add(load(f.l + r * 16));
     const vf inverse = set1(sum > 0 ? 1.f / sum : 0.f);
-    for (long c = 0; c < d; c += 16) store(out + c, load(x + flash_offset(c)) * inverse);
+    for (long c = 0; c < dv; c += 16) store(out + c, load(x + flash_offset(c)) * inverse);
   }
 }
 

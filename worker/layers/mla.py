@@ -1,0 +1,226 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the cache holds one vector per token, from which every
+head's keys and values follow by a matrix.
+
+Sizes: H heads of this rank, R = rank of the latent, N and P = sizes of a head's keys without and with rotary embedding,
+V = size of its values. The cache entry of a token is [c (R) | k_pe (P)]; a head's key is [W_k c (N) | k_pe], its value
+W_v c. Two ways to attend, which differ in rounding only:
+
+- absorbed: `(q_nope W_k) c + q_pe k_pe` are the scores, and W_v multiplies the weighted sum of c. Attention is over one
+  KV head, R + P wide, whatever the number of heads: little to read, but 2 R + P products per pair of tokens and head.
+- expanded: the keys and values of all heads are computed into a temporary cache: N + P + V products per pair, and
+  (N + V) R more per token of the context.
+
+So decoding tokens are absorbed and long chunks of a prompt expanded. Temporary memory is bounded: requests are expanded
+in turns and, if one is too long, some of its heads at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from quire.worker.attention.base import AttentionMetadata
+from quire.worker.cache.spec import Latent
+from quire.worker.layers.attention import Attention
+from quire.worker.layers.linear import product
+
+_EXPANDED_BYTES = 256 << 20  # of the temporary keys and values
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Sizes of latent attention that are the same for all heads, see the module's docstring."""
+
+    rank: int  # R
+    nope_dim: int  # N
+    rope_dim: int  # P
+    v_dim: int  # V
+
+    @property
+    def width(self) -> int:
+        """Entries of the cache per token."""
+        return self.rank + self.rope_dim
+
+    def expands(self, num_queries: int, length: int) -> bool:
+        """Return whether the last `num_queries` of `length` tokens take fewer multiplications expanded than absorbed.
+
+        E.g. with R, N, P, V = 512, 128, 64, 128 a whole prompt, or 176 tokens after 50 000.
+        """
+        per_token = (self.nope_dim + self.v_dim) * self.rank  # expands a cached token, or absorbs W_k and W_v into one
+        pairs = num_queries * (length - num_queries) + num_queries * (num_queries + 1) // 2
+        absorbed = num_queries * per_token + pairs * (2 * self.rank + self.rope_dim)
+        expanded = length * per_token + pairs * (self.nope_dim + self.rope_dim + self.v_dim)
+        return num_queries > 1 and expanded < absorbed
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some requests of a step: their tokens and metadata.
+
+    `blocks` are those of their latents, in the order of the temporary cache that `meta` refers to; None if they are
+    absorbed.
+    """
+
+    tokens: slice | torch.Tensor
+    meta: AttentionMetadata
+    blocks: torch.Tensor | None = None
+
+
+class LatentAttention(Attention):
+    """Causal attention of one layer over its latent cache. `v_cache` is a view of `k_cache`."""
+
+    def __init__(self, num_heads: int, sizes: LatentSizes, layer_index: int, scale: float):
+        super().__init__(num_heads, 1, sizes.width, layer_index, scale=scale, v_head_dim=sizes.rank)
+        self.sizes = sizes
+
+    def cache_spec(self, dtype: torch.dtype) -> Latent:
+        return Latent(self.sizes.width, self.sizes.rope_dim, dtype.itemsize)
+
+    def write(self, latents: torch.Tensor, attn: AttentionMetadata) -> None:
+        """Store latents `[T, R + P]` in their slots."""
+        block_size = self.k_cache.shape[1]
+        self.k_cache[attn.slot_mapping // block_size, attn.slot_mapping % block_size] = latents[:, None]
+
+    def attend_latent(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_b: torch.Tensor, attn: AttentionMetadata
+    ) -> torch.Tensor:
+        """Attend with q_nope `[T, H, N]` and q_pe `[T, H, P]` to latents that are already in the cache. kv_b `[H * N +
+        H * V, R]` is W_k of all heads, then W_v. Returns `[T, H * V]`.
+        """
+        num_keys = self.num_heads * self.sizes.nope_dim
+        w_k = kv_b[:num_keys].unflatten(0, (self.num_heads, self.sizes.nope_dim))
+        w_v = kv_b[num_keys:].unflatten(0, (self.num_heads, self.sizes.v_dim))
+        out = q_nope.new_empty(len(q_nope), self.num_heads, self.sizes.v_dim)
+        for part in self._parts(attn):
+            q = q_nope[part.tokens], q_pe[part.tokens]
+            if part.blocks is None:
+                out[part.tokens] = self._absorbed(*q, w_k, w_v, part.meta)
+            else:
+                out[part.tokens] = self._expanded(*q, w_k, w_v, part)
+        return out.flatten(1)
+
+    def _parts(self, attn: AttentionMetadata) -> list[_Part]:
+        """The requests by the way they attend, for all layers."""
+        if attn.max_query_len == 1:
+            return [_Part(slice(None), attn)]
+        if attn.latent_parts is None:
+            attn.latent_parts = list(_split(attn, self.sizes, self.num_heads, self.k_cache))
+        return attn.latent_parts
+
+    def _absorbed(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1), q_pe), -1)
+        attended = meta.backend.forward(q, self.k_cache, self.v_cache, meta, self.scale)
+        return torch.bmm(attended.transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1)
+
+    def _expanded(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, part: _Part
+    ) -> torch.Tensor:
+        latents = self.k_cache[part.blocks].view(-1, self.sizes.width)  # copies whole blocks
+        c, k_pe = latents.split([self.sizes.rank, self.sizes.rope_dim], -1)
+        num_blocks, block_size = len(part.blocks), self.k_cache.shape[1]
+        out = q_nope.new_empty(len(q_nope), self.num_heads, self.sizes.v_dim)
+        count = self._heads_at_once(c.element_size() * len(c))
+        for first in range(0, self.num_heads, count):
+            heads = slice(first, first + count)
+            k = torch.cat(
+                (
+                    product(c, w_k[heads].flatten(0, 1)).unflatten(-1, (count, -1)),
+                    k_pe[:, None].expand(-1, count, -1),
+                ),
+                -1,
+            )
+            v = product(c, w_v[heads].flatten(0, 1))
+            q = torch.cat((q_nope[:, heads], q_pe[:, heads]), -1)
+            caches = (t.view(num_blocks, block_size, count, -1) for t in (k, v))
+            out[:, heads] = part.meta.backend.forward(q, *caches, part.meta, self.scale)
+        return out
+
+    def _heads_at_once(self, entry_bytes: int) -> int:
+        """The number of heads whose keys and values fit into _EXPANDED_BYTES; `entry_bytes` are those of one entry of
+        each token. It divides the number of heads, because a backend's data for a step depends on it.
+        """
+        of_head = (self.sizes.nope_dim + self.sizes.rope_dim + self.sizes.v_dim) * entry_bytes
+        divisors = (n for n in range(self.num_heads, 1, -1) if self.num_heads % n == 0)
+        return next((n for n in divisors if n * of_head <= _EXPANDED_BYTES), 1)
+
+
+def _split(attn: AttentionMetadata, sizes: LatentSizes, num_heads: int, cache: torch.Tensor) -> Iterator[_Part]:
+    """Split a step into the requests that are absorbed, and groups of those that are expanded together."""
+    starts, lengths = attn.host_lengths()
+    counts = [end - start for start, end in pairwise(starts)]
+    expanded = [i for i, (n, length) in enumerate(zip(counts, lengths)) if sizes.expands(n, length)]
+    absorbed = sorted(set(range(len(counts))) - set(expanded))
+    if not expanded:
+        yield _Part(slice(None), attn)
+        return
+    if absorbed:
+        chosen = _Chosen(attn, absorbed, starts, lengths)
+        meta = chosen.metadata(attn.block_table[chosen.rows])
+        yield _Part(chosen.tokens, meta)
+    block_size = cache.shape[1]
+    bytes_per_token = (sizes.nope_dim + sizes.rope_dim + sizes.v_dim) * cache.element_size()
+    for group in _groups(expanded, lengths, _EXPANDED_BYTES // (bytes_per_token * num_heads)):
+        chosen = _Chosen(attn, group, starts, lengths)
+        num_blocks = [-(-lengths[i] // block_size) for i in group]
+        blocks = torch.cat([attn.block_table[i, :number] for i, number in zip(group, num_blocks)]).long()
+        table = torch.zeros(len(group), max(num_blocks), dtype=torch.int32)
+        first = 0
+        for row, number in zip(table, num_blocks):
+            row[:number] = torch.arange(first, first + number)
+            first += number
+        yield _Part(chosen.tokens, chosen.metadata(table.to(cache.device, non_blocking=True)), blocks)
+
+
+def _groups(requests: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """`requests` in groups of at most `most` tokens, or of one request."""
+    group: list[int] = []
+    total = 0
+    for i in requests:
+        if group and total + lengths[i] > most:
+            yield group
+            group, total = [], 0
+        group.append(i)
+        total += lengths[i]
+    yield group
+
+
+class _Chosen:
+    """Some requests of a step."""
+
+    def __init__(self, attn: AttentionMetadata, requests: list[int], starts: list[int], lengths: list[int]):
+        self.attn, device = attn, attn.block_table.device
+        self.lengths = [lengths[i] for i in requests]
+        self.counts = [starts[i + 1] - starts[i] for i in requests]
+        first, last = requests[0], requests[-1]
+        self.rows: slice | torch.Tensor
+        self.tokens: slice | torch.Tensor
+        if requests == list(range(first, last + 1)):
+            self.rows, self.tokens = slice(first, last + 1), slice(starts[first], starts[last + 1])
+        else:
+            tokens = [token for i in requests for token in range(starts[i], starts[i + 1])]
+            self.rows, self.tokens = (
+                torch.tensor(indices).to(device, non_blocking=True) for indices in (requests, tokens)
+            )
+
+    def metadata(self, block_table: torch.Tensor) -> AttentionMetadata:
+        """The metadata of these requests alone."""
+        starts = torch.tensor([0, *self.counts]).cumsum(0, dtype=torch.int32)
+        meta = replace(
+            self.attn,
+            slot_mapping=self.attn.slot_mapping[self.tokens],
+            query_start_loc=starts.to(block_table.device, non_blocking=True),
+            seq_lens=self.attn.seq_lens[self.rows].contiguous(),
+            block_table=block_table,
+            max_query_len=max(self.counts),
+            max_seq_len=max(self.lengths),
+            extra=None,
+            host=None,
+            latent_parts=None,
+        )
+        meta.backend.build(meta)
+        return meta
