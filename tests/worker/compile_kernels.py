@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from quire.worker.cuda import triton_experts, triton_ops, triton_paged, triton_sampler
+from quire.worker.cuda import triton_experts, triton_mla, triton_ops, triton_paged, triton_sampler
 
 TYPES = {
     torch.float32: "fp32",
@@ -90,6 +90,24 @@ def attention() -> None:
         )
 
 
+def latent_attention() -> None:
+    """DeepSeek V3's and MiniCPM3's sizes, decode with and without splits and a chunk; and expanded keys and values."""
+    for query_lens, heads, rank, rope, splits in (
+        ([1] * 9, 128, 512, 64, 1),
+        ([1], 16, 512, 64, 8),
+        ([3, 7], 40, 256, 32, 1),
+    ):
+        starts, lens = torch.tensor([0, *query_lens]).cumsum(0).int(), torch.tensor(query_lens).int()
+        q, cache = (torch.zeros(sum(query_lens), n, rank + rope, dtype=torch.bfloat16) for n in (heads, 1))
+        table = torch.zeros(len(query_lens), 40, dtype=torch.int32)
+        triton_mla.latent_attention(
+            q, cache[:1, None].expand(3, 16, 1, -1), rank, table, starts, lens, max(query_lens), 0.1, splits
+        )
+    q, k, v = (torch.zeros(70, 16, dim, dtype=torch.bfloat16) for dim in (192, 192, 128))
+    starts, table = torch.tensor([0, 70]).int(), torch.zeros(1, 40, dtype=torch.int32)
+    triton_paged.paged_attention(q, k[None, :16], v[None, :16], table, starts, starts[1:], 70, 0.1)
+
+
 def operations() -> None:
     x = torch.zeros(3, 4096, dtype=torch.bfloat16)
     triton_ops.rms_norm(x, x[0], 1e-6)
@@ -143,5 +161,5 @@ def experts() -> None:
 
 if __name__ == "__main__":
     compile_launches(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
-    for part in (operations, sampler, attention, experts):
+    for part in (operations, sampler, attention, latent_attention, experts):
         part()

@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, try_once
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, is_latent, try_once
 
 try:
     import triton
@@ -54,7 +54,8 @@ if triton is not None:
         q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
         qk_scale, num_reqs, num_splits, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
         k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
-        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr,
+        BLOCK_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
         BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
         SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, NUM_HEADS: tl.constexpr,
     ):  # fmt: skip
@@ -74,8 +75,8 @@ if triton is not None:
         query, head_in_group = first_query + rows // BLOCK_G, rows % BLOCK_G
         row_mask = (query < query_len) & (head_in_group < GROUP)
         token, head = start + query, kv_head * GROUP + head_in_group
-        dims = tl.arange(0, BLOCK_D)
-        dim_mask = dims < HEAD_DIM
+        dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+        dim_mask, v_dim_mask = dims < HEAD_DIM, v_dims < V_DIM
         q_tile = tl.load(
             q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :],
             mask=row_mask[:, None] & dim_mask[None, :],
@@ -95,7 +96,7 @@ if triton is not None:
 
         running_max = tl.full([BLOCK_Q * BLOCK_G], float("-inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
-        acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_V], tl.float32)
         columns = tl.arange(0, BLOCK_N)
         for key_start in range(first_key, last_key, BLOCK_N):
             key = key_start + columns
@@ -119,7 +120,7 @@ if triton is not None:
             rescale = tl.exp2(running_max - safe_max)
             running_sum = running_sum * rescale + tl.sum(weights, 1)
             v_at = v_cache + (page * v_page_stride + slot * v_slot_stride + kv_head * v_head_stride)[:, None]
-            v_tile = tl.load(v_at + dims[None, :], mask=key_mask[:, None] & dim_mask[None, :], other=0.0)
+            v_tile = tl.load(v_at + v_dims[None, :], mask=key_mask[:, None] & v_dim_mask[None, :], other=0.0)
             acc = acc * rescale[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
             running_max = new_max
 
@@ -128,12 +129,12 @@ if triton is not None:
             tl.store(partial_max + at, running_max, mask=row_mask)
             tl.store(partial_sum + at, running_sum, mask=row_mask)
             tl.store(
-                partial_out + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=row_mask[:, None] & dim_mask[None, :]
+                partial_out + at[:, None] * V_DIM + v_dims[None, :], acc, mask=row_mask[:, None] & v_dim_mask[None, :]
             )
         else:
             result = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
-            out_at = out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dims[None, :]
-            tl.store(out_at, result.to(out.dtype.element_ty), mask=row_mask[:, None] & dim_mask[None, :])
+            out_at = out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + v_dims[None, :]
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=row_mask[:, None] & v_dim_mask[None, :])
 
     @triton.jit(do_not_specialize=["num_splits"])
     def _combine_kernel(
@@ -175,12 +176,12 @@ def paged_attention(
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """Causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size,
-    num_kv_heads, head_dim]`. Returns the shape of q.
+    num_kv_heads, _]`. Returns `[T, num_heads, v_head_dim]`.
 
     If `num_splits` is None, the batch's shape determines it (never `seq_lens`, which may change between replays of a
     CUDA graph).
     """
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, num_heads, head_dim, v_dim = *q.shape, v_cache.shape[3]
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_reqs, group = seq_lens.shape[0], num_heads // num_kv_heads
     block_g = triton.next_power_of_2(group)
@@ -191,18 +192,18 @@ def paged_attention(
         num_splits = default_num_splits(
             num_blocks * num_kv_heads, max_query_len, block_table.shape[1] * block_size, q.device
         )
-    out = torch.empty_like(q)
+    out = q.new_empty(num_tokens, num_heads, v_dim)
     partial_shape = (num_tokens, num_heads, num_splits) if num_splits > 1 else (0,)
     partial_max, partial_sum = (q.new_empty(partial_shape, dtype=torch.float32) for _ in range(2))
-    partial_out = q.new_empty((*partial_shape, head_dim), dtype=torch.float32)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    partial_out = q.new_empty((*partial_shape, v_dim), dtype=torch.float32)
+    block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, v_dim))
     block_n = _tile_of_keys(64 if max_query_len == 1 else 128, block_q * block_g, block_d, q)
     _attend_kernel[(num_blocks, num_kv_heads, num_splits)](
         q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
         scale * LOG2_E, num_reqs, num_splits, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0),
         out.stride(1),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, PAGE_SIZE=block_size,
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, V_DIM=v_dim, BLOCK_V=block_v, PAGE_SIZE=block_size,
         BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=block_n,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap or 0.0, SPLIT=num_splits > 1, NUM_HEADS=num_heads,
         num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
@@ -210,7 +211,7 @@ def paged_attention(
     if num_splits > 1:
         _combine_kernel[(num_tokens, num_heads)](
             partial_out, partial_max, partial_sum, out, num_splits, out.stride(0), out.stride(1),
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=MAX_SPLITS)  # fmt: skip
+            NUM_HEADS=num_heads, HEAD_DIM=v_dim, BLOCK_D=block_v, BLOCK_S=MAX_SPLITS)  # fmt: skip
     return out
 
 
@@ -251,10 +252,12 @@ class TritonPagedBackend(AttentionBackend):
             return f"triton cannot be imported ({_import_error})"
         if spec.device.type != "cuda":
             return "needs a GPU"
-        if reason := spec.unusual():
-            return reason
-        if spec.head_dim > 256:
+        if spec.uses_sinks:
+            return "has no attention sinks"
+        if spec.head_dim > 256 and not spec.latent:
             return f"head_dim {spec.head_dim} is above 256"
+        if spec.latent and (spec.uses_soft_cap or spec.uses_sliding_window):
+            return "latent attention has no window and no soft cap"
         return try_once(cls(), spec)  # only Triton knows whether it has a C compiler and supports this GPU
 
     def build(self, meta: AttentionMetadata) -> None:
@@ -271,15 +274,9 @@ class TritonPagedBackend(AttentionBackend):
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            meta.block_table,
-            meta.query_start_loc,
-            meta.seq_lens,
-            meta.max_query_len,
-            scale,
-            sliding_window,
-            soft_cap,
-        )
+        requests = meta.block_table, meta.query_start_loc, meta.seq_lens, meta.max_query_len
+        if is_latent(k_cache, v_cache):
+            from quire.worker.cuda.triton_mla import latent_attention  # only such models compile it
+
+            return latent_attention(q, k_cache, v_cache.shape[3], *requests, scale)
+        return paged_attention(q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap)
