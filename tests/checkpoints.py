@@ -54,6 +54,23 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 256,
 }
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+_MLA_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+
 # name -> (class prefix in transformers, differences from _COMMON)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
@@ -63,6 +80,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "minicpm3": ("MiniCPM3", _LATENT | {"dim_model_base": 32, "rope_parameters": _MLA_YARN}),
+    "minicpm3-plain-q": ("MiniCPM3", _LATENT | {"q_lora_rank": None, "num_hidden_layers": 2}),
     "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
 }
 

@@ -310,8 +310,12 @@ def attention_specs(config: Config, spec: ModelSpec, platform: Platform, dtype: 
     shapes: dict[tuple[int, ...], list[LayerSpec]] = {}
     for layer in spec.layers:
         if layer.mixer == "attention":
-            shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim
+            shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, False
             shapes.setdefault(shape, []).append(layer)
+        if layer.latent is not None:  # absorbed and expanded, see layers/mla.py
+            absorbed = layer.num_heads, 1, layer.latent.width, layer.latent.rank, True
+            for shape in (absorbed, (layer.num_heads, layer.num_heads, layer.head_dim, layer.v_head_dim, False)):
+                shapes.setdefault(shape, []).append(layer)
     return [
         AttentionSpec(
             max(1, heads // tp),
@@ -324,8 +328,9 @@ def attention_specs(config: Config, spec: ModelSpec, platform: Platform, dtype: 
             uses_soft_cap=any(layer.soft_cap for layer in layers),
             v_head_dim=v_head_dim,
             uses_sinks=any(layer.sinks for layer in layers),
+            latent=latent,
         )
-        for (heads, kv_heads, head_dim, v_head_dim), layers in shapes.items()
+        for (heads, kv_heads, head_dim, v_head_dim, latent), layers in shapes.items()
     ]
 
 

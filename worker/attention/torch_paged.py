@@ -74,7 +74,11 @@ class CpuPagedAttention(AttentionBackend):
         kind = sliding_window, k_cache.stride(), v_cache.stride()
         pieces = plan.pieces.get(kind)
         if pieces is None:
-            pieces = plan.pieces[kind] = _pieces(plan, _Rows(meta.block_table, k_cache, k_cache if is_latent(k_cache, v_cache) else v_cache), sliding_window)
+            pieces = plan.pieces[kind] = _pieces(
+                plan,
+                _Rows(meta.block_table, k_cache, k_cache if is_latent(k_cache, v_cache) else v_cache),
+                sliding_window,
+            )
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
         for piece in pieces:
             k, v = _gather(plan, piece, k_cache, v_cache)

@@ -75,6 +75,32 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention (`layers/mla.py`), the same for all heads."""
+
+    rank: int  # R, of the latent
+    nope_dim: int  # N, of a head's keys without rotary embedding
+    rope_dim: int  # P, of its keys with it
+    v_dim: int  # V, of its values
+
+    @property
+    def width(self) -> int:
+        """Entries of the cache per token."""
+        return self.rank + self.rope_dim
+
+    def expands(self, num_queries: int, length: int) -> bool:
+        """Return whether the last `num_queries` of `length` tokens take fewer multiplications expanded than absorbed.
+
+        E.g. with R, N, P, V = 512, 128, 64, 128 a whole prompt, or 176 tokens after 50 000.
+        """
+        per_token = (self.nope_dim + self.v_dim) * self.rank  # expands a cached token, or absorbs W_k and W_v into one
+        pairs = num_queries * (length - num_queries) + num_queries * (num_queries + 1) // 2
+        absorbed = num_queries * per_token + pairs * (2 * self.rank + self.rope_dim)
+        expanded = length * per_token + pairs * (self.nope_dim + self.rope_dim + self.v_dim)
+        return num_queries > 1 and expanded < absorbed
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """A recurrent state of fixed size per request: tensors of `shapes` with elements of `itemsize` bytes."""
 

@@ -23,37 +23,11 @@ from itertools import pairwise
 import torch
 
 from quire.worker.attention.base import AttentionMetadata
-from quire.worker.cache.spec import Latent
+from quire.worker.cache.spec import Latent, LatentSizes
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import product
 
 _EXPANDED_BYTES = 256 << 20  # of the temporary keys and values
-
-
-@dataclass(frozen=True, slots=True)
-class LatentSizes:
-    """Sizes of latent attention that are the same for all heads, see the module's docstring."""
-
-    rank: int  # R
-    nope_dim: int  # N
-    rope_dim: int  # P
-    v_dim: int  # V
-
-    @property
-    def width(self) -> int:
-        """Entries of the cache per token."""
-        return self.rank + self.rope_dim
-
-    def expands(self, num_queries: int, length: int) -> bool:
-        """Return whether the last `num_queries` of `length` tokens take fewer multiplications expanded than absorbed.
-
-        E.g. with R, N, P, V = 512, 128, 64, 128 a whole prompt, or 176 tokens after 50 000.
-        """
-        per_token = (self.nope_dim + self.v_dim) * self.rank  # expands a cached token, or absorbs W_k and W_v into one
-        pairs = num_queries * (length - num_queries) + num_queries * (num_queries + 1) // 2
-        absorbed = num_queries * per_token + pairs * (2 * self.rank + self.rope_dim)
-        expanded = length * per_token + pairs * (self.nope_dim + self.rope_dim + self.v_dim)
-        return num_queries > 1 and expanded < absorbed
 
 
 @dataclass(slots=True)

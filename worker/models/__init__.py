@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MODELS = {
     "LlamaForCausalLM": "quire.worker.models.llama:Llama",
+    "MiniCPM3ForCausalLM": "quire.worker.models.minicpm3:MiniCPM3",
     "MistralForCausalLM": "quire.worker.models.mistral:Mistral",
     "Qwen2ForCausalLM": "quire.worker.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "quire.worker.models.qwen3:Qwen3",

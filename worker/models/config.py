@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.configs.files import damaged_weights, unreadable
-from quire.worker.cache.spec import CacheSpec, Full, Window
+from quire.worker.cache.spec import CacheSpec, Full, Latent, LatentSizes, Window
 from quire.worker.models.rope import RopeSpec
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -35,6 +35,8 @@ class LayerSpec:
     soft_cap: float | None = None  # of attention scores
     sinks: bool = False  # a learned score per head that takes part in the softmax and has no value
     qk_norm: str | None = None  # a key of `attention.QK_NORMS`, None without norms of q and k
+    latent: LatentSizes | None = None  # of mixer "mla"
+    q_lora_rank: int | None = None  # of mixer "mla": of the latents of queries, None without
     kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
 
 
@@ -109,6 +111,8 @@ def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1) -> CacheSpec | None
     """The cache of one layer, see `cache_specs`. KV heads are replicated if there are fewer KV heads than ranks."""
     if layer.mixer == "none" or layer.kv_from is not None:
         return None
+    if layer.latent is not None:
+        return Latent(layer.latent.width, layer.latent.rope_dim, itemsize)
     sizes = max(1, layer.num_kv_heads // tp), layer.head_dim, layer.v_head_dim, itemsize
     return Full(*sizes) if layer.window is None else Window(*sizes, layer.window)
 

@@ -1,0 +1,55 @@
+"""MiniCPM 3: latent attention, and scales of the embedding, the residual stream and the logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.worker.models.config import LayerSpec
+from quire.worker.models.decoder import CausalLM
+from quire.worker.models.mla import MLA_DEFAULTS, latent_layer, latent_values
+from quire.worker.models.reader import COMMON_DEFAULTS
+from quire.worker.models.rope import RopeSpec
+
+
+class MiniCPM3(CausalLM):
+    config_defaults = (
+        COMMON_DEFAULTS
+        | MLA_DEFAULTS
+        | {
+            "model_type": "minicpm3",
+            "vocab_size": 73448,
+            "hidden_size": 2560,
+            "intermediate_size": 6400,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 40,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        }
+    )
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        latent_values(values)
+        values.update(
+            attention_out_bias=values["attention_bias"],
+            embed_scale=float(values["scale_emb"]),
+            residual_scale=values["scale_depth"] / values["num_hidden_layers"] ** 0.5,
+            logit_scale=values["dim_model_base"] / values["hidden_size"],
+        )
+
+    @classmethod
+    def layer_specs(
+        cls, values: dict[str, Any], raw: dict[str, Any], ropes: dict[str, RopeSpec]
+    ) -> tuple[LayerSpec, ...]:
+        layers = super().layer_specs(values, raw, ropes)
+        return tuple(latent_layer(values, ropes, replace(layer, window=None)) for layer in layers)
