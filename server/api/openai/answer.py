@@ -15,11 +15,9 @@ from starlette.responses import Response
 from quire.server.api.openai.protocol import GenerationFields, Usage
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
-from quire.server.generate.generation import Delta, Generation, GenerationRequest
-from quire.server.generate.prepare import check_priority
-from quire.server.http import request_options, sse
+from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.http import admission, sse
 from quire.server.state import ServerState
-from quire.server.structured.service import constrain
 
 
 def admit(request: Request, body: GenerationFields, state: ServerState, prefix: str) -> dict[str, Any]:
@@ -27,21 +25,12 @@ def admit(request: Request, body: GenerationFields, state: ServerState, prefix: 
 
     Raises Unavailable, NotFound for the model, BadRequest.
     """
-    model = state.require_ready()
-    state.require_model(body.model)
+    identity = admission.admit(
+        request, state, prefix, model=body.model, priority=body.priority, request_id=body.request_id
+    )
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true.", param="stream_options")
-    priority = request_options.priority(request, body.priority)
-    check_priority(priority, model)
-    background = request.scope.get("background", False)
-    if not background:
-        state.require_room()
-    return {
-        "request_id": prefix + request_options.request_id(request, body.request_id),
-        "priority": priority,
-        "tenant": request.scope.get("tenant"),
-        "background": background,
-    }
+    return identity
 
 
 async def respond(
@@ -52,12 +41,8 @@ async def respond(
     Raises ApiError for everything that goes wrong before the first byte of the answer.
     """
     body = answer.body
-    total = request_options.remaining_seconds(request)
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
-    await constrain(requests, state)
-    request_options.reserve_room(request, state, requests, param)
-    generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
-    stream = deltas.run(generations, total, predict, requests[0].parsing or deltas.identity)
+    stream = await admission.generate(request, state, requests, param, predict)
     if body.stream:
         return sse.EventStream(
             sse.to_the_end(answer.frames(stream), answer.id), state.config.server.sse_keep_alive_interval

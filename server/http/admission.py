@@ -1,0 +1,65 @@
+"""What every dialect does between a request's body and its answer: see whether the server can take the request, and
+start its generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.server.generate import deltas
+from quire.server.generate.generation import Delta, Generation, GenerationRequest
+from quire.server.generate.prepare import check_priority
+from quire.server.http import request_options
+from quire.server.state import ServerState
+from quire.server.structured.service import constrain
+
+
+def admit(
+    request: Request,
+    state: ServerState,
+    prefix: str,
+    *,
+    model: str | None = None,
+    priority: int | None = None,
+    request_id: str | None = None,
+) -> dict[str, Any]:
+    """Check that the server can take a request now. `model`, `priority` and `request_id` are the body's. Returns what
+    identifies the request in its `GenerationSpec`.
+
+    Raises Unavailable, NotFound for the model, BadRequest.
+    """
+    info = state.require_ready()
+    state.require_model(model)
+    priority = request_options.priority(request, priority)
+    check_priority(priority, info)
+    background = request.scope.get("background", False)
+    if not background:
+        state.require_room()
+    return {
+        "request_id": prefix + request_options.request_id(request, request_id),
+        "priority": priority,
+        "tenant": request.scope.get("tenant"),
+        "background": background,
+    }
+
+
+async def generate(
+    request: Request,
+    state: ServerState,
+    requests: Sequence[GenerationRequest],
+    param: str,
+    predict: float | None = None,
+) -> AsyncGenerator[Delta, None]:
+    """The deltas of all choices, parsed as the requests say, which are generated from now on. `param` is the field that holds the prompt. `predict`
+    is the time limit from the first token on, in seconds.
+
+    Raises Unavailable, BadRequest for a structure that cannot be compiled.
+    """
+    total = request_options.remaining_seconds(request)
+    await constrain(requests, state)
+    request_options.reserve_room(request, state, requests, param)
+    generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
+    return deltas.run(generations, total, predict, requests[0].parsing or deltas.identity)
