@@ -53,8 +53,8 @@ async def generate(
     param: str,
     predict: float | None = None,
 ) -> AsyncGenerator[Delta, None]:
-    """The deltas of all choices, parsed as the requests say, which are generated from now on. `param` is the field that holds the prompt. `predict`
-    is the time limit from the first token on, in seconds.
+    """The deltas of all choices, parsed as the requests say; the generation begins with the first one read. `param` is
+    the field that holds the prompt. `predict` is the time limit from the first token on, in seconds.
 
     Raises Unavailable, BadRequest for a structure that cannot be compiled.
     """
