@@ -57,10 +57,9 @@ class _Answer:
         self._tools = tools
         self._first = tool_format.first if tool_format else ()
         interrupts = reasoning.interrupts if reasoning and tool_format else ()
-        self._ends = Markers((reasoning.end, *interrupts) if reasoning else ())
-        self._markers = Markers(
-            (*(tool_format.begins if tool_format else ()), *((reasoning.begin,) if reasoning else ()))
-        )
+        self._ends = Markers((*reasoning.ends, *interrupts) if reasoning else ())
+        thoughts = (*reasoning.begins, *reasoning.dropped) if reasoning else ()
+        self._markers = Markers((*(tool_format.begins if tool_format else ()), *thoughts))
 
     def read(self, opened: bool) -> Wait[None]:
         reader = self._reader
@@ -80,7 +79,11 @@ class _Answer:
             num_spaces = reader.text.index(marker, reader.position) - reader.position
             if reader.code.inside(reader.text[reader.position : reader.position + num_spaces]):
                 reader.content(reader.take(num_spaces + len(marker)))
-            elif self._reasoning and marker == self._reasoning.begin:
+            elif self._reasoning and marker in self._reasoning.dropped:
+                reader.take(num_spaces + len(marker))
+                yield from self._end_block()
+                return True
+            elif self._reasoning and marker in self._reasoning.begins:
                 reader.take(num_spaces + len(marker))
                 yield from self._thoughts()
                 return True
@@ -97,7 +100,7 @@ class _Answer:
             marker = yield from reader.text_until(self._ends, reader.reasoning)
             if marker is None:
                 return
-            if marker == reasoning.end:
+            if marker in reasoning.ends:
                 yield from reader.skip_space()
                 reader.take(len(marker))
                 yield from self._end_block()

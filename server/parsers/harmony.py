@@ -17,9 +17,9 @@ from quire.server.parsers import json_text
 from quire.server.parsers.markers import Markers
 from quire.server.parsers.reader import Malformed, Reader, Wait
 from quire.server.parsers.reasoning.base import ReasoningFormat
+from quire.server.parsers.recognition import HasToken
 from quire.server.parsers.tools.base import (
     Format,
-    HasToken,
     Tool,
     ToolFormat,
     arguments_schema,

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 
-from quire.server.parsers.reader import Malformed, Reader, Wait
+from quire.server.parsers.reader import Cut, Malformed, Reader, Wait
 
 Emit = Callable[[str], None]
 
@@ -47,8 +47,9 @@ def _brackets(reader: Reader, emit: Emit) -> Wait[None]:
                 return
         else:
             emit(reader.take(end - reader.position))
-            if character or not (yield from reader.wait()):
+            if character:
                 raise Malformed
+            yield from reader.need()
 
 
 def _string_text(reader: Reader, emit: Emit) -> Wait[None]:
@@ -67,8 +68,7 @@ def _string_text(reader: Reader, emit: Emit) -> Wait[None]:
             if end < len(text):
                 end, escaped = end + 1, True
         emit(reader.take(len(text) - reader.position))
-        if not (yield from reader.wait()):
-            raise Malformed
+        yield from reader.need()
         end = reader.position
 
 
@@ -95,7 +95,7 @@ def string_value(reader: Reader, emit: Emit) -> Wait[None]:
         if character == "\\":
             emit((yield from _escape(reader)))
         elif not character:
-            raise Malformed
+            raise Cut
 
 
 def _escape(reader: Reader) -> Wait[str]:
@@ -112,7 +112,7 @@ def _escape(reader: Reader) -> Wait[str]:
 def _one_escape(reader: Reader) -> Wait[str]:
     length = 6 if (yield from reader.sees("\\u")) else 2
     if not (yield from reader.at_least(length)):
-        raise Malformed
+        raise Cut
     return reader.take(length)
 
 
@@ -137,6 +137,21 @@ def call(reader: Reader, names: frozenset[str] | None = None) -> Wait[None]:
             yield from reader.expect("}")
             break
     parts.finish()
+
+
+def calls(reader: Reader, names: frozenset[str] | None = None) -> Wait[None]:
+    """Read one call, or an array of calls, as `call` reads them."""
+    if not (yield from reader.accept("[")):
+        yield from call(reader, names)
+        return
+    while True:
+        yield from reader.skip_space()
+        yield from call(reader, names)
+        yield from reader.skip_space()
+        if not (yield from reader.accept(",")):
+            break
+        reader.hold()
+    yield from reader.close("]")
 
 
 class _CallParts:

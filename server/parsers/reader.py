@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
@@ -29,7 +29,11 @@ _SPACES = re.compile(f"[{SPACE}]*")
 
 
 class Malformed(Exception):
-    """The text is not a call after all. Caught in `Reader.attempt`."""
+    """The text is not a call after all, or not what a call must go on with. Caught in `Reader.attempt`."""
+
+
+class Cut(Malformed):
+    """The text ended too early."""
 
 
 class Reader:
@@ -43,6 +47,7 @@ class Reader:
         self.code = CodeSpans()
         self._events: list[Event] = []
         self._held: list[str] | None = None
+        self._in_call = False
 
     def feed(self, text: str) -> None:
         self.text = self.text[self.position :] + text
@@ -74,7 +79,8 @@ class Reader:
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
         """The text held so far was the call's header."""
-        self._held = None
+        self.release()
+        self._in_call = True
         self._events.append(ToolCallBegin(self.num_calls, name, call_id))
         self.num_calls += 1
 
@@ -99,6 +105,11 @@ class Reader:
             return False
         yield
         return True
+
+    def need(self) -> Wait[None]:
+        """Wait for more text. Raises Cut if the text has ended."""
+        if not (yield from self.wait()):
+            raise Cut
 
     def at_least(self, num_chars: int) -> Wait[bool]:
         """Wait for `num_chars` unread characters. False if the text ends before."""
@@ -125,7 +136,17 @@ class Reader:
 
     def expect(self, string: str) -> Wait[None]:
         if not (yield from self.accept(string)):
-            raise Malformed
+            raise Cut if self.ends_within(string) else Malformed
+
+    def ends_within(self, *strings: str) -> bool:
+        """After one of `strings` was not next: whether that is because the text ended."""
+        rest = self.text[self.position : self.position + max(map(len, strings))]
+        return any(string.startswith(rest) for string in strings)
+
+    def close(self, string: str) -> Wait[None]:
+        """Read `string` if it is next, or the part of it with which the text ends."""
+        if not (yield from self.accept(string)) and self.ends_within(string):
+            self.take(len(self.text) - self.position)
 
     def peek(self) -> Wait[str]:
         """The next character, "" at the end of the text."""
@@ -140,17 +161,18 @@ class Reader:
                 return
 
     def match(self, pattern: re.Pattern) -> Wait[re.Match]:
-        """Read a match of `pattern`, which must match within NAME_LIMIT characters and be followed by another character
-        or the end of the text. Raises Malformed.
+        """Read a match of `pattern`, which must match within NAME_LIMIT characters and be followed by another one.
+        Raises Malformed.
         """
         while True:
             rest = self.text[self.position : self.position + NAME_LIMIT + 1]
             found = pattern.match(rest)
-            if found is not None and (found.end() < len(rest) or self.ended):
+            if found is not None and found.end() < len(rest):
                 self.take(found.end())
                 return found
-            if len(rest) > NAME_LIMIT or not (yield from self.wait()):
+            if len(rest) > NAME_LIMIT:
                 raise Malformed
+            yield from self.need()
 
     def name(self, end: str) -> Wait[str]:
         """Read up to and with `end`; the text before it, without white space around. It is one line of at most
@@ -166,26 +188,36 @@ class Reader:
             if found:
                 self.take(len(before) + len(end))
                 return before.strip(SPACE)
-            if len(rest) == NAME_LIMIT + len(end) or not (yield from self.wait()):
+            if len(rest) == NAME_LIMIT + len(end):
                 raise Malformed
+            yield from self.need()
 
-    def text_until(self, markers: Markers, emit, strip: bool = True) -> Wait[str | None]:
+    def text_until(self, markers: Markers, emit: Callable[[str], None], strip: bool = True) -> Wait[str | None]:
         """Hand text to `emit` until a marker is next, and return the marker, unread; None if the text ended.
 
         Only what may be the beginning of a marker is kept back. With `strip`, up to SPACE_LIMIT characters of white
         space before the marker are left unread, too.
         """
+        marker = yield from self._text_before(markers, emit, strip)
+        if marker is None:
+            emit(self.take(len(self.text) - self.position))
+        return marker
+
+    def value_until(self, markers: Markers, emit: Callable[[str], None]) -> Wait[str]:
+        """Like `text_until`, for a value, which a marker must end. Raises Cut; half a marker is none of the value."""
+        marker = yield from self._text_before(markers, emit, strip=False)
+        if marker is None:
+            raise Cut
+        return marker
+
+    def _text_before(self, markers: Markers, emit: Callable[[str], None], strip: bool) -> Wait[str | None]:
         while True:
             start, marker = markers.find(self.text, self.position)
-            if marker is None and not self.ended:
+            if marker is None:
                 start -= markers.num_partial(self.text, self.position)
-            end = start - self._num_spaces(start) if strip and (marker is not None or not self.ended) else start
-            emit(self.take(end - self.position))
-            if marker is not None:
+            emit(self.take(start - (self._num_spaces(start) if strip else 0) - self.position))
+            if marker is not None or not (yield from self.wait()):
                 return marker
-            if not (yield from self.wait()):
-                emit(self.take(len(self.text) - self.position))
-                return None
 
     def _num_spaces(self, end: int) -> int:
         """Number of unread white space characters just before `end`, at most SPACE_LIMIT."""
@@ -194,20 +226,43 @@ class Reader:
 
     # ---- trying to read a call
 
-    def hold(self) -> None:
-        """Remember the text read from now on, until a call begins."""
+    def hold(self, in_call: bool = False) -> None:
+        """Remember the text read from now on, in case that it is no call, or no part of the call that is being read."""
         self._held = []
+        self._in_call = in_call
 
-    def attempt(self, reading: Wait[None], emit=None) -> Wait[bool]:
-        """Run `reading`. If it finds no call, the text that it read since the last call becomes content (or goes to
-        `emit`), and the answer is False. Text that was held and is no error is dropped: it was the calls' syntax.
+    def release(self) -> None:
+        """The text held so far was syntax."""
+        self._held = None
+
+    def follows(self, offset: int, strings: Sequence[str]) -> Wait[bool]:
+        """Whether one of `strings` follows `offset` characters from here, after at most SPACE_LIMIT characters of white
+        space. Raises Cut.
+        """
+        limit = SPACE_LIMIT + max(map(len, strings))
+        while True:
+            start = self.position + offset
+            ahead = self.text[start : start + limit]
+            rest = ahead.lstrip(SPACE)
+            if any(rest.startswith(string) for string in strings):
+                return True
+            if len(ahead) == limit or not any(string.startswith(rest) for string in strings):
+                return False
+            yield from self.need()
+
+    def attempt(self, reading: Wait[None], emit: Callable[[str], None] | None = None) -> Wait[bool]:
+        """Run `reading`. If it finds no call, the text that it held becomes content (or goes to `emit`), and the answer
+        is False. If the text ends in a call, the unread rest is syntax, and is dropped.
         """
         self.hold()
         try:
             yield from reading
-        except Malformed:
+        except Malformed as error:
             held, self._held = self._held, None
-            (emit or self.content)("".join(held or ()))
+            if isinstance(error, Cut) and self._in_call:
+                self.take(len(self.text) - self.position)
+            else:
+                (emit or self.content)("".join(held or ()))
             return False
         self._held = None
         return True

@@ -2,43 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from quire.server.parsers.harmony import HARMONY, HarmonyTools
 from quire.server.parsers.reasoning.base import ReasoningFormat
-from quire.server.parsers.reasoning.think import THINK
+from quire.server.parsers.reasoning.others import GEMMA4, GRANITE, MISTRAL
+from quire.server.parsers.reasoning.think import (
+    DEEPSEEK_R1,
+    DEEPSEEK_V3,
+    GLM45,
+    GRANITE_THINK,
+    KIMI_K2,
+    MINIMAX_M2,
+    QWEN3,
+    THINK,
+)
+from quire.server.parsers.recognition import HasToken
 from quire.server.parsers.tools.base import ToolFormat
+from quire.server.parsers.tools.deepseek_v3 import DeepseekV3, DeepseekV31
+from quire.server.parsers.tools.deepseek_v32 import DeepseekV4, DeepseekV32
+from quire.server.parsers.tools.gemma import FunctionGemma, Gemma3, Gemma4
+from quire.server.parsers.tools.glm import Glm45
 from quire.server.parsers.tools.hermes import Hermes
+from quire.server.parsers.tools.json_arrays import GenericJson, Granite, Phi4Mini
+from quire.server.parsers.tools.kimi_k2 import KimiK2
+from quire.server.parsers.tools.llama3 import Llama3Json
+from quire.server.parsers.tools.minimax_m2 import MinimaxM2
+from quire.server.parsers.tools.mistral import Mistral, MistralJson
+from quire.server.parsers.tools.pythonic import Llama4Pythonic, Pythonic
+from quire.server.parsers.tools.qwen3_coder import Qwen3Coder
 
 F = TypeVar("F", ToolFormat, ReasoningFormat)
-HasToken = Callable[[str], bool]
 
 # The first format that recognizes a template is chosen: the more special ones come first.
-TOOL_FORMATS: tuple[ToolFormat, ...] = (HarmonyTools(), Hermes())
-REASONING_FORMATS: tuple[ReasoningFormat, ...] = (HARMONY, THINK)
+TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    HarmonyTools(),
+    Qwen3Coder(),
+    Glm45(),
+    MinimaxM2(),
+    DeepseekV32(),
+    DeepseekV4(),
+    DeepseekV3(),
+    DeepseekV31(),
+    KimiK2(),
+    Mistral(),
+    MistralJson(),
+    Gemma4(),
+    FunctionGemma(),
+    Granite(),
+    Phi4Mini(),
+    Hermes(),
+    Pythonic(),
+    Llama4Pythonic(),
+    Llama3Json(),
+    Gemma3(),
+    GenericJson(),
+)
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
+    HARMONY,
+    GEMMA4,
+    MISTRAL,
+    GRANITE,
+    GRANITE_THINK,
+    MINIMAX_M2,
+    KIMI_K2,
+    GLM45,
+    DEEPSEEK_V3,
+    DEEPSEEK_R1,
+    QWEN3,
+    THINK,
+)
 
-# vLLM's and SGLang's names of --tool-call-parser and --reasoning-parser that differ from ours
-TOOL_ALIASES: Mapping[str, str] = {
-    "openai": "gpt_oss",
-    "gpt-oss": "gpt_oss",
-    "qwen": "hermes",
-    "qwen25": "hermes",
+# Names of --tool-call-parser and --reasoning-parser in vLLM and SGLang. Where a name stands for several formats, the
+# chat template decides, else the first is meant.
+TOOL_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "openai": ("gpt_oss",),
+    "gpt-oss": ("gpt_oss",),
+    "qwen": ("hermes",),
+    "qwen25": ("hermes",),
+    "granite4": ("hermes",),
+    "granite": ("granite", "hermes"),
+    "qwen3_xml": ("qwen3_coder",),
+    "mimo": ("qwen3_coder",),
+    "step3p5": ("qwen3_coder",),
+    "glm": ("glm45",),
+    "glm47": ("glm45",),
+    "minimax-m2": ("minimax_m2",),
+    "deepseekv3": ("deepseek_v3",),
+    "deepseekv31": ("deepseek_v31",),
+    "deepseekv32": ("deepseek_v32",),
+    "deepseekv4": ("deepseek_v4",),
+    "mistral": ("mistral", "mistral_json"),
+    "llama3": ("llama3_json",),
+    "llama4_json": ("llama3_json",),
+    "olmo3": ("pythonic",),
+    "gemma": ("gemma4", "functiongemma", "gemma3"),
 }
-REASONING_ALIASES: Mapping[str, str] = {
-    "openai_gptoss": "gpt_oss",
-    "gpt-oss": "gpt_oss",
+REASONING_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "openai_gptoss": ("gpt_oss",),
+    "gpt-oss": ("gpt_oss",),
+    "deepseek-r1": ("deepseek_r1",),
+    "deepseek-v3": ("deepseek_v3",),
+    "deepseek_v31": ("deepseek_v3",),
+    "deepseek_v4": ("deepseek_v3",),
+    "deepseek-v4": ("deepseek_v3",),
+    "step3": ("deepseek_r1",),
+    "step3p5": ("deepseek_r1",),
+    "glm47": ("glm45",),
+    "granite": ("granite", "granite_think"),
+    "magistral": ("mistral", "think"),
+    "mistral": ("mistral", "think"),
+    "mimo": ("qwen3",),
+    "qwen3-thinking": ("qwen3",),
+    "interns1": ("qwen3",),
+    "minimax": ("minimax_m2",),
+    "nemotron_v3": ("think",),
+    "nemotron_3": ("think",),
+    "olmo3": ("think",),
+    "holo2": ("think",),
 }
 
 
-def tool_format(name: str) -> ToolFormat:
+def tool_format(name: str, template: str = "", has_token: HasToken = lambda token: False) -> ToolFormat:
     """The tool format with this name or alias. Raises ValueError, which lists the names."""
-    return _named(TOOL_FORMATS, TOOL_ALIASES, name, "tool-call")
+    return _named(TOOL_FORMATS, TOOL_ALIASES, name, "tool-call", template, has_token)
 
 
-def reasoning_format(name: str) -> ReasoningFormat:
+def reasoning_format(name: str, template: str = "", has_token: HasToken = lambda token: False) -> ReasoningFormat:
     """The reasoning format with this name or alias. Raises ValueError, which lists the names."""
-    return _named(REASONING_FORMATS, REASONING_ALIASES, name, "reasoning")
+    return _named(REASONING_FORMATS, REASONING_ALIASES, name, "reasoning", template, has_token)
 
 
 def choose_tools(template: str | None, has_token: HasToken) -> tuple[ToolFormat | None, str]:
@@ -65,10 +158,18 @@ def _chosen(formats: Sequence[F], template: str, has_token: HasToken, otherwise:
     return None, otherwise
 
 
-def _named(formats: Sequence[F], aliases: Mapping[str, str], name: str, kind: str) -> F:
-    wanted = aliases.get(name, name)
-    for candidate in formats:
-        if candidate.name == wanted:
-            return candidate
-    names = sorted({candidate.name for candidate in formats} | set(aliases))
-    raise ValueError(f"there is no {kind} parser {name!r}; choose one of: {', '.join(names)}")
+def _named(
+    formats: Sequence[F],
+    aliases: Mapping[str, tuple[str, ...]],
+    name: str,
+    kind: str,
+    template: str,
+    has_token: HasToken,
+) -> F:
+    by_name = {candidate.name: candidate for candidate in formats}
+    candidates = [by_name[known] for known in aliases.get(name, (name,)) if known in by_name]
+    if not candidates:
+        names = ", ".join(sorted(by_name.keys() | aliases.keys()))
+        raise ValueError(f"there is no {kind} parser {name!r}; choose one of: {names}")
+    recognizing = (candidate for candidate in candidates if candidate.recognize(template, has_token))
+    return next(recognizing, candidates[0])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.server.parsers.reader import SPACE
-
-HasToken = Callable[[str], bool]  # whether the tokenizer has this string as one token
+from quire.server.parsers.recognition import Recognize
 
 
 @dataclass(frozen=True)
@@ -21,11 +19,22 @@ class ReasoningFormat:
     name: str
     begin: str
     end: str
-    recognize: Callable[[str, HasToken], str | None]
+    recognize: Recognize
     forced_end: str = ""
     interrupts: tuple[str, ...] = ()  # beginnings of calls that end a block without its end marker
+    other_begins: tuple[str, ...] = ()  # variants of `begin` and `end`
+    other_ends: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()  # marks around the content
     tokens: tuple[str, ...] = ()  # special tokens of the format, if they are not `begin` and `end`
     assumed: bool = False  # the answer begins inside a block even where neither prompt nor answer has `begin`
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return self.begin, *self.other_begins
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return self.end, *self.other_ends
 
     @property
     def markers(self) -> tuple[str, ...]:

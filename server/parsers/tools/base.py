@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.server.parsers.reader import Reader, Wait
+from quire.server.parsers.recognition import HasToken
 
-HasToken = Callable[[str], bool]  # whether the tokenizer has this string as one token
 Format = dict[str, Any]  # a part of a structural tag, in xgrammar's JSON form
 
 
@@ -114,28 +115,43 @@ def marked_calls(
     return structural_tag(among_text(trigger, tags, parallel))
 
 
-def json_name(name: str) -> str:
-    return json.dumps(name, ensure_ascii=False)
+def section_of_calls(
+    tags: Sequence[Format],
+    trigger: str,
+    opening: str,
+    closing: str,
+    *,
+    separator: str = "",
+    required: bool,
+    parallel: bool,
+) -> dict[str, Any]:
+    """The structural tag of a format that writes all calls of an answer into one section."""
+    section = tag(opening, separated(tags, separator, parallel), closing)
+    if required:
+        return structural_tag(sequence(optional_space(), section))
+    return structural_tag(among_text(trigger, [section], parallel))
 
 
-class JsonCalls(ToolFormat):
-    """Every call is `opening {"name": ..., "arguments": {...}} closing`."""
+def first_calls(calls: Format, forbidden: str, excludes: Sequence[str], *, required: bool) -> dict[str, Any]:
+    """The structural tag of a format whose calls begin the answer without a marker: text may not begin like them, that
+    is with white space or one of the characters `forbidden`, and has none of `excludes`.
+    """
+    if required:
+        return structural_tag(sequence(optional_space(), calls))
+    begin = {"type": "regex", "pattern": rf"[^\s{re.escape(forbidden)}]"}
+    content = sequence(begin, {"type": "any_text", "excludes": list(excludes)})
+    return structural_tag({"type": "or", "elements": [calls, content]})
 
-    opening: str
-    closing: str
-    separator = "\n"
-    key = "arguments"
 
-    def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
-        if not needs_structure(tools, required, parallel):
-            return None
-        tags = [
-            tag(
-                f'{self.opening}{{"name": {json_name(tool.name)}, "{self.key}": ',
-                json_schema(arguments_schema(tool, required)),
-                "}" + self.closing,
-            )
-            for tool in tools
-        ]
-        trigger = self.begins[0]
-        return marked_calls(tags, trigger, separator=self.separator, required=required, parallel=parallel)
+def json_calls(
+    tools: Sequence[Tool], required: bool, *, key: str = "arguments", opening: str = "", closing: str = ""
+) -> list[Format]:
+    """A tag `opening {"name": ..., "arguments": {...}} closing` for every tool."""
+    return [
+        tag(
+            f'{opening}{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ',
+            json_schema(arguments_schema(tool, required)),
+            "}" + closing,
+        )
+        for tool in tools
+    ]

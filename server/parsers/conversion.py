@@ -1,0 +1,127 @@
+"""The JSON value that a model means with plain text, by the schema of the argument."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from quire.server.parsers.literals import NUMBER, WORDS, json_string, to_json
+
+_MAX_DEPTH = 16  # of references and alternatives in a schema
+_NAMES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+
+
+class ArgumentTypes:
+    """The JSON types of a function's arguments, from the JSON Schema of its parameters."""
+
+    def __init__(self, parameters: Mapping[str, Any]):
+        self._root = parameters
+        properties = parameters.get("properties")
+        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._properties)
+
+    def types(self, name: str) -> frozenset[str]:
+        """The types that the schema allows; empty if it allows any, or does not say."""
+        return self._types(self._properties.get(name), _MAX_DEPTH)
+
+    def is_text(self, name: str) -> bool:
+        """Whether the argument is always a string, so that its text can be handed out as it arrives."""
+        return self.types(name) == {"string"}
+
+    def _types(self, schema: Any, depth: int) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or not depth:
+            return frozenset()
+        if isinstance(reference := schema.get("$ref"), str):
+            return self._types(self._resolve(reference), depth - 1)
+        if "type" in schema:
+            declared = schema["type"]
+            return frozenset([declared] if isinstance(declared, str) else filter(_is_text, declared))
+        if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+            return frozenset(_NAMES[type(value)] for value in values)
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(branches := schema.get(keyword), list):
+                found = [self._types(branch, depth - 1) for branch in branches]
+                return frozenset().union(*found) if all(found) else frozenset()
+        if isinstance(parts := schema.get("allOf"), list):
+            return next(filter(None, (self._types(part, depth - 1) for part in parts)), frozenset())
+        return frozenset(["object"] if "properties" in schema else ["array"] if "items" in schema else [])
+
+    def _resolve(self, reference: str) -> Any:
+        """The schema at a JSON pointer into the parameters; None if it is not there."""
+        place: Any = self._root
+        for part in reference.removeprefix("#").split("/")[1:]:
+            place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+        return place if reference.startswith("#") else None
+
+    def convert(self, name: str, text: str) -> str:
+        """JSON text of the value that `text` means for this argument: the first allowed type that it can be; a string
+        if it can be none.
+        """
+        types, stripped = self.types(name), text.strip()
+        if types == {"string"} or not stripped:
+            return json_string(text)
+        candidate = literal(stripped)
+        if candidate is None or (kind := _kind(candidate)) == "string":
+            return json_string(text)
+        allowed = not types or kind in types or (kind == "number" and "integer" in types and _is_integer(candidate))
+        return candidate if allowed or (kind == "integer" and "number" in types) else json_string(text)
+
+    def begun(self, name: str, text: str) -> str:
+        """What can be handed out of a value that was cut off after `text`."""
+        stripped, types = text.lstrip(), self.types(name)
+        if stripped[:1] in "{[-0123456789":
+            return stripped
+        if any(word.startswith(stripped.lower()) for word in WORDS):
+            return ""
+        return json_string(text)[:-1] if "string" in types or not types else ""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def literal(text: str) -> str | None:
+    """`text` if it is JSON, or the JSON of the Python literal that it is; None if it is a plain word or text."""
+    if NUMBER.fullmatch(text):
+        return text
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    if not text or text[0] not in "{[(\"'":
+        return None
+    try:
+        json.loads(text, parse_int=str, parse_constant=_reject)
+        return text
+    except (ValueError, RecursionError):
+        return to_json(text)
+
+
+def _reject(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _kind(text: str) -> str:
+    """The type of a JSON text."""
+    first = text[0]
+    if first in '"{[':
+        return {'"': "string", "{": "object", "[": "array"}[first]
+    if first in "tf":
+        return "boolean"
+    if first == "n":
+        return "null"
+    return "integer" if text.lstrip("-").isdigit() else "number"
+
+
+def _is_integer(text: str) -> bool:
+    return float(text).is_integer()

@@ -1,0 +1,19 @@
+"""What formats are recognized by: the source of a model's chat template, and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+HasToken = Callable[[str], bool]  # whether the tokenizer has this string as one token
+Recognize = Callable[[str, HasToken], str | None]  # why a format is that of a chat template's models, or None
+
+
+def has(*telltales: str) -> Recognize:
+    """Recognizes templates that have all of these strings."""
+
+    def recognize(template: str, has_token: HasToken) -> str | None:
+        if all(telltale in template for telltale in telltales):
+            return f"the chat template has {' and '.join(telltales)}"
+        return None
+
+    return recognize

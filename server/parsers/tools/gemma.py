@@ -1,0 +1,131 @@
+"""Gemma: each generation writes calls in its own way.
+
+Gemma 4         <|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:3}<tool_call|>
+FunctionGemma   <start_function_call>call:NAME{KEY:<escape>TEXT<escape>,KEY:3}<end_function_call>
+Gemma 3         was not trained on one format: ```tool_code with Python, a Python list, or JSON, as the prompt asks
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.server.parsers import json_text, literals
+from quire.server.parsers.conversion import ArgumentTypes
+from quire.server.parsers.literals import Style
+from quire.server.parsers.reader import Reader, Wait
+from quire.server.parsers.recognition import HasToken
+from quire.server.parsers.tools.base import (
+    Format,
+    Tool,
+    ToolFormat,
+    arguments_schema,
+    json_schema,
+    marked_calls,
+    needs_structure,
+    sequence,
+    tag,
+    text,
+)
+from quire.server.parsers.tools.members import members
+from quire.server.parsers.tools.pythonic import Pythonic, read_call
+
+_NAME = re.compile(r"[\w.\-]+")
+
+
+class Gemma4(ToolFormat):
+    name = "gemma4"
+    markers: tuple[str, ...] = ("<|tool_call>", "<tool_call|>", '<|"|>')
+    style = Style('<|"|>', bare_keys=True)
+
+    def __init__(self) -> None:
+        self.begins = (self.markers[0],)
+
+    def recognize(self, template: str, has_token: HasToken) -> str | None:
+        begin = self.markers[0]
+        return f"the chat template writes {begin}" if begin in template else None
+
+    def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
+        yield from reader.expect(begin)
+        yield from reader.skip_space()
+        yield from reader.expect("call:")
+        yield from reader.skip_space()
+        name = (yield from reader.match(_NAME)).group()
+        yield from reader.skip_space()
+        if not (yield from reader.sees("{")):
+            yield from reader.expect("{")
+        reader.begin_call(name)
+        yield from literals.value(reader, reader.arguments, self.style)
+        yield from reader.skip_space()
+        yield from reader.close(self.markers[1])
+
+    def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
+        if not needs_structure(tools, required, parallel):
+            return None
+        begin, end, _ = self.markers
+        tags = [
+            tag(f"{begin}call:{tool.name}{{", self._members(arguments_schema(tool, required)), "}" + end)
+            for tool in tools
+        ]
+        return marked_calls(tags, begin, separator="", required=required, parallel=parallel)
+
+    def _members(self, schema: Mapping[str, Any]) -> Format:
+        return members(schema, lambda name, value: sequence(text(f"{name}:"), self._value(value)), ",")
+
+    def _value(self, schema: Any) -> Format:
+        """Plain strings between the format's own marks, other values as JSON, which `literals` reads, too."""
+        quote = self.style.quote
+        if isinstance(schema, Mapping) and schema.get("type") == "string":
+            if isinstance(schema.get("enum"), list):
+                return {"type": "or", "elements": [text(quote + value + quote) for value in schema["enum"]]}
+            if not {"pattern", "format", "minLength", "maxLength", "const"} & set(schema):
+                return tag(quote, {"type": "any_text", "excludes": [quote]}, quote)
+        return json_schema(schema)
+
+
+class FunctionGemma(Gemma4):
+    name = "functiongemma"
+    markers = ("<start_function_call>", "<end_function_call>", "<escape>")
+    style = Style("<escape>", bare_keys=True)
+
+
+class Gemma3(Pythonic):
+    name = "gemma3"
+    begins = ("```tool_code", "```tool_call")
+    first = ("[", "{", "```json")
+
+    def recognize(self, template: str, has_token: HasToken) -> str | None:
+        if "<start_of_turn>" in template:
+            return "the chat template has <start_of_turn> and writes tools"
+        return None
+
+    def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
+        names = frozenset(tool.name for tool in tools)
+        fenced = begin.startswith("```")
+        if fenced:
+            yield from reader.expect(begin)
+            yield from reader.skip_space()
+        if begin == "```tool_code" and not (yield from reader.sees("[")):
+            yield from self._read_code(reader, tools)
+        elif (yield from reader.sees("{")) or begin == "```json":
+            yield from json_text.calls(reader, names)
+        else:
+            yield from super().read(reader, "[", tools)
+        if fenced:
+            yield from reader.skip_space()
+            yield from reader.close("```")
+
+    def _read_code(self, reader: Reader, tools: Sequence[Tool]) -> Wait[None]:
+        """Calls, one per line, each maybe in print()."""
+        types = {tool.name: ArgumentTypes(tool.parameters) for tool in tools}
+        while True:
+            printed = yield from reader.accept("print(")
+            yield from read_call(reader, types)
+            if printed:
+                yield from reader.skip_space()
+                yield from reader.close(")")
+            yield from reader.skip_space()
+            if not (yield from reader.peek()) or (yield from reader.sees("```")):
+                return
+            reader.hold()

@@ -1,0 +1,100 @@
+"""Formats of a marker and a JSON array of calls: Granite 3, Phi-4-mini; and JSON without a marker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.server.parsers import json_text
+from quire.server.parsers.reader import Reader, Wait
+from quire.server.parsers.recognition import HasToken
+from quire.server.parsers.tools.base import (
+    Tool,
+    ToolFormat,
+    first_calls,
+    json_calls,
+    needs_structure,
+    section_of_calls,
+    separated,
+    tag,
+)
+
+
+class JsonArray(ToolFormat):
+    """`begins[0] [{"name": ..., "arguments": {...}}, ...] closing`."""
+
+    closing = ""
+
+    def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
+        yield from reader.expect(begin)
+        yield from reader.skip_space()
+        yield from json_text.calls(reader)
+        if self.closing:
+            yield from reader.skip_space()
+            yield from reader.close(self.closing)
+
+    def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
+        if not needs_structure(tools, required, parallel):
+            return None
+        begin = self.begins[0]
+        return section_of_calls(
+            json_calls(tools, required),
+            begin,
+            begin + "[",
+            "]" + self.closing,
+            separator=", ",
+            required=required,
+            parallel=parallel,
+        )
+
+
+class Granite(JsonArray):
+    name = "granite"
+    markers = ("<|tool_call|>", "<tool_call>")
+    begins = ("<|tool_call|>", "<tool_call>")  # the second in Granite 3.0
+
+    def recognize(self, template: str, has_token: HasToken) -> str | None:
+        if "<|tool_call|>" in template and "<|start_of_role|>" in template:
+            return "the chat template writes <|tool_call|> and <|start_of_role|>"
+        return None
+
+
+class Phi4Mini(JsonArray):
+    name = "phi4_mini_json"
+    markers = ("<|tool_call|>", "<|/tool_call|>")
+    begins = ("<|tool_call|>", "functools")
+    closing = "<|/tool_call|>"
+
+    def recognize(self, template: str, has_token: HasToken) -> str | None:
+        if "<|tool|>" in template and has_token("<|/tool_call|>"):
+            return "the chat template has <|tool|>, and the tokenizer the token <|/tool_call|>"
+        return None
+
+
+class GenericJson(ToolFormat):
+    """The answer is a call or an array of calls, by itself or in a Markdown block. Only functions of the request are
+    calls.
+    """
+
+    name = "json"
+    first = ("{", "[", "```")
+
+    def recognize(self, template: str, has_token: HasToken) -> str | None:
+        return None  # nothing in a template tells; `--tool-call-parser json`
+
+    def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
+        fenced = yield from reader.accept("```")
+        if fenced:
+            yield from reader.name("\n")
+            yield from reader.skip_space()
+        yield from json_text.calls(reader, frozenset(tool.name for tool in tools))
+        if fenced:
+            yield from reader.skip_space()
+            yield from reader.close("```")
+
+    def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
+        if not needs_structure(tools, required, parallel):
+            return None
+        calls = json_calls(tools, required)
+        array = tag("[", separated(calls, ", ", parallel), "]")
+        return first_calls({"type": "or", "elements": [*calls, array]}, "{[`", (), required=required)

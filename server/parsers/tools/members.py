@@ -1,0 +1,48 @@
+"""The structural format of an object's members, in formats whose objects are not JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.server.parsers.tools.base import Format, sequence, text
+
+Member = Callable[[str, Any], Format]  # name and schema of a property -> its format
+
+
+def members(schema: Mapping[str, Any], member: Member, separator: str) -> Format:
+    """Members of an object in the order of its properties, the required ones first, with `separator` between them.
+
+    A schema without properties has no members.
+    """
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
+    names = schema.get("required", ())
+    required = [name for name in properties if name in names]
+    optional = [name for name in properties if name not in names]
+    formats = {name: member(name, _with_definitions(properties[name], schema)) for name in properties}
+    if required:
+        elements = [formats[required[0]]]
+        elements += [sequence(text(separator), formats[name]) for name in required[1:]]
+        return sequence(*elements, *_optionally([sequence(text(separator), formats[name]) for name in optional]))
+    # the first that is there has no separator before it
+    starts = [
+        sequence(
+            formats[name], *_optionally([sequence(text(separator), formats[later]) for later in optional[place + 1 :]])
+        )
+        for place, name in enumerate(optional)
+    ]
+    if not starts:
+        return text("")
+    return {"type": "optional", "content": {"type": "or", "elements": starts}}
+
+
+def _optionally(formats: list[Format]) -> list[Format]:
+    return [{"type": "optional", "content": one} for one in formats]
+
+
+def _with_definitions(value: Any, schema: Mapping[str, Any]) -> Any:
+    """The schema of a property with the definitions that its references may name."""
+    if not isinstance(value, Mapping):
+        return value
+    return {**{key: schema[key] for key in ("$defs", "definitions") if key in schema}, **value}
