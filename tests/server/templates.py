@@ -1,5 +1,7 @@
 """Chat templates like those of popular models; together they use every construct that occurs in them."""
 
+from tests.server.family_templates import FAMILY_TEMPLATES
+
 CHATML = """\
 {%- if messages[0]['role'] != 'system' %}
     {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
@@ -449,4 +451,6 @@ QWEN3_TOOLS = """\
 {%- endif %}
 """
 
-TEMPLATES = {name: source for name, source in globals().items() if name.isupper()}
+TEMPLATES = {
+    name: source for name, source in globals().items() if name.isupper() and isinstance(source, str)
+} | FAMILY_TEMPLATES

@@ -1,5 +1,6 @@
 """Chat templates against transformers' apply_chat_template."""
 
+import json
 import sys
 import time
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.server.text.chat_template import MAX_SECONDS, compile_template
 from quire.server.text.tokenizer import Tokenizer
+from tests.server.family_templates import FAMILY_TEMPLATES
 from tests.server.templates import (
     CHATML,
     GEMMA3_PARTS,
@@ -45,10 +47,14 @@ CALL = {
     "role": "assistant",
     "content": None,
     "tool_calls": [
-        {"id": "a1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 3}}}
+        {
+            "id": "a1b2c3d4e",
+            "type": "function",
+            "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 3}},
+        }
     ],
 }
-RESULT = {"role": "tool", "tool_call_id": "a1", "name": "weather", "content": "4 °C"}
+RESULT = {"role": "tool", "tool_call_id": "a1b2c3d4e", "name": "weather", "content": "4 °C"}
 CONVERSATIONS = {
     "user": [{"role": "user", "content": "Hi"}],
     "system": [{"role": "system", "content": " Be <brief> & kind. "}, {"role": "user", "content": "Hi "}],
@@ -101,6 +107,15 @@ def outcome(function, *errors):
         return type(error)
 
 
+def _with_text_arguments(message):
+    calls = [
+        call
+        | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls", ())
+    ]
+    return message | {"tool_calls": calls} if calls else message
+
+
 def check_equal(pair, source, messages, **options):
     """Both render the same text, or both refuse."""
     ours, reference = pair
@@ -111,6 +126,8 @@ def check_equal(pair, source, messages, **options):
     }
     variables = {name: value for name, value in options.items() if name not in fields}
     got = outcome(lambda: ours.render_chat(messages, chat_template=source, variables=variables, **fields), ValueError)
+    if not compile_template(source).tool_support.arguments_as_object:
+        messages = [_with_text_arguments(message) for message in messages]  # as a user of transformers has to pass them
     expected = outcome(
         lambda: reference.apply_chat_template(messages, chat_template=source, tokenize=False, **options),
         ValueError,
@@ -167,7 +184,12 @@ class TestContent:
     PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
 
     def test_what_a_template_takes(self):
-        expected = {"GEMMA3_PARTS": (True, True), "PARTS_ONLY": (False, True)}
+        expected = {
+            "GEMMA3_PARTS": (True, True),
+            "MISTRAL_IDS": (True, True),
+            "MINIMAX_M2": (True, True),
+            "PARTS_ONLY": (False, True),
+        }
         for name, source in TEMPLATES.items():
             template = compile_template(source)
             assert (template.accepts_text, template.accepts_parts) == expected.get(name, (True, False)), name
@@ -356,7 +378,7 @@ class TestForms:
         assert '{"city"' in self.render(body + "{{ c.function.arguments | tojson }}", {"city": "Zürich"})
 
     def test_support(self):
-        expected = {"LLAMA3", "MISTRAL", "QWEN25", "HERMES", "QWEN3_TOOLS"}
+        expected = {"LLAMA3", "MISTRAL", "QWEN25", "HERMES", "QWEN3_TOOLS", *FAMILY_TEMPLATES}
         assert {name for name, source in TEMPLATES.items() if compile_template(source).tool_support.tools} == expected
         assert compile_template(QWEN25).tool_support.calls and not compile_template(CHATML).tool_support.calls
 
