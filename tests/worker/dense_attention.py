@@ -8,6 +8,7 @@ import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from quire.worker.layers.attention import Attention
+from quire.worker.layers.mla import LatentAttention
 
 BLOCK_SIZE = 16
 
@@ -62,6 +63,8 @@ class PagedRunner:
                     torch.zeros(*shape, dim, dtype=model.dtype).transpose(1, 2)
                     for dim in (layer.head_dim, layer.v_head_dim)
                 )
+                if isinstance(layer, LatentAttention):
+                    layer.v_cache = layer.k_cache[..., : layer.v_head_dim]
 
     @torch.inference_mode()
     def step(self, tokens: dict[int, list[int]], wanted: dict[int, int] | None = None) -> dict[int, torch.Tensor]:

@@ -45,7 +45,17 @@ def compare(spec, config) -> None:
     for layer in spec.layers:
         for ours, theirs in LAYER_SIZES.items():
             assert getattr(layer, ours) == getattr(config, theirs), ours
-        assert layer.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if layer.latent is not None:  # then it is that of the rotary embedding
+            sizes = layer.latent
+            assert (sizes.rope_dim, sizes.nope_dim, sizes.v_dim) == (
+                head_dim,
+                config.qk_nope_head_dim,
+                layer.v_head_dim,
+            )
+            assert (sizes.rank, layer.q_lora_rank) == (config.kv_lora_rank, config.q_lora_rank)
+            head_dim = config.qk_head_dim
+        assert layer.head_dim == head_dim
     assert windows(spec) <= {None, getattr(config, "sliding_window", None)}
     rope = spec.ropes["default"]
     assert rope.theta == config.rope_parameters["rope_theta"]
