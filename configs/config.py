@@ -85,6 +85,14 @@ class ModelConfig:
         metavar="N|auto",
         unit="length",
     )
+    pooling: str = opt(
+        "auto",
+        (
+            "how an embedding model makes one vector of a prompt (auto: as the model's modules.json says, or the last "
+            "token for models without an output head; none: serve no embeddings)"
+        ),
+        choices=("auto", "none", "lasttoken", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean"),
+    )
     load_format: str = opt(
         "auto", "safetensors reads the files; dummy makes random weights", choices=("auto", "safetensors", "dummy")
     )

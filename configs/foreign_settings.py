@@ -9,7 +9,8 @@ from __future__ import annotations
 _LORA = "LoRA adapters are not supported yet"
 _STRUCTURED = "structured output is not supported yet"
 _SPECULATIVE = "speculative decoding is not supported yet"
-_OTHER_TASKS = "this server generates text; embeddings and other tasks are not supported yet"
+_TASK = "not needed: what a model can do is read from its files; --pooling lets a text model make embeddings"
+_POOLER = "set --pooling (normalize and dimensions are fields of a request)"
 _LAYERS = "the whole model runs on one kind of device: set --device cpu or --device cuda"
 _TLS = "quire speaks plain HTTP: put a proxy with TLS in front of it"
 _MODEL = "give the folder or Hub id as MODEL, the first argument"
@@ -35,8 +36,12 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "enable_log_requests": "requests are logged with --log-level info",
     "disable_log_stats": "set --log-stats-interval 0",
     "uvicorn_log_level": "set --log-level",
-    "task": _OTHER_TASKS,
-    "runner": _OTHER_TASKS,
+    "task": _TASK,
+    "runner": _TASK,
+    "convert": _TASK,
+    "pooler_config": _POOLER,
+    "override_pooler_config": _POOLER,
+    "is_embedding": _TASK,
     "hf_token": "set the environment variable HF_TOKEN",
     "override_generation_config": "set --generation-config to a folder with a generation_config.json",
     "ssl_keyfile": _TLS,
@@ -78,5 +83,6 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "jinja": "chat templates are always Jinja",
     "chat_template_file": "set --chat-template to the file",
     "alias": "set --served-model-name",
-    "embedding": _OTHER_TASKS,
+    "embedding": _TASK,
+    "embeddings": _TASK,
 }

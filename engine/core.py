@@ -35,6 +35,7 @@ from quire.engine.messages import (
     EngineOutput,
     FromEngine,
     Hello,
+    PoolingParams,
     Progress,
     Ready,
     SamplingParams,
@@ -244,14 +245,16 @@ class EngineCore:
             self.progress = last  # too small a change to report
 
     def warm_up(self) -> None:
-        """Run one short request, prefill and decode, through scheduler and workers, then clear the prefix cache and the
-        counts.
+        """Run one short request, prefill and, if the model generates, decode, through scheduler and workers, then clear
+        the prefix cache and the counts.
 
         Raises RuntimeError if it fails.
         """
         prompt = [0] * min(4, max(self.scheduler.max_model_len - 2, 1))
-        sampling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True)
-        self.scheduler.add(AddRequest("warm-up", prompt, sampling))
+        sampling, pooling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True), None
+        if (info := self.scheduler.pooling) and not info.generates:
+            sampling, pooling = SamplingParams(max_tokens=0), PoolingParams(info.tasks[0])
+        self.scheduler.add(AddRequest("warm-up", prompt, sampling, pooling=pooling))
         while step := self.scheduler.schedule():
             for output in self.scheduler.update(step, self.executor.execute(step.input).result()).get(b"", []):
                 if output.error:

@@ -14,6 +14,8 @@ import msgspec
 from quire.worker.messages import (
     GRAMMAR_LIMITS,
     MemoryPlan,
+    PoolingInfo,
+    PoolingParams,
     SamplingParams,
     ThinkingBudget,
     TokenLogprobs,
@@ -36,6 +38,8 @@ __all__ = [
     "FromEngine",
     "Hello",
     "MemoryPlan",
+    "PoolingInfo",
+    "PoolingParams",
     "Progress",
     "Ready",
     "RequestTiming",
@@ -92,6 +96,7 @@ class AddRequest(_Message):
     cache_salt: str | None = None  # requests share prefixes only if their salts are equal
     siblings: list[Choice] = []  # choices share their prompt's blocks even when prefix caching is off
     background: bool = False  # a line of a batch: yields to every request that is not (`engine/scheduler.py`)
+    pooling: PoolingParams | None = None  # return a vector instead of tokens
 
     @property
     def choices(self) -> list[Choice]:
@@ -116,6 +121,7 @@ class AddRequest(_Message):
             self.cache_salt,
             others,
             self.background,
+            self.pooling,
         )
 
 
@@ -177,6 +183,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     error: str | None = None
     timing: RequestTiming | None = None  # with the last output
     error_kind: str = "engine"  # "engine" or "invalid_request": what caused the error, the engine or the request
+    pooled: bytes | None = None  # with the last output of a request with `pooling`: its vector, float32
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

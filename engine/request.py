@@ -52,6 +52,8 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_published",
+        "pooling",
+        "pools_all",
         "queued_time",
         "rank",
         "request_id",
@@ -72,9 +74,11 @@ class Request:
         arrival: float,
         max_model_len: int,
         by_priority: bool,
+        pools_all: bool = False,
     ):
         """`sequence` is its serial number in the engine, `group` the serial number of the first choice of its request.
-        `arrival` is a time of the engine's monotonic clock.
+        `arrival` is a time of the engine's monotonic clock. `pools_all`: its vector needs the hidden states of the
+        whole prompt.
         """
         self.client = client  # the ROUTER identity of its server, used to address outputs
         self.request_id = choice.request_id
@@ -84,6 +88,8 @@ class Request:
         )
         self.background = message.background
         self.rank = (message.background, message.priority if by_priority else 0)  # a lower rank preempts a higher one
+        self.pooling = message.pooling
+        self.pools_all = pools_all
         self.cache_salt = message.cache_salt
         self.group = group
         self.queued_time = time.time()
@@ -124,9 +130,11 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the request may use the prefix cache. Prompt logprobs need the logits of every prompt position, so
-        such a request computes its whole prompt once.
+        """Whether the request may use the prefix cache. Prompt logprobs need the logits of every prompt position, and
+        most kinds of pooling its hidden states, so such a request computes its whole prompt once.
         """
+        if self.pools_all:
+            return False
         return self.sampling.prompt_logprobs is None or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
 
     def finish_reason(self) -> str | None:

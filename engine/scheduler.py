@@ -78,6 +78,7 @@ class Scheduler:
             ready.groups, kv.pool.num_usable, kv.block_size, self.token_budget, ready.max_model_len
         )
         self.vocab_size = ready.vocab_size
+        self.pooling = ready.pooling
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.requests: dict[tuple[bytes, str], Request] = {}
@@ -100,10 +101,11 @@ class Scheduler:
         for choice in choices:
             if (client, choice.request_id) in self.requests:
                 raise ValueError(f"request_id {choice.request_id!r} is already in use")
-        check_request(message, self.max_model_len, self.vocab_size)
+        check_request(message, self.max_model_len, self.vocab_size, self.pooling)
+        pools_all = message.pooling is not None and self.pooling.reads_all
         first, arrival = self._num_added + 1, time.monotonic() - message.age
         requests = [
-            Request(message, choice, client, i, first, arrival, self.max_model_len, self.by_priority)
+            Request(message, choice, client, i, first, arrival, self.max_model_len, self.by_priority, pools_all)
             for i, choice in enumerate(choices, first)
         ]
         self._num_added += len(requests)
@@ -274,6 +276,7 @@ class Scheduler:
                 request.num_prompt_tokens,
                 [list(ids) for ids in request.block_ids],
                 request.sampling,
+                request.pooling,
             )
         )
         self._add_to_step(step, request, num_new, [])
@@ -390,7 +393,7 @@ class Scheduler:
                 outputs.setdefault(request.client, []).append(
                     EngineOutput(request.request_id, [], prompt_logprobs=entries)
                 )
-        self._finish_unsampled(step, prompt_logprobs, now, outputs)
+        self._finish_unsampled(step, prompt_logprobs, output.pooled or {}, now, outputs)
         return outputs
 
     def _receive(
@@ -441,9 +444,14 @@ class Scheduler:
         return entries_of
 
     def _finish_unsampled(
-        self, step: Step, prompt_logprobs: dict[Request, list[TokenLogprobs]], now: float, outputs: Outputs
+        self,
+        step: Step,
+        prompt_logprobs: dict[Request, list[TokenLogprobs]],
+        pooled: dict[int, bytes],
+        now: float,
+        outputs: Outputs,
     ) -> None:
-        """Finish requests with max_tokens=0 whose prompt is computed, and deliver their prompt logprobs."""
+        """Finish requests with max_tokens=0 whose prompt is computed, and deliver their prompt logprobs or vectors."""
         if len(step.input.samples) == len(step.requests):
             return
         for i, request in enumerate(step.requests):
@@ -451,7 +459,7 @@ class Scheduler:
                 continue
             entries = prompt_logprobs.get(request)
             if step.input.num_computed[i] + step.input.num_scheduled[i] == request.num_prompt_tokens:
-                self._finish(request, "length", now, outputs, [], None, entries)
+                self._finish(request, "length", now, outputs, [], None, entries, pooled.get(i))
             elif entries:
                 outputs.setdefault(request.client, []).append(
                     EngineOutput(request.request_id, [], prompt_logprobs=entries)
@@ -530,6 +538,7 @@ class Scheduler:
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
         prompt_logprobs: list[TokenLogprobs] | None,
+        pooled: bytes | None = None,
     ) -> None:
         stop_reason = request.stop_reason() if reason == "stop" else None
         self._remove(request)
@@ -542,8 +551,8 @@ class Scheduler:
                 logprobs,
                 prompt_logprobs,
                 request.num_cached_tokens,
-                None,
-                request.timing(now),
+                timing=request.timing(now),
+                pooled=pooled,
             )
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from quire.engine.messages import AddRequest
-from quire.worker.messages import LOGPROBS_MODES, SamplingParams
+from quire.worker.messages import LOGPROBS_MODES, PoolingInfo, SamplingParams
 
 # number of bad words times the length of the longest: the number of tokens that workers compare per step
 MAX_BAD_WORDS_SIZE = 1 << 18
@@ -17,7 +17,7 @@ MAX_MARKER_TOKENS = 256  # of a text that begins or ends the thoughts
 MAX_STOP_TOKEN_IDS = 1024  # searched for every sampled token
 
 
-def check_request(message: AddRequest, max_model_len: int, vocab_size: int) -> None:
+def check_request(message: AddRequest, max_model_len: int, vocab_size: int, pooling: PoolingInfo | None = None) -> None:
     """Raise ValueError, naming the parameter and its limit, for a request that cannot run."""
     prompt, sampling = message.prompt_token_ids, message.sampling
     if not prompt:
@@ -28,11 +28,27 @@ def check_request(message: AddRequest, max_model_len: int, vocab_size: int) -> N
     if len({choice.request_id for choice in message.choices}) < len(message.choices):
         raise ValueError("request_id: two choices of a request have the same id")
     check_sampling(sampling, max_model_len, vocab_size)
+    _check_task(message, pooling)
     if len(prompt) + min(sampling.max_tokens, 1) > max_model_len:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens, but a request may have at most {max_model_len} tokens in total, "
             "prompt and output (limited by the model's context length or the KV cache)"
         )
+
+
+def _check_task(message: AddRequest, pooling: PoolingInfo | None) -> None:
+    """Raise ValueError if the model cannot do what the request asks for, text or a vector."""
+    if message.pooling is None:
+        if pooling is not None and not pooling.generates:
+            raise ValueError("this model cannot generate text: it has no output head")
+        return
+    if pooling is None or message.pooling.task not in pooling.tasks:
+        known = ", ".join(pooling.tasks) if pooling else "none"
+        raise ValueError(f"pooling task {message.pooling.task!r} is not supported by this model; supported: {known}")
+    if not 0 <= message.pooling.num_dimensions <= pooling.num_dimensions:
+        raise ValueError(f"num_dimensions is {message.pooling.num_dimensions}, the model has {pooling.num_dimensions}")
+    if message.sampling.max_tokens or message.sampling.prompt_logprobs is not None or message.siblings:
+        raise ValueError("a pooling request has max_tokens 0, no prompt_logprobs and one choice")
 
 
 def check_sampling(sampling: SamplingParams, max_model_len: int, vocab_size: int) -> None:

@@ -20,6 +20,7 @@ from quire.configs.config import Config
 from quire.server.api.openai import batches, files
 from quire.server.api.openai.chat import chat_completions
 from quire.server.api.openai.completions import completions
+from quire.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest, embeddings
 from quire.server.api.openai.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -107,6 +108,11 @@ async def chat(request: Request) -> Response:
 async def complete(request: Request) -> Response:
     """Continue one or several prompts."""
     return await completions(request, request.app.state.server)
+
+
+async def embed(request: Request) -> Response:
+    """Embeddings of one or several texts."""
+    return await embeddings(request, request.app.state.server)
 
 
 async def models(request: Request) -> Response:
@@ -298,6 +304,7 @@ def _with_state(function: Callable[[Request, ServerState], Awaitable[Response]])
 ROUTES = [
     ("/v1/chat/completions", chat, ["POST"], ChatCompletionRequest, ChatCompletion),
     ("/v1/completions", complete, ["POST"], CompletionRequest, Completion),
+    ("/v1/embeddings", embed, ["POST"], EmbeddingRequest, EmbeddingList),
     ("/v1/models", models, ["GET", "HEAD"], None, ModelList),
     ("/v1/models/{model_id:path}", model, ["GET", "HEAD"], None, ModelCard),
     ("/v1/files", _with_state(files.create_file), ["POST"], files.UPLOAD, files.FileObject),

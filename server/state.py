@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.configs.config import Config
-from quire.engine.messages import EngineStats, Ready
+from quire.engine.messages import EngineStats, PoolingInfo, Ready
 from quire.server.errors import BadRequest, NotFound, Unavailable
 from quire.server.http.threads import Threads
 from quire.server.structured.service import Structures
@@ -38,6 +38,7 @@ class ModelInfo:
     sampling_defaults: dict[str, Any]  # from generation_config.json, under our parameter names
     max_logprobs: int  # -1: no limit
     priorities: bool  # whether the scheduler uses them
+    pooling: PoolingInfo | None = None  # None: it makes no embeddings
 
 
 def known_token_ids(token_ids: list[int], vocab_size: int) -> list[int]:

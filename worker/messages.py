@@ -83,6 +83,33 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     grammar_after: list[int] | None = None  # outputs after which the grammar applies: the end of thinking
 
 
+class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The request returns one vector for its prompt instead of tokens (`SamplingParams.max_tokens` is 0): embed, the
+    pooled hidden states; classify, the logits of the model's classifier.
+    """
+
+    task: str = "embed"
+    num_dimensions: int = 0  # of an embedding: the first ones are kept; 0 keeps all
+    normalize: bool = False  # scale an embedding to length 1, after the cut
+
+
+class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What a model returns for requests with `PoolingParams`."""
+
+    tasks: list[str]  # of PoolingParams.task
+    method: str  # how the hidden states of the prompt become one vector, see `worker/models/pooling.py`
+    num_dimensions: int  # of an embedding
+    normalize: bool = True  # whether an embedding is scaled to length 1 by default
+    labels: list[str] = []  # of the classifier
+    activation: str = "softmax"  # of the classifier by default: softmax, sigmoid or identity
+    generates: bool = True  # whether the model can also generate text
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the vector depends on the hidden states of all tokens, not of the last one only."""
+        return self.method != "lasttoken"
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position.
 
@@ -149,6 +176,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     # to
     block_ids: list[list[int]]
     sampling: SamplingParams
+    pooling: PoolingParams | None = None
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -176,6 +204,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     # batch position -> entries for the prompt tokens that this chunk's logits predict
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     errors: dict[int, str] | None = None  # batch position -> error of this request alone
+    pooled: dict[int, bytes] | None = None  # batch position of a completed prompt -> its vector, float32 in C order
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -206,3 +235,4 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     choices: list[tuple[str, str, str]] = []  # (setting, value, reason)
     works_idle: bool = False  # whether `Worker.work_idle` has work to do
     groups: list[CacheGroup] = msgspec.field(default_factory=lambda: [CacheGroup()])
+    pooling: PoolingInfo | None = None  # None: the model only generates text

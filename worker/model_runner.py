@@ -21,6 +21,7 @@ from quire.worker.pipeline import SingleStage
 from quire.worker.platforms.base import Event, Platform, is_out_of_memory
 from quire.worker.platforms.huge_pages import Workspace
 from quire.worker.sampling.logprobs import Entries, PromptLogprobs, prompt_messages
+from quire.worker.sampling.pooling import Pooled, Pooling
 from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class AsyncOutput:
     event: Event
     abandoned: torch.Tensor | None = None  # with several ranks: whether one of them ran out of memory in this step
     failed: bool = False  # because memory ran out; see split_step.py
+    pooled: Pooled | None = None
 
     def done(self) -> bool:
         """Return whether `result` would return at once."""
@@ -60,7 +62,12 @@ class AsyncOutput:
         errors = {i: _NOT_FINITE for i, token in zip(self.step.samples, token_ids) if token < 0} | self.errors
         sampled = [[] if i in errors else [token] for i, token in zip(self.step.samples, token_ids)]
         return StepOutput(
-            self.step.step, sampled, self._logprobs(errors), prompt_messages(self.prompt_logprobs), errors or None
+            self.step.step,
+            sampled,
+            self._logprobs(errors),
+            prompt_messages(self.prompt_logprobs),
+            errors or None,
+            self.pooled and self.pooled.messages(),
         )
 
     def _logprobs(self, errors: dict[int, str]) -> list[list[TokenLogprobs] | None] | None:
@@ -101,6 +108,8 @@ class ModelRunner:
         self.sampler = sampler or Sampler(table, platform)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
+        self.pooling = Pooling(table, platform, model)
+        table.register(self.pooling)
         self.logits = Workspace(torch.float32)  # logits of one step; no tensor refers to them after sampling
         self.forward: Callable[[InputBatch], torch.Tensor] = self.run_eagerly
 
@@ -169,20 +178,22 @@ class ModelRunner:
             if self.table.errors
             else {}
         )
-        scored = self.prompt_logprobs.needed(step)
+        scored, pools = self.prompt_logprobs.needed(step), self.pooling.needed(step)
+        keeps_all = scored or pools
         if self.stage.last and step.samples:
             self.sampler.grammars.begin(batch.sampling)
-        batch.needed_rows = None if scored or not self.stage.last else self._sampled_rows(batch)
+        batch.needed_rows = None if keeps_all or not self.stage.last else self._sampled_rows(batch)
         hidden = self.forward(batch)
         self._reached = _LOGITS
         if not self.stage.last:
             self.stage.send_hidden(batch, hidden)
             return AsyncOutput(step, None, [], {}, {}, self.platform.event())
         prompt_logprobs = self.prompt_logprobs.compute(batch, hidden, self.model.logits) if scored else {}
+        pooled = self.pooling.compute(batch, hidden) if pools else None
         token_ids, logprobs = None, []
         abandoned = self.platform.to_host(hidden.isnan().all()) if self.group.size > 1 else None
         if step.samples:
-            sampled = self._sample(hidden[batch.sampling.logits_indices] if scored else hidden, batch.sampling)
+            sampled = self._sample(hidden[batch.sampling.logits_indices] if keeps_all else hidden, batch.sampling)
             # Start the copy before writing the table, so that work of the next step does not delay it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
             errors |= {step.samples[j]: message for j, message in sampled.errors.items()}
@@ -196,7 +207,7 @@ class ModelRunner:
         event = self.platform.event()
         if token_ids is not None:
             self.sampler.grammars.sampled(batch.sampling, token_ids, event)
-        return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, event, abandoned)
+        return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, event, abandoned, pooled=pooled)
 
     def _sample(self, hidden: torch.Tensor, sampling: SamplingBatch) -> Sampled:
         token_ids = self.model.largest(hidden) if self.sampler.only_argmax(sampling) else None

@@ -23,6 +23,7 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.models import build_model, read_model_spec
 from quire.worker.models.config import ModelSpec
 from quire.worker.models.decoder import CausalLM
+from quire.worker.models.pooling import Pooler, pooling_info, read_pooling
 from quire.worker.parallel import init_distributed, pp, shutdown_distributed, tp
 from quire.worker.pipeline import SingleStage, pipeline_stage
 from quire.worker.platforms.base import Platform, is_out_of_memory
@@ -94,8 +95,11 @@ class Worker:
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model)
         self._join_ranks(platform)
+        pooling = read_pooling(config.model.model, spec, config.model.pooling)
         limits = memory.resolve_limits(config, spec, platform)
         model = self._load_model(spec, limits, platform, progress)
+        if pooling is not None:
+            model.pooler = Pooler(pooling, spec.hidden_size, platform.device)
         weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
 
         progress("profiling memory", 0.0)
@@ -134,6 +138,12 @@ class Worker:
         if has_graphs:
             self.runner.use_graphs(max_model_len)
             ready = msgspec.structs.replace(ready, works_idle=True)
+        if pooling is not None:
+            ready = msgspec.structs.replace(
+                ready,
+                pooling=pooling_info(pooling, model.pooler, spec),
+                choices=[*ready.choices, ("pooling", "+".join(pooling.methods), pooling.reason)],
+            )
         if platform.device.type == "cpu":
             self.warmer = _start_warmer(model, weights)
         progress("allocating KV cache", 1.0)
@@ -297,17 +307,18 @@ def _measure_activations(
         temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=num_logprobs
     )
     scoring = msgspec.structs.replace(sampling, prompt_logprobs=num_logprobs)
+    samples = list(range(num_reqs)) if spec.has_lm_head else []
     new = [
         NewRequest(
             i,
             [0] * length,
             length,
             [blocks[: -(-length // limits.attention.block_size)]] * len(cache.groups),
-            sampling if i else scoring,
+            sampling if i or not samples else scoring,
         )
         for i, length in enumerate(lengths)
     ]
-    step = StepInput(0, new, list(range(num_reqs)), [0] * num_reqs, lengths, [[] for _ in new], list(range(num_reqs)))
+    step = StepInput(0, new, list(range(num_reqs)), [0] * num_reqs, lengths, [[] for _ in new], samples)
     platform.release_memory()
     before, _ = platform.memory_in_use()
     runner = _make_runner(model, spec, platform, limits, cache, len(blocks) + 1, limits.max_model_len, stage)

@@ -150,6 +150,7 @@ def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
         b.error,
         b.timing,
         b.error_kind,
+        b.pooled,
     )
 
 

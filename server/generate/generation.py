@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.engine.messages import AddRequest, Choice, EngineOutput, SamplingParams, TokenLogprobs
+from quire.engine.messages import AddRequest, Choice, EngineOutput, PoolingParams, SamplingParams, TokenLogprobs
 from quire.server.engines.client import OutputStream
 from quire.server.engines.handle import EngineHandle
 from quire.server.errors import BadRequest
@@ -49,6 +49,7 @@ class GenerationRequest:
     structure: Structure | None = None
     parsing: Parsing | None = None  # None: the text is the answer
     visible_ids: frozenset[int] = frozenset()  # special tokens that are shown although special tokens are not
+    pooling: PoolingParams | None = None  # ask for a vector (`pooling.py`) instead of text
 
 
 @dataclass(slots=True)

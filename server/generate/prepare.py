@@ -30,6 +30,8 @@ def prepare(spec: GenerationSpec, state: ServerState) -> list[GenerationRequest]
 
     Raises BadRequest naming the parameter and its limit.
     """
+    if (pooling := state.model.pooling) is not None and not pooling.generates:
+        raise BadRequest(f"The model generates no text; it serves: {', '.join(pooling.tasks)}.", param="model")
     check_options(spec.options)
     sampling = to_sampling_params(spec, state.model, state.tokenizer)
     reading = Reading(structure=spec.structure)

@@ -168,4 +168,5 @@ def model_info(
         sampling_defaults,
         config.server.max_logprobs,
         config.scheduler.scheduling_policy == "priority",
+        worker.pooling,
     )

@@ -84,6 +84,7 @@ class SplitOutput:
         logprobs: list[list[TokenLogprobs] | None] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
+        pooled: dict[int, bytes] = {}
         for part, output in self.parts:
             result = output.result()
             token_ids += result.token_ids
@@ -91,8 +92,14 @@ class SplitOutput:
             for i, entries in (result.prompt_logprobs or {}).items():
                 prompt_logprobs.setdefault(part.positions[i], []).extend(entries)
             errors |= {part.positions[i]: message for i, message in (result.errors or {}).items()}
+            pooled |= {part.positions[i]: vector for i, vector in (result.pooled or {}).items()}
         return StepOutput(
-            self.step.step, token_ids, logprobs if any(logprobs) else None, prompt_logprobs or None, errors or None
+            self.step.step,
+            token_ids,
+            logprobs if any(logprobs) else None,
+            prompt_logprobs or None,
+            errors or None,
+            pooled or None,
         )
 
 

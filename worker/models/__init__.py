@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     from quire.worker.models.decoder import CausalLM
     from quire.worker.platforms.ops import Ops
 
-MODELS = {
+_DECODERS = {
     "LlamaForCausalLM": "quire.worker.models.llama:Llama",
     "MiniCPM3ForCausalLM": "quire.worker.models.minicpm3:MiniCPM3",
     "MistralForCausalLM": "quire.worker.models.mistral:Mistral",
     "Qwen2ForCausalLM": "quire.worker.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "quire.worker.models.qwen3:Qwen3",
+}
+# a decoder may also come without its output head (embedding models), or with a classifier in its place
+MODELS = {
+    name.replace("ForCausalLM", suffix): cls
+    for suffix in ("ForCausalLM", "Model", "ForSequenceClassification")
+    for name, cls in _DECODERS.items()
 }
 
 

@@ -73,6 +73,20 @@ class ModelSpec:
     def num_hidden_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether the model generates text: its architecture is not a bare decoder or a classifier."""
+        return not self.architecture.endswith(("Model", "ForSequenceClassification"))
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of a classifier's outputs; empty for other models."""
+        if not self.architecture.endswith("ForSequenceClassification"):
+            return []
+        named = self.raw.get("id2label") or {}
+        num_labels = len(named) or self.raw.get("num_labels") or 2
+        return [str(named.get(str(i), f"LABEL_{i}")) for i in range(num_labels)]
+
 
 def read_config(folder: str) -> dict[str, Any]:
     """Parse `folder/config.json`. Raises ValueError if it is missing or unreadable."""

@@ -8,7 +8,7 @@ Llama's checkpoints, so a parameter's path is its tensor's name, but for a famil
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from quire.worker.models.reader import ConfigReader
 from quire.worker.parallel import Exchange, pp
 from quire.worker.platforms.huge_pages import Workspace
 from quire.worker.platforms.ops import FusedLayers, Ops
+
+if TYPE_CHECKING:
+    from quire.worker.models.pooling import Pooler
 
 
 class Decoder(nn.Module):
@@ -138,7 +141,10 @@ class CausalLM(ConfigReader, nn.Module):
         self.spec, self.max_model_len, self.dtype = spec, max_model_len, torch.get_default_dtype()
         self.weight_format = weights
         self.model = self.make_decoder(spec, max_model_len, weights)
-        if self.model.last:
+        self.pooler: Pooler | None = None  # None: requests for vectors are refused
+        if self.model.last and spec.labels:
+            self.score = nn.Linear(spec.hidden_size, len(spec.labels), bias=False)
+        if self.model.last and spec.has_lm_head:
             name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
             tied_to = self.model.embed_tokens if spec.tie_word_embeddings and self.model.first else None
             self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to, weights.head(name))
@@ -172,6 +178,10 @@ class CausalLM(ConfigReader, nn.Module):
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Map pooled hidden states `[P, H]` float32 to the classifier's logits `[P, num_labels]` float32."""
+        return torch.nn.functional.linear(pooled, self.score.weight.float())
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """The all-reduces over the tensor-parallel ranks, in order, in a forward pass over `num_tokens` tokens in a
@@ -215,7 +225,7 @@ class CausalLM(ConfigReader, nn.Module):
                 bool(self.spec.raw.get("num_nextn_predict_layers")) if drafts else str(layer) not in self.model.layers
             )
         first = ("model.embed_tokens.weight", "model.embed_positions.weight")
-        last = ("model.norm.weight", "model.norm.bias", "lm_head.weight")
+        last = ("model.norm.weight", "model.norm.bias", "lm_head.weight", "score.weight")
         return (not self.model.first and name in map(names.in_file, first)) or (
             not self.model.last and name in map(names.in_file, last)
         )

@@ -1,0 +1,202 @@
+"""Requests for vectors: texts or token ids -> `GenerationRequest`s without output tokens -> vectors, in the order of
+the prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from quire.engine.messages import AddRequest, EngineOutput, PoolingInfo, PoolingParams, SamplingParams
+from quire.server.engines.client import OutputStream
+from quire.server.errors import BadRequest, EngineError
+from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.limits import MAX_PROMPTS
+from quire.server.generate.prepare import encode_texts
+from quire.server.generate.sampling import fit
+from quire.server.state import ModelInfo, ServerState
+from quire.server.text.tokenizer import Tokenizer
+
+PER_TURN = 128  # prompts of one request that are begun before others get their turn
+_NO_OUTPUT = SamplingParams(max_tokens=0)
+_serial = itertools.count()
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingSpec:
+    """One vector for each prompt. `prompt_param` is the field that the client knows, for error messages."""
+
+    request_id: str
+    prompts: list[str] | list[list[int]]
+    params: PoolingParams
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # -1: to the context length
+    truncation_side: str = "right"
+    priority: int = 0
+    cache_salt: str | None = None
+    tenant: str | None = None
+    prompt_param: str = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """The answer to one prompt; `data` are float32 in the machine's byte order."""
+
+    data: bytes
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+    @property
+    def values(self) -> array:
+        """The numbers."""
+        values = array("f")
+        values.frombytes(self.data)
+        return values
+
+
+def require_task(model: ModelInfo, task: str) -> PoolingInfo:
+    """What the model can do. Raises BadRequest if it does not support `task`."""
+    if model.pooling is None or task not in model.pooling.tasks:
+        hint = "--pooling makes embeddings of its hidden states" if model.pooling is None and task == "embed" else ""
+        what = {"embed": "makes no embeddings", "classify": "is no classifier"}[task]
+        raise BadRequest(f"The model {what}{hint and f' (a server with {hint})'}.", param="model")
+    return model.pooling
+
+
+def embed_params(model: ModelInfo, dimensions: int | None, normalize: bool | None) -> PoolingParams:
+    """Parameters for embeddings. Raises BadRequest for `dimensions`, or if the model makes none."""
+    pooling = require_task(model, "embed")
+    if dimensions is not None and dimensions > pooling.num_dimensions:
+        raise BadRequest(
+            f"dimensions is {dimensions}, but the model's embeddings have {pooling.num_dimensions}.", param="dimensions"
+        )
+    return PoolingParams("embed", dimensions or 0, pooling.normalize if normalize is None else normalize)
+
+
+def prepare(spec: PoolingSpec, state: ServerState) -> list[GenerationRequest]:
+    """The requests for the engine, one per prompt. Runs in a thread. Raises BadRequest naming the parameter."""
+    prompts, model, param = spec.prompts, state.model, spec.prompt_param
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(f"{param}: {len(prompts)} prompts are more than {MAX_PROMPTS}.", param=param)
+    size = _truncated_size(spec, model)
+    if isinstance(prompts[0], str):
+        prompts = _encode(spec, prompts, state, size)
+    elif size is not None:
+        prompts = [_cut(ids, size, spec.truncation_side) for ids in prompts]
+    return [_request(spec, ids, model) for ids in prompts]
+
+
+def _truncated_size(spec: PoolingSpec, model: ModelInfo) -> int | None:
+    size = spec.truncate_prompt_tokens
+    if size is not None and (size == 0 or size > model.max_model_len):
+        raise BadRequest(
+            f"truncate_prompt_tokens must be -1 or between 1 and the context length of {model.max_model_len}.",
+            param="truncate_prompt_tokens",
+        )
+    return model.max_model_len if size == -1 else size
+
+
+def _encode(spec: PoolingSpec, texts: Sequence[str], state: ServerState, size: int | None) -> list[list[int]]:
+    """Token ids of each text. A text is truncated between its special tokens, as Hugging Face's tokenizers do."""
+    special, param = spec.add_special_tokens, spec.prompt_param
+    if size is None:
+        return encode_texts(texts, state, special, param)
+    encoded = encode_texts(texts, state, special, param, may_truncate=True)
+    if all(len(ids) <= size for ids in encoded):
+        return encoded
+    before, after = special_frame(state.tokenizer) if special else ([], [])
+    room = size - len(before) - len(after)
+    if room < 1:
+        raise BadRequest(
+            f"truncate_prompt_tokens: {size} leaves no room beside the tokenizer's special tokens.",
+            param="truncate_prompt_tokens",
+        )
+    return [
+        ids
+        if len(ids) <= size
+        else [*before, *_cut(ids[len(before) : len(ids) - len(after)], room, spec.truncation_side), *after]
+        for ids in encoded
+    ]
+
+
+def special_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and after a text."""
+    plain, framed = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    start = next(i for i in range(len(framed)) if framed[i : i + len(plain)] == plain)
+    return framed[:start], framed[start + len(plain) :]
+
+
+def _cut(ids: list[int], size: int, side: str) -> list[int]:
+    return ids[:size] if side == "right" else ids[-size:]
+
+
+def _request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> GenerationRequest:
+    param = spec.prompt_param
+    if not ids:
+        raise BadRequest(f"{param} must not be empty.", param=param)
+    fit(_NO_OUTPUT, len(ids), model, param)
+    if max(ids) >= model.vocab_size:
+        raise BadRequest(
+            f"{param}: token ids must be between 0 and {model.vocab_size - 1}, not {max(ids)}.", param=param
+        )
+    return GenerationRequest(
+        request_id=f"{spec.request_id}-{next(_serial)}",  # clients may send one id twice
+        prompt_token_ids=ids,
+        sampling=_NO_OUTPUT,
+        priority=spec.priority,
+        cache_salt=spec.cache_salt if spec.tenant is None else f"{spec.tenant}/{spec.cache_salt or ''}",
+        arrival_time=time.time(),
+        pooling=spec.params,
+    )
+
+
+async def run(state: ServerState, requests: Sequence[GenerationRequest]) -> list[Vector]:
+    """The vectors of all requests. Cancelling it aborts what still runs.
+
+    Raises EngineError when a request fails, BadRequest when the engine refuses it.
+    """
+    streams: list[OutputStream] = []
+    vectors = []
+    try:
+        for number, request in enumerate(requests, start=1):
+            streams.append(state.client.generate(_message(request)))
+            if number % PER_TURN == 0:
+                await asyncio.sleep(0)
+        for request, stream in zip(requests, streams, strict=True):
+            async with aclosing(stream):
+                async for output in stream:
+                    vectors.append(_vector(state, request, stream, output))
+    finally:
+        for stream in streams[len(vectors) :]:
+            await stream.aclose()
+            if state.metrics is not None:
+                state.metrics.of(stream.engine).observe_abort()
+    return vectors
+
+
+def _message(request: GenerationRequest) -> AddRequest:
+    return AddRequest(
+        request.request_id,
+        request.prompt_token_ids,
+        request.sampling,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        pooling=request.pooling,
+    )
+
+
+def _vector(state: ServerState, request: GenerationRequest, stream: OutputStream, output: EngineOutput) -> Vector:
+    """The result of a request, which has one output."""
+    if state.metrics is not None:
+        metrics = state.metrics.of(stream.engine)
+        metrics.observe_prompt(len(request.prompt_token_ids), output.num_cached_tokens)
+        metrics.observe_request(request, output.finish_reason, 0, 0.0, output.timing)
+        metrics.observe_group(request, 0)
+    if output.error is not None:
+        raise BadRequest(output.error) if output.error_kind == "invalid_request" else EngineError(output.error)
+    return Vector(output.pooled, len(request.prompt_token_ids), output.num_cached_tokens)

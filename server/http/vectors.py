@@ -1,0 +1,143 @@
+"""What the routes that answer with vectors share: their common fields, admission, and running their prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+
+from quire.engine.messages import PoolingParams
+from quire.server.errors import BadRequest, Unavailable
+from quire.server.generate import pooling
+from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.limits import (
+    MAX_IDS,
+    MAX_PROMPTS,
+    AtLeastMinusOne,
+    CacheSalt,
+    Int64,
+    Text,
+    TokenId,
+    TokenIds,
+)
+from quire.server.generate.pooling import PoolingSpec, Vector
+from quire.server.generate.prepare import check_priority
+from quire.server.http import request_options
+from quire.server.http.sse import unless_disconnected
+from quire.server.state import ServerState
+
+Prompts = Annotated[
+    list[Text | TokenId | TokenIds],
+    Meta(min_length=1, max_length=MAX_IDS, description=f"token ids of one prompt, or at most {MAX_PROMPTS} prompts"),
+]
+
+
+class VectorFields(msgspec.Struct, kw_only=True):
+    """Fields that mean the same on all routes."""
+
+    model: Annotated[str, Meta(max_length=256)] | None = None
+    truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: to the context length
+    truncation_side: Literal["left", "right"] | None = None  # default: right, the end of the text is dropped
+    add_special_tokens: bool | None = None
+    priority: Int64 | None = None
+    cache_salt: CacheSalt | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
+
+    harmless: ClassVar = frozenset({"user", "metadata"})
+    unsupported: ClassVar[dict[str, tuple]] = {
+        "messages": (),
+        "mm_processor_kwargs": (),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
+
+
+def admit(request: Request, body: VectorFields, state: ServerState, prefix: str) -> str:
+    """Check that the server can take a request now. Returns the request's id.
+
+    Raises Unavailable, NotFound for the model, BadRequest.
+    """
+    model = state.require_ready()
+    state.require_model(body.model)
+    check_priority(request_options.priority(request, body.priority), model)
+    state.require_room()
+    return prefix + request_options.request_id(request, body.request_id)
+
+
+def to_requests(
+    request: Request,
+    body: VectorFields,
+    state: ServerState,
+    request_id: str,
+    prompts: list[str] | list[list[int]],
+    params: PoolingParams,
+    param: str,
+) -> list[GenerationRequest]:
+    """The requests for the engine. Runs in a thread. Raises BadRequest naming the field `param` that holds the prompts,
+    or another.
+    """
+    spec = PoolingSpec(
+        request_id=request_id,
+        prompts=prompts,
+        params=params,
+        add_special_tokens=body.add_special_tokens is not False,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "right",
+        priority=request_options.priority(request, body.priority),
+        cache_salt=body.cache_salt,
+        tenant=request.scope.get("tenant"),
+        prompt_param=param,
+    )
+    return pooling.prepare(spec, state)
+
+
+def prompts_of(given: str | list[str | int | list[int]], param: str) -> list[str] | list[list[int]]:
+    """The prompts of a field that takes texts, or token ids, of one or several. Raises BadRequest for a mixture."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if len(kinds) > 1:
+        raise BadRequest(
+            f"{param} must be a string, a list of strings, a list of token ids, or a list of such lists; not a "
+            "mixture.",
+            param=param,
+        )
+    return [given] if int in kinds else given
+
+
+async def vectors(
+    request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str
+) -> list[Vector]:
+    """The vectors of all prompts.
+
+    Raises Unavailable if the queue is full or the deadline passes, and the errors of `pooling.run`.
+    """
+    deadline = request_options.remaining_seconds(request)
+    request_options.reserve_room(request, state, requests, param)
+    try:
+        async with asyncio.timeout(deadline):
+            return await unless_disconnected(request, pooling.run(state, requests))
+    except TimeoutError:
+        raise Unavailable("The deadline of the X-Request-Timeout header has passed.", code="timeout") from None
+
+
+class VectorUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+    @classmethod
+    def of(cls, vectors: Sequence[Vector]) -> VectorUsage:
+        num_tokens = sum(vector.num_prompt_tokens for vector in vectors)
+        cached = sum(vector.num_cached_tokens for vector in vectors)
+        return cls(num_tokens, num_tokens, 0, {"cached_tokens": cached})
+
+
+def answer_size(vectors: Sequence[Vector]) -> int:
+    """The work of writing the vectors down, for `Threads.run`."""
+    return sum(len(vector.data) for vector in vectors)

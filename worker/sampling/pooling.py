@@ -1,0 +1,77 @@
+"""Vectors instead of tokens: pools the hidden states of prompts as their chunks are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from quire.worker.batch.input_batch import InputBatch
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.messages import NewRequest, PoolingParams, StepInput
+from quire.worker.models.decoder import CausalLM
+from quire.worker.platforms.base import Platform
+
+
+@dataclass(slots=True)
+class Pooled:
+    """Vectors being copied to the host. Read them after the step's event has passed."""
+
+    parts: list[tuple[list[int], torch.Tensor]]  # (batch positions, vectors [P, D] float32)
+
+    def messages(self) -> dict[int, bytes] | None:
+        """Batch position -> bytes of the vector."""
+        found = {i: row.tobytes() for positions, matrix in self.parts for i, row in zip(positions, matrix.numpy())}
+        return found or None
+
+
+class Pooling:
+    """A `RowState`: the rows whose prompts become vectors, and their pooled chunks so far."""
+
+    def __init__(self, table: RequestTable, platform: Platform, model: CausalLM) -> None:
+        self.table, self.platform, self.model = table, platform, model
+        self.rows: dict[int, PoolingParams] = {}
+        self._states: dict[int, list[torch.Tensor]] = {}
+
+    def add(self, row: int, new: NewRequest) -> None:
+        if new.pooling is not None:
+            self.rows[row] = new.pooling
+
+    def remove(self, row: int) -> None:
+        self.rows.pop(row, None)
+        self._states.pop(row, None)
+
+    def needed(self, step: StepInput) -> bool:
+        """Return whether a request of `step` is pooled."""
+        return bool(self.rows) and not self.rows.keys().isdisjoint(step.rows)
+
+    def compute(self, batch: InputBatch, hidden: torch.Tensor) -> Pooled:
+        """The vectors of the prompts that end in this step, from the hidden states `[T, H]` of its tokens."""
+        step, pooler = batch.step, self.model.pooler
+        ended: dict[PoolingParams, list[int]] = {}  # -> batch positions
+        for i, row in enumerate(step.rows):
+            if row not in self.rows:
+                continue
+            start, count, first = step.num_computed[i], step.num_scheduled[i], batch.query_start_loc[i]
+            state = pooler.update(self._states.get(row), hidden[first : first + count], start)
+            self._states[row] = state
+            if start + count == self.table.num_prompt_tokens[row]:
+                ended.setdefault(self.rows[row], []).append(i)
+        parts = []
+        for params, positions in ended.items():
+            rows = [step.rows[i] for i in positions]
+            vectors = pooler.finish(
+                [self._states.pop(row) for row in rows], [self.table.num_prompt_tokens[row] for row in rows]
+            )
+            parts.append((positions, self.platform.to_host(self._vectors(params, vectors))))
+        return Pooled(parts)
+
+    def _vectors(self, params: PoolingParams, pooled: torch.Tensor) -> torch.Tensor:
+        """Map pooled hidden states `[P, H]` to what the requests asked for, `[P, D]`."""
+        if params.task == "classify":
+            return self.model.classify(pooled)
+        vectors = self.model.pooler.dense(pooled)
+        if params.num_dimensions:
+            vectors = vectors[:, : params.num_dimensions]
+        return F.normalize(vectors, dim=1) if params.normalize else vectors
