@@ -58,6 +58,9 @@ class _Matcher:
         """Take an output."""
         if self.error is not None:
             return
+        if token_id < 0:  # every token was excluded: the request has failed
+            self.error = "structured output: no token was possible"
+            return
         if not self.is_active:
             self.last = [*self.last, token_id][-len(self.after) :]
             self.is_active = self.last == self.after
