@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
 _checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.isfile(os.path.join(_checkout, "engine", "core.py")) and os.path.isfile(
@@ -19,7 +19,7 @@ if os.path.isfile(os.path.join(_checkout, "engine", "core.py")) and os.path.isfi
     __path__.append(_checkout)
 
 if TYPE_CHECKING:
-    from quire.server.offline.llm import LLM, SamplingParams
+    from quire.server.offline.llm import LLM, SamplingParams, StructuredOutputsParams
 
 
 def __getattr__(name: str):

@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +25,8 @@ from quire.configs.config import Config
 from quire.configs.options import all_options, config_from
 from quire.configs.sources import embedded_model
 from quire.server.api.openai.logprobs import Formatter
-from quire.server.api.openai.protocol import ContentPart, Message, PromptLogprob
+from quire.server.api.openai.protocol import ContentPart, Message, PromptLogprob, StructuredOutputs
+from quire.server.api.openai.structure import from_options
 from quire.server.api.openai.tools import Tools, tools_of
 from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS, template_message
 from quire.server.errors import ApiError, BadRequest
@@ -36,6 +38,7 @@ from quire.server.generate.tools import Tool, ToolChoice
 from quire.server.http.parse_body import bad_request
 from quire.server.startup.runtime import Runtime
 from quire.server.structured.service import constrain
+from quire.server.structured.structure import Structure
 from quire.server.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -51,6 +54,32 @@ SERVER_SETTINGS = (
     "step_timeout",
     "tool_call_parser",
 )
+
+
+@dataclass(slots=True)
+class StructuredOutputsParams:
+    """What the output must match: exactly one of the first six, as in a request's `structured_outputs`. Raises
+    ValueError.
+    """
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        self.to_structure()
+
+    def to_structure(self) -> Structure:
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        try:
+            return from_options(_converted(fields, StructuredOutputs, "structured_outputs."), "structured_outputs")
+        except BadRequest as error:
+            raise ValueError(error.message) from None
 
 
 @dataclass(slots=True)
@@ -84,6 +113,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -92,7 +122,11 @@ class SamplingParams:
 
     def to_options(self) -> GenerationOptions:
         """The same parameters in dialect-neutral form. Raises ValueError for a type or a bound."""
-        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        fields = {
+            one.name: value
+            for one in dataclass_fields(self)
+            if one.name != "structured_outputs" and (value := getattr(self, one.name)) is not None
+        }
         for name, value in fields.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name}: must be a finite number, got {value}")
@@ -228,33 +262,37 @@ class LLM:
 
     def _options(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[GenerationOptions]:
-        """The options of each prompt. Raises ValueError if there are not as many `params` as prompts."""
+    ) -> list[tuple[GenerationOptions, Structure | None]]:
+        """The options of each prompt, and what its output must match. Raises ValueError if there are not as many
+        `params` as prompts.
+        """
         if params is None:
-            return [GenerationOptions()] * num_prompts
+            return [(GenerationOptions(), None)] * num_prompts
         if isinstance(params, SamplingParams):
             return [self._without_default_limit(params)] * num_prompts
         if len(params) != num_prompts:
             raise ValueError(f"sampling_params: {len(params)} for {num_prompts} prompts")
         return [self._without_default_limit(one) for one in params]
 
-    def _without_default_limit(self, params: SamplingParams) -> GenerationOptions:
+    def _without_default_limit(self, params: SamplingParams) -> tuple[GenerationOptions, Structure | None]:
         """`max_tokens=None` means all that the context holds, not the default."""
         options = params.to_options()
         if options.max_tokens is None:
             options.max_tokens = self._runtime.state.model.max_model_len
-        return options
+        return options, params.structured_outputs and params.structured_outputs.to_structure()
 
     def _spec(
         self,
         prompts: list[str] | list[list[int]] | Conversation,
-        options: GenerationOptions,
+        how: tuple[GenerationOptions, Structure | None],
         cache_salt: str | None = None,
     ) -> GenerationSpec:
+        options, structure = how
         return GenerationSpec(
             request_id=str(next(self._ids)),
             prompts=prompts,
             options=options,
+            structure=structure,
             default_max_tokens=COMPLETION_MAX_TOKENS,
             cache_salt=cache_salt,
         )

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from quire.worker.cuda import triton_experts, triton_mla, triton_ops, triton_paged, triton_sampler
+from quire.worker.cuda import triton_bitmask, triton_experts, triton_mla, triton_ops, triton_paged, triton_sampler
 
 TYPES = {
     torch.float32: "fp32",
@@ -132,6 +132,7 @@ def operations() -> None:
 def sampler() -> None:
     rows = torch.arange(3)
     tables = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
+    triton_bitmask.exclude_by_bitmask(torch.zeros(3, 151936), rows, torch.zeros(3, 4748, dtype=torch.int32))
     triton_sampler.sample(torch.zeros(3, 151936), rows, rows, *tables)
     triton_sampler.sample(
         torch.zeros(3, 151936),

@@ -104,6 +104,9 @@ class NativeOps(Ops):
         num_reqs, num_samples = sizes[0], sizes[4]
         return ops.fill_inputs(packed, num_reqs, num_samples, tokens, blocks, block_size, tensors)
 
+    def exclude_by_bitmask(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        ops.exclude_by_bitmask(logits, rows, masks)
+
     def append_tokens(
         self,
         tokens: torch.Tensor,

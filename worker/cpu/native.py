@@ -168,6 +168,7 @@ _SIGNATURES = {
     "quire_qkv_to_cache": ([ctypes.POINTER(QkvArgs), _P, _P, _P, _L], None),
     "quire_write_kv": ([ctypes.POINTER(QkvArgs), _P, _L, _P, _L, _P, _L], None),
     "quire_fill_inputs": ([_P, _L, _L, _P, _L, _P, _L, _L, _P, _P, _P, _P, _P, _P, _L, _L, _P], None),
+    "quire_exclude_by_bitmask": ([_P, _L, _L, _P, _P, _L, _L], None),
     "quire_append_tokens": ([_P, _L, _P, _P, _P, _L], None),
     "quire_sample": ([_P, _L, _L, _L, _P, _P, _P, _P, _L, _P], None),
     "quire_logprobs": ([_P, _L, _L, _L, _P, _L, _I, _P, _P, _P], None),

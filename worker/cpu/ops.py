@@ -294,6 +294,19 @@ def fill_inputs(
     return sampling.unbind()
 
 
+def exclude_by_bitmask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """See `Ops.exclude_by_bitmask`; rows and masks are contiguous."""
+    KERNELS.lib.quire_exclude_by_bitmask(
+        logits.data_ptr(),
+        logits.stride(0),
+        logits.shape[1],
+        rows.data_ptr(),
+        masks.data_ptr(),
+        masks.stride(0),
+        len(rows),
+    )
+
+
 def append_tokens(tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
     """Append to the table `tokens` as `RequestTable.append` does; the other tensors are int64 and contiguous."""
     KERNELS.lib.quire_append_tokens(
