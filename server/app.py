@@ -49,6 +49,7 @@ from quire.server.http.middleware import ApiKeys, Hosts, is_loopback, note_refus
 from quire.server.http.read_body import require_deliberate, take
 from quire.server.http.sse import ClientGone, JsonResponse
 from quire.server.state import ServerState
+from quire.server.structured.schema import structured_output
 from quire.server.web.pages import add_pages
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -218,6 +219,7 @@ async def server_info(request: Request) -> Response:
             "engine": state.ready and {"steps_in_flight": state.ready.depth} | msgspec.to_builtins(state.ready.worker),
             "formats": state.formats and state.formats.describe(),
             "sampling_defaults": state.model and state.model.sampling_defaults,
+            "structured_output": structured_output(),
             "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere,
         }
     )

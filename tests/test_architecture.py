@@ -257,7 +257,7 @@ def test_light_modules_load_no_torch(module):
 def test_public_names():
     import quire
 
-    assert quire.__all__ == ["LLM", "SamplingParams"]
+    assert quire.__all__ == ["LLM", "SamplingParams", "StructuredOutputsParams"]
     with pytest.raises(AttributeError):
         quire.Engine  # noqa: B018
 

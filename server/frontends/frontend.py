@@ -232,6 +232,7 @@ class Frontend:
     async def _end_requests(self) -> None:
         if self.state.client is not None:
             await self.state.client.close()
+        self.state.structures.close()
         try:
             await asyncio.wait_for(self.state.idle.wait(), END_TIMEOUT)
         except TimeoutError:  # clients that do not read their answers

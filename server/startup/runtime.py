@@ -117,6 +117,7 @@ class Runtime:
         running, self._running = self._running, None
         if self.state.client is not None:
             await self.state.client.close()
+        self.state.structures.close()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await self.engines.terminate()

@@ -78,6 +78,16 @@ REFUSED: dict[str, tuple] = {
 _APPLICATORS = ("$ref", "anyOf", "oneOf", "allOf", "if", "not", "dependentSchemas", "contains")
 
 
+def structured_output() -> dict[str, str | list[str]]:
+    """Who enforces which keywords and formats of a schema, and which are refused; others are annotations."""
+    return {
+        "library": "llguidance",
+        "enforced": sorted(ENFORCED),
+        "formats": sorted(FORMATS),
+        "refused": sorted(REFUSED),
+    }
+
+
 class SchemaError(ValueError):
     """A schema is invalid, or has a keyword that cannot be enforced. `path` is a JSON pointer to the subschema."""
 

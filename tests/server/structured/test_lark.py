@@ -190,3 +190,40 @@ def test_a_part_that_the_structure_does_not_constrain():
     check(after_text, ['thoughts END{"a":1}', 'END{"a":1}'], ['{"a":1}', 'END thoughts {"a":1}', "thoughts END"])
     after_token = Structure(kind="json_schema", value=OBJECT, after="</think>")
     check(after_token, ['so <tool> is</think>{"a":1}'], ['{"a":1}', "</think>so"])
+
+
+@pytest.mark.parametrize(
+    ("style", "yes", "no"),
+    [
+        (
+            "qwen_xml",
+            "\n<parameter=city>\nNew York</parameter>\n<parameter=days>\n3\n</parameter>",
+            "<parameter=city>x</parameter><parameter=days>three</parameter>",
+        ),
+        ("minimax_xml", '<parameter name="city">a < b</parameter><parameter name="days">3</parameter>', ""),
+        (
+            "glm_xml",
+            "<arg_key>city</arg_key>\n<arg_value>Rom</arg_value><arg_key>days</arg_key><arg_value>1</arg_value>",
+            "<arg_key>days</arg_key><arg_value>1</arg_value>",
+        ),
+        (
+            "deepseek_xml",
+            '<｜DSML｜parameter name="city" string="true">Rom</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="days" string="false">1</｜DSML｜parameter>',
+            '<｜DSML｜parameter name="city" string="false">Rom</｜DSML｜parameter>',
+        ),
+    ],
+)
+def test_parameters_as_xml(style, yes, no):
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"$ref": "#/$defs/n"},
+            "unit": {"type": "string", "enum": ["C"]},
+        },
+        "required": ["city", "days"],
+        "$defs": {"n": {"type": "integer"}},
+    }
+    node = {"type": "json_schema", "json_schema": schema, "style": style}
+    check(Structure(kind="structural_tag", value=node), [yes], [no])

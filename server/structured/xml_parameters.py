@@ -1,0 +1,64 @@
+"""Parameters of a tool call in the XML-like forms of some models: a schema of an object -> one element per property.
+
+Texts are written as they are, other values as JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.server.structured.lark import ANY_TEXT, Builder, StructureError, quoted
+
+# style -> what comes before a value, with the property's name and whether the value is a plain text; and after it
+_FORMS = {
+    "qwen_xml": ("<parameter={name}>", "</parameter>"),
+    "minimax_xml": ('<parameter name="{name}">', "</parameter>"),
+    "glm_xml": ("<arg_key>{name}</arg_key>", "</arg_value>"),
+    "deepseek_xml": ('<｜DSML｜parameter name="{name}" string="{text}">', "</｜DSML｜parameter>"),
+}
+_SPACE = r"/[ \t\r\n]{0,8}/"
+
+
+def parameters(schema: Any, style: str, path: str, builder: Builder) -> str:
+    """An expression for the properties of `schema`, in its order. Raises StructureError.
+
+    Properties beside those that it lists are not possible.
+    """
+    if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
+        raise StructureError(f"{path}: parameters need the schema of an object")
+    required = schema.get("required", [])
+    space = builder.terminal(_SPACE)
+    parts = []
+    for name, child in schema.get("properties", {}).items():
+        whole = {**child, **_definitions(schema)} if isinstance(child, dict) else child
+        one = builder.rule(f"{space} {_element(name, whole, style, f'{path}.properties.{name}', builder)}")
+        parts.append(one if name in required else f"{one}?")
+    return " ".join([*parts, space])
+
+
+def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
+    return {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
+
+
+def _element(name: str, schema: Any, style: str, path: str, builder: Builder) -> str:
+    before, after = _FORMS[style]
+    is_text = isinstance(schema, dict) and schema.get("type") == "string"
+    opening = builder.literal(before.format(name=name, text="true" if is_text else "false"))
+    if style == "glm_xml":
+        opening += f" {builder.terminal(_SPACE)} {builder.literal('<arg_value>')}"
+    if not is_text:
+        space = builder.terminal(_SPACE)
+        return f"{opening} {space} {builder.json(schema, f'{path} ')} {space} {builder.literal(after)}"
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        choices = " | ".join(builder.literal(value) for value in values if isinstance(value, str))
+        if not choices:
+            raise StructureError(f"{path}: enum: no value is a string")
+        space = builder.terminal(_SPACE)
+        return f"{opening} {space} ({choices}) {space} {builder.literal(after)}"
+    pieces = builder.pieces(after)
+    if len(pieces) == 1 and isinstance(pieces[0], str):
+        return f"{opening} {builder.rule(ANY_TEXT, f'[suffix={quoted(after)}]')}"
+    if isinstance(pieces[0], int):
+        return f"{opening} {builder.terminal(ANY_TEXT)} {builder.literal(after)}"
+    raise StructureError(f"{path}: this vocabulary cannot end a text at {after!r}")
