@@ -28,10 +28,15 @@ from quire.server.parsers.tools.base import (
     tag,
     text,
 )
-from quire.server.parsers.tools.members import members
+from quire.server.parsers.tools.members import members, with_definitions
 from quire.server.parsers.tools.pythonic import Pythonic, read_call
 
 _NAME = re.compile(r"[\w.\-]+")
+_CONSTRAINTS = {
+    *("allOf", "anyOf", "oneOf", "not", "const", "patternProperties", "propertyNames", "dependentRequired", "if"),
+    *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems", "contains", "prefixItems"),
+    *("minProperties", "maxProperties"),
+}
 
 
 class Gemma4(ToolFormat):
@@ -71,17 +76,39 @@ class Gemma4(ToolFormat):
         return marked_calls(tags, begin, separator="", required=required, parallel=parallel)
 
     def _members(self, schema: Mapping[str, Any]) -> Format:
-        return members(schema, lambda name, value: sequence(text(f"{name}:"), self._value(value)), ",")
+        free = {"type": "grammar", "grammar": _any_members(self.style.quote)}
+        return members(schema, lambda name, value: sequence(text(f"{name}:"), self._value(value)), ",", free)
 
     def _value(self, schema: Any) -> Format:
-        """Plain strings between the format's own marks, other values as JSON, which `literals` reads, too."""
+        """A value in the format's own notation; in JSON, which `literals` reads, too, if the schema asks for more than
+        types and properties.
+        """
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        if kind == "object" and not _CONSTRAINTS & set(schema):
+            return tag("{", self._members(schema), "}")
+        if kind == "array" and isinstance(schema.get("items"), Mapping) and not _CONSTRAINTS & set(schema):
+            item = self._value(with_definitions(schema["items"], schema))
+            more = {"type": "star", "content": sequence(text(","), item)}
+            return tag("[", {"type": "optional", "content": sequence(item, more)}, "]")
         quote = self.style.quote
-        if isinstance(schema, Mapping) and schema.get("type") == "string":
-            if isinstance(schema.get("enum"), list):
-                return {"type": "or", "elements": [text(quote + value + quote) for value in schema["enum"]]}
-            if not {"pattern", "format", "minLength", "maxLength", "const"} & set(schema):
-                return tag(quote, {"type": "any_text", "excludes": [quote]}, quote)
+        choices = schema.get("enum") if isinstance(schema, Mapping) else None
+        if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+            return {"type": "or", "elements": [text(quote + choice + quote) for choice in choices]}
+        if kind == "string" and not _CONSTRAINTS & set(schema):
+            return tag(quote, {"type": "any_text", "excludes": [quote]}, quote)
         return json_schema(schema)
+
+
+def _any_members(quote: str) -> str:
+    """EBNF of any members, in whose strings the first two characters of `quote` do not come together."""
+    mark = quote.replace('"', '\\"')
+    return rf"""
+root ::= (pair ("," pair)*)?
+pair ::= [A-Za-z_] [A-Za-z0-9_]* ":" value
+value ::= "{mark}" ([^<] | "<" [^{quote[1]}<])* "{mark}" | number | list | "{{" root "}}" | "true" | "false" | "null"
+number ::= "-"? [0-9]+ ("." [0-9]+)? ([eE] [+-]? [0-9]+)?
+list ::= "[" (value ("," value)*)? "]"
+"""
 
 
 class FunctionGemma(Gemma4):

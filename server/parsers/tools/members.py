@@ -10,17 +10,17 @@ from quire.server.parsers.tools.base import Format, sequence, text
 Member = Callable[[str, Any], Format]  # name and schema of a property -> its format
 
 
-def members(schema: Mapping[str, Any], member: Member, separator: str) -> Format:
-    """Members of an object in the order of its properties, the required ones first, with `separator` between them.
-
-    A schema without properties has no members.
+def members(schema: Mapping[str, Any], member: Member, separator: str, free: Format) -> Format:
+    """Members of an object in the order of its properties, the required ones first, with `separator` between them;
+    `free` if the schema does not say which.
     """
     properties = schema.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
+    if not isinstance(properties, Mapping):
+        return text("") if schema.get("additionalProperties") is False else free
     names = schema.get("required", ())
     required = [name for name in properties if name in names]
     optional = [name for name in properties if name not in names]
-    formats = {name: member(name, _with_definitions(properties[name], schema)) for name in properties}
+    formats = {name: member(name, with_definitions(properties[name], schema)) for name in properties}
     if required:
         elements = [formats[required[0]]]
         elements += [sequence(text(separator), formats[name]) for name in required[1:]]
@@ -41,7 +41,7 @@ def _optionally(formats: list[Format]) -> list[Format]:
     return [{"type": "optional", "content": one} for one in formats]
 
 
-def _with_definitions(value: Any, schema: Mapping[str, Any]) -> Any:
+def with_definitions(value: Any, schema: Mapping[str, Any]) -> Any:
     """The schema of a property with the definitions that its references may name."""
     if not isinstance(value, Mapping):
         return value

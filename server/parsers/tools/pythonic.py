@@ -28,6 +28,19 @@ from quire.server.parsers.tools.members import members
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _KEY = re.compile(r"[A-Za-z_]\w*")
 
+_ANY_KEYWORDS = {
+    "type": "grammar",
+    "grammar": r"""
+root ::= (pair (", " pair)*)?
+pair ::= [A-Za-z_] [A-Za-z0-9_]* "=" value
+value ::= string | number | list | dict | "True" | "False" | "None" | "true" | "false" | "null"
+string ::= "\"" ([^"\\] | "\\" [^\n])* "\"" | "'" ([^'\\] | "\\" [^\n])* "'"
+number ::= "-"? [0-9]+ ("." [0-9]+)? ([eE] [+-]? [0-9]+)?
+list ::= "[" (value (", " value)*)? "]"
+dict ::= "{" (string ": " value (", " string ": " value)*)? "}"
+""",
+}
+
 
 class Pythonic(ToolFormat):
     """Only functions of the request are calls, because a list may begin an answer."""
@@ -59,7 +72,7 @@ class Pythonic(ToolFormat):
         tags = []
         for tool in tools:
             schema = arguments_schema(tool, required)
-            keywords = members(schema, lambda name, value: tag(f"{name}=", json_schema(value), ""), ", ")
+            keywords = members(schema, lambda name, value: tag(f"{name}=", json_schema(value), ""), ", ", _ANY_KEYWORDS)
             tags.append(tag(f"{tool.name}(", keywords, ")"))
         calls = tag("[", separated(tags, ", ", parallel), "]")
         return first_calls(calls, "[", self.markers, required=required)

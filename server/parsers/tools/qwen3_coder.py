@@ -18,7 +18,7 @@ class Qwen3Coder(XmlCalls):
     argument = ("<parameter=", ">", "</parameter>")
     one_call_per_section = True
     newlines = True
-    layout = ("\n", "\n", "\n", "\n")
+    layout = ("\n", "\n", "", "\n")
 
     def __init__(self) -> None:
         super().__init__()
