@@ -153,12 +153,20 @@ def read_answer(
     )
     if not conversation.parse or not (tools or parsing.separate):
         parsing = None
-    budget = rendered.thinking.budget
-    thinking = None
-    if budget is not None and formats.reasoning is not None:
-        thinking = ThinkingBudget(budget, opened, formats.begin, formats.end, formats.forced_end)
     wanted = structure_of(tools, conversation.tool_choice, structure, formats, opened, _closed(rendered.text, formats))
+    thinking = _budget(rendered.thinking.budget, opened, wanted, formats)
     return Reading(parsing, wanted, thinking, formats.visible_ids)
+
+
+def _budget(budget: int | None, opened: bool, structure: Structure | None, formats: Formats) -> ThinkingBudget | None:
+    """`structure` is what the answer must match: what ends the thoughts must not break it."""
+    if budget is None or formats.reasoning is None:
+        return None
+    forced = formats.forced_end
+    if structure is not None:
+        covered = formats.tools is not None and formats.tools.covers_reasoning and structure.after is None
+        forced = formats.forced_to_calls if covered else formats.forced_to_structure
+    return ThinkingBudget(budget, opened, formats.begin, formats.end, forced)
 
 
 def _opened(prompt: str, conversation: Conversation, formats: Formats) -> bool:

@@ -21,8 +21,8 @@ logger = logging.getLogger("quire")
 class Formats:
     """What the model's text is parsed with. `generic`: the template knows no tools, so that they are described in a
     system message. `visible_ids` are special tokens that the parsers must see in the text.
-    The three last are the token ids of what begins and ends thoughts, and of the text that ends them when their budget
-    is used.
+    The last are token ids of what begins and ends thoughts, and of the texts that end them when their budget is used:
+    before any answer, before one with a structure, and before calls whose structure covers the thoughts.
     """
 
     tools: ToolFormat | None = None
@@ -34,6 +34,8 @@ class Formats:
     begin: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
     forced_end: tuple[int, ...] = ()
+    forced_to_structure: tuple[int, ...] = ()
+    forced_to_calls: tuple[int, ...] = ()
 
     def describe(self) -> dict[str, dict[str, str | None]]:
         """For /server_info."""
@@ -92,13 +94,15 @@ def _reasoning(name: str, template: str, tokenizer: Tokenizer) -> tuple[Reasonin
 
 
 def _marker_ids(reasoning: ReasoningFormat, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """`begin`, `end` and `forced_end` of `Formats`.
+    """The last fields of `Formats`.
 
     A marker without a token of its own is found by its ids but the last, which may have merged with the text after it.
     """
-    forced = tokenizer.encode(reasoning.forced_end or reasoning.end, add_special_tokens=False)
+    forced = reasoning.forced_end or reasoning.end
+    to_structure = forced[: forced.rindex(reasoning.end)] + reasoning.end if reasoning.end in forced else forced
+    texts = forced, to_structure, reasoning.forced_to_calls or to_structure
     found = []
     for marker in (reasoning.begin, reasoning.end):
         ids = tokenizer.encode(marker, add_special_tokens=False)
         found.append(tuple(ids if len(ids) == 1 or ids[-1] in tokenizer.added_ids else ids[:-1]))
-    return [*found, tuple(forced)]
+    return [*found, *(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)]

@@ -49,6 +49,7 @@ HARMONY = ReasoningFormat(
     end="<|channel|>final<|message|>",
     recognize=_recognize,
     forced_end="<|end|><|start|>assistant<|channel|>final<|message|>",
+    forced_to_calls="<|end|><|start|>assistant<|channel|>commentary",
     tokens=(_CHANNEL, _START, _MESSAGE, "<|constrain|>", *_ENDS),
 )
 

@@ -13,7 +13,8 @@ class ReasoningFormat:
     """Thoughts between two markers, once or several times in an answer. Stateless: one object serves all requests.
 
     `end` closes a block: a grammar starts after it. `forced_end` is the text that ends the thoughts when their budget
-    is spent. `recognize` gives the reason for which a chat template's models think in this format, or None.
+    is spent, `forced_to_calls` the one where a grammar of calls covers the thoughts. `recognize` gives the reason for
+    which a chat template's models think in this format, or None.
     """
 
     name: str
@@ -26,6 +27,7 @@ class ReasoningFormat:
     other_ends: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()  # marks around the content
     tokens: tuple[str, ...] = ()  # special tokens of the format, if they are not `begin` and `end`
+    forced_to_calls: str = ""
     assumed: bool = False  # the answer begins inside a block even where neither prompt nor answer has `begin`
 
     @property
