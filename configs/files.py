@@ -41,7 +41,7 @@ def damaged_weights(path: Path, error: Exception) -> str:
     if head == GIT_LFS:
         return _POINTER.format(path)
     if head.startswith(GGUF):
-        return f"{path} is a GGUF file, which is not supported yet: download the model's safetensors files"
+        return f"{path} is a GGUF file under another name: rename it to end in .gguf, and give the file as the model"
     return f"cannot read the weights in {path}: {error}. The file is incomplete or damaged: download it again"
 
 
@@ -80,10 +80,12 @@ def check_readable(folder: str, setting: str = "model") -> None:
 
 def _no_config(folder: str, names: list[str]) -> str:
     gguf = [name for name in names if name.endswith(".gguf")]
-    if gguf or "gguf" in folder.lower():  # the name of a Hub repository: its GGUF files are not downloaded
+    if gguf:
+        return f"{folder} contains GGUF files and no config.json; give one of the files, e.g. {folder}/{gguf[0]}"
+    if "gguf" in folder.lower():  # the name of a Hub repository: its GGUF files are not downloaded
         return (
-            f"{folder} contains {gguf[0] if gguf else 'no config.json'}, and GGUF is not supported yet; "
-            "give the original model, with its config.json, tokenizer and safetensors files"
+            f"{folder} contains no config.json; of a repository of GGUF files, give one file, e.g. "
+            "ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf"
         )
     if not names:
         return f"the folder {folder} is empty; {_WANTED}"

@@ -70,7 +70,7 @@ def load_weights(
         if load_format == "dummy":
             placements, fill = deque(_placements(model, TensorNames())), DummyWeights(seed).fill
         else:
-            checkpoint = stack.enter_context(Checkpoint(folder))
+            checkpoint = stack.enter_context(_open(folder, spec))
             names = model.tensor_names(checkpoint.position)
             placements = deque(_placements(model, names))
             checkpoint.check(placements, model, spec, names)
@@ -89,9 +89,18 @@ def check_model(config: Config, *, files: bool = True) -> None:
     with use_groups(tp=group):
         model = build_model(spec, torch.float32, torch.device("meta"))
     if files and config.model.load_format != "dummy":
-        with Checkpoint(config.model.model) as checkpoint:
+        with _open(config.model.model, spec) as checkpoint:
             names = model.tensor_names(checkpoint.position)
             checkpoint.check(_placements(model, names), model, spec, names)
+
+
+def _open(folder: str, spec: ModelSpec) -> Checkpoint:
+    """The weights of the model in `folder`: safetensors, or the GGUF file that its config.json names."""
+    if (spec.raw.get("quantization_config") or {}).get("quant_method") == "gguf":
+        from quire.worker.gguf_checkpoint import GgufCheckpoint  # which is a Checkpoint of this module
+
+        return GgufCheckpoint(folder, spec.raw)
+    return Checkpoint(folder)
 
 
 def _placements(model: CausalLM, names: TensorNames) -> Iterable[Placement]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.configs.files import denied
+from quire.server.startup import gguf
 
 logger = logging.getLogger(__name__)
 
@@ -24,18 +25,19 @@ Progress = Callable[[str, float], None]
 
 
 def local_folder(model: str) -> str | None:
-    """`model` as an absolute path if it is a folder, else None.
+    """`model` as an absolute path if it is a folder, the folder made of it if it is a GGUF file, else None.
 
-    Raises ValueError if `model` can only be a path and the folder does not exist.
+    Raises ValueError if `model` can only be a path and the folder does not exist, or the file cannot be served.
     """
     path = os.path.expanduser(model)
     if os.path.isdir(path):
         return os.path.abspath(path)
     if os.path.isfile(path):
-        kind = "a GGUF file, which is not supported yet" if path.lower().endswith(".gguf") else "a file"
-        raise ValueError(f"model: {model} is {kind}; give the folder that has the model's config.json and safetensors")
+        if path.lower().endswith(".gguf"):
+            return gguf.gguf_folder(path)
+        raise ValueError(f"model: {model} is a file; give the folder that has the model's config.json and safetensors")
     _require_reachable(path)
-    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+    if gguf.hub_patterns(model) is None and (model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)):
         raise ValueError(f"model: there is no folder {model}")
     return None
 
@@ -68,17 +70,27 @@ def resolve(
         return folder
     import huggingface_hub as hub
 
-    patterns = {"allow_patterns": TOKENIZER_FILES if tokenizer_only else MODEL_FILES, "ignore_patterns": UNUSED_FILES}
+    named = gguf.hub_patterns(model)
+    if named:
+        repository, patterns = named[0], {"allow_patterns": named[1]}
+    else:
+        files = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
+        repository, patterns = model, {"allow_patterns": files, "ignore_patterns": UNUSED_FILES}
     try:
-        num_bytes = _bytes_to_download(model, revision, download_dir, patterns)
+        num_bytes = _bytes_to_download(repository, revision, download_dir, patterns)
         if num_bytes:
             logger.info("downloading %s from the Hugging Face Hub: %.2f GB", model, num_bytes / 1e9)
             progress("downloading", 0.0)
-        return hub.snapshot_download(
-            model, revision=revision, cache_dir=download_dir, tqdm_class=_bar_class(num_bytes, progress), **patterns
+        folder = hub.snapshot_download(
+            repository,
+            revision=revision,
+            cache_dir=download_dir,
+            tqdm_class=_bar_class(num_bytes, progress),
+            **patterns,
         )
     except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
-        raise ValueError(_explain(error, model, revision)) from error
+        raise ValueError(_explain(error, repository, revision)) from error
+    return gguf.gguf_folder(gguf.first_file(folder, model)) if named else folder
 
 
 def _bytes_to_download(model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]) -> int:

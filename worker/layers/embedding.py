@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.layers.linear import PLAIN, Linear, LinearMethod, Part, PlainLinear, empty_parameter
+from quire.worker.layers.linear import (
+    PLAIN,
+    PLAIN_WEIGHTS,
+    Linear,
+    LinearMethod,
+    Part,
+    PlainLinear,
+    WeightFormat,
+    empty_parameter,
+)
 from quire.worker.parallel import tp
 from quire.worker.platforms.huge_pages import Workspace
 
@@ -32,16 +41,53 @@ def _zero_padding(weight: torch.Tensor, parts: list[Part]) -> None:
     weight.data[parts[0].target[0][2] :].zero_()
 
 
+class _Table(Linear):
+    """The rows of an embedding in the format of the checkpoint."""
+
+    def __init__(self, hidden_size: int, rows: int, parts: list[Part], method: LinearMethod):
+        self.parts = parts
+        super().__init__(hidden_size, rows, False, method)
+
+    def weight_parts(self) -> list[Part]:
+        return self.parts
+
+
+class _SharedTable(LinearMethod):
+    """Multiplies a tied head by the embedding's table."""
+
+    def __init__(self, table: _Table):
+        self.table = table
+
+    def create_weights(self, layer: Linear) -> None:
+        layer.weight = None
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self.table.method.apply(self.table, x)
+
+    def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        return self.table.method.apply_float32(self.table, x, workspace)
+
+    def num_bytes(self, layer: Linear) -> int:
+        return 0
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table.method.rows(ids)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Maps ids `[T]` to `[T, hidden_size]`."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, prefix: str):
+    def __init__(self, vocab_size: int, hidden_size: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
         self.group = tp()
         rows, parts = _vocab_parts(vocab_size, hidden_size, f"{prefix}.weight")
         self.first_id, self.num_rows = self.group.rank * rows, rows
-        self.weight = empty_parameter(rows, hidden_size, parts=parts)
-        _zero_padding(self.weight, parts)
+        if stored := weights.embedding(prefix):
+            self.table, self.weight = _Table(hidden_size, rows, parts, stored), None
+            self.lookup = lambda rows: self.table.method.rows(rows)
+        else:
+            self.weight = empty_parameter(rows, hidden_size, parts=parts)
+            _zero_padding(self.weight, parts)
 
     def lookup(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `[T]` of this rank's weights. A tied head that repacks the weights replaces this function."""
@@ -85,6 +131,8 @@ class ParallelLMHead(Linear):
     ):
         self.group, self.vocab_size = tp(), vocab_size
         rows, self._parts = _vocab_parts(vocab_size, hidden_size, name)
+        if tied_to and tied_to.weight is None:
+            method = _SharedTable(tied_to.table)
         super().__init__(hidden_size, rows, False, method, weight=tied_to.weight if tied_to else None)
         self._tied_to = [tied_to] if tied_to else []  # in a list, so that it is not registered as a submodule
         self.prefilter: ArgmaxPrefilter | None = None
@@ -112,7 +160,8 @@ class ParallelLMHead(Linear):
 
     def abstain(self, num_rows: int) -> None:
         """Take part in the ranks' `forward` of `num_rows` rows with NaN instead of logits."""
-        dtype = self.weight.dtype if isinstance(self.method, PlainLinear) else torch.float32
+        kept = self.method if self.weight is None else self.weight
+        dtype = kept.dtype if isinstance(self.method, PlainLinear) else torch.float32
         device = next(tensor for tensor in (*self.parameters(), *self.buffers())).device
         self.group.all_gather(torch.full((num_rows, self.out_features), float("nan"), dtype=dtype, device=device))
 

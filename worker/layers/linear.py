@@ -192,6 +192,10 @@ class WeightFormat:
         """Method of the output head."""
         return PLAIN
 
+    def embedding(self, prefix: str) -> LinearMethod | None:
+        """Method of an embedding that the checkpoint stores in a format of its own, else None."""
+        return None
+
     def ignores(self, name: str, read: Callable[[], torch.Tensor]) -> bool:
         """Return whether the checkpoint tensor `name`, which `read` returns, is not needed."""
         return False

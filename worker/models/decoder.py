@@ -39,7 +39,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.first, self.last = stage.rank == 0, stage.rank == stage.size - 1
         if self.first:
-            self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "model.embed_tokens")
+            self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "model.embed_tokens", weights)
             if spec.learned_positions is not None:
                 size = spec.max_position_embeddings + spec.learned_positions
                 self.embed_positions = PositionEmbedding(size, spec.hidden_size, spec.learned_positions)

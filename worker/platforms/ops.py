@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quire.worker.layers.linear import Linear, LinearMethod
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import RMSNorm
+    from quire.worker.layers.quantization.blocks import Rows
     from quire.worker.layers.quantization.int_groups import Groups
 
 
@@ -128,6 +129,10 @@ class Ops:
         """Return `experts`, whose weights are loaded, as one call (x, weights, ids) -> result, or None if that is not
         supported.
         """
+        return None
+
+    def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod | None:
+        """Return a method that multiplies bfloat16 inputs by blocks of a GGUF file, or None to use plain torch."""
         return None
 
     def argmax_prefilter(self, head: Linear) -> ArgmaxPrefilter | None:

@@ -17,6 +17,7 @@ FORMATS = {
     "modelopt": "modelopt:ModelOptFormat",
     "modelopt_fp4": "modelopt:ModelOptFormat",
     "mxfp4": "fp4:Mxfp4Format",
+    "gguf": "gguf:GgufFormat",
 }
 
 

@@ -9,6 +9,7 @@ numbers unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,7 +56,7 @@ class Groups:
         return replace(self, scales=repeated(self.scales), zeros=zeros, group=size)
 
     @staticmethod
-    def merged(parts: list[Groups | torch.Tensor], num_rows: int) -> Groups | None:
+    def merged(parts: Sequence[object], num_rows: int) -> Groups | None:
         """The rows of all parts as one weight, or None if their kinds differ or there are not `num_rows` of them."""
         first, *others = parts
         if not all(isinstance(part, Groups) for part in parts) or sum(len(part.values) for part in parts) != num_rows:

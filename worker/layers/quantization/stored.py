@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from quire.worker.layers.linear import ANY_LENGTH, PLAIN, Linear, LinearMethod, Part, WeightFormat
+from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
 from quire.worker.layers.quantization.int_groups import Groups, give_groups
 from quire.worker.layers.views import RotaryRows, View
 
+Decoded = Groups | Rows | torch.Tensor
 ROWS, COLUMNS = 0, 1
 SAFETENSORS_TYPES = {
     torch.int8: ("I8",),
@@ -122,10 +124,9 @@ class Scheme(ABC):
         """The tensors to load for a piece, by any short name."""
 
     @abstractmethod
-    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
-        """The piece as integers in groups, or dequantized in float32 or a narrower type `[rows, columns]`.
-
-        The result shares no memory with `tensors`.
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Decoded:
+        """The piece as integers in groups, or dequantized in float32 or a narrower type `[rows, columns]`; these share
+        no memory with `tensors`. Or the blocks of a GGUF file, as they are.
         """
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
@@ -192,17 +193,21 @@ class StoredWeights(LinearMethod):
 
     def finalize(self, layer: Linear) -> None:
         decoded = [self._take(layer, i) for i in range(len(self.pieces))]
+        if all(isinstance(part, Rows) for part in decoded):
+            layer.method = PlainBlocks(layer, decoded, self.dtype)
+            return layer.method.finalize(layer)
         merged = Groups.merged(decoded, layer.out_features)
         if merged and (regrouped := merged.regrouped()):
             return give_groups(layer, regrouped, self.dtype)
-        whole = torch.zeros(layer.out_features, layer.in_features, dtype=self.dtype, device=device_of(decoded[0]))
+        device = tensors_of(decoded[0]).device
+        whole = torch.zeros(layer.out_features, layer.in_features, dtype=self.dtype, device=device)
         for piece, weight in zip(self.pieces, decoded):
-            dense = weight.dequantized() if isinstance(weight, Groups) else weight
+            dense = weight if isinstance(weight, torch.Tensor) else weight.dequantized()
             whole[piece.target : piece.target + piece.rows[1]] = dense
         layer.weight, layer.method = nn.Parameter(whole, requires_grad=False), PLAIN
         PLAIN.finalize(layer)
 
-    def _take(self, layer: Linear, i: int) -> Groups | torch.Tensor:
+    def _take(self, layer: Linear, i: int) -> Decoded:
         """Decode piece i, whose tensors the layer gives up."""
         names = [name for name, _ in layer.named_parameters(recurse=False) if name.startswith(f"stored_{i}_")]
         tensors = {name.removeprefix(f"stored_{i}_"): getattr(layer, name).data for name in names}
@@ -211,13 +216,18 @@ class StoredWeights(LinearMethod):
             delattr(layer, name)
         if piece.view is None:
             return decoded
-        if isinstance(decoded, Groups) and isinstance(piece.view, RotaryRows):
-            return decoded.of_rows(piece.view(torch.arange(len(decoded.values))))
-        return piece.view(decoded.dequantized() if isinstance(decoded, Groups) else decoded)
+        if isinstance(decoded, torch.Tensor):
+            return piece.view(decoded)
+        if isinstance(piece.view, RotaryRows):
+            return decoded.of_rows(piece.view(torch.arange(piece.rows[1])))
+        return piece.view(decoded.dequantized())
 
 
-def device_of(decoded: Groups | torch.Tensor) -> torch.device:
-    return decoded.values.device if isinstance(decoded, Groups) else decoded.device
+def tensors_of(decoded: Decoded) -> torch.Tensor:
+    """The tensor that holds the values."""
+    if isinstance(decoded, Groups):
+        return decoded.values
+    return decoded.blocks if isinstance(decoded, Rows) else decoded
 
 
 def signed(values: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,0 +1,162 @@
+"""Reads the header of a GGUF file (versions 2 and 3): its metadata and where its tensors are. Torch-free.
+
+Layout: "GGUF", version, counts, metadata as (key, type, value), tensors as (name, dimensions from the last one on,
+type, offset), then the data, aligned to `general.alignment`. Numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAGIC = b"GGUF"
+# ggml type -> (name, values per block, bytes per block)
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18),
+    23: ("IQ4_XS", 256, 136),
+    30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
+}
+BLOCKS = {name: (values, size) for name, values, size in TYPES.values()}
+_OTHER_TYPES = {
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 40: "NVFP4",
+}  # fmt: skip
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """`shape` in torch's order; `start` is the position of its bytes in the file."""
+
+    shape: tuple[int, ...]
+    type: str  # a name of TYPES
+    path: Path
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The header of a file, or of all shards of a sharded file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def read_gguf(path: str | Path) -> GgufFile:
+    """Read the header of `path` and, if it is a shard (`-00001-of-00003.gguf`), of all others.
+
+    Raises:
+        ValueError: a file is missing, damaged, or has tensors of an unsupported type.
+    """
+    path = Path(path)
+    if not (match := _SHARD.search(path.name)):
+        return _read(path)
+    count = int(match[2])
+    names = [_SHARD.sub(f"-{i:05}-of-{count:05}.gguf", path.name) for i in range(1, count + 1)]
+    shards = [_read(path.with_name(name)) for name in names]
+    tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    return GgufFile(shards[0].path, shards[0].metadata, tensors)
+
+
+def _read(path: Path) -> GgufFile:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Header(path, data).read()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        raise ValueError(f"{path} is incomplete or damaged: download it again") from error
+
+
+class _Header:
+    def __init__(self, path: Path, data: mmap.mmap):
+        self.path, self.data, self.at = path, data, 0
+
+    def read(self) -> GgufFile:
+        if self.data[:4] != MAGIC:
+            raise ValueError(f"{self.path} is not a GGUF file")
+        self.at = 4
+        version = self._number("I")
+        if version not in (2, 3):
+            raise ValueError(f"{self.path} has GGUF version {version}; supported: 2, 3 (little-endian)")
+        num_tensors, num_entries = self._number("Q"), self._number("Q")
+        metadata = {}
+        for _ in range(num_entries):
+            key = self._text()
+            metadata[key] = self._value(self._number("I"))
+        infos = [self._tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        begin = -(-self.at // alignment) * alignment
+        return GgufFile(self.path, metadata, {name: self._placed(name, begin, *info) for name, *info in infos})
+
+    def _number(self, kind: str) -> Any:
+        (value,) = struct.unpack_from(f"<{kind}", self.data, self.at)
+        self.at += struct.calcsize(kind)
+        return value
+
+    def _text(self) -> str:
+        length = self._number("Q")
+        if self.at + length > len(self.data):
+            raise struct.error("a text ends after the file")
+        text = self.data[self.at : self.at + length].decode("utf-8", "surrogateescape")
+        self.at += length
+        return text
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise struct.error("unknown type of value")
+        kind, count = self._number("I"), self._number("Q")
+        if kind not in _SCALARS:
+            if count > len(self.data):
+                raise struct.error("an array ends after the file")
+            return [self._value(kind) for _ in range(count)]
+        values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", self.data, self.at)
+        self.at += struct.calcsize(f"<{count}{_SCALARS[kind]}")
+        return list(values)
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dims = self._text(), self._number("I")
+        if num_dims > 8:
+            raise struct.error("too many dimensions")
+        shape = tuple(self._number("Q") for _ in range(num_dims))[::-1]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _placed(self, name: str, begin: int, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+        if kind not in TYPES:
+            raise ValueError(
+                f"{self.path}: {name} has the type {_OTHER_TYPES.get(kind, kind)}, which is not supported; supported: "
+                f"{', '.join(sorted(BLOCKS))}"
+            )
+        type_name, values, size = TYPES[kind]
+        count = 1
+        for length in shape:
+            count *= length
+        num_bytes = count // values * size
+        if not shape or shape[-1] % values or begin + offset + num_bytes > len(self.data):
+            raise ValueError(f"{self.path} is incomplete or damaged at {name}: download it again")
+        return GgufTensor(shape, type_name, self.path, begin + offset, num_bytes)

@@ -1,0 +1,113 @@
+"""Makes a model folder of a GGUF file: config.json, the tokenizer and its chat template from the file's metadata. The
+weights stay in the file, which config.json names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quire.configs.gguf import GgufFile, read_gguf
+from quire.configs.gguf_model import ROPE_FACTORS, model_config
+
+_QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
+_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
+_VERSION = 1  # of the folder's contents
+
+
+def hub_patterns(model: str) -> tuple[str, list[str]] | None:
+    """(repository, patterns of the GGUF files to download) of `repo:Q4_K_M` or `repo/file.gguf`, else None."""
+    if match := _FILE.fullmatch(model):
+        return match["repo"], [re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", match["path"])]
+    if match := _QUANTIZATION.fullmatch(model):
+        return match["repo"], [f"*{match['name']}{end}" for end in (".gguf", "-*-of-*.gguf", "/*.gguf")]
+    return None
+
+
+def first_file(folder: str, model: str) -> str:
+    """The downloaded file of `model`, or its first shard. Raises ValueError if there is none, or more than one."""
+    match = _FILE.fullmatch(model)
+    if match:
+        return str(Path(folder, match["path"]))
+    name = _QUANTIZATION.fullmatch(model)["name"].lower()
+    shards = re.compile(r"-0000[2-9]-of-|-000[1-9]\d-of-")
+    found = [
+        path
+        for path in sorted(Path(folder).rglob("*.gguf"))
+        if name in str(path.relative_to(folder)).lower() and not shards.search(path.name) and "mmproj" not in path.name
+    ]
+    exact = [path for path in found if re.search(rf"(^|[-._/]){re.escape(name)}(\.gguf|-00001|/)", str(path).lower())]
+    if len(exact or found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise ValueError(f"model: {model} must name one GGUF file of its repository; it names {names}")
+    return str((exact or found)[0])
+
+
+def gguf_folder(path: str) -> str:
+    """The folder of the model in the GGUF file `path`, made in the cache if it is not there yet.
+
+    Raises:
+        ValueError: the file cannot be read, or its model or tokenizer is not supported.
+    """
+    path = os.path.abspath(path)
+    status = os.stat(path)
+    state = f"{_VERSION} {path} {status.st_size} {status.st_mtime_ns}"
+    folder = _cache() / f"{Path(path).stem[:60]}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    if not folder.is_dir():
+        _write(read_gguf(path), folder)
+    return str(folder)
+
+
+def _cache() -> Path:
+    root = os.environ.get("QUIRE_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quire"
+    )
+    return Path(root) / "gguf"
+
+
+def _write(file: GgufFile, folder: Path) -> None:
+    from quire.server.text.gguf_tokenizer import gguf_tokenizer
+
+    config = model_config(file, _rope_factors(file))
+    tokenizer, tokenizer_config = gguf_tokenizer(file.metadata)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
+        tokenizer.save(os.path.join(draft, "tokenizer.json"))
+        _write_json(draft, "tokenizer_config.json", tokenizer_config)
+        _write_json(draft, "config.json", config)
+        _write_json(draft, "generation_config.json", {"eos_token_id": _ends(file.metadata)})
+        done = os.path.join(draft, "done")
+        os.mkdir(done)
+        for name in os.listdir(draft):
+            if name != "done":
+                os.rename(os.path.join(draft, name), os.path.join(done, name))
+        try:
+            os.rename(done, folder)
+        except OSError:
+            if not folder.is_dir():  # another process may have made it meanwhile
+                raise
+
+
+def _write_json(folder: str, name: str, content: dict[str, Any]) -> None:
+    Path(folder, name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _ends(metadata: dict[str, Any]) -> list[int]:
+    """The tokens that end an answer."""
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+def _rope_factors(file: GgufFile) -> list[float] | None:
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    with open(tensor.path, "rb") as data:
+        data.seek(tensor.start)
+        return list(struct.unpack(f"<{tensor.size // 4}f", data.read(tensor.size)))

@@ -1,0 +1,161 @@
+"""GGUF files: blocks dequantize as in the `gguf` package, and a served file gives the logits, token ids and prompts of
+the checkpoint it was made from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quire.configs.gguf import BLOCKS, read_gguf
+from quire.configs.gguf_model import model_config
+from quire.server.startup.gguf import first_file, gguf_folder, hub_patterns
+from quire.server.text.tokenizer import Tokenizer
+from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, dequantize
+from quire.worker.parallel import use_groups
+from tests.checkpoints import TEXT, build_checkpoint
+from tests.gguf_files import blocks_of, write_gguf
+from tests.worker.ranks import run_ranks, thread_groups
+from tests.worker.test_stored_weights import load, logits_of
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_blocks_dequantize_as_in_the_gguf_package(kind):
+    weight = np.random.default_rng(1).normal(size=(6, 512)).astype(np.float32)
+    blocks = blocks_of(weight, kind)
+    expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    assert torch.equal(dequantize(torch.from_numpy(blocks), kind), torch.from_numpy(expected))
+    assert tuple(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]) == BLOCKS[kind]
+
+
+def pair(
+    name: str, tmp_path: Path, kinds: dict[str, str], arch: str, tokenizer: str = "gpt2", **sizes
+) -> tuple[str, str]:
+    """(the folder made of a GGUF file, the checkpoint with the weights that the file stands for)."""
+    source = build_checkpoint(name, tmp_path / "source", **SIZES | sizes)
+    plain = write_gguf(source, tmp_path / "model.gguf", kinds, arch, tokenizer)
+    save_file(plain, Path(source, "model.safetensors"), {"format": "pt"})
+    return gguf_folder(str(tmp_path / "model.gguf")), source
+
+
+SPECIAL = {"llama-bias": {"mlp_bias": False}, "qwen3": {"head_dim": 64}}
+MODELS = [
+    (
+        "qwen3",
+        "qwen3",
+        {"default": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "token_embd": "Q4_K"},
+    ),
+    ("qwen2", "qwen2", {"default": "Q8_0", "token_embd": "F16"}),
+    ("llama3", "llama", {"default": "Q5_K", "attn_k": "Q3_K", "token_embd": "Q2_K"}),
+    ("llama-tied", "llama", {"default": "Q4_0", "attn_q": "IQ4_XS", "token_embd": "Q6_K"}),
+    ("llama-bias", "llama", {"default": "MXFP4", "attn_q": "Q5_1", "ffn_up": "IQ4_NL", "token_embd": "Q4_1"}),
+]
+
+
+@pytest.mark.parametrize(("name", "arch", "kinds"), MODELS)
+def test_models(tmp_path, name, arch, kinds):
+    folder, source = pair(name, tmp_path, kinds, arch, **SPECIAL.get(name, {}))
+    assert torch.allclose(logits_of(load(folder)), logits_of(load(source)), atol=2e-3, rtol=1e-3)
+    model = load(folder)
+    held = sum(t.nbytes for t in {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}.values())
+    assert held < (tmp_path / "model.gguf").stat().st_size + (1 << 20)  # rotary tables
+
+
+def test_ranks(tmp_path):
+    """256 columns of down_proj and 128 of o_proj per rank: half a block of Q4_K."""
+    folder, source = pair("llama3", tmp_path, {"default": "Q4_K", "attn_v": "Q8_0"}, "llama")
+    expected, models = logits_of(load(source)), []
+    for group in thread_groups(2):
+        with use_groups(tp=group):
+            models.append(load(folder))
+    for logits in run_ranks(lambda rank: logits_of(models[rank]), 2):
+        assert torch.allclose(logits, expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "tokenizer"), [("qwen3", "gpt2"), ("llama3", "gpt2"), ("llama2", "llama")])
+def test_tokenizers(tmp_path, name, tokenizer):
+    arch = "qwen3" if name == "qwen3" else "llama"
+    folder, source = pair(name, tmp_path, {"default": "F16"}, arch, tokenizer, hidden_size=64)
+    ours, theirs = Tokenizer.load(folder), Tokenizer.load(source)
+    text = TEXT if tokenizer == "gpt2" else TEXT.replace("\n", " ")
+    for piece in (text, "a  b\n\n c", "  two spaces", "<|im_start|>user: 1234 hi<|im_end|>", "Ä🙂"):
+        assert ours.encode(piece) == theirs.encode(piece), piece
+        assert ours.decode(ours.encode(piece)) == theirs.decode(theirs.encode(piece))
+    messages = [{"role": "user", "content": "Hello"}]
+    assert ours.render_chat(messages) == theirs.render_chat(messages)
+    assert 2 in ours.eos_token_ids and ours.special_ids == theirs.special_ids
+
+
+def test_shards_are_read_together(tmp_path):
+    source = build_checkpoint("qwen3", tmp_path / "source", **SIZES)
+    write_gguf(source, tmp_path / "model.gguf", {"default": "Q8_0"}, "qwen3")
+    file = read_gguf(tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    assert {name: (tensor.shape, tensor.start, tensor.size) for name, tensor in file.tensors.items()} == {
+        t.name: (tuple(int(n) for n in t.shape[::-1]), t.data_offset, t.n_bytes) for t in reader.tensors
+    }
+    # two shards: the second has the same tensors, which the union holds once
+    for i in (1, 2):
+        shutil.copy(tmp_path / "model.gguf", tmp_path / f"part-0000{i}-of-00002.gguf")
+    assert read_gguf(tmp_path / "part-00002-of-00002.gguf").tensors.keys() == file.tensors.keys()
+    (tmp_path / "part-00001-of-00002.gguf").unlink()
+    with pytest.raises(ValueError, match=r"part-00001-of-00002\.gguf: No such file"):
+        read_gguf(tmp_path / "part-00002-of-00002.gguf")
+
+
+def test_what_cannot_be_served_is_refused(tmp_path):
+    source = build_checkpoint("qwen3", tmp_path / "source", **SIZES)
+    path = tmp_path / "model.gguf"
+    write_gguf(source, path, {"default": "Q8_0"}, "qwen3")
+    whole = path.read_bytes()
+    for length in (3, 30, 5000, len(whole) - 100):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"damaged|not a GGUF file"):
+            read_gguf(path)
+    path.write_bytes(
+        whole.replace(b"\x05\x00\x00\x00\x00\x00\x00\x00qwen3", b"\x05\x00\x00\x00\x00\x00\x00\x00mamba", 1)
+    )
+    with pytest.raises(
+        ValueError, match="architecture 'mamba' of GGUF files is not supported; supported: llama, qwen2"
+    ):
+        model_config(read_gguf(path), None)
+    path.write_bytes(whole.replace(b"qwen2", b"weird"))
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre 'weird' is not supported; supported: llama-bpe"):
+        gguf_folder(str(path))
+
+
+def test_names_on_the_hub(tmp_path):
+    assert hub_patterns("org/name") is None and hub_patterns("./a.gguf") is None
+    assert hub_patterns("org/name/sub/a.gguf") == ("org/name", ["sub/a.gguf"])
+    assert hub_patterns("org/name/a-00001-of-00003.gguf") == ("org/name", ["a-*-of-00003.gguf"])
+    assert hub_patterns("org/name:Q4_K_M")[0] == "org/name"
+    for name in ("m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf", "m-Q4_K_S.gguf", "mmproj-Q8_0.gguf"):
+        (tmp_path / name).touch()
+    assert first_file(str(tmp_path), "org/name:q4_k_m").endswith("m-Q4_K_M-00001-of-00002.gguf")
+    with pytest.raises(
+        ValueError, match=re.escape("org/name:Q4 must name one GGUF file of its repository; it names m-")
+    ):
+        first_file(str(tmp_path), "org/name:Q4")
+
+
+def test_the_folder_is_made_once_per_file(tmp_path):
+    folder, _ = pair("qwen3", tmp_path, {"default": "Q8_0"}, "qwen3")
+    before = Path(folder, "config.json").stat().st_mtime_ns
+    assert gguf_folder(str(tmp_path / "model.gguf")) == folder
+    assert Path(folder, "config.json").stat().st_mtime_ns == before
+    assert json.loads(Path(folder, "generation_config.json").read_text()) == {"eos_token_id": [2]}
