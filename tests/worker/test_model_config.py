@@ -9,25 +9,15 @@ import sys
 
 import pytest
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from quire.worker.models import MODELS, num_parameters, parse_model_spec, read_model_spec
+from quire.worker.models import DECODERS, model_class, num_parameters, parse_model_spec, read_model_spec
 from quire.worker.models.config import kv_bytes_per_token
 from tests.checkpoints import CHECKPOINTS
 
-LAYER_SIZES = {
-    "intermediate_size": "intermediate_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-}
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "hidden_act",
-    "model_type",
-)
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings")
+NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+FULL = "full_attention"
 
 
 def rope_of(raw):
@@ -38,28 +28,41 @@ def windows(spec) -> set[int | None]:
     return {layer.window for layer in spec.layers}
 
 
+def kinds(config) -> list[str]:
+    """The attention kind of each layer."""
+    default = FULL if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    default = FULL if getattr(config, "use_sliding_window", None) is False else default
+    return getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
+
+
+def ropes(config) -> dict[str, dict]:
+    """The rotary embedding of each attention kind."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return found if FULL in found else dict.fromkeys(kinds(config), found)
+
+
 def compare(spec, config) -> None:
     for key in SIZES:
         assert getattr(spec, key) == getattr(config, key), key
-    assert spec.norm_eps == config.rms_norm_eps
-    for layer in spec.layers:
-        for ours, theirs in LAYER_SIZES.items():
-            assert getattr(layer, ours) == getattr(config, theirs), ours
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert spec.norm_eps == next((getattr(config, key) for key in NORM_EPS if hasattr(config, key)), 1e-5)
+    for layer, kind in zip(spec.layers, kinds(config), strict=True):
+        heads = config.num_attention_heads
+        assert layer.num_heads == heads
+        assert layer.num_kv_heads == (getattr(config, "num_key_value_heads", None) or heads)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         if layer.latent is not None:  # then it is that of the rotary embedding
-            sizes = layer.latent
-            assert (sizes.rope_dim, sizes.nope_dim, sizes.v_dim) == (
-                head_dim,
-                config.qk_nope_head_dim,
-                layer.v_head_dim,
-            )
-            assert (sizes.rank, layer.q_lora_rank) == (config.kv_lora_rank, config.q_lora_rank)
-            head_dim = config.qk_head_dim
-        assert layer.head_dim == head_dim
-    assert windows(spec) <= {None, getattr(config, "sliding_window", None)}
-    rope = spec.ropes["default"]
-    assert rope.theta == config.rope_parameters["rope_theta"]
-    assert (rope.scaling or {"rope_type": "default"})["rope_type"] == config.rope_parameters["rope_type"]
+            assert (layer.latent.rope_dim, layer.latent.nope_dim) == (head_dim, config.qk_nope_head_dim)
+            assert (layer.latent.v_dim, layer.latent.rank) == (layer.v_head_dim, config.kv_lora_rank)
+            assert layer.q_lora_rank == config.q_lora_rank
+        assert layer.head_dim == (config.qk_head_dim if layer.latent else head_dim)
+        size = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * config.hidden_size
+        assert layer.intermediate_size == size
+        assert layer.window == (None if kind == FULL else config.sliding_window)
+        if layer.rope:
+            rope, theirs = spec.ropes[layer.rope], ropes(config)[kind]
+            assert rope.theta == theirs["rope_theta"]
+            assert (rope.scaling or {"rope_type": "default"})["rope_type"] == theirs["rope_type"]
+            assert rope.rotary_dim == head_dim * theirs.get("partial_rotary_factor", 1.0)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -69,34 +72,34 @@ def test_reads_what_transformers_wrote(checkpoint, name):
     spec = read_model_spec(folder)
     compare(spec, config)
     assert spec.dtype == "float32"
-    if hasattr(config, "layer_types"):
-        assert [layer.window is not None for layer in spec.layers] == [
-            kind == "sliding_attention" for kind in config.layer_types
-        ]
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+def default_config(architecture: str, **settings):
+    return CONFIG_MAPPING[model_class(architecture).config_defaults["model_type"]](**settings)
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
 def test_defaults_are_those_of_transformers(architecture):
-    prefix = architecture.removesuffix("ForCausalLM")
-    spec = parse_model_spec({"architectures": [architecture]})
-    compare(spec, getattr(transformers, f"{prefix}Config")())
+    compare(parse_model_spec({"architectures": [architecture]}), default_config(architecture))
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", DECODERS)
 def test_parameters_of_the_default_models(architecture):
     import torch
 
-    raw = {
-        "architectures": [architecture],
-        "num_hidden_layers": 2,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "vocab_size": 100,
-    }
-    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**raw)
+    config = default_config(architecture, num_hidden_layers=2, vocab_size=100, pad_token_id=0)
+    if getattr(config, "head_dim", 0) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    if getattr(config, "num_key_value_heads", 0) is None:
+        config.num_key_value_heads = config.num_attention_heads
+    for key in ("attention_bias", "mlp_bias", "use_bias", "use_qk_norm"):
+        if hasattr(config, key):
+            setattr(config, key, True)
     with torch.device("meta"):
-        model = getattr(transformers, architecture)(config)
-    assert num_parameters(parse_model_spec(raw)) == model.num_parameters()
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert num_parameters(parse_model_spec(config.to_dict() | {"architectures": [architecture]})) == (
+        model.num_parameters()
+    )
 
 
 def llama(**changes):
@@ -205,13 +208,10 @@ def test_biases():
     ("raw", "message"),
     [
         (
-            {"architectures": ["GPT2LMHeadModel"]},
-            (
-                "not supported: GPT2LMHeadModel. Supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
-                "Qwen3ForCausalLM"
-            ),
+            {"architectures": ["ElephantForCausalLM"]},
+            "not supported: ElephantForCausalLM. Supported: ArceeForCausalLM, CohereForCausalLM, Cohere2",
         ),
-        ({}, "none named in config.json. Supported: Llama"),
+        ({}, "none named in config.json. Supported: Arcee"),
         (llama(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
         (
             llama(rope_scaling={"type": "axial", "factor": 2.0}),
@@ -228,7 +228,7 @@ def test_biases():
         (llama(num_key_value_heads=3), "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         (llama(hidden_size="64"), "hidden_size must be a positive integer, not '64'"),
         (llama(num_hidden_layers=0), "num_hidden_layers must be a positive integer, not 0"),
-        (llama(head_dim=15), "head_dim 15 must be even"),
+        (llama(head_dim=15), "head_dim 15 must be even for rotary embeddings"),
         (
             llama(torch_dtype="float8_e4m3fn"),
             "dtype 'float8_e4m3fn' is not supported; supported: float32, bfloat16, float16",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quire.worker.models.config import ModelSpec, dtype_of_weights, read_config, with_quantization
+from quire.worker.models.reader import text_part
 
 if TYPE_CHECKING:
     import torch
@@ -14,27 +15,85 @@ if TYPE_CHECKING:
     from quire.worker.models.decoder import CausalLM
     from quire.worker.platforms.ops import Ops
 
-_DECODERS = {
-    "LlamaForCausalLM": "quire.worker.models.llama:Llama",
-    "MiniCPM3ForCausalLM": "quire.worker.models.minicpm3:MiniCPM3",
-    "MistralForCausalLM": "quire.worker.models.mistral:Mistral",
-    "Qwen2ForCausalLM": "quire.worker.models.qwen2:Qwen2",
-    "Qwen3ForCausalLM": "quire.worker.models.qwen3:Qwen3",
+_HERE = "quire.worker.models"
+# architecture -> module and class
+DECODERS = {
+    "ArceeForCausalLM": "llama:Arcee",
+    "CohereForCausalLM": "cohere:Cohere",
+    "Cohere2ForCausalLM": "cohere:Cohere2",
+    "Ernie4_5ForCausalLM": "ernie4_5:Ernie4_5",
+    "Exaone4ForCausalLM": "exaone4:Exaone4",
+    "GPT2LMHeadModel": "gpt2:GPT2",
+    "GemmaForCausalLM": "gemma:Gemma",
+    "Gemma2ForCausalLM": "gemma:Gemma2",
+    "Gemma3ForCausalLM": "gemma:Gemma3",
+    "GlmForCausalLM": "glm:Glm",
+    "Glm4ForCausalLM": "glm:Glm4",
+    "GraniteForCausalLM": "granite:Granite",
+    "GraniteSWAForCausalLM": "granite:GraniteSWA",
+    "HunYuanDenseV1ForCausalLM": "hunyuan:HunYuanDenseV1",
+    "InternLM3ForCausalLM": "llama:InternLM3",
+    "LlamaForCausalLM": "llama:Llama",
+    "MiniCPM3ForCausalLM": "minicpm3:MiniCPM3",
+    "MistralForCausalLM": "mistral:Mistral",
+    "MinistralForCausalLM": "mistral:Mistral",
+    "Ministral3ForCausalLM": "mistral:Ministral3",
+    "NemotronForCausalLM": "nemotron:Nemotron",
+    "OPTForCausalLM": "opt:OPT",
+    "Olmo2ForCausalLM": "olmo:Olmo2",
+    "Olmo3ForCausalLM": "olmo:Olmo3",
+    "Phi3ForCausalLM": "phi3:Phi3",
+    "Qwen2ForCausalLM": "qwen2:Qwen2",
+    "Qwen3ForCausalLM": "qwen3:Qwen3",
+    "SeedOssForCausalLM": "seed_oss:SeedOss",
+    "SmolLM3ForCausalLM": "smollm3:SmolLM3",
+    "Starcoder2ForCausalLM": "starcoder2:Starcoder2",
 }
 # a decoder may also come without its output head (embedding models), or with a classifier in its place
 MODELS = {
     name.replace("ForCausalLM", suffix): cls
     for suffix in ("ForCausalLM", "Model", "ForSequenceClassification")
-    for name, cls in _DECODERS.items()
+    for name, cls in DECODERS.items()
+}
+# architectures of wrappers, whose text part alone is served -> `model_type` of the text part -> its architecture
+_TEXT = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
 }
 
 
 def model_class(architecture: str) -> type[CausalLM]:
     """Return the class for an architecture. Raises ValueError listing the supported architectures."""
     if architecture not in MODELS:
-        raise ValueError(f"architecture not supported: {architecture}. Supported: {', '.join(MODELS)}")
+        raise ValueError(f"architecture not supported: {architecture}. Supported: {', '.join((*DECODERS, *WRAPPERS))}")
     module, name = MODELS[architecture].split(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(f"{_HERE}.{module}"), name)
+
+
+def family_of(raw: dict[str, Any]) -> str:
+    """Return the architecture of a parsed config.json or, of a wrapper, of its text part."""
+    names = raw.get("architectures") or []
+    wrapper = next((name for name in names if name in WRAPPERS), None)
+    if wrapper:
+        model_type = text_part(raw).get("model_type")
+        if model_type not in _TEXT:
+            raise ValueError(
+                f"{wrapper} with a text part of model_type {model_type!r} is not supported; supported: "
+                f"{', '.join(_TEXT)}"
+            )
+        return _TEXT[model_type]
+    return next((name for name in names if name in MODELS), ", ".join(names) or "none named in config.json")
 
 
 def read_model_spec(folder: str) -> ModelSpec:
@@ -52,8 +111,7 @@ def parse_model_spec(raw: dict[str, Any]) -> ModelSpec:
     """Return the spec of a parsed config.json. `dtype` is "" if it names none. Raises ValueError as `read_model_spec`
     does.
     """
-    names = raw.get("architectures") or []
-    architecture = next((name for name in names if name in MODELS), ", ".join(names) or "none named in config.json")
+    architecture = family_of(raw)
     return model_class(architecture).read_config(architecture, raw)
 
 

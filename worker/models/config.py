@@ -76,7 +76,8 @@ class ModelSpec:
     @property
     def has_lm_head(self) -> bool:
         """Whether the model generates text: its architecture is not a bare decoder or a classifier."""
-        return not self.architecture.endswith(("Model", "ForSequenceClassification"))
+        name = self.architecture.removesuffix("LMHeadModel")
+        return not name.endswith(("Model", "ForSequenceClassification"))
 
     @property
     def labels(self) -> list[str]:

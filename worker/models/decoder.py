@@ -52,6 +52,9 @@ class Decoder(nn.Module):
         if self.last:
             self.norm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
         self.rotary_emb = RotaryEmbeddings(spec, max_model_len)
+        self.embed_scale = float(
+            torch.tensor(spec.embed_scale, device="cpu")
+        )  # rounded to the weights' dtype, as Gemma's is
         self._ops: Ops | None = None  # None: layers are called one by one
         self._fused: FusedLayers | None = None  # built on first use: it holds addresses of the KV cache
 
@@ -71,8 +74,8 @@ class Decoder(nn.Module):
     def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Input of the first layer, `[T, H]`."""
         x = self.embed_tokens(input_ids)
-        if self.spec.embed_scale != 1.0:
-            x = x * self.spec.embed_scale
+        if self.embed_scale != 1.0:
+            x = x * self.embed_scale
         return x if self.spec.learned_positions is None else x + self.embed_positions(positions)
 
     def forward(

@@ -28,6 +28,18 @@ _SIZES = (
 _TEXT_PARTS = ("text_config", "language_config", "llm_config")  # of wrappers that add an encoder to a language model
 _INHERITED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
 
+GATED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+PLAIN_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
+# names of keys in some families' config.json, and the names used here
+ALIASES = {
+    "norm_eps": "rms_norm_eps",
+    "norm_epsilon": "rms_norm_eps",
+    "layer_norm_eps": "rms_norm_eps",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "hidden_activation": "hidden_act",
+    "activation_function": "hidden_act",
+}
+
 # Defaults of keys that config.json omits, common to the configuration classes of transformers.
 COMMON_DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -66,12 +78,10 @@ class ConfigReader:
 
     # keys of config.json that are read, with their defaults
     config_defaults: ClassVar[dict[str, Any]] = COMMON_DEFAULTS
-    # other names of these keys in config.json: {"norm_eps": "rms_norm_eps"}
-    aliases: ClassVar[dict[str, str]] = {}
+    # other names of these keys in config.json
+    aliases: ClassVar[dict[str, str]] = ALIASES
     # fields of ModelSpec and LayerSpec that are the same for every model of the family, whatever config.json says
     facts: ClassVar[dict[str, Any]] = {}
-    # activations that the family has layers for
-    activations: ClassVar[tuple[str, ...]] = ("silu",)
 
     @classmethod
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
@@ -84,10 +94,10 @@ class ConfigReader:
         values |= cls.facts
         cls.complete(values, raw)
         complete_sizes(values)
-        if values["hidden_act"] not in cls.activations:
+        activations = PLAIN_ACTIVATIONS if values.get("mlp") == "plain" else GATED_ACTIVATIONS
+        if values["hidden_act"] not in activations:
             raise ValueError(
-                f"hidden_act {values['hidden_act']!r} is not supported for {architecture}; supported: "
-                f"{', '.join(cls.activations)}"
+                f"hidden_act {values['hidden_act']!r} is not supported; supported: {', '.join(activations)}"
             )
         ropes = cls.ropes(values, raw)
         layers = cls.layer_specs(values, raw, ropes)

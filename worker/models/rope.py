@@ -61,6 +61,20 @@ def read_ropes(values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpe
     return {"default": read_rope(rope, values, raw)}
 
 
+def read_ropes_by_kind(values: dict[str, Any], raw: dict[str, Any], local_theta: float) -> dict[str, RopeSpec]:
+    """Like `read_ropes`, for families whose windowed layers have embeddings of their own: scaling that config.json does
+    not give by kind is that of the layers with full attention.
+    """
+    rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    if not any(isinstance(value, dict) for value in rope.values()):
+        rope = {"full_attention": rope}
+    local = values | {"rope_theta": local_theta}
+    return {
+        "full_attention": read_rope(dict(rope.get("full_attention") or {}), values, raw),
+        "sliding_attention": read_rope(dict(rope.get("sliding_attention") or {}), local, raw),
+    }
+
+
 def read_rope(rope: dict[str, Any], values: dict[str, Any], raw: dict[str, Any]) -> RopeSpec:
     """Return one set of rotary embeddings. `rope` holds its keys of config.json."""
     rope_type = rope.pop("type", None)

@@ -1,0 +1,144 @@
+"""A tiny random checkpoint of every family, in transformers' own layout, and transformers' opinion on tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCAB = 128
+_B = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_H = _B | {"head_dim": 16}
+_W = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3, "long_factor": [1.0, 2.0, 3.0]}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+# name -> (model_type in transformers, settings)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("arcee", _H),
+    "cohere": ("cohere", _B | {"use_qk_norm": True, "logit_scale": 0.3}),
+    "cohere2": ("cohere2", _H | {"sliding_window": 24, "logit_scale": 0.3}),
+    "ernie4_5": ("ernie4_5", _H | {"use_bias": True}),
+    "exaone4": ("exaone4", _B | {"sliding_window": 24}),
+    "exaone4-full": ("exaone4", _B | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "gemma": ("gemma", _H),
+    "gemma2": ("gemma2", _H | {"query_pre_attn_scalar": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("gemma3_text", _H | _W | {"query_pre_attn_scalar": 32}),
+    "glm": ("glm", _H),
+    "glm4": ("glm4", _H),
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 2048, "pad_token_id": 0}
+        | {"bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "granite": (
+        "granite",
+        _B
+        | {"embedding_multiplier": 2.0, "logits_scaling": 0.5, "residual_multiplier": 0.7}
+        | {"attention_multiplier": 0.4, "attention_bias": True},
+    ),
+    "granite_swa": (
+        "granite_swa",
+        _B
+        | _W
+        | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4}
+        | {"layer_rope_theta": [1e4, 0, 1e5, 1e4]},
+    ),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        _H | {"rope_parameters": {"rope_type": "dynamic", "alpha": 10.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "internlm3": ("internlm3", _H | {"qkv_bias": True, "bias": True}),
+    "ministral": ("ministral", _H | _W),
+    "ministral3": ("ministral3", _H | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
+    "nemotron": ("nemotron", _B | {"mlp_bias": True, "attention_bias": True}),
+    "olmo2": ("olmo2", _B),
+    "olmo3": ("olmo3", _B | {"sliding_window": 24}),
+    "opt": (
+        "opt",
+        {key: value for key, value in _B.items() if key != "intermediate_size"}
+        | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    ),
+    "phi3": (
+        "phi3",
+        _B | {"rope_parameters": _LONG | {"partial_rotary_factor": 0.75}, "original_max_position_embeddings": 2048},
+    ),
+    "phi3-long": (
+        "phi3",
+        _B
+        | {"rope_parameters": _LONG | {"partial_rotary_factor": 0.75, "attention_factor": 1.1}}
+        | {"original_max_position_embeddings": 1},
+    ),
+    "seed_oss": ("seed_oss", _H),
+    "smollm3": ("smollm3", _B),
+    "starcoder2": ("starcoder2", _B | {"sliding_window": 24}),
+}
+
+
+def build_family(name: str, folder: str | Path, dtype: str = "float32", **overrides: Any) -> str:
+    """Write the checkpoint of family `name`, with settings changed by `overrides`, into `folder` and return that."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type, settings = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**settings | overrides))
+    redraw(model)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return str(folder)
+
+
+def redraw(model: Any) -> None:
+    """Weights large enough for every part to matter; norms, biases and sinks away from their defaults."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1 or (parameter.dim() == 2 and "norm" in name):
+            parameter.data.add_(0.3 * noise)
+        elif "embed" in name or "wte" in name or "lm_head" in name:
+            parameter.data.copy_(noise * 0.7)
+        else:
+            parameter.data.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
+
+
+def load_family(folder: str) -> Any:
+    """The checkpoint in transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def judge(model: Any, prompt: list[int], tokens: list[int], logprobs: list[float]) -> tuple[int, float]:
+    """Compare greedy `tokens` after `prompt` and their log-probabilities with a forward pass of transformers `model`
+    over both: (number of tokens that are not its choice although its margin is clear, largest error of a
+    log-probability).
+    """
+    import torch
+
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
+    chosen = torch.tensor(tokens)
+    clear = logits.max(-1).values - logits.gather(-1, chosen[:, None])[:, 0] > 1e-3
+    error = (logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0] - torch.tensor(logprobs)).abs()
+    return int(clear.sum()), float(error.max())

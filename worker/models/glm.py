@@ -1,0 +1,39 @@
+"""GLM-4: half of a head is rotated, in interleaved pairs. GLM-4-0414 also has norms after attention and the MLP."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from quire.worker.models.decoder import CausalLM
+from quire.worker.models.reader import COMMON_DEFAULTS
+
+
+class Glm(CausalLM):
+    config_defaults = COMMON_DEFAULTS | {
+        "model_type": "glm",
+        "vocab_size": 151552,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-07,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    }
+    facts: ClassVar[dict[str, Any]] = {
+        "fused": ("gate_up_proj",),
+        "rope_interleaved": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+    }
+
+
+class Glm4(Glm):
+    config_defaults = Glm.config_defaults | {"model_type": "glm4"}
+    facts = Glm.facts | {"form": "sandwich"}
+    renames = {
+        "post_attention_layernorm": "post_self_attn_layernorm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    }

@@ -1,0 +1,72 @@
+"""Granite 3 and 4 (dense): Llama with multipliers. Granite-SWA: also windows, sinks, and a rotary base per layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.worker.models.config import LayerSpec
+from quire.worker.models.decoder import CausalLM
+from quire.worker.models.reader import COMMON_DEFAULTS, FULL, SLIDING
+from quire.worker.models.rope import RopeSpec
+
+
+class Granite(CausalLM):
+    config_defaults = COMMON_DEFAULTS | {
+        "model_type": "granite",
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+    }
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        values["attention_out_bias"] = values["attention_bias"]
+        values["embed_scale"] = values["embedding_multiplier"]
+        values["logit_scale"] = 1.0 / values["logits_scaling"]
+        values["residual_scale"] = values["residual_multiplier"]
+        values["scale"] = values["attention_multiplier"]
+
+
+class GraniteSWA(Granite):
+    config_defaults = Granite.config_defaults | {
+        "model_type": "granite_swa",
+        "vocab_size": 100352,
+        "hidden_size": 2560,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "sliding_window": 128,
+        "layer_rope_theta": None,
+    }
+    facts = {"sinks": True}
+
+    @classmethod
+    def layer_types(cls, values: dict[str, Any]) -> list[str]:
+        return [SLIDING if i % 4 else FULL for i in range(values["num_hidden_layers"])]
+
+    @classmethod
+    def ropes(cls, values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpec]:
+        """The embeddings by their base; a base of 0 stands for none."""
+        default = super().ropes(values, raw)["default"]
+        thetas = values["layer_rope_theta"] or [default.theta]
+        return {_name(theta): replace(default, theta=float(theta)) for theta in thetas if theta} | {"default": default}
+
+    @classmethod
+    def layer(cls, values: dict[str, Any], index: int, kind: str, layer: LayerSpec) -> LayerSpec:
+        thetas = values["layer_rope_theta"]
+        if thetas is None:
+            return layer
+        return replace(layer, rope=_name(thetas[index]) if thetas[index] else None)
+
+
+def _name(theta: float) -> str:
+    return f"theta {theta:g}".replace(".", "_")
