@@ -17,6 +17,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.configs.config import Config
+from quire.server.api.anthropic import batches as message_batches
+from quire.server.api.anthropic import messages
+from quire.server.api.anthropic import models as message_models
+from quire.server.api.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.api.openai import batches, files
 from quire.server.api.openai.chat import chat_completions
 from quire.server.api.openai.completions import completions
@@ -35,14 +39,13 @@ from quire.server.api.openai.protocol import (
     TokenizeResponse,
 )
 from quire.server.api.openai.translate import conversation
+from quire.server.error_shapes import body_of, internal_body, shaped
 from quire.server.errors import (
     ApiError,
     BadRequest,
     EngineError,
     NotFound,
     Unavailable,
-    error_body,
-    internal_error_body,
 )
 from quire.server.generate.prepare import encode_conversation, encode_texts
 from quire.server.http.middleware import ApiKeys, Hosts, is_loopback, note_refusal
@@ -117,8 +120,10 @@ async def embed(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The names this server answers to."""
+    """The names this server answers to; in Anthropic's form for its clients."""
     state = request.app.state.server
+    if "anthropic-version" in request.headers:
+        return JsonResponse(message_models.model_list(state))
     return JsonResponse(ModelList(data=[_card(state, name) for name in state.names]))
 
 
@@ -128,6 +133,8 @@ async def model(request: Request) -> Response:
     name = request.path_params["model_id"]
     if name not in state.names:
         raise NotFound(f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found")
+    if "anthropic-version" in request.headers:
+        return JsonResponse(message_models.model_info(state, name))
     return JsonResponse(_card(state, name))
 
 
@@ -259,7 +266,7 @@ async def _api_error(request: Request, error: ApiError) -> Response:
     if isinstance(error, EngineError) and request.app.state.server.status in ("draining", "failed"):
         error = Unavailable(error.message, code="shutting_down", retry_after=5)
     note_refusal(request.scope, error)
-    return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
+    return JsonResponse(body_of(error, request.scope["path"]), status_code=error.status, headers=error.headers)
 
 
 async def _http_exception(request: Request, error: HTTPException) -> Response:
@@ -271,7 +278,8 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
         message = f"{path[:200]} does not take {request.method}."
     answer = BadRequest(message) if error.status_code < 500 else EngineError(message)
     note_refusal(request.scope, answer)
-    return JsonResponse(error_body(message, answer.type), status_code=error.status_code, headers=error.headers)
+    body = shaped(path, error.status_code, message, answer.type)
+    return JsonResponse(body, status_code=error.status_code, headers=error.headers)
 
 
 def _hint(path: str) -> str:
@@ -287,7 +295,7 @@ async def _client_gone(request: Request, error: ClientGone) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return JsonResponse(internal_error_body(), status_code=500)
+    return JsonResponse(internal_body(request.scope["path"]), status_code=500)
 
 
 # ---- the OpenAPI document: bodies and answers are msgspec types, which FastAPI does not know
@@ -314,6 +322,38 @@ ROUTES = [
     ("/v1/files/{file_id}", _with_state(files.retrieve_file), ["GET"], None, files.FileObject),
     ("/v1/files/{file_id}", _with_state(files.delete_file), ["DELETE"], None, files.FileDeleted),
     ("/v1/files/{file_id}/content", _with_state(files.file_content), ["GET"], None, None),
+    ("/v1/messages", _with_state(messages.create_message), ["POST"], MessagesRequest, MessageResponse),
+    ("/v1/messages/count_tokens", _with_state(messages.count_tokens), ["POST"], CountTokensRequest, TokenCount),
+    (
+        "/v1/messages/batches",
+        _with_state(message_batches.create_batch),
+        ["POST"],
+        message_batches.BatchRequest,
+        message_batches.MessageBatch,
+    ),
+    ("/v1/messages/batches", _with_state(message_batches.list_batches), ["GET"], None, message_batches.BatchList),
+    (
+        "/v1/messages/batches/{batch_id}",
+        _with_state(message_batches.retrieve_batch),
+        ["GET"],
+        None,
+        message_batches.MessageBatch,
+    ),
+    (
+        "/v1/messages/batches/{batch_id}",
+        _with_state(message_batches.delete_batch),
+        ["DELETE"],
+        None,
+        message_batches.Deleted,
+    ),
+    (
+        "/v1/messages/batches/{batch_id}/cancel",
+        _with_state(message_batches.cancel_batch),
+        ["POST"],
+        None,
+        message_batches.MessageBatch,
+    ),
+    ("/v1/messages/batches/{batch_id}/results", _with_state(message_batches.results), ["GET"], None, None),
     ("/v1/batches", _with_state(batches.create_batch), ["POST"], batches.BatchRequest, batches.BatchObject),
     ("/v1/batches", _with_state(batches.list_batches), ["GET"], None, batches.BatchList),
     ("/v1/batches/{batch_id}", _with_state(batches.retrieve_batch), ["GET"], None, batches.BatchObject),

@@ -107,10 +107,3 @@ def error_object(message: str, type: str, param: str | None = None, code: str | 
 
 def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:
     return msgspec.json.encode(error_object(message, type, param, code))
-
-
-def internal_error_body() -> bytes:
-    """The body for unexpected exceptions; the traceback goes to the log, not to the client."""
-    return error_body(
-        "The server failed to process the request; its log says why.", "server_error", None, "internal_error"
-    )

@@ -169,7 +169,7 @@ class Store:
 
     def files(self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[File]:
         """At most `limit` files of an owner in the order of their creation, beginning behind the file `after`."""
-        rows = self._page("files", owner, "purpose = :purpose" if purpose else "TRUE", after, limit, ascending, purpose)
+        rows = self._page("files", owner, "purpose = :value" if purpose else "TRUE", after, limit, ascending, purpose)
         return [File(*row) for row in rows]
 
     def _page(
@@ -180,14 +180,15 @@ class Store:
         after: str | None,
         limit: int,
         ascending: bool,
-        purpose: str | None = None,
+        value: str | None,
     ) -> list[tuple]:
+        """`condition` may use `:value`."""
         direction, sign = ("ASC", ">") if ascending else ("DESC", "<")
         behind = f"(created_at, id) {sign} (SELECT created_at, id FROM {table} WHERE id = :after)" if after else "TRUE"
         return self._db.execute(
             f"SELECT * FROM {table} WHERE owner = :owner AND {condition} AND {behind} "
             f"ORDER BY created_at {direction}, id {direction} LIMIT :limit",
-            {"owner": owner, "after": after, "limit": limit, "purpose": purpose},
+            {"owner": owner, "after": after, "limit": limit, "value": value},
         ).fetchall()
 
     def delete_file(self, file_id: str, owner: str) -> None:
@@ -258,9 +259,18 @@ class Store:
             raise NotFound(f"No such batch: '{batch_id[:100]}'.", param="batch_id", code="batch_not_found")
         return Batch(*row)
 
-    def batches(self, owner: str, after: str | None, limit: int) -> list[Batch]:
-        """At most `limit` batches of an owner, newest first, beginning behind the batch `after`."""
-        return [Batch(*row) for row in self._page("batches", owner, "TRUE", after, limit, ascending=False)]
+    def batches(self, owner: str, after: str | None, limit: int, endpoint: str | None = None) -> list[Batch]:
+        """At most `limit` batches of an owner (to one endpoint), newest first, beginning behind the batch `after`."""
+        condition = "endpoint = :value" if endpoint else "TRUE"
+        return [Batch(*row) for row in self._page("batches", owner, condition, after, limit, False, endpoint)]
+
+    def delete_batch(self, batch_id: str) -> None:
+        """Forget a batch that has ended, with its files."""
+        batch = self.batch(batch_id)
+        for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            if file_id is not None:
+                self._delete_file(file_id)
+        self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
     def open_batches(self) -> list[Batch]:
         """The unfinished ones of all owners, oldest first."""

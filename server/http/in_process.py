@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from quire.server.errors import internal_error_body
+from quire.server.error_shapes import internal_body
 
 logger = logging.getLogger(__name__)
 
@@ -52,5 +52,5 @@ async def call(app: ASGIApp, path: str, body: bytes, scope: dict[str, Any]) -> t
         await app(request | scope, receive, send)
     except Exception:
         logger.exception("POST %s failed (request %s)", path, request_id)
-        return 500, request_id, internal_error_body()
+        return 500, request_id, internal_body(path)
     return status, request_id, bytes(answer)

@@ -16,7 +16,8 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import ApiError, Forbidden, Unauthorized, internal_error_body
+from quire.server.error_shapes import body_of, internal_body
+from quire.server.errors import ApiError, Forbidden, Unauthorized
 from quire.server.state import ServerState
 from quire.server.web.pages import PAGES
 
@@ -44,7 +45,7 @@ def note_refusal(scope: Scope, error: ApiError) -> None:
 
 async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
     note_refusal(scope, error)
-    await send_json(send, error.status, error.body(), error.headers)
+    await send_json(send, error.status, body_of(error, scope["path"]), error.headers)
 
 
 class RequestBoundary:
@@ -81,7 +82,7 @@ class RequestBoundary:
                 "%s %s failed (request %s)", scope["method"], _printable(scope["path"]), scope["request_id"]
             )
             if status is None:
-                await send_json(send_with_headers, 500, internal_error_body(), {})
+                await send_json(send_with_headers, 500, internal_body(scope["path"]), {})
             elif not complete:
                 raise  # uvicorn closes the connection; the client sees the truncated answer as an error
         finally:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, internal_error_body
+from quire.server.error_shapes import INTERNAL
+from quire.server.errors import ApiError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +34,24 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def to_the_end(frames: AsyncGenerator[bytes, None], request_id: str) -> AsyncGenerator[bytes, None]:
-    """Yield `frames`, then DONE. An error midway is an event, as the status was sent. `aclose` closes `frames`."""
+async def to_the_end(
+    frames: AsyncGenerator[bytes, None],
+    request_id: str,
+    error_event: Callable[[ApiError], bytes] = lambda error: event(error.body()),
+    done: bytes = DONE,
+) -> AsyncGenerator[bytes, None]:
+    """Yield `frames`, then `done`. An error midway is an event, as the status was sent. `aclose` closes `frames`."""
     try:
         async for frame in frames:
             yield frame
     except ApiError as error:
-        yield event(error.body())
+        yield error_event(error)
     except Exception:
         logger.exception("request %s failed", request_id)
-        yield event(internal_error_body())
+        yield error_event(EngineError(INTERNAL, code="internal_error"))
     finally:
         await frames.aclose()
-    yield DONE
+    yield done
 
 
 class EventStream(Response):

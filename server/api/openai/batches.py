@@ -10,10 +10,10 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.api.openai.files import ends, owner, page_size
 from quire.server.api.openai.protocol import Name
 from quire.server.batches.store import Batch
 from quire.server.errors import BadRequest
+from quire.server.http.paging import ends, owner, page_size
 from quire.server.http.read_body import require_deliberate, take
 from quire.server.http.sse import JsonResponse
 from quire.server.state import ServerState
@@ -126,7 +126,8 @@ async def list_batches(request: Request, state: ServerState) -> Response:
     """The caller's batches, newest first."""
     batches = state.require_batches()
     limit = page_size(request, 100)
-    found = await batches.run(batches.store.batches, owner(request), request.query_params.get("after"), limit + 1)
+    after = request.query_params.get("after")
+    found = await batches.run(batches.store.batches, owner(request), after, limit + 1)
     shown = [_shown(batch, state) for batch in found[:limit]]
     return JsonResponse(BatchList(data=shown, has_more=len(found) > limit, **ends(shown)))
 

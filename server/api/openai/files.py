@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from python_multipart.exceptions import MultipartParseError
@@ -14,6 +14,7 @@ from starlette.responses import FileResponse, Response
 
 from quire.server.batches.store import File
 from quire.server.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType
+from quire.server.http.paging import ends, owner, page_size
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import ClientGone, JsonResponse
 from quire.server.state import ServerState
@@ -167,24 +168,3 @@ def _shown(file: File) -> FileObject:
         purpose=file.purpose,
         expires_at=file.expires_at,
     )
-
-
-# ---- shared with batches
-
-
-def owner(request: Request) -> str:
-    """Whose files and batches a request may see: those of its API key, or all if there is only one."""
-    return request.scope.get("owner", "")
-
-
-def page_size(request: Request, largest: int) -> int:
-    """The `limit` of a list. Raises BadRequest."""
-    given = request.query_params.get("limit", str(min(largest, 20) if largest < 10_000 else largest))
-    if not given.isdecimal() or not 1 <= int(given[:9]) <= largest:
-        raise BadRequest(f"limit must be between 1 and {largest}.", param="limit")
-    return int(given)
-
-
-def ends(items: list[Any]) -> dict[str, str | None]:
-    """`first_id` and `last_id` of a list."""
-    return {"first_id": items[0].id if items else None, "last_id": items[-1].id if items else None}

@@ -1,0 +1,64 @@
+"""Anthropic's POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.api.anthropic import stream as streams
+from quire.server.api.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
+from quire.server.api.anthropic.translate import conversation, spec
+from quire.server.generate import deltas
+from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.prepare import encode_conversation, prepare
+from quire.server.http import admission, sse
+from quire.server.http.read_body import take
+from quire.server.parsers.events import Content
+from quire.server.state import ServerState
+
+ID_PREFIX = "msg_"
+
+
+async def create_message(request: Request, state: ServerState) -> Response:
+    """Raises ApiError for everything that goes wrong before the first byte of the answer."""
+    body, one = await take(request, MessagesRequest, state, lambda body: (body, _prepare(request, body, state)))
+    generation = await admission.generate(request, state, [one], "messages")
+    message = MessageResponse(
+        id=ID_PREFIX + request.scope["request_id"],
+        model=body.model,
+        content=[],
+        usage=streams.usage(len(one.prompt_token_ids), 0, 0),
+    )
+    if body.stream:
+        frames = streams.Stream(message, len(one.prompt_token_ids)).frames(generation)
+        return sse.EventStream(
+            sse.to_the_end(frames, message.id, streams.error_event, b""), state.config.server.sse_keep_alive_interval
+        )
+    (choice,) = await sse.unless_disconnected(request, deltas.collect(generation, 1))
+    return await state.threads.run(deltas.answer_size([choice]), lambda: _whole(message, choice, one))
+
+
+def _prepare(request: Request, body: MessagesRequest, state: ServerState) -> GenerationRequest:
+    identity = admission.admit(request, state, ID_PREFIX, model=body.model)
+    (one,) = prepare(spec(body, state.formats.reasoning is not None, **identity), state)
+    body.messages = []  # freed here, in the thread: it takes long
+    return one
+
+
+def _whole(message: MessageResponse, choice: deltas.Choice, one: GenerationRequest) -> Response:
+    message.content = streams.blocks(choice.events if one.parsing else [Content(choice.text)])
+    message.stop_reason, message.stop_sequence = streams.stopped(choice.finish_reason, choice.stop_reason)
+    message.usage = streams.usage(len(one.prompt_token_ids), choice.num_cached_tokens, len(choice.token_ids))
+    return sse.JsonResponse(message)
+
+
+async def count_tokens(request: Request, state: ServerState) -> Response:
+    """The size of a prompt, without an answer."""
+    return sse.JsonResponse(await take(request, CountTokensRequest, state, lambda body: _counted(body, state)))
+
+
+def _counted(body: CountTokensRequest, state: ServerState) -> TokenCount:
+    state.require_ready()
+    state.require_model(body.model)
+    prompt = conversation(body, state.formats.reasoning is not None)
+    return TokenCount(len(encode_conversation(prompt, state, False)))

@@ -1,0 +1,41 @@
+"""The answers of /v1/models for Anthropic's clients, which send the header `anthropic-version`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+
+from quire.server.state import ServerState
+
+
+class ModelInfo(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    max_input_tokens: int | None = None
+
+
+class ModelPage(msgspec.Struct, kw_only=True):
+    data: list[ModelInfo]
+    has_more: bool = False
+    first_id: str | None
+    last_id: str | None
+
+
+def timestamp(seconds: int | None) -> str | None:
+    """RFC 3339."""
+    return seconds and datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def model_info(state: ServerState, name: str) -> ModelInfo:
+    limit = state.model and state.model.max_model_len
+    return ModelInfo(id=name, display_name=name, created_at=timestamp(state.created), max_input_tokens=limit)
+
+
+def model_list(state: ServerState) -> ModelPage:
+    return ModelPage(
+        data=[model_info(state, name) for name in state.names], first_id=state.names[0], last_id=state.names[-1]
+    )

@@ -1,0 +1,189 @@
+"""Anthropic's request and response types of /v1/messages. Fields are classed as in `server/api/openai/protocol.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from quire.server.generate.limits import (
+    MAX_STOP,
+    AtLeastMinusOne,
+    CacheSalt,
+    NonNegative,
+    Stop,
+    Temperature,
+    Text,
+    TopP,
+)
+
+MAX_MESSAGES, MAX_BLOCKS, MAX_TOOLS = 10_000, 1_000, 1024
+MAX_SCHEMA_FIELDS = 4096
+Name = Annotated[str, Meta(max_length=256)]
+ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:/-]+$(?![\s\S])")]
+Json = Annotated[dict[str, Any], Meta(max_length=MAX_SCHEMA_FIELDS)]
+_NOTHING: dict[str, tuple] = {}
+# `type` tells the kinds of a block apart, and is no field of the types here
+_BLOCK = frozenset({"type", "cache_control"})
+
+
+class _Block(msgspec.Struct, kw_only=True, tag_field="type"):
+    harmless: ClassVar = _BLOCK
+    unsupported: ClassVar = _NOTHING
+
+
+class TextBlock(_Block, tag="text"):
+    text: Text
+
+    harmless: ClassVar = _BLOCK | {"citations"}
+
+
+class ThinkingBlock(_Block, tag="thinking"):
+    thinking: Text
+    signature: Text | None = None
+
+
+class RedactedThinking(_Block, tag="redacted_thinking"):
+    data: Text
+
+
+class ToolUse(_Block, tag="tool_use"):
+    id: Name
+    name: Name
+    input: Json
+
+    harmless: ClassVar = _BLOCK | {"caller"}
+
+
+class ToolResult(_Block, tag="tool_result"):
+    tool_use_id: Name
+    content: Text | Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)] | None = None
+    is_error: bool | None = None
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult
+TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: Literal["user", "assistant", "system"]
+    content: Text | Annotated[list[Block], Meta(max_length=MAX_BLOCKS)]
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    name: ToolName
+    input_schema: Json | None = None
+    description: Annotated[str, Meta(max_length=2**17)] | None = None
+    type: Name | None = None  # only "custom": the others are tools that Anthropic runs
+    strict: bool | None = None
+
+    harmless: ClassVar = frozenset({"cache_control", "eager_input_streaming", "input_examples"})
+    unsupported: ClassVar[dict[str, tuple]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: NonNegative | None = None
+
+    harmless: ClassVar = frozenset({"display"})
+    unsupported: ClassVar = _NOTHING
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema: Json
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {"task_budget": ()}
+
+
+class PromptFields(msgspec.Struct, kw_only=True):
+    """What makes up the prompt."""
+
+    model: Name
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: Text | TextBlocks | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older place of `output_config.format`
+
+    harmless: ClassVar = frozenset(
+        {"metadata", "service_tier", "inference_geo", "cache_control", "context_management", "betas", "user_profile_id"}
+    )
+    unsupported: ClassVar[dict[str, tuple]] = {"mcp_servers": ([],), "container": (), "speed": ("standard",)}
+
+
+class MessagesRequest(PromptFields, kw_only=True):
+    """POST /v1/messages"""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOP)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: AtLeastMinusOne | None = None
+    cache_salt: CacheSalt | None = None  # beside Anthropic's own
+
+
+class CountTokensRequest(PromptFields, kw_only=True):
+    """POST /v1/messages/count_tokens"""
+
+
+# ---- responses
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    input_tokens: int  # without those that were cached
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class ContentBlock(msgspec.Struct, kw_only=True):
+    """text, thinking or tool_use."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET  # of thinking; nothing is signed here
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: Any = UNSET
+
+
+class MessageResponse(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[ContentBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_sequence: str | None = None
+    usage: Usage
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int

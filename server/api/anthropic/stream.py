@@ -1,0 +1,157 @@
+"""Events of an answer -> Anthropic's content blocks, whole or as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import msgspec
+
+from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse, Usage
+from quire.server.error_shapes import anthropic_body
+from quire.server.errors import ApiError
+from quire.server.generate.generation import Delta
+from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"event: error\ndata: %b\n\n" % anthropic_body(error.status, error.message)
+
+
+def stopped(finish_reason: str | None, stop_reason: int | str | None) -> tuple[str | None, str | None]:
+    """(stop_reason, stop_sequence)."""
+    if finish_reason == "stop" and isinstance(stop_reason, str):
+        return "stop_sequence", stop_reason
+    return finish_reason and _STOP_REASONS.get(finish_reason, "end_turn"), None
+
+
+def usage(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> Usage:
+    return Usage(
+        input_tokens=num_prompt_tokens - num_cached_tokens,
+        output_tokens=num_output_tokens,
+        cache_read_input_tokens=num_cached_tokens,
+    )
+
+
+def events_of(delta: Delta) -> list[Event]:
+    """The events of a parsed delta, or its text as content."""
+    if delta.events is not None:
+        return delta.events
+    return [Content(delta.text)] if delta.text else []
+
+
+# ---- whole
+
+
+def blocks(events: list[Event]) -> list[ContentBlock]:
+    """The content of a whole answer."""
+    out: list[ContentBlock] = []
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        match event:
+            case Content(text):
+                if out and out[-1].type == "text":
+                    out[-1].text += text
+                else:
+                    out.append(ContentBlock(type="text", text=text))
+            case Reasoning(text):
+                if out and out[-1].type == "thinking":
+                    out[-1].thinking += text
+                else:
+                    out.append(ContentBlock(type="thinking", thinking=text, signature=""))
+            case ToolCallBegin():
+                arguments[len(out)] = []
+                out.append(ContentBlock(type="tool_use", id=event.call_id, name=event.name))
+            case ToolCallArguments(_, text):
+                arguments[max(arguments)].append(text)
+    for i, texts in arguments.items():
+        out[i].input = _input("".join(texts))
+    return [block for block in out if block.type != "text" or block.text.strip() or len(out) == 1]
+
+
+def _input(arguments: str) -> Any:
+    """Arguments as JSON; those that were cut off stay text below a key of their own, so that nothing is lost."""
+    try:
+        return msgspec.Raw(arguments.encode()) if isinstance(msgspec.json.decode(arguments), dict) else {}
+    except msgspec.DecodeError:
+        return {"INVALID_JSON": arguments}
+
+
+# ---- streamed
+
+
+class Stream:
+    """Writes the deltas of one choice as events."""
+
+    def __init__(self, message: MessageResponse, num_prompt_tokens: int):
+        self.message, self.num_prompt_tokens = message, num_prompt_tokens
+        self.num_output_tokens = self.num_cached_tokens = 0
+        self.begun = False
+        self.index = -1  # of the block that is open
+        self.open: str | None = None  # its type
+
+    async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+        """Bytes of whole events. Closing it aborts the generation."""
+        try:
+            async for delta in stream:
+                if frame := b"".join(self._frames(delta)):
+                    yield frame
+        finally:
+            await stream.aclose()
+
+    def _frames(self, delta: Delta) -> Iterator[bytes]:
+        if not self.begun:
+            self.begun, self.num_cached_tokens = True, delta.num_cached_tokens
+            self.message.usage = usage(self.num_prompt_tokens, delta.num_cached_tokens, 0)
+            yield _event("message_start", message=self.message)
+        self.num_output_tokens += len(delta.token_ids)
+        for event in events_of(delta):
+            yield from self._event(event)
+        if delta.finish_reason is not None:
+            yield from self._close()
+            reason, sequence = stopped(delta.finish_reason, delta.stop_reason)
+            yield _event(
+                "message_delta",
+                delta={"stop_reason": reason, "stop_sequence": sequence},
+                usage=usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens),
+            )
+            yield _event("message_stop")
+
+    def _event(self, event: Event) -> Iterator[bytes]:
+        match event:
+            case Content(text):
+                if self.open == "text" or text.strip():  # white space between blocks is no block
+                    yield from self._in("text", {"type": "text", "text": ""})
+                    yield self._delta("text_delta", text=text)
+            case Reasoning(text):
+                yield from self._in("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                yield self._delta("thinking_delta", thinking=text)
+            case ToolCallBegin():
+                yield from self._close()
+                block = {"type": "tool_use", "id": event.call_id, "name": event.name, "input": {}}
+                yield from self._in("tool_use", block)
+            case ToolCallArguments(_, text):
+                yield self._delta("input_json_delta", partial_json=text)
+
+    def _in(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        """Open a block of this kind unless one is open."""
+        if self.open != kind:
+            yield from self._close()
+            self.index, self.open = self.index + 1, kind
+            yield _event("content_block_start", index=self.index, content_block=block)
+
+    def _close(self) -> Iterator[bytes]:
+        if self.open == "thinking":
+            yield self._delta("signature_delta", signature="")
+        if self.open is not None:
+            yield _event("content_block_stop", index=self.index)
+            self.open = None
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=self.index, delta={"type": kind} | fields)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind} | fields))

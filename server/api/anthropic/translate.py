@@ -1,0 +1,172 @@
+"""Anthropic's requests -> `GenerationSpec`. Raises BadRequest for what makes sense in no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.server.api.anthropic.protocol import (
+    Message,
+    MessagesRequest,
+    PromptFields,
+    RedactedThinking,
+    TextBlock,
+    ThinkingBlock,
+    Tool,
+    ToolResult,
+    ToolUse,
+)
+from quire.server.errors import BadRequest
+from quire.server.generate import tools as neutral
+from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.http.parse_body import MAX_NESTING, deeper_than
+from quire.server.structured.structure import Structure
+
+
+def spec(body: MessagesRequest, thinks: bool, **identity: Any) -> GenerationSpec:
+    """`thinks`: whether the model can think before it answers. `identity`: request_id, priority, tenant, background."""
+    return GenerationSpec(
+        prompts=conversation(body, thinks),
+        options=GenerationOptions(
+            max_tokens=body.max_tokens,
+            stop=body.stop_sequences or None,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+        ),
+        structure=_structure(body),
+        cache_salt=body.cache_salt,
+        prompt_param="messages",
+        **identity,
+    )
+
+
+def conversation(body: PromptFields, thinks: bool) -> Conversation:
+    """The prompt of a request."""
+    messages = [_system(body)] if body.system else []
+    for i, message in enumerate(body.messages):
+        messages += _messages(message, f"messages.{i}")
+    tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or ())]
+    return Conversation(
+        messages,
+        continue_final_message=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
+        tools=tools,
+        tool_choice=_choice(body, tools),
+        reasoning=_reasoning(body, thinks),
+    )
+
+
+def _system(body: PromptFields) -> dict[str, Any]:
+    return {"role": "system", "content": _text(body.system)}
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(block.text for block in content)
+
+
+def _messages(message: Message, path: str) -> list[dict[str, Any]]:
+    """A message as templates expect it; results of tools become messages of their own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    return _assistant(message, path) if message.role == "assistant" else _user(message, path)
+
+
+def _user(message: Message, path: str) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    texts: list[TextBlock] = []
+
+    def flush() -> None:
+        if texts:
+            out.append({"role": message.role, "content": _text(texts)})
+            texts.clear()
+
+    for i, block in enumerate(message.content):
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        elif isinstance(block, ToolResult) and message.role == "user":
+            flush()
+            result = _text(block.content)
+            result = f"Error: {result}" if block.is_error else result
+            out.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
+        else:
+            raise _misplaced(block, message.role, f"{path}.content.{i}")
+    flush()
+    return out or [{"role": message.role, "content": ""}]
+
+
+def _assistant(message: Message, path: str) -> list[dict[str, Any]]:
+    texts: list[TextBlock] = []
+    calls, thoughts = [], []
+    for i, block in enumerate(message.content):
+        match block:
+            case TextBlock():
+                texts.append(block)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case RedactedThinking():  # of another server: nothing that this model could read
+                pass
+            case ToolUse():
+                if deeper_than(block.input, MAX_NESTING):
+                    where = f"{path}.content.{i}.input"
+                    raise BadRequest(f"{where} is nested more than {MAX_NESTING} levels deep.", param=where)
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case _:
+                raise _misplaced(block, message.role, f"{path}.content.{i}")
+    out: dict[str, Any] = {"role": "assistant", "content": _text(texts)}
+    if thoughts:
+        out["reasoning_content"] = out["reasoning"] = "\n".join(thoughts)
+    if calls:
+        out["tool_calls"] = calls
+    return [out]
+
+
+def _misplaced(block: Any, role: str, path: str) -> BadRequest:
+    kind = type(block).__struct_config__.tag
+    return BadRequest(f"{path}: a message of role {role} has no {kind} block.", param=path)
+
+
+def _tool(tool: Tool, path: str) -> neutral.Tool:
+    if tool.type not in (None, "custom"):
+        raise BadRequest(f"{path}.type: this server runs no tools of type '{tool.type[:100]}'.", param=f"{path}.type")
+    if deeper_than(tool.input_schema, MAX_NESTING):
+        raise BadRequest(
+            f"{path}.input_schema is nested more than {MAX_NESTING} levels deep.", param=f"{path}.input_schema"
+        )
+    return neutral.Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
+
+
+def _choice(body: PromptFields, tools: list[neutral.Tool]) -> neutral.ToolChoice:
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise BadRequest("tools: two tools have the same name.", param="tools")
+    choice = body.tool_choice
+    if choice is None:
+        return neutral.ToolChoice("auto" if tools else "none")
+    if choice.type == "none":
+        return neutral.ToolChoice("none")
+    if not tools:
+        raise BadRequest("tool_choice is only allowed when tools are given.", param="tool_choice")
+    parallel = not choice.disable_parallel_tool_use
+    if choice.type != "tool":
+        return neutral.ToolChoice("required" if choice.type == "any" else "auto", None, parallel)
+    if choice.name not in names:
+        raise BadRequest(f"tool_choice.name: there is no tool '{choice.name}' in tools.", param="tool_choice.name")
+    return neutral.ToolChoice("required", frozenset({choice.name}), False)
+
+
+def _reasoning(body: PromptFields, thinks: bool) -> neutral.Reasoning:
+    """A budget is a maximum, to which a model that does not think keeps as well."""
+    effort = body.output_config and body.output_config.effort
+    thinking = body.thinking
+    if thinking is None or not thinks:
+        return neutral.Reasoning(effort=effort if thinks else None)
+    if thinking.type == "disabled":
+        return neutral.Reasoning(enabled=False)
+    return neutral.Reasoning(effort, thinking.budget_tokens, enabled=True)
+
+
+def _structure(body: MessagesRequest) -> Structure | None:
+    given = (body.output_config and body.output_config.format) or body.output_format
+    return given and Structure(kind="json_schema", value=given.schema, param="output_config.format.schema")

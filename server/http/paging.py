@@ -1,0 +1,27 @@
+"""Whose objects a request may see, and pages of lists of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.server.errors import BadRequest
+
+
+def owner(request: Request) -> str:
+    """Whose files and batches a request may see: those of its API key, or all if there is only one."""
+    return request.scope.get("owner", "")
+
+
+def page_size(request: Request, largest: int) -> int:
+    """The `limit` of a list. Raises BadRequest."""
+    given = request.query_params.get("limit", str(min(largest, 20) if largest < 10_000 else largest))
+    if not given.isdecimal() or not 1 <= int(given[:9]) <= largest:
+        raise BadRequest(f"limit must be between 1 and {largest}.", param="limit")
+    return int(given)
+
+
+def ends(items: list[Any]) -> dict[str, str | None]:
+    """`first_id` and `last_id` of a list."""
+    return {"first_id": items[0].id if items else None, "last_id": items[-1].id if items else None}
