@@ -328,10 +328,16 @@ ROUTES = [
         "/v1/messages/batches",
         _with_state(message_batches.create_batch),
         ["POST"],
-        message_batches.BatchRequest,
+        message_batches.MessageBatchRequest,
         message_batches.MessageBatch,
     ),
-    ("/v1/messages/batches", _with_state(message_batches.list_batches), ["GET"], None, message_batches.BatchList),
+    (
+        "/v1/messages/batches",
+        _with_state(message_batches.list_batches),
+        ["GET"],
+        None,
+        message_batches.MessageBatchList,
+    ),
     (
         "/v1/messages/batches/{batch_id}",
         _with_state(message_batches.retrieve_batch),

@@ -33,7 +33,7 @@ class Item(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {}
 
 
-class BatchRequest(msgspec.Struct, kw_only=True):
+class MessageBatchRequest(msgspec.Struct, kw_only=True):
     """POST /v1/messages/batches"""
 
     requests: Annotated[list[Item], Meta(min_length=1, max_length=MAX_REQUESTS)]
@@ -42,7 +42,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {}
 
 
-class RequestCounts(msgspec.Struct, kw_only=True):
+class MessageBatchCounts(msgspec.Struct, kw_only=True):
     processing: int = 0
     succeeded: int = 0
     errored: int = 0
@@ -54,7 +54,7 @@ class MessageBatch(msgspec.Struct, kw_only=True):
     id: str
     type: Literal["message_batch"] = "message_batch"
     processing_status: Literal["in_progress", "canceling", "ended"]
-    request_counts: RequestCounts
+    request_counts: MessageBatchCounts
     created_at: str
     expires_at: str
     ended_at: str | None
@@ -63,7 +63,7 @@ class MessageBatch(msgspec.Struct, kw_only=True):
     results_url: str | None
 
 
-class BatchList(msgspec.Struct, kw_only=True):
+class MessageBatchList(msgspec.Struct, kw_only=True):
     data: list[MessageBatch]
     has_more: bool
     first_id: str | None
@@ -77,7 +77,7 @@ class Deleted(msgspec.Struct, kw_only=True):
 
 async def create_batch(request: Request, state: ServerState) -> Response:
     """Begin a batch of messages."""
-    content = await take(request, BatchRequest, state, _lines)
+    content = await take(request, MessageBatchRequest, state, _lines)
     batches = state.require_batches()
     who = owner(request)
 
@@ -92,7 +92,7 @@ async def create_batch(request: Request, state: ServerState) -> Response:
     return JsonResponse(_shown(batch, request))
 
 
-def _lines(body: BatchRequest) -> io.BytesIO:
+def _lines(body: MessageBatchRequest) -> io.BytesIO:
     """The input file of the batch."""
     out, seen = io.BytesIO(), set()
     for i, item in enumerate(body.requests):
@@ -113,7 +113,7 @@ async def list_batches(request: Request, state: ServerState) -> Response:
     found = await batches.run(batches.store.batches, owner(request), after and _inner_id(after), limit + 1, ENDPOINT)
     shown = [_shown(batch, request) for batch in found[:limit]]
     return JsonResponse(
-        BatchList(
+        MessageBatchList(
             data=shown,
             has_more=len(found) > limit,
             first_id=shown[0].id if shown else None,
@@ -196,7 +196,7 @@ def _inner_id(name: str) -> str:
 def _shown(batch: Batch, request: Request) -> MessageBatch:
     ended = batch.status not in OPEN
     ended_at = batch.completed_at or batch.failed_at or batch.expired_at or batch.cancelled_at
-    counts = RequestCounts(succeeded=batch.completed, errored=batch.failed)
+    counts = MessageBatchCounts(succeeded=batch.completed, errored=batch.failed)
     rest = _ENDED.get(batch.status, "errored") if ended else "processing"
     setattr(counts, rest, getattr(counts, rest) + batch.total - batch.completed - batch.failed)
     return MessageBatch(

@@ -66,7 +66,7 @@ Block = TextBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
 
 
-class Message(msgspec.Struct, kw_only=True):
+class InputMessage(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: Text | Annotated[list[Block], Meta(max_length=MAX_BLOCKS)]
 
@@ -122,7 +122,7 @@ class PromptFields(msgspec.Struct, kw_only=True):
     """What makes up the prompt."""
 
     model: Name
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: Text | TextBlocks | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
@@ -155,7 +155,7 @@ class CountTokensRequest(PromptFields, kw_only=True):
 # ---- responses
 
 
-class Usage(msgspec.Struct, kw_only=True):
+class MessageUsage(msgspec.Struct, kw_only=True):
     input_tokens: int  # without those that were cached
     output_tokens: int
     cache_read_input_tokens: int = 0
@@ -182,7 +182,7 @@ class MessageResponse(msgspec.Struct, kw_only=True):
     content: list[ContentBlock]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
     stop_sequence: str | None = None
-    usage: Usage
+    usage: MessageUsage
 
 
 class TokenCount(msgspec.Struct):

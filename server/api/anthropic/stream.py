@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse, Usage
+from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse, MessageUsage
 from quire.server.error_shapes import anthropic_body
 from quire.server.errors import ApiError
 from quire.server.generate.generation import Delta
@@ -27,8 +27,8 @@ def stopped(finish_reason: str | None, stop_reason: int | str | None) -> tuple[s
     return finish_reason and _STOP_REASONS.get(finish_reason, "end_turn"), None
 
 
-def usage(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> Usage:
-    return Usage(
+def usage(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> MessageUsage:
+    return MessageUsage(
         input_tokens=num_prompt_tokens - num_cached_tokens,
         output_tokens=num_output_tokens,
         cache_read_input_tokens=num_cached_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.server.api.anthropic.protocol import (
-    Message,
+    InputMessage,
     MessagesRequest,
     PromptFields,
     RedactedThinking,
@@ -65,14 +65,14 @@ def _text(content: str | list[TextBlock] | None) -> str:
     return "\n".join(block.text for block in content)
 
 
-def _messages(message: Message, path: str) -> list[dict[str, Any]]:
+def _messages(message: InputMessage, path: str) -> list[dict[str, Any]]:
     """A message as templates expect it; results of tools become messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     return _assistant(message, path) if message.role == "assistant" else _user(message, path)
 
 
-def _user(message: Message, path: str) -> list[dict[str, Any]]:
+def _user(message: InputMessage, path: str) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     texts: list[TextBlock] = []
 
@@ -95,7 +95,7 @@ def _user(message: Message, path: str) -> list[dict[str, Any]]:
     return out or [{"role": message.role, "content": ""}]
 
 
-def _assistant(message: Message, path: str) -> list[dict[str, Any]]:
+def _assistant(message: InputMessage, path: str) -> list[dict[str, Any]]:
     texts: list[TextBlock] = []
     calls, thoughts = [], []
     for i, block in enumerate(message.content):
