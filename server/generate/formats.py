@@ -81,7 +81,7 @@ def _tools(name: str, template: str, tokenizer: Tokenizer) -> tuple[ToolFormat |
     if name == "none":
         return None, "--tool-call-parser none"
     if name != "auto":
-        return tool_format(name), f"--tool-call-parser {name}"
+        return tool_format(name, template, _has_token(tokenizer)), f"--tool-call-parser {name}"
     return choose_tools(template, _has_token(tokenizer))
 
 
@@ -89,7 +89,7 @@ def _reasoning(name: str, template: str, tokenizer: Tokenizer) -> tuple[Reasonin
     if name == "none":
         return None, "--reasoning-parser none"
     if name != "auto":
-        return reasoning_format(name), f"--reasoning-parser {name}"
+        return reasoning_format(name, template, _has_token(tokenizer)), f"--reasoning-parser {name}"
     return choose_reasoning(template, _has_token(tokenizer))
 
 

@@ -138,9 +138,9 @@ def choose_tools(template: str | None, has_token: HasToken) -> tuple[ToolFormat 
     """The format in which this model writes calls, and why; None if its template knows no tools."""
     if not template:
         return None, "the model has no chat template"
-    if "tools" not in template:
+    if "tools" not in template:  # a mark alone may be that of history or thoughts
         return None, "the chat template does not use `tools`"
-    return _chosen(TOOL_FORMATS, template, has_token, "the chat template writes calls in no known format")
+    return _chosen(TOOL_FORMATS, template, has_token, "the chat template does not use `tools`")
 
 
 def choose_reasoning(template: str | None, has_token: HasToken) -> tuple[ReasoningFormat | None, str]:

@@ -80,7 +80,7 @@ class GenericJson(ToolFormat):
     first = ("{", "[", "```")
 
     def recognize(self, template: str, has_token: HasToken) -> str | None:
-        return None  # nothing in a template tells; `--tool-call-parser json`
+        return "the chat template uses `tools` and shows no known format of calls" if "tools" in template else None
 
     def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
         fenced = yield from reader.accept("```")

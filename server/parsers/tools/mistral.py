@@ -24,7 +24,9 @@ from quire.server.parsers.tools.base import (
     marked_calls,
     needs_structure,
     section_of_calls,
+    sequence,
     tag,
+    text,
 )
 
 _BEGIN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -52,8 +54,13 @@ class Mistral(ToolFormat):
         if (yield from reader.peek()) in ("[", "{"):
             yield from json_text.calls(reader)
             return
+        yield from self._call(reader)
+        while _NAME.match((yield from reader.peek())):  # some templates write the mark only before the first call
+            reader.hold()
+            yield from self._call(reader)
+
+    def _call(self, reader: Reader) -> Wait[None]:
         name = (yield from reader.match(_NAME)).group()
-        yield from reader.skip_space()
         call_id = None
         if (yield from reader.accept(_ID)):
             call_id = (yield from reader.match(_CALL_ID)).group()
@@ -65,8 +72,14 @@ class Mistral(ToolFormat):
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
         if not needs_structure(tools, required, parallel):
             return None
+        call_id = {"type": "regex", "pattern": r"(\[CALL_ID\][a-zA-Z0-9]{9})?"}
         tags = [
-            tag(f"{_BEGIN}{tool.name}{_ARGUMENTS}", json_schema(arguments_schema(tool, required)), "") for tool in tools
+            tag(
+                _BEGIN + tool.name,
+                sequence(call_id, text(_ARGUMENTS), json_schema(arguments_schema(tool, required))),
+                "",
+            )
+            for tool in tools
         ]
         return marked_calls(tags, _BEGIN, separator="", required=required, parallel=parallel)
 
@@ -77,7 +90,10 @@ class MistralJson(Mistral):
     name = "mistral_json"
 
     def recognize(self, template: str, has_token: HasToken) -> str | None:
-        return f"the chat template writes {_BEGIN} and a JSON array" if _BEGIN in template else None
+        for mark in (_BEGIN, "[AVAILABLE_TOOLS]"):
+            if mark in template:
+                return f"the chat template writes {mark}, and no {_ARGUMENTS}"
+        return None
 
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
         if not needs_structure(tools, required, parallel):

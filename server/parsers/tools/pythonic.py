@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from quire.server.parsers import literals
+from quire.server.parsers import json_text, literals
 from quire.server.parsers.conversion import ArgumentTypes
 from quire.server.parsers.literals import json_string
 from quire.server.parsers.reader import Cut, Malformed, Reader, Wait
@@ -75,15 +75,16 @@ class Pythonic(ToolFormat):
             keywords = members(schema, lambda name, value: tag(f"{name}=", json_schema(value), ""), ", ", _ANY_KEYWORDS)
             tags.append(tag(f"{tool.name}(", keywords, ")"))
         calls = tag("[", separated(tags, ", ", parallel), "]")
-        return first_calls(calls, "[", self.markers, required=required)
+        return first_calls(calls, "".join(self.first), self.markers, required=required)
 
 
 class Llama4Pythonic(Pythonic):
-    """`<|python_start|>[...]<|python_end|>`, or the list without the tokens."""
+    """`<|python_start|>[...]<|python_end|>`, or the list without the tokens; or JSON, as some templates ask for."""
 
     name = "llama4_pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
     begins = ("<|python_start|>",)
+    first = ("[", "{")
 
     def recognize(self, template: str, has_token: HasToken) -> str | None:
         if "<|header_start|>" in template and has_token("<|python_start|>"):
@@ -92,7 +93,11 @@ class Llama4Pythonic(Pythonic):
 
     def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
         yield from reader.accept("<|python_start|>")
-        yield from super().read(reader, begin, tools)
+        yield from reader.skip_space()
+        if (yield from reader.sees("{")):
+            yield from json_text.call(reader, frozenset(tool.name for tool in tools))
+        else:
+            yield from super().read(reader, begin, tools)
         yield from reader.skip_space()
         yield from reader.close("<|python_end|>")
 

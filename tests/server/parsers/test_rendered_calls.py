@@ -6,7 +6,7 @@ import functools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.server.parsers.registry import TOOL_FORMATS, tool_format
@@ -71,6 +71,7 @@ def values(calls) -> list:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_calls_parse_back(name, data):
     calls = data.draw(calls_of(name))
