@@ -96,6 +96,14 @@ class ModelConfig:
     load_format: str = opt(
         "auto", "safetensors reads the files; dummy makes random weights", choices=("auto", "safetensors", "dummy")
     )
+    model_impl: str = opt(
+        "auto",
+        (
+            "who computes the model: quire, transformers over quire's attention and linear layers, or auto (quire if "
+            "it has the architecture)"
+        ),
+        choices=("auto", "quire", "transformers"),
+    )
     trust_remote_code: bool = opt(False, "let transformers run Python code from the model's folder (tokenizer only)")
     seed: int = opt(0, "seed of dummy weights; requests have their own seeds")
 

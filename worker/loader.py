@@ -66,6 +66,8 @@ def load_weights(
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format is {load_format!r}, but must be one of {', '.join(LOAD_FORMATS)}")
+    if spec.implementation == "transformers":
+        return model.load(folder, load_format, seed, progress)
     with torch.inference_mode(), ExitStack() as stack:
         if load_format == "dummy":
             placements, fill = deque(_placements(model, TensorNames())), DummyWeights(seed).fill
@@ -84,11 +86,11 @@ def check_model(config: Config, *, files: bool = True) -> None:
     """Raise the ValueError that building the model and, with `files`, loading its weights would raise. Checks shapes
     only: allocates and reads no weights.
     """
-    spec, group = read_model_spec(config.model.model), Group()
+    spec, group = read_model_spec(config.model.model, config.model.model_impl), Group()
     group.size = config.parallel.tensor_parallel_size
     with use_groups(tp=group):
         model = build_model(spec, torch.float32, torch.device("meta"))
-    if files and config.model.load_format != "dummy":
+    if files and spec.implementation == "quire" and config.model.load_format != "dummy":
         with _open(config.model.model, spec) as checkpoint:
             names = model.tensor_names(checkpoint.position)
             checkpoint.check(_placements(model, names), model, spec, names)

@@ -126,12 +126,13 @@ def _kv_width(spec: ModelSpec, tp: int) -> int:
     return max((cache.page_bytes(1) for cache in cache_specs(spec, 1, tp) if cache), default=0)
 
 
-def uses_graphs(config: Config, limits: Limits, platform: Platform) -> bool:
+def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:
     """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
-    stage, and --enforce-eager is off.
+    stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off.
     """
     return (
         platform.has_graphs
+        and spec.implementation == "quire"
         and limits.attention.backend.graph_safe
         and config.parallel.pipeline_parallel_size == 1
         and not config.device.enforce_eager
@@ -219,7 +220,7 @@ def preview(config: Config) -> WorkerReady:
     Raises ValueError as the worker would.
     """
     platform = get_platform(config.device.device)
-    spec = read_model_spec(config.model.model)
+    spec = read_model_spec(config.model.model, config.model.model_impl)
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     num_ranks = tp * pp * config.parallel.data_parallel_size
     started = platform.start(
@@ -240,7 +241,7 @@ def preview(config: Config) -> WorkerReady:
         available=available,
         weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization),
         activations=estimate_activations(spec, limits, tp),
-        graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, limits, platform) else 0,
+        graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
     )
     return report(
         spec, platform, limits, plan, num_blocks, started + choices, cache_plan(config, spec, limits).groups, pp

@@ -93,7 +93,7 @@ class Worker:
             config.device.cpu_level,
         )
         total, available = platform.memory(num_ranks)
-        spec = read_model_spec(config.model.model)
+        spec = read_model_spec(config.model.model, config.model.model_impl)
         self._join_ranks(platform)
         pooling = read_pooling(config.model.model, spec, config.model.pooling)
         limits = memory.resolve_limits(config, spec, platform)
@@ -117,7 +117,7 @@ class Worker:
         if platform.measures_memory:
             # other processes on the GPU, and libraries, may have allocated memory meanwhile
             total, available = platform.memory(num_ranks)
-        has_graphs = memory.uses_graphs(config, limits, platform)
+        has_graphs = memory.uses_graphs(config, spec, limits, platform)
         plan, num_blocks, choices = memory.plan_memory(
             config,
             spec,

@@ -174,8 +174,8 @@ def test_who_records(folder):
         config = Config.from_flat(model=folder, device="cpu", **settings)
         limits = memory.resolve_limits(config, spec, CpuPlatform())
         limits.attention.backend.graph_safe = safe
-        assert memory.uses_graphs(config, limits, Recording()) == want and not memory.uses_graphs(
-            config, limits, CpuPlatform()
+        assert memory.uses_graphs(config, spec, limits, Recording()) == want and not memory.uses_graphs(
+            config, spec, limits, CpuPlatform()
         )
 
 

@@ -68,6 +68,8 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return "has an attention backend of its own", f": leave --attention-backend {backend} off"
     if KERNELS.lib is None:
         return f"needs the native CPU kernels: {KERNELS.status}", ""
+    if spec.implementation != "quire":
+        return "works with models that quire computes itself", ": set --model-impl quire"
     if any(layer.latent for layer in spec.layers):
         return "has no order of its own for latent attention (MLA)", ""
     for head_dim, v_dim in {(layer.head_dim, layer.v_head_dim) for layer in spec.layers}:

@@ -96,14 +96,22 @@ def family_of(raw: dict[str, Any]) -> str:
     return next((name for name in names if name in MODELS), ", ".join(names) or "none named in config.json")
 
 
-def read_model_spec(folder: str) -> ModelSpec:
-    """Read `folder/config.json`.
+def read_model_spec(folder: str, implementation: str = "auto") -> ModelSpec:
+    """Read `folder/config.json`. `implementation` is `--model-impl`; auto: transformers if MODELS has no architecture
+    of config.json.
 
     Raises:
-        ValueError: config.json is missing or unreadable, names no architecture in MODELS, or needs an unsupported
-        feature.
+        ValueError: config.json is missing or unreadable, names no architecture that the implementation supports, or
+        needs an unsupported feature.
     """
-    spec = parse_model_spec(with_quantization(read_config(folder), folder))
+    raw = with_quantization(read_config(folder), folder)
+    native = any(name in MODELS for name in raw.get("architectures") or [])
+    if implementation == "transformers" or (implementation == "auto" and raw.get("architectures") and not native):
+        from quire.worker.models.fallback_spec import read_spec  # loads transformers
+
+        spec = read_spec(folder, raw)
+    else:
+        spec = parse_model_spec(raw)
     return spec if spec.dtype else replace(spec, dtype=dtype_of_weights(folder))
 
 
@@ -136,7 +144,11 @@ def build_model(
     from quire.worker.layers.quantization.checkpoint import checkpoint_format
     from quire.worker.layers.quantization.int_at_load import IntAtLoad
 
-    cls, stored = model_class(spec.architecture), checkpoint_format(spec.raw)
+    if spec.implementation == "transformers":
+        from quire.worker.models.fallback import TransformersLM as cls
+    else:
+        cls = model_class(spec.architecture)
+    stored = checkpoint_format(spec.raw)
     if quantization and stored:
         raise ValueError(f"--quantization {quantization}: the weights are quantized already; omit it")
     weights = IntAtLoad(quantization) if quantization else stored or PLAIN_WEIGHTS

@@ -68,6 +68,8 @@ class ModelSpec:
     residual_scale: float = 1.0  # of the output of attention and of the MLP
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+    implementation: str = "quire"  # or transformers, which reads the model from `folder`
+    folder: str = ""
 
     @property
     def num_hidden_layers(self) -> int:

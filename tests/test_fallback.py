@@ -1,0 +1,160 @@
+"""Models that transformers computes over our attention and engine (`--model-impl`), against transformers alone: ragged
+prompts, chunks, preemption, prefix hits. And those that it cannot compute, with the reason.
+"""
+
+import random
+
+import pytest
+import torch
+
+from quire.engine.messages import SamplingParams
+from tests.checkpoints import TOKENIZER_SIZE, VOCAB_SIZE, greedy, load_reference
+from tests.test_equals_transformers import LENGTHS, engine_for
+
+NUM_TOKENS = 20
+
+_BASE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 3,
+    "eos_token_id": 2,
+}
+# model type -> differences from _BASE
+FAMILIES = {
+    "helium": {"head_dim": 16},  # interleaved rotary embedding
+    "arcee": {},  # squared ReLU
+    "apertus": {},  # norms of q and k, xIELU
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"rotary_pct": 0.5},  # attention and MLP in parallel, fused q, k and v
+    "phi": {"partial_rotary_factor": 0.5},  # biases everywhere, of the head as well
+    "biogpt": {},  # learned positions
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+POOLS = {"gemma2": 215, "gpt_oss": 215, "gemma4_text": 215}  # two groups of layers
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+_LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+# what a layer may ask of attention, by families that also have files of their own
+FORCED = {
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 32, "sliding_window": 24},  # windows, soft caps, a scale
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2} | _WINDOWS,  # sinks
+    "deepseek_v2": _LATENT | {"q_lora_rank": 48, "first_k_dense_replace": 9},  # values narrower than keys
+    "gemma4_text": {  # layers of two shapes, which share keys and values
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_hidden_layers": 4,
+        "layer_types": _WINDOWS["layer_types"] * 2,
+        "sliding_window": 24,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 8,
+    },
+}
+
+
+def build(model_type: str, folder, dtype: str = "float32", **changes) -> str:
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[model_type](**_BASE | (FAMILIES | FORCED)[model_type] | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    _randomize(model)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return str(folder)
+
+
+def _randomize(model) -> None:
+    """Move every parameter away from its default, so that the best token wins by a clear margin."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() < 2:
+            value = parameter.data + 0.2 * noise
+        elif parameter.shape[0] in (VOCAB_SIZE, _BASE["max_position_embeddings"] + 2):
+            value = 0.5 * noise
+        else:
+            value = 1.5 * noise / parameter.shape[-1] ** 0.5
+        parameter.data.copy_(value)
+        if parameter.shape[0] == VOCAB_SIZE:
+            parameter.data[TOKENIZER_SIZE:] = 0 if parameter.dim() > 1 else -100
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = random.Random(0)
+    return [[rng.randrange(4, TOKENIZER_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, *FORCED])
+def test_tokens_and_logprobs(model_type, tmp_path, prompts):
+    folder = build(model_type, tmp_path)
+    reference = load_reference(folder)
+    want = [greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]
+    engine = engine_for(
+        folder, POOLS.get(model_type, 190), model_impl="transformers" if model_type in FORCED else "auto"
+    )
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
+    first = engine.generate(prompts, sampling)
+    again = engine.generate(prompts[::-1], sampling)[::-1]
+    engine.close()
+    assert sum(result.num_preemptions for result in first) > 0, "the pool was not small enough"
+    assert sum(result.num_cached_tokens for result in again) > 0, "no prefix was found again"
+    for results in (first, again):
+        for prompt, result, (tokens, logprobs, margins) in zip(prompts, results, want):
+            assert result.error is None
+            clear = next((i for i, margin in enumerate(margins) if margin < 1e-3), NUM_TOKENS)
+            assert result.token_ids[:clear] == tokens[:clear], f"prompt of {len(prompt)} tokens"
+            got = [entry.logprobs[0] for entry in result.logprobs][:clear]
+            torch.testing.assert_close(got, logprobs[:clear], atol=1e-3, rtol=0)
+
+
+# of each family that cannot run, what config.json says beyond _BASE, and a part of the reason
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_INDEXED = _LATENT | _EXPERTS | {"n_routed_experts": 4, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+_GDN = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"]}
+REFUSED = {
+    "llama4_text": (_EXPERTS | {"head_dim": 16, "attention_chunk_size": 16}, "masks attention in chunks"),
+    "deepseek_v32": (_INDEXED, "sparse attention"),
+    "glm_moe_dsa": (_INDEXED, "sparse attention"),
+    "phi3": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8}},
+        "longrope.*longest sequence of a batch",
+    ),
+    "qwen3_next": (_GDN | _EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 32}, "recurrent state"),
+    "qwen3_5_text": (_GDN | {"head_dim": 16}, "recurrent state"),
+    "granitemoehybrid": (_MAMBA | _EXPERTS | {"layer_types": ["mamba", "attention"]}, "recurrent state"),
+    "falcon_h1": (_MAMBA | {"mamba_d_ssm": 128}, "recurrent state"),
+    "jamba": (_EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1}, "recurrent state"),
+    "lfm2": (_CONVOLUTIONS, "1 of its 2 layers attend"),
+    "lfm2_moe": (_CONVOLUTIONS | _EXPERTS, "1 of its 2 layers attend"),
+    "minimax": (_EXPERTS | {"block_size": 8}, "1 of its 2 layers attend"),
+    "bloom": ({}, "0 of its 2 layers attend"),
+    "gptj": ({}, "does not go through transformers' attention interface"),
+    "t5gemma": ({}, "AutoModelForCausalLM|encoder"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_families_that_cannot_run_are_refused_with_the_reason(model_type, tmp_path):
+    import transformers
+
+    from quire.worker.models import read_model_spec
+
+    changes, reason = REFUSED[model_type]
+    config = transformers.CONFIG_MAPPING[model_type](**_BASE | changes)
+    config.architectures = ["SomeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"SomeForCausalLM cannot run with transformers: .*({reason})"):
+        read_model_spec(str(tmp_path), "transformers")

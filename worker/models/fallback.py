@@ -1,0 +1,196 @@
+"""Models that quire has no file for, computed by transformers over quire's paged attention, scheduler, prefix cache and
+linear layers. Imported only for such a model.
+
+All requests of a step are one sequence of tokens with their positions; our attention, which knows where requests begin,
+takes the place of transformers'. Weights are read by transformers, which knows the names in the files of each family.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from quire.worker.attention.base import GroupedMetadata
+from quire.worker.layers.attention import Attention
+from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, LinearMethod, WeightFormat
+from quire.worker.models.config import ModelSpec
+from quire.worker.models.fallback_spec import NAME, attending, base_of, make_model
+from quire.worker.parallel import pp, tp
+from quire.worker.platforms.huge_pages import Workspace
+from quire.worker.platforms.ops import Ops
+
+
+class TransformersLM(nn.Module):
+    """A causal language model of transformers. The interface is that of `decoder.CausalLM`.
+
+    Raises:
+        ValueError: there are several ranks.
+    """
+
+    def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        for group, flag in ((tp(), "--tensor-parallel-size"), (pp(), "--pipeline-parallel-size")):
+            if group.size > 1:
+                raise ValueError(
+                    f"{flag} {group.size} does not work with models that transformers computes, and quire has no "
+                    f"implementation of {spec.architecture} of its own: leave it at 1"
+                )
+        self.spec, self.max_model_len, self.weights = spec, max_model_len, weights
+        self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()
+        self.ops: Ops | None = None
+        self.attention = nn.ModuleList(
+            Attention(
+                layer.num_heads,
+                layer.num_kv_heads,
+                layer.head_dim,
+                i,
+                layer.window,
+                layer.scale,
+                layer.soft_cap,
+                layer.v_head_dim,
+            )
+            for i, layer in enumerate(spec.layers)
+        )
+        with torch.device("meta"):  # `load` makes weights
+            self._adopt(make_model(spec.folder))
+
+    def _adopt(self, inner: transformers.PreTrainedModel) -> None:
+        """Use the weights of `inner`."""
+        for parameter in inner.parameters():
+            parameter.requires_grad_(False)
+        swap_linears(inner, self.weights)
+        self.inner = inner
+        self._head = _head_of(inner)
+
+    def load(self, folder: str, load_format: str, seed: int, progress: Callable[[float], None] | None) -> None:
+        """Read the weights of `folder`, or make random ones if `load_format` is dummy."""
+        options = {"dtype": self.dtype, "attn_implementation": NAME}
+        if load_format == "dummy":
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            with torch.random.fork_rng(), torch.device(self.device):
+                torch.manual_seed(seed)
+                inner = transformers.AutoModelForCausalLM.from_config(config, **options)
+        else:
+            inner = transformers.AutoModelForCausalLM.from_pretrained(folder, **options, local_files_only=True)
+        self._adopt(inner.to(self.device).eval())
+        if self.ops is not None:
+            self.use(self.ops)
+        self.finalize()
+        if progress:
+            progress(1.0)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        hidden: torch.Tensor | None = None,
+        needed_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Map input_ids and positions `[T]` to hidden states `[T, H]`, or to those of `needed_rows`."""
+        layers = iter(self.attention)
+
+        def attend(
+            module: nn.Module,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            scaling: float | None,
+            others: dict[str, Any],
+        ) -> torch.Tensor:
+            layer = next(layers)
+            layer.sinks = others.get("s_aux")
+            q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (q, k, v))
+            return layer(q, k, v, attn[layer.cache_group]).view(1, len(q), layer.num_heads, -1)
+
+        with attending(attend):
+            out = base_of(self.inner)(
+                input_ids=input_ids[None].long(), position_ids=positions[None], use_cache=False
+            ).last_hidden_state[0]
+        return out if needed_rows is None else out[needed_rows]
+
+    def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        """Map hidden `[S, H]` to `[S, vocab_size]` float32."""
+        base_of(self._head).hidden = hidden[None]
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)  # some models look at their shape
+        return self._head(input_ids=ids, use_cache=False).logits[0].float()
+
+    def largest(self, hidden: torch.Tensor) -> None:
+        """The argmax of `logits`: not faster than computing them."""
+        return None
+
+    def use(self, ops: Ops) -> None:
+        """Switch to a platform's operations. Call `finalize` afterwards if the weights are loaded."""
+        self.ops = ops
+        for module in self.modules():
+            if module is not self and isinstance(module, Linear):
+                module.use(ops)
+
+    def finalize(self) -> None:
+        """Give loaded weights to the platform's own methods."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.finalize()
+
+
+class _Output(tuple[torch.Tensor]):
+    """Hidden states as a model's output, whose other fields are None."""
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Given(nn.Module):
+    """Stands for the layers of a model whose `hidden` states are known."""
+
+    hidden: torch.Tensor
+
+    def forward(self, *args: Any, **options: Any) -> _Output:
+        return _Output((self.hidden,))
+
+    @property
+    def decoder(self) -> _Given:  # some models call a part of theirs
+        return self
+
+
+def _head_of(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """`model` without its layers: it computes logits, in its family's way, from given hidden states."""
+    head = copy.copy(model)
+    head._modules = dict(model._modules) | {model.base_model_prefix: _Given()}
+    return head
+
+
+class SwappedLinear(Linear):
+    """A linear layer of transformers with one of our methods."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, method: LinearMethod):
+        super().__init__(weight.shape[1], weight.shape[0], False, method, weight)
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(self, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+def swap_linears(model: nn.Module, weights: WeightFormat) -> None:
+    """Replace the linear layers of `model`, whose weights are kept."""
+    for path, parent in model.named_modules():
+        for name, layer in parent.named_children():
+            prefix = f"{path}.{name}".removeprefix(".")
+            if type(layer) is nn.Linear:
+                weight = layer.weight
+            elif type(layer) is Conv1D:
+                weight = nn.Parameter(layer.weight.t().contiguous(), requires_grad=False)
+            else:
+                continue
+            method = weights.head(prefix) if name == "lm_head" else weights.linear(prefix)
+            setattr(parent, name, SwappedLinear(weight, layer.bias, method))
