@@ -101,6 +101,8 @@ class Compiler:
         while found and attempts > 0:
             found = False
             for step, child in children(schema):
+                if not isinstance(child, dict):
+                    continue
                 attempts -= 1
                 inner = self._error(to_lark(_alone(structure, child, definitions), {}, self.vocabulary.eos_ids))
                 if inner is not None:
@@ -109,9 +111,8 @@ class Compiler:
         return f"at {path}: {error}"
 
 
-def _alone(structure: Structure, schema: Any, definitions: dict[str, Any]) -> Structure:
-    whole = {**schema, "$defs": definitions} if isinstance(schema, dict) else schema
-    return msgspec.structs.replace(structure, value=whole, after=None)
+def _alone(structure: Structure, schema: dict[str, Any], definitions: dict[str, Any]) -> Structure:
+    return msgspec.structs.replace(structure, value={**schema, "$defs": definitions}, after=None)
 
 
 def main() -> None:

@@ -159,6 +159,16 @@ def test_the_place_of_what_only_the_library_finds():
         accepts(Structure(kind="json_schema", value=schema), "")
 
 
+def test_the_place_is_looked_for_beside_subschemas_without_a_value():
+    schema = {
+        "type": "object",
+        "properties": {"a": False, "b": {"allOf": [{"const": 1}, {"const": 2}]}},
+        "required": ["b"],
+    }
+    with pytest.raises(ValueError, match="at #/properties/b: Unsatisfiable"):
+        accepts(Structure(kind="json_schema", value=schema), "")
+
+
 def test_depth_and_size_are_bounded():
     deep: dict = {}
     for _ in range(100):
