@@ -19,7 +19,7 @@ $(SERVE_STAMP): pyproject.toml constraints.txt
 
 # Additional packages for tests and lint: pytest, ray, triton and others, over a gigabyte.
 $(DEV_STAMP): $(SERVE_STAMP)
-	@$(PYTHON) tools/install.py $(VENV) dev
+	@$(PYTHON) tools/install.py $(VENV) dev,clients
 	@touch $@
 
 serve: $(SERVE_STAMP)
