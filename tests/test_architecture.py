@@ -152,6 +152,10 @@ def test_generation_knows_no_dialect_and_dialects_not_each_other():
         assert not [str(found) for found in select(f"quire.server.api.{dialect}", of=others)]
 
 
+def test_parsers_know_only_text():
+    assert not outside("quire.server.parsers")
+
+
 @pytest.mark.parametrize("name", ["torch", "transformers", "numpy"])
 def test_the_server_and_the_contracts_load_no_tensors(name):
     torch_free = "quire.configs", "quire.server", "quire.engine.messages", "quire.worker.messages"
