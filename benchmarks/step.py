@@ -3,7 +3,7 @@ of them.
 
     python benchmarks/step.py MODEL [--loads 1x128 8x128 32x128 1024] [--rounds N] [--threads N] [--quantization
     int8|int4] [--temperature T] [--deterministic | --no-deterministic] [--in-turn]
-                                    [--cpu-time]
+                                    [--cpu-time] [--cpu-level LEVEL]
 
 A load is a prompt of that many tokens (`1024`), or requests x tokens of context that each decode one token (`32x128`).
 Prints the median step in milliseconds, the share of each kernel, and what is left for Python and torch. All layers are
@@ -130,10 +130,11 @@ def main() -> int:
     parser.add_argument(
         "--cpu-time", action="store_true", help="count the CPU time of this process only; use it with one thread"
     )
+    parser.add_argument("--cpu-level", default="auto", help="as for `quire serve`")
     args = parser.parse_args()
     clock = time.thread_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)  # read by the kernels when they are loaded
-    if not KERNELS.load(background=False):
+    if not KERNELS.load(background=False, level=args.cpu_level):
         parser.error(KERNELS.status)
     KERNELS.lib = timed = Timed(KERNELS.lib, clock)
     config = Config.from_flat(
@@ -146,6 +147,7 @@ def main() -> int:
         max_num_batched_tokens=2048,
         quantization=args.quantization,
         deterministic=args.deterministic,
+        cpu_level=args.cpu_level,
     )
     worker = Worker(config)
     worker.initialize(lambda phase, fraction: None)

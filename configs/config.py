@@ -89,9 +89,10 @@ class ModelConfig:
         "auto",
         (
             "how an embedding model makes one vector of a prompt (auto: as the model's modules.json says, or the last "
-            "token for models without an output head; none: serve no embeddings)"
+            "token for models without an output head; none: serve no embeddings; yes-no: rerank by the logit of the "
+            "token yes over that of no)"
         ),
-        choices=("auto", "none", "lasttoken", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean"),
+        choices=("auto", "none", "yes-no", "lasttoken", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean"),
     )
     load_format: str = opt(
         "auto", "safetensors reads the files; dummy makes random weights", choices=("auto", "safetensors", "dummy")

@@ -39,6 +39,9 @@ from quire.server.api.openai.protocol import (
     TokenizeResponse,
 )
 from quire.server.api.openai.translate import conversation
+from quire.server.api.pooling import protocol as pooling
+from quire.server.api.pooling.classify import classify, pool
+from quire.server.api.pooling.score import rerank, score
 from quire.server.error_shapes import body_of, internal_body, shaped
 from quire.server.errors import (
     ApiError,
@@ -117,6 +120,26 @@ async def complete(request: Request) -> Response:
 async def embed(request: Request) -> Response:
     """Embeddings of one or several texts."""
     return await embeddings(request, request.app.state.server)
+
+
+async def score_pairs(request: Request) -> Response:
+    """Scores of pairs of texts."""
+    return await score(request, request.app.state.server)
+
+
+async def rerank_documents(request: Request) -> Response:
+    """Documents in the order of their relevance to a query."""
+    return await rerank(request, request.app.state.server)
+
+
+async def classify_texts(request: Request) -> Response:
+    """The probabilities of a classifier's labels."""
+    return await classify(request, request.app.state.server)
+
+
+async def pool_texts(request: Request) -> Response:
+    """Embeddings or a classifier's outputs, as plain vectors."""
+    return await pool(request, request.app.state.server)
 
 
 async def models(request: Request) -> Response:
@@ -315,6 +338,13 @@ ROUTES = [
     ("/v1/chat/completions", chat, ["POST"], ChatCompletionRequest, ChatCompletion),
     ("/v1/completions", complete, ["POST"], CompletionRequest, Completion),
     ("/v1/embeddings", embed, ["POST"], EmbeddingRequest, EmbeddingList),
+    ("/v1/score", score_pairs, ["POST"], pooling.ScoreRequest, pooling.ScoreList),
+    ("/score", score_pairs, ["POST"], pooling.ScoreRequest, pooling.ScoreList),
+    ("/v1/rerank", rerank_documents, ["POST"], pooling.RerankRequest, pooling.RerankList),
+    ("/v2/rerank", rerank_documents, ["POST"], pooling.RerankRequest, pooling.RerankList),
+    ("/rerank", rerank_documents, ["POST"], pooling.RerankRequest, pooling.RerankList),
+    ("/classify", classify_texts, ["POST"], pooling.ClassifyRequest, pooling.ClassificationList),
+    ("/pooling", pool_texts, ["POST"], pooling.PoolingRequest, pooling.PoolingList),
     ("/v1/models", models, ["GET", "HEAD"], None, ModelList),
     ("/v1/models/{model_id:path}", model, ["GET", "HEAD"], None, ModelCard),
     ("/v1/files", _with_state(files.create_file), ["POST"], files.UPLOAD, files.FileObject),

@@ -38,6 +38,74 @@ def build_embedder(
     return str(folder)
 
 
+def build_classifier(folder: Path, labels: list[str], name: str = "qwen3", **overrides: Any) -> str:
+    """The decoder `name` with a classifier in place of its output head."""
+    import torch
+    import transformers
+
+    source = folder.with_name(folder.name + "-lm")
+    build_checkpoint(name, source, **overrides)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        source, num_labels=len(labels), id2label=dict(enumerate(labels)), pad_token_id=0
+    )
+    model.score.weight.data = torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(1)) / 8
+    model.save_pretrained(folder)
+    for path in source.glob("*token*"):
+        shutil.copy(path, folder)
+    end_with_eos(folder)
+    return str(folder)
+
+
+RERANK_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}<Instruct>: {{ message.content }}{% endif %}"
+    "{% if message.role == 'query' %}<Query>: {{ message.content }}{% endif %}"
+    "{% if message.role == 'document' %}<Document>: {{ message.content }}{% endif %}{% endfor %}<|im_end|>"
+)
+
+
+def build_reranker(folder: Path) -> str:
+    """A language model that reranks by the logits of two tokens, with sentence-transformers' modules.json and a chat
+    template for a query and a document.
+    """
+    build_checkpoint("qwen3", folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"chat_template": RERANK_TEMPLATE}
+    path.write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(RERANK_TEMPLATE)
+    kinds = ["base.modules.transformer.Transformer", "cross_encoder.modules.logit_score.LogitScore"]
+    modules = [
+        {"idx": i, "name": str(i), "path": "1_LogitScore" if i else "", "type": f"sentence_transformers.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    config = {"model_type": "CrossEncoder", "prompts": {"web": "Judge by the web."}, "default_prompt_name": "web"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(config))
+    formats = {"text": {"method": "forward", "method_output_name": "logits"}}
+    formats["message"] = formats["text"] | {"format": "flat"}
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps(
+            {
+                "transformer_task": "text-generation",
+                "modality_config": formats,
+                "module_output_name": "causal_logits",
+            }
+        )
+    )
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": 100, "false_token_id": 200}))
+    return str(folder)
+
+
+def reference_logits(folder: str, prompts: list[list[int]]):
+    """The logits of transformers' classifier for each prompt alone, `[n, num_labels]`."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        return torch.cat([model(torch.tensor([prompt])).logits for prompt in prompts])
+
+
 def end_with_eos(folder: Path) -> None:
     """Let the tokenizer put one token after every text, as those of embedding models do."""
     from tokenizers import Tokenizer, processors

@@ -103,6 +103,8 @@ class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     labels: list[str] = []  # of the classifier
     activation: str = "softmax"  # of the classifier by default: softmax, sigmoid or identity
     generates: bool = True  # whether the model can also generate text
+    template: bool = False  # a cross-encoder whose chat template joins a query and a document
+    prompt: str = ""  # precedes every text by default; with `template` it is a system message
 
     @property
     def reads_all(self) -> bool:

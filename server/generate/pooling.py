@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.engine.messages import AddRequest, EngineOutput, PoolingInfo, PoolingParams, SamplingParams
 from quire.server.engines.client import OutputStream
@@ -32,8 +32,8 @@ class PoolingSpec:
     """One vector for each prompt. `prompt_param` is the field that the client knows, for error messages."""
 
     request_id: str
-    prompts: list[str] | list[list[int]]
-    params: PoolingParams
+    prompts: list[str] | list[list[int]] = field(default_factory=list)
+    params: PoolingParams = PoolingParams()
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # -1: to the context length
     truncation_side: str = "right"
@@ -83,15 +83,16 @@ def prepare(spec: PoolingSpec, state: ServerState) -> list[GenerationRequest]:
     prompts, model, param = spec.prompts, state.model, spec.prompt_param
     if len(prompts) > MAX_PROMPTS:
         raise BadRequest(f"{param}: {len(prompts)} prompts are more than {MAX_PROMPTS}.", param=param)
-    size = _truncated_size(spec, model)
+    size = truncated_size(spec, model)
     if isinstance(prompts[0], str):
         prompts = _encode(spec, prompts, state, size)
     elif size is not None:
         prompts = [_cut(ids, size, spec.truncation_side) for ids in prompts]
-    return [_request(spec, ids, model) for ids in prompts]
+    return [to_request(spec, ids, model) for ids in prompts]
 
 
-def _truncated_size(spec: PoolingSpec, model: ModelInfo) -> int | None:
+def truncated_size(spec: PoolingSpec, model: ModelInfo) -> int | None:
+    """The number of tokens to which prompts are cut; None: they are not. Raises BadRequest."""
     size = spec.truncate_prompt_tokens
     if size is not None and (size == 0 or size > model.max_model_len):
         raise BadRequest(
@@ -104,6 +105,8 @@ def _truncated_size(spec: PoolingSpec, model: ModelInfo) -> int | None:
 def _encode(spec: PoolingSpec, texts: Sequence[str], state: ServerState, size: int | None) -> list[list[int]]:
     """Token ids of each text. A text is truncated between its special tokens, as Hugging Face's tokenizers do."""
     special, param = spec.add_special_tokens, spec.prompt_param
+    if prompt := state.model.pooling.prompt:
+        texts = [prompt + text for text in texts]
     if size is None:
         return encode_texts(texts, state, special, param)
     encoded = encode_texts(texts, state, special, param, may_truncate=True)
@@ -135,7 +138,8 @@ def _cut(ids: list[int], size: int, side: str) -> list[int]:
     return ids[:size] if side == "right" else ids[-size:]
 
 
-def _request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> GenerationRequest:
+def to_request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> GenerationRequest:
+    """The request for one prompt. Raises BadRequest."""
     param = spec.prompt_param
     if not ids:
         raise BadRequest(f"{param} must not be empty.", param=param)

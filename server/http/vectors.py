@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
@@ -68,6 +69,20 @@ def admit(request: Request, body: VectorFields, state: ServerState, prefix: str)
     return prefix + request_options.request_id(request, body.request_id)
 
 
+def to_spec(request: Request, body: VectorFields, request_id: str, param: str) -> PoolingSpec:
+    """What the fields of `body` say about its prompts, which are in its field `param`."""
+    return PoolingSpec(
+        request_id=request_id,
+        add_special_tokens=body.add_special_tokens is not False,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "right",
+        priority=request_options.priority(request, body.priority),
+        cache_salt=body.cache_salt,
+        tenant=request.scope.get("tenant"),
+        prompt_param=param,
+    )
+
+
 def to_requests(
     request: Request,
     body: VectorFields,
@@ -80,18 +95,8 @@ def to_requests(
     """The requests for the engine. Runs in a thread. Raises BadRequest naming the field `param` that holds the prompts,
     or another.
     """
-    spec = PoolingSpec(
-        request_id=request_id,
-        prompts=prompts,
-        params=params,
-        add_special_tokens=body.add_special_tokens is not False,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        truncation_side=body.truncation_side or "right",
-        priority=request_options.priority(request, body.priority),
-        cache_salt=body.cache_salt,
-        tenant=request.scope.get("tenant"),
-        prompt_param=param,
-    )
+    spec = to_spec(request, body, request_id, param)
+    spec.prompts, spec.params = prompts, params
     return pooling.prepare(spec, state)
 
 
@@ -141,3 +146,10 @@ class VectorUsage(msgspec.Struct):
 def answer_size(vectors: Sequence[Vector]) -> int:
     """The work of writing the vectors down, for `Threads.run`."""
     return sum(len(vector.data) for vector in vectors)
+
+
+def written(vector: Vector, encoding_format: str) -> list[float] | str:
+    """A vector in JSON: numbers, or base64 of little-endian float32."""
+    if encoding_format == "base64":
+        return base64.b64encode(vector.data).decode("ascii")
+    return vector.values.tolist()

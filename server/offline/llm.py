@@ -30,12 +30,14 @@ from quire.server.api.openai.structure import from_options
 from quire.server.api.openai.tools import Tools, tools_of
 from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS, template_message
 from quire.server.errors import ApiError, BadRequest
-from quire.server.generate import deltas
+from quire.server.generate import deltas, pooling
 from quire.server.generate.generation import Generation, GenerationRequest
+from quire.server.generate.pooling import Vector
 from quire.server.generate.prepare import prepare
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.tools import Tool, ToolChoice
 from quire.server.http.parse_body import bad_request
+from quire.server.offline import pooled
 from quire.server.startup.runtime import Runtime
 from quire.server.structured.service import constrain
 from quire.server.structured.structure import Structure
@@ -244,6 +246,36 @@ class LLM:
         ]
         return self._run(self._generate(specs, use_tqdm))
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[pooled.PooledRequestOutput]:
+        """The embedding of every prompt, in order, as `outputs.embedding`. Prompts are as for `generate`, all texts or
+        all token ids. `normalize=None` is the model's default; `dimensions` keeps the first ones.
+
+        Raises ValueError for an invalid prompt or parameter, or a model that makes no embeddings.
+        """
+        return self._run(self._embed(_plain(prompts), dimensions, normalize, truncate_prompt_tokens))
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[pooled.PooledRequestOutput]:
+        """The probabilities of a classifier's labels for every prompt, as `outputs.probs`. Raises as `embed` does."""
+        return self._run(self._classify(_plain(prompts), truncate_prompt_tokens))
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
+    ) -> list[pooled.PooledRequestOutput]:
+        """How well each text of `data_2` answers the one of `data_1`, or the one at its place there, as
+        `outputs.score`: by a cross-encoder, else the cosine of embeddings. Raises as `embed` does.
+        """
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        return self._run(self._score(first, second, truncate_prompt_tokens))
+
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; returns False if running requests use them."""
         return self._run(self._runtime.state.client.call("reset_prefix_cache"))
@@ -328,6 +360,40 @@ class LLM:
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
+
+    async def _embed(
+        self,
+        prompts: list[str] | list[list[int]],
+        dimensions: int | None,
+        normalize: bool | None,
+        truncate_prompt_tokens: int | None,
+    ) -> list[pooled.PooledRequestOutput]:
+        state = self._runtime.state
+        requests = pooled.embedding_requests(
+            self._next_id(), prompts, state, dimensions, normalize, truncate_prompt_tokens
+        )
+        return pooled.embedding_outputs(requests, await self._vectors(requests))
+
+    async def _classify(
+        self, prompts: list[str] | list[list[int]], truncate_prompt_tokens: int | None
+    ) -> list[pooled.PooledRequestOutput]:
+        state = self._runtime.state
+        requests = pooled.classification_requests(self._next_id(), prompts, state, truncate_prompt_tokens)
+        activation = state.model.pooling.activation
+        return pooled.classification_outputs(requests, await self._vectors(requests), activation)
+
+    async def _score(
+        self, first: list[str], second: list[str], truncate_prompt_tokens: int | None
+    ) -> list[pooled.PooledRequestOutput]:
+        found = pooled.scoring(self._next_id(), first, second, self._runtime.state, truncate_prompt_tokens)
+        return pooled.scoring_outputs(found, await self._vectors(found.requests))
+
+    async def _vectors(self, requests: list[GenerationRequest]) -> list[Vector]:
+        self._runtime.require_alive()
+        return await pooling.run(self._runtime.state, requests)
+
+    def _next_id(self) -> str:
+        return str(next(self._ids))
 
     async def _one(self, spec: GenerationSpec, request: GenerationRequest, progress: _Progress) -> RequestOutput:
         generation = Generation(self._runtime.state.client, self.tokenizer, request)
@@ -468,6 +534,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     prompts = list(prompts)
     return [prompts] if prompts and all(isinstance(item, int) for item in prompts) else prompts
+
+
+def _plain(prompts: Prompt | Sequence[Prompt]) -> list[str] | list[list[int]]:
+    """Prompts that are all texts, or all token ids. Raises ValueError."""
+    plain = [_prompt_and_salt(prompt)[0] for prompt in _as_list(prompts)]
+    if not plain or len({type(prompt) for prompt in plain}) != 1:
+        raise ValueError("prompts: give texts, or lists of token ids, at least one; not both")
+    return plain
 
 
 def _prompt_and_salt(prompt: Prompt) -> tuple[str | list[int], str | None]:

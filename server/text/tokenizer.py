@@ -104,6 +104,18 @@ class Tokenizer:
         except TypeError as error:
             raise ValueError("the text is not valid Unicode: it has unpaired surrogates") from error
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], add_special_tokens: bool = True
+    ) -> list[tuple[list[int], list[int | None]]]:
+        """The ids of each pair of texts, joined as the model expects, and for each id the text, 0 or 1, it is of; None
+        for special tokens. Raises as `encode` does.
+        """
+        try:
+            encodings = self._backend.encode_batch(list(pairs), add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise ValueError("the text is not valid Unicode: it has unpaired surrogates") from error
+        return [(encoding.ids, encoding.sequence_ids) for encoding in encodings]
+
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
@@ -427,6 +439,19 @@ class _PythonTokenizer:
     def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[_Encoding]:
         return [_Encoding(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
 
+    def encode_batch(self, pairs: list[tuple[str, str]], add_special_tokens: bool) -> list[_Encoding]:
+        encodings = []
+        for first, second in pairs:
+            plain = [self._tokenizer.encode(text, add_special_tokens=False) for text in (first, second)]
+            build, mask = self._tokenizer.build_inputs_with_special_tokens, self._tokenizer.get_special_tokens_mask
+            if not add_special_tokens:
+                encodings.append(_Encoding(plain[0] + plain[1], [0] * len(plain[0]) + [1] * len(plain[1])))
+                continue
+            texts = iter([0] * len(plain[0]) + [1] * len(plain[1]))
+            sequence_ids = [None if special else next(texts) for special in mask(*plain)]
+            encodings.append(_Encoding(build(*plain), sequence_ids))
+        return encodings
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -454,5 +479,5 @@ class _PythonTokenizer:
 
 
 class _Encoding:
-    def __init__(self, ids: list[int]):
-        self.ids = ids
+    def __init__(self, ids: list[int], sequence_ids: list[int | None] | None = None):
+        self.ids, self.sequence_ids = ids, sequence_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from array import array
 
 import openai
@@ -148,3 +149,13 @@ def test_metrics_count_the_prompts(embedder):
 def count(server, name: str) -> float:
     lines = server.http.get("/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def test_a_default_prompt_precedes_texts(tmp_path):
+    folder = build_embedder("qwen3", tmp_path / "model", mode="mean")
+    (tmp_path / "model" / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": {"query": "Find: "}, "default_prompt_name": "query"})
+    )
+    with running_server(folder, distributed_executor_backend="uniproc", kv_cache_memory_bytes=64 << 20) as running:
+        found = vectors(embed(running.wait_ready(120), TEXTS))
+    torch.testing.assert_close(found, reference_embeddings(folder, TEXTS), rtol=1e-5, atol=1e-5)

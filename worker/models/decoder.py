@@ -184,6 +184,9 @@ class CausalLM(ConfigReader, nn.Module):
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """Map pooled hidden states `[P, H]` float32 to the classifier's logits `[P, num_labels]` float32."""
+        if tokens := self.pooler.score_tokens:
+            chosen = self.logits(pooled.to(self.dtype))[:, list(tokens)]
+            return chosen[:, :1] - chosen[:, 1:].sum(1, keepdim=True)
         return torch.nn.functional.linear(pooled, self.score.weight.float())
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:

@@ -47,11 +47,16 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True)
 class PoolingSpec:
-    """`methods` are concatenated, in this order."""
+    """`methods` are concatenated, in this order. The score of a reranker that is a language model is the logit of the
+    first of `score_tokens`, minus that of the second.
+    """
 
     methods: tuple[str, ...] = ("lasttoken",)
     dense: tuple[DenseSpec, ...] = ()
     normalize: bool = True
+    score_tokens: tuple[int, ...] = ()
+    prompt: str = ""  # the default one
+    activation: str | None = None  # of a classifier; None: by config.json
     reason: str = "default of the architecture"
 
 
@@ -63,16 +68,18 @@ def read_pooling(folder: str, spec: ModelSpec, asked: str = "auto") -> PoolingSp
     """
     if asked == "none":
         return None
+    if asked == "yes-no":
+        return PoolingSpec(score_tokens=_token_ids(Path(folder), "yes", "no"), reason="as requested")
     found = _read_modules(Path(folder)) if Path(folder, "modules.json").is_file() else None
     if asked != "auto":
         dense, normalize = (found.dense, found.normalize) if found else ((), True)
-        return PoolingSpec((asked,), dense, normalize, "as requested")
+        return PoolingSpec((asked,), dense, normalize, reason="as requested")
     return found or (None if spec.has_lm_head else PoolingSpec())
 
 
 def _read_modules(folder: Path) -> PoolingSpec:
     modules = _json(folder / "modules.json")
-    methods, dense, normalize = None, [], False
+    methods, dense, normalize, score_tokens = None, [], False, ()
     for module in sorted(modules, key=lambda module: module["idx"]):
         kind, path = module["type"].rpartition(".")[2], folder / module["path"]
         match kind:
@@ -84,12 +91,39 @@ def _read_modules(folder: Path) -> PoolingSpec:
                 dense.append(_dense(path))
             case "Normalize":
                 normalize = True
+            case "LogitScore":
+                config = _json(path / "config.json")
+                ids = config["true_token_id"], config.get("false_token_id")
+                score_tokens = tuple(token_id for token_id in ids if token_id is not None)
             case _:
                 raise ValueError(
                     f"modules.json: the step {kind!r} is not supported; supported: Transformer, Pooling, Dense, "
-                    "Normalize"
+                    "Normalize, LogitScore"
                 )
-    return PoolingSpec(methods or ("lasttoken",), tuple(dense), normalize, "modules.json")
+    path = folder / "config_sentence_transformers.json"
+    config = _json(path) if path.is_file() else {}
+    prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name"), "")
+    return PoolingSpec(
+        methods or ("lasttoken",),
+        tuple(dense),
+        normalize,
+        score_tokens,
+        prompt,
+        config.get("activation_fn"),
+        "modules.json",
+    )
+
+
+def _token_ids(folder: Path, *tokens: str) -> tuple[int, ...]:
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"--pooling yes-no needs {path}")
+    ids = tuple(map(Tokenizer.from_file(str(path)).token_to_id, tokens))
+    if None in ids:
+        raise ValueError(f"--pooling yes-no: the tokenizer lacks the token {tokens[ids.index(None)]!r}")
+    return ids
 
 
 def _methods(config: dict[str, Any]) -> tuple[str, ...]:
@@ -129,7 +163,7 @@ class Pooler(nn.Module):
 
     def __init__(self, pooling: PoolingSpec, hidden_size: int, device: torch.device) -> None:
         super().__init__()
-        self.methods = pooling.methods
+        self.methods, self.score_tokens = pooling.methods, pooling.score_tokens
         self.num_dimensions = pooling.dense[-1].out_features if pooling.dense else hidden_size * len(pooling.methods)
         self.dense = nn.Sequential(*[layer for dense in pooling.dense for layer in _load_dense(dense, device)])
 
@@ -194,22 +228,26 @@ def _load_dense(dense: DenseSpec, device: torch.device) -> list[nn.Module]:
 
 def pooling_info(pooling: PoolingSpec, pooler: Pooler, spec: ModelSpec) -> PoolingInfo:
     """What the server needs to know."""
-    labels = spec.labels
+    labels = ["LABEL_0"] if pooling.score_tokens else spec.labels
     return PoolingInfo(
         ["classify"] if labels else ["embed"],
         "+".join(pooling.methods),
         pooler.num_dimensions,
         pooling.normalize,
         labels,
-        _activation(spec.raw, len(labels)),
+        _activation(spec.raw, len(labels), pooling.activation),
         spec.has_lm_head,
+        bool(pooling.score_tokens),
+        pooling.prompt,
     )
 
 
-def _activation(raw: dict[str, Any], num_labels: int) -> str:
+def _activation(raw: dict[str, Any], num_labels: int, chosen: str | None) -> str:
     """The activation that sentence-transformers and transformers apply to the logits of a classifier by default."""
-    chosen = (raw.get("sentence_transformers") or {}).get("activation_fn") or raw.get(
-        "sbert_ce_default_activation_function"
+    chosen = (
+        chosen
+        or (raw.get("sentence_transformers") or {}).get("activation_fn")
+        or raw.get("sbert_ce_default_activation_function")
     )
     by_problem = {"regression": "identity", "multi_label_classification": "sigmoid"}
     default = by_problem.get(raw.get("problem_type") or "", "sigmoid" if num_labels == 1 else "softmax")

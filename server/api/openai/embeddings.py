@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from typing import Annotated, ClassVar, Literal
 
@@ -13,7 +12,7 @@ from starlette.responses import Response
 
 from quire.server.generate.generation import GenerationRequest
 from quire.server.generate.limits import Text
-from quire.server.generate.pooling import Vector, embed_params
+from quire.server.generate.pooling import embed_params
 from quire.server.http import sse
 from quire.server.http.read_body import take
 from quire.server.http.vectors import (
@@ -25,6 +24,7 @@ from quire.server.http.vectors import (
     prompts_of,
     to_requests,
     vectors,
+    written,
 )
 from quire.server.state import ServerState
 
@@ -70,12 +70,11 @@ async def embeddings(request: Request, state: ServerState) -> Response:
 
     body, request_id, requests = await take(request, EmbeddingRequest, state, prepare)
     found = await vectors(request, state, requests, "input")
-    write = _base64 if body.encoding_format == "base64" else _floats
 
     def answer() -> Response:
         return sse.JsonResponse(
             EmbeddingList(
-                data=[Embedding(i, write(vector)) for i, vector in enumerate(found)],
+                data=[Embedding(i, written(vector, body.encoding_format or "float")) for i, vector in enumerate(found)],
                 model=state.names[0],
                 usage=VectorUsage.of(found),
                 id=request_id,
@@ -84,11 +83,3 @@ async def embeddings(request: Request, state: ServerState) -> Response:
         )
 
     return await state.threads.run(answer_size(found), answer)
-
-
-def _base64(vector: Vector) -> str:
-    return base64.b64encode(vector.data).decode("ascii")
-
-
-def _floats(vector: Vector) -> list[float]:
-    return vector.values.tolist()

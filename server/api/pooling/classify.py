@@ -1,0 +1,96 @@
+"""POST /classify and /pooling: a classifier's outputs, and vectors as they are."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.messages import PoolingParams
+from quire.server.api.pooling.protocol import (
+    Classification,
+    ClassificationList,
+    ClassifyRequest,
+    PooledData,
+    PoolingList,
+    PoolingRequest,
+)
+from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.pooling import Vector, embed_params, require_task
+from quire.server.generate.scoring import activated
+from quire.server.http import sse
+from quire.server.http.read_body import take
+from quire.server.http.vectors import VectorUsage, admit, answer_size, prompts_of, to_requests, vectors, written
+from quire.server.state import ServerState
+
+
+async def classify(request: Request, state: ServerState) -> Response:
+    """Raises ApiError."""
+
+    def prepare(body: ClassifyRequest) -> tuple[ClassifyRequest, str, list[GenerationRequest]]:
+        request_id = admit(request, body, state, "classify-")
+        require_task(state.model, "classify")
+        prompts, params = prompts_of(body.input, "input"), PoolingParams("classify")
+        return body, request_id, to_requests(request, body, state, request_id, prompts, params, "input")
+
+    body, request_id, requests = await take(request, ClassifyRequest, state, prepare)
+    found = await vectors(request, state, requests, "input")
+    labels = state.model.pooling.labels
+
+    def answer() -> Response:
+        data = []
+        for i, vector in enumerate(found):
+            probs = _outputs(vector, state, body.use_activation)
+            data.append(Classification(i, labels[probs.index(max(probs))], probs, len(probs)))
+        return sse.JsonResponse(
+            ClassificationList(
+                id=request_id, created=int(time.time()), model=state.names[0], data=data, usage=VectorUsage.of(found)
+            )
+        )
+
+    return await state.threads.run(answer_size(found), answer)
+
+
+async def pool(request: Request, state: ServerState) -> Response:
+    """Raises ApiError."""
+
+    def prepare(body: PoolingRequest) -> tuple[PoolingRequest, str, list[GenerationRequest]]:
+        request_id = admit(request, body, state, "pool-")
+        prompts = prompts_of(body.input, "input")
+        return body, request_id, to_requests(request, body, state, request_id, prompts, _params(body, state), "input")
+
+    body, request_id, requests = await take(request, PoolingRequest, state, prepare)
+    found = await vectors(request, state, requests, "input")
+
+    def answer() -> Response:
+        classifies = requests[0].pooling.task == "classify"
+        data = [
+            PooledData(
+                i,
+                _outputs(vector, state, body.use_activation)
+                if classifies
+                else written(vector, body.encoding_format or "float"),
+            )
+            for i, vector in enumerate(found)
+        ]
+        return sse.JsonResponse(
+            PoolingList(
+                id=request_id, created=int(time.time()), model=state.names[0], data=data, usage=VectorUsage.of(found)
+            )
+        )
+
+    return await state.threads.run(answer_size(found), answer)
+
+
+def _params(body: PoolingRequest, state: ServerState) -> PoolingParams:
+    pooling = state.model.pooling
+    task = body.task or (pooling.tasks[0] if pooling is not None else "embed")
+    if task == "classify":
+        require_task(state.model, "classify")
+        return PoolingParams("classify")
+    return embed_params(state.model, body.dimensions, body.normalize)
+
+
+def _outputs(vector: Vector, state: ServerState, use_activation: bool | None) -> list[float]:
+    return activated(vector.values, "identity" if use_activation is False else state.model.pooling.activation)

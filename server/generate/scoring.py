@@ -1,0 +1,134 @@
+"""How well documents answer queries: by a cross-encoder, which reads both together, or as the cosine of embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import mul
+
+from quire.engine.messages import PoolingInfo, PoolingParams
+from quire.server.errors import BadRequest
+from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.limits import MAX_PROMPTS
+from quire.server.generate.pooling import PoolingSpec, Vector, embed_params, prepare, to_request, truncated_size
+from quire.server.state import ServerState
+
+_MAX_CUTS = 4  # attempts to fit a rendered pair into its limit
+
+
+@dataclass(slots=True)
+class Scoring:
+    """The requests from whose vectors scores follow: one per pair for a cross-encoder, else one per text; `pairs` are
+    then (query, document) as indices of requests.
+    """
+
+    requests: list[GenerationRequest]
+    pairs: list[tuple[int, int]] | None = None
+    activation: str = "identity"
+
+    def scores(self, vectors: Sequence[Vector]) -> list[float]:
+        """One score per pair, from the vectors of all requests."""
+        values = [vector.values for vector in vectors]
+        if self.pairs is None:
+            return [activated(logits, self.activation)[0] for logits in values]
+        return [sum(map(mul, values[query], values[document])) for query, document in self.pairs]
+
+
+def prepare_scoring(
+    spec: PoolingSpec, pairs: Sequence[tuple[str, str]], state: ServerState, use_activation: bool | None = None
+) -> Scoring:
+    """Runs in a thread. `spec` has neither prompts nor parameters yet. Raises BadRequest naming the parameter."""
+    if len(pairs) > MAX_PROMPTS:
+        raise BadRequest(
+            f"{spec.prompt_param}: {len(pairs)} pairs are more than {MAX_PROMPTS}.", param=spec.prompt_param
+        )
+    pooling = state.model.pooling
+    if pooling is not None and "classify" in pooling.tasks:
+        return _cross_encoder(spec, pairs, state, pooling, use_activation)
+    spec.params = embed_params(state.model, None, True)
+    spec.prompts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    index = {text: i for i, text in enumerate(spec.prompts)}
+    return Scoring(prepare(spec, state), [(index[query], index[document]) for query, document in pairs])
+
+
+def _cross_encoder(
+    spec: PoolingSpec,
+    pairs: Sequence[tuple[str, str]],
+    state: ServerState,
+    pooling: PoolingInfo,
+    use_activation: bool | None,
+) -> Scoring:
+    if len(pooling.labels) != 1:
+        raise BadRequest(
+            f"The model has {len(pooling.labels)} labels; only a classifier with one label scores pairs.", param="model"
+        )
+    spec.params = PoolingParams("classify")
+    size = truncated_size(spec, state.model)
+    if pooling.template:
+        prompts = [_rendered(spec, *pair, state, size) for pair in pairs]
+    else:
+        encoded = state.tokenizer.encode_pairs(pairs, spec.add_special_tokens)
+        prompts = [_without_end_of_document(spec, *pair, size) for pair in encoded]
+    activation = "identity" if use_activation is False else pooling.activation
+    return Scoring([to_request(spec, ids, state.model) for ids in prompts], activation=activation)
+
+
+def _without_end_of_document(
+    spec: PoolingSpec, ids: list[int], sequence_ids: list[int | None], size: int | None
+) -> list[int]:
+    """A joined pair, cut to `size` tokens by dropping tokens of the document."""
+    excess = 0 if size is None else len(ids) - size
+    if excess <= 0:
+        return ids
+    document = [i for i, text in enumerate(sequence_ids) if text == 1]
+    if excess >= len(document):
+        raise _no_room(size)
+    dropped = set(document[-excess:] if spec.truncation_side == "right" else document[:excess])
+    return [token_id for i, token_id in enumerate(ids) if i not in dropped]
+
+
+def _rendered(spec: PoolingSpec, query: str, document: str, state: ServerState, size: int | None) -> list[int]:
+    """Token ids of a pair in the model's chat template, as messages of the roles query and document. The document is
+    shortened until they are at most `size`.
+    """
+    tokenizer, prompt = state.tokenizer, state.model.pooling.prompt
+    before = [{"role": "system", "content": prompt}] if prompt else []
+    for _ in range(_MAX_CUTS):
+        try:
+            text = tokenizer.render_chat(
+                [*before, {"role": "query", "content": query}, {"role": "document", "content": document}]
+            )
+        except ValueError as error:
+            raise BadRequest(f"The model's chat template cannot render a pair: {error}.", param="model") from error
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if size is None or len(ids) <= size:
+            return ids
+        kept = tokenizer.encode(document, add_special_tokens=False)
+        room = len(kept) - (len(ids) - size)
+        if room < 1:
+            break
+        kept = kept[:room] if spec.truncation_side == "right" else kept[-room:]
+        document = tokenizer.decode(kept, skip_special_tokens=False)
+    raise _no_room(size)
+
+
+def _no_room(size: int) -> BadRequest:
+    return BadRequest(
+        f"truncate_prompt_tokens: {size} leaves no room for a document beside the query.",
+        param="truncate_prompt_tokens",
+    )
+
+
+def activated(logits: Sequence[float], activation: str) -> list[float]:
+    """The outputs of a classifier: softmax over all labels, or sigmoid or identity of each."""
+    match activation:
+        case "softmax":
+            largest = max(logits)
+            weights = [math.exp(logit - largest) for logit in logits]
+            total = sum(weights)
+            return [weight / total for weight in weights]
+        case "sigmoid":
+            return [(1 + math.tanh(logit / 2)) / 2 for logit in logits]
+        case _:
+            return list(logits)
