@@ -19,11 +19,16 @@ from quire.configs.gguf import BLOCKS, read_gguf
 from quire.configs.gguf_model import model_config
 from quire.server.startup.gguf import first_file, gguf_folder, hub_patterns
 from quire.server.text.tokenizer import Tokenizer
+from quire.worker.cpu.blocks import multiply, take_rows
+from quire.worker.cpu.fixed_order_linear import fix_order
+from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, dequantize
 from quire.worker.parallel import use_groups
+from quire.worker.platforms.cpu import CpuPlatform
 from tests.checkpoints import TEXT, build_checkpoint
 from tests.gguf_files import blocks_of, write_gguf
 from tests.worker.ranks import run_ranks, thread_groups
+from tests.worker.test_stored_weights import TEXT as IDS
 from tests.worker.test_stored_weights import load, logits_of
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -159,3 +164,50 @@ def test_the_folder_is_made_once_per_file(tmp_path):
     assert gguf_folder(str(tmp_path / "model.gguf")) == folder
     assert Path(folder, "config.json").stat().st_mtime_ns == before
     assert json.loads(Path(folder, "generation_config.json").read_text()) == {"eos_token_id": [2]}
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 33, 512), (5, 64, 768), (70, 10, 256)])
+def test_native_products(native_kernels, kind, m, n, k):
+    rng = np.random.default_rng(k)
+    blocks = torch.from_numpy(blocks_of(rng.normal(size=(n, k)).astype(np.float32), kind))
+    rows, x = Rows(blocks, kind), torch.from_numpy(rng.normal(size=(m, k)).astype(np.float32)).bfloat16()
+    x[m // 2] = 0
+    weight, bias = rows.dequantized(), torch.randn(n)
+    expected = (x.double() @ weight.double().T + bias.double()).float()
+    out = torch.full((m, n + 3), 7.0)
+    multiply(x, rows, out, bias, 2)
+    # 15 bits per entry of x
+    assert (out[:, 2:-1] - expected).norm() < 1e-4 * expected.norm()
+    assert bool((out[:, :2] == 7).all()) and bool((out[:, -1] == 7).all())
+    rounded = torch.empty(m, n, dtype=torch.bfloat16)
+    multiply(x, rows, rounded)
+    assert torch.allclose(rounded.float(), expected - bias, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+    ids = torch.tensor([n - 1, 0, n // 2])
+    assert torch.equal(take_rows(rows, ids, k), weight[ids].bfloat16())
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (values, _) in BLOCKS.items() if values == 32])
+def test_native_products_of_rows_that_end_inside_256(native_kernels, kind):
+    weight = np.random.default_rng(3).normal(size=(9, 320)).astype(np.float32)
+    rows, x = Rows(torch.from_numpy(blocks_of(weight, kind)), kind), torch.randn(3, 320).bfloat16()
+    out = torch.empty(3, 9)
+    multiply(x, rows, out)
+    expected = x.float() @ rows.dequantized().T
+    assert (out - expected).norm() < 1e-4 * expected.norm()
+    assert torch.equal(take_rows(rows, torch.arange(9), 320), rows.dequantized().bfloat16())
+
+
+@pytest.mark.parametrize(("name", "arch", "kinds"), MODELS)
+def test_models_on_native_kernels(tmp_path, native_kernels, name, arch, kinds):
+    folder, source = pair(name, tmp_path, kinds, arch, **SPECIAL.get(name, {}))
+    exact = logits_of(load(source))
+    rounding = float((logits_of(load(source, torch.bfloat16)) - exact).norm())
+    native = load(folder, torch.bfloat16, CpuPlatform().ops)
+    logits = logits_of(native)
+    assert float((logits - exact).norm()) < 1.5 * rounding
+    fix_order(native)
+    alone = torch.cat([logits_of(native, IDS[:n])[-1:] for n in (5, 12, 30)])
+    assert torch.equal(alone, logits_of(native)[[4, 11, 29]])
+    held = sum(t.nbytes for t in {t.data_ptr(): t for t in [*native.parameters(), *native.buffers()]}.values())
+    assert held < (tmp_path / "model.gguf").stat().st_size + (1 << 20)

@@ -40,7 +40,7 @@ class FixedRows:
 def fix_order(model: nn.Module) -> None:
     """Make the rows of each linear layer of `model` independent of each other. Weights must be loaded and packed."""
     for layer in model.modules():
-        if isinstance(layer, Linear):
+        if isinstance(layer, Linear) and not layer.method.fixed_order:
             method = layer.method.method if isinstance(layer.method, Reordered) else layer.method
             assert isinstance(method, (PackedMethod, NativeQuantMethod)), "not packed for the native kernels"
             method.linear = FixedRows(method.linear)

@@ -13,6 +13,7 @@ import torch
 
 from quire.worker.cpu import ops
 from quire.worker.cpu.argmax_prefilter import Int8ArgmaxPrefilter
+from quire.worker.cpu.blocks import NativeBlocksMethod
 from quire.worker.cpu.build import BuildError
 from quire.worker.cpu.experts import NativeExperts
 from quire.worker.cpu.native import KERNELS
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from quire.worker.batch.input_batch import StepTensors
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import RMSNorm
+    from quire.worker.layers.quantization.blocks import Rows
     from quire.worker.layers.quantization.int_groups import Groups
 
 
@@ -64,6 +66,9 @@ class NativeOps(Ops):
         group = groups.group if groups.scales.shape[1] > 1 else -1
         numbers = groups.values, groups.scales, offsets, groups.bits, group
         return NativeQuantMethod(layer, QuantizedLinear.from_values(*numbers, layer.bias, layer.gated))
+
+    def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod:
+        return NativeBlocksMethod(layer, parts)
 
     def packed_experts(self, experts: ListedExperts) -> NativeExperts | None:
         listed = experts.experts.values()

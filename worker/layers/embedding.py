@@ -58,6 +58,10 @@ class _SharedTable(LinearMethod):
     def __init__(self, table: _Table):
         self.table = table
 
+    @property
+    def fixed_order(self) -> bool:
+        return self.table.method.fixed_order
+
     def create_weights(self, layer: Linear) -> None:
         layer.weight = None
 

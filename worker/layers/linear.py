@@ -134,6 +134,8 @@ class LinearMethod:
     One instance may serve many layers; the layer owns the stored weights. x is `[T, in_features]`.
     """
 
+    fixed_order = False  # whether a row's result has the same bits in any batch, without `fixed_order_linear`
+
     def create_weights(self, layer: Linear) -> None:
         """Register the parameters of `layer`, uninitialised, each with its `parts`."""
         raise NotImplementedError
