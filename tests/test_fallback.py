@@ -28,7 +28,6 @@ _BASE = {
 # model type -> differences from _BASE
 FAMILIES = {
     "helium": {"head_dim": 16},  # interleaved rotary embedding
-    "arcee": {},  # squared ReLU
     "apertus": {},  # norms of q and k, xIELU
     "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "gpt_neox": {"rotary_pct": 0.5},  # attention and MLP in parallel, fused q, k and v
@@ -158,3 +157,35 @@ def test_families_that_cannot_run_are_refused_with_the_reason(model_type, tmp_pa
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"SomeForCausalLM cannot run with transformers: .*({reason})"):
         read_model_spec(str(tmp_path), "transformers")
+
+
+def test_who_computes_a_model(tmp_path):
+    from quire.worker.models import read_model_spec
+
+    def implementation(model_type: str, architecture: str, requested: str = "auto") -> str:
+        import transformers
+
+        config = transformers.CONFIG_MAPPING[model_type](**_BASE)
+        config.architectures = [architecture]
+        config.save_pretrained(tmp_path)
+        return read_model_spec(str(tmp_path), requested).implementation
+
+    assert implementation("llama", "LlamaForCausalLM") == "quire"
+    assert implementation("llama", "LlamaForCausalLM", "transformers") == "transformers"
+    assert implementation("apertus", "ApertusForCausalLM") == "transformers"
+    with pytest.raises(ValueError, match="architecture not supported: ApertusForCausalLM"):
+        implementation("apertus", "ApertusForCausalLM", "quire")
+    assert implementation("llama", "LlavaForConditionalGeneration") == "quire"  # the text part of a wrapper
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size 2 does not work .*ApertusForCausalLM"):
+        _build_on_two_ranks(tmp_path)
+
+
+def _build_on_two_ranks(folder) -> None:
+    from quire.worker.models import build_model, read_model_spec
+    from quire.worker.parallel import Group, use_groups
+
+    group = Group()
+    group.size = 2
+    build("apertus", folder)
+    with use_groups(tp=group):
+        build_model(read_model_spec(str(folder)), torch.float32, torch.device("meta"))

@@ -97,22 +97,27 @@ def family_of(raw: dict[str, Any]) -> str:
 
 
 def read_model_spec(folder: str, implementation: str = "auto") -> ModelSpec:
-    """Read `folder/config.json`. `implementation` is `--model-impl`; auto: transformers if MODELS has no architecture
-    of config.json.
+    """Read `folder/config.json`. `implementation` is `--model-impl`; auto: transformers if quire has no file for
+    the architecture in config.json.
 
     Raises:
         ValueError: config.json is missing or unreadable, names no architecture that the implementation supports, or
         needs an unsupported feature.
     """
     raw = with_quantization(read_config(folder), folder)
-    native = any(name in MODELS for name in raw.get("architectures") or [])
-    if implementation == "transformers" or (implementation == "auto" and raw.get("architectures") and not native):
+    if implementation == "transformers" or (implementation == "auto" and _is_foreign(raw)):
         from quire.worker.models.fallback_spec import read_spec  # loads transformers
 
         spec = read_spec(folder, raw)
     else:
         spec = parse_model_spec(raw)
     return spec if spec.dtype else replace(spec, dtype=dtype_of_weights(folder))
+
+
+def _is_foreign(raw: dict[str, Any]) -> bool:
+    """Whether config.json names architectures, but none that quire has a file for."""
+    names = set(raw.get("architectures") or [])
+    return bool(names) and not names & (MODELS.keys() | WRAPPERS)
 
 
 def parse_model_spec(raw: dict[str, Any]) -> ModelSpec:
