@@ -411,3 +411,23 @@ def test_stop_strings_end_calls_too(pair):
 def test_sdk_exception(pair):
     with pytest.raises(openai.BadRequestError):
         ask(pair[0], tool_choice="required")
+
+
+def test_a_generic_prompt(tmp_path):
+    """For a template that knows no tools."""
+    with scripted_server(write_folder(tmp_path, CHATML), generic_tool_prompt=True) as (server, script):
+        script.says('[{"name": "weather", "arguments": {"city": "Rom"}}, {"name": "time", "arguments": {}}]')
+        choice = ask(server, tools=TOOLS).choices[0]
+        calls = choice.message.tool_calls
+        assert [call.function.name for call in calls] == ["weather", "time"] and choice.finish_reason == "tool_calls"
+        assert json.loads(calls[0].function.arguments) == {"city": "Rom"}
+        assert json.dumps(WEATHER["function"]) in prompt(server, script)
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "4 °C"} for call in calls]
+        script.says("So.")
+        answer = ask(server, messages=[*ASK, choice.message.model_dump(exclude_none=True), *results], tools=TOOLS)
+        assert answer.choices[0].message.content == "So."
+        text = prompt(server, script)
+        assert '[{"name": "weather", "arguments": {"city": "Rom"}}, {"name": "time"' in text
+        assert "<|im_start|>user\nResult: 4 °C\nResult: 4 °C<|im_end|>" in text
+        formats = server.http.get("/server_info").json()["formats"]
+        assert formats["tool_call_parser"]["name"] == "json"
