@@ -187,12 +187,21 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": answer})
 
     def _answer(self) -> Iterator[str]:
+        """The pieces of the answer. What the model thinks before it goes to stderr."""
+        thinks = False
         with contextlib.closing(
             self.server.stream("/chat/completions", self.options | {"messages": self.messages})
         ) as chunks:
             for chunk in chunks:
                 for choice in chunk.get("choices", ()):
-                    yield choice["delta"].get("content") or ""
+                    delta = choice["delta"]
+                    if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                        thinks = True
+                        print(thought, end="", file=sys.stderr, flush=True)
+                    if text := delta.get("content"):
+                        print(end="\n\n" if thinks else "", file=sys.stderr, flush=True)
+                        thinks = False
+                        yield text
 
 
 def complete(argv: list[str]) -> int:

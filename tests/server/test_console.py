@@ -156,3 +156,16 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends():
             and len(second["messages"][1]["content"]) < 1000
         )
         assert server.num_cancelled == 2  # the server noticed that the client disconnected
+
+
+def test_thoughts_go_to_stderr(capsys):
+    class Thinking:
+        def stream(self, path, body):
+            for delta in ({"role": "assistant"}, {"reasoning_content": "hm"}, {"reasoning": "m"}, {"content": "So."}):
+                yield {"choices": [{"index": 0, "delta": delta}]}
+
+    conversation = console.Conversation(Thinking(), {})
+    conversation.ask("Why?")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("So.\n", "hmm\n\n")
+    assert conversation.messages[-1] == {"role": "assistant", "content": "So."}
