@@ -21,6 +21,7 @@ from quire.server.api.anthropic import batches as message_batches
 from quire.server.api.anthropic import messages
 from quire.server.api.anthropic import models as message_models
 from quire.server.api.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
+from quire.server.api.ollama import routes as ollama
 from quire.server.api.openai import batches, files
 from quire.server.api.openai.chat import chat_completions
 from quire.server.api.openai.completions import completions
@@ -390,6 +391,19 @@ ROUTES = [
         message_batches.MessageBatch,
     ),
     ("/v1/messages/batches/{batch_id}/results", _with_state(message_batches.results), ["GET"], None, None),
+    ("/api/chat", _with_state(ollama.chat), ["POST"], ollama.ChatRequest, None),
+    ("/api/generate", _with_state(ollama.generate), ["POST"], ollama.GenerateRequest, None),
+    ("/api/embed", _with_state(ollama.embed), ["POST"], ollama.EmbedRequest, None),
+    ("/api/embeddings", _with_state(ollama.embeddings), ["POST"], ollama.EmbeddingsRequest, None),
+    ("/api/show", _with_state(ollama.show), ["POST"], ollama.ShowRequest, None),
+    ("/api/tags", _with_state(ollama.tags), ["GET"], None, None),
+    ("/api/ps", _with_state(ollama.running), ["GET"], None, None),
+    ("/api/version", _with_state(ollama.version), ["GET"], None, None),
+    ("/api/pull", _with_state(ollama.no_such_action), ["POST"], None, None),
+    ("/api/push", _with_state(ollama.no_such_action), ["POST"], None, None),
+    ("/api/create", _with_state(ollama.no_such_action), ["POST"], None, None),
+    ("/api/copy", _with_state(ollama.no_such_action), ["POST"], None, None),
+    ("/api/delete", _with_state(ollama.no_such_action), ["DELETE"], None, None),
     ("/v1/batches", _with_state(batches.create_batch), ["POST"], batches.BatchRequest, batches.BatchObject),
     ("/v1/batches", _with_state(batches.list_batches), ["GET"], None, batches.BatchList),
     ("/v1/batches/{batch_id}", _with_state(batches.retrieve_batch), ["GET"], None, batches.BatchObject),

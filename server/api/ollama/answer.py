@@ -1,0 +1,115 @@
+"""Deltas of an answer -> Ollama's objects, whole or as lines of a stream. Durations are in nanoseconds."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+class Answer:
+    """Writes the deltas of one choice. `chat`: as messages, else as texts."""
+
+    def __init__(self, model: str, one: GenerationRequest, chat: bool):
+        self.model, self.chat = model, chat
+        self.started, self.first_token = time.monotonic_ns(), 0
+        self.num_prompt_tokens, self.num_tokens = len(one.prompt_token_ids), 0
+        self.call: dict[str, Any] | None = None  # which is being received
+        self.arguments: list[str] = []
+
+    async def lines(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+        """Lines of JSON. Closing it aborts the generation."""
+        try:
+            async for delta in stream:
+                if lines := [msgspec.json.encode(part) + b"\n" for part in self.parts(delta)]:
+                    yield b"".join(lines)
+        finally:
+            await stream.aclose()
+
+    def parts(self, delta: Delta) -> list[dict[str, Any]]:
+        """The objects that tell a delta; the last one of the last delta is done."""
+        if delta.token_ids and not self.first_token:
+            self.first_token = time.monotonic_ns()
+        self.num_tokens += len(delta.token_ids)
+        events = delta.events if delta.events is not None else [Content(delta.text)] if delta.text else []
+        told = [message for event in events for message in self._told(event)]
+        out = [self._part(message) for message in told]
+        if delta.finish_reason is not None:
+            out += [self._part(message) for message in self._ended_call()]
+            out.append(self._last(delta.finish_reason))
+        return out
+
+    def whole(self, deltas: list[Delta]) -> dict[str, Any]:
+        """One object with everything that the parts say."""
+        parts = [part for delta in deltas for part in self.parts(delta)]
+        if not self.chat:
+            texts = {name: "".join(part.get(name, "") for part in parts) for name in ("response", "thinking")}
+            return parts[-1] | {name: text for name, text in texts.items() if text or name == "response"}
+        messages = [part["message"] for part in parts]
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(one["content"] for one in messages)}
+        if thinking := "".join(one.get("thinking", "") for one in messages):
+            message["thinking"] = thinking
+        if calls := [call for one in messages for call in one.get("tool_calls", ())]:
+            message["tool_calls"] = calls
+        return parts[-1] | {"message": message}
+
+    def _told(self, event: Event) -> list[dict[str, Any]]:
+        match event:
+            case Content(text):
+                return [*self._ended_call(), {"content": text}]
+            case Reasoning(text):
+                return [*self._ended_call(), {"content": "", "thinking": text}]
+            case ToolCallBegin():
+                ended = self._ended_call()
+                self.call, self.arguments = {"id": event.call_id, "name": event.name, "index": event.index}, []
+                return ended
+            case ToolCallArguments(_, text):
+                self.arguments.append(text)
+                return []
+
+    def _ended_call(self) -> list[dict[str, Any]]:
+        """A call is told when its arguments are complete, because they are an object."""
+        if self.call is None:
+            return []
+        call, self.call = self.call, None
+        text = "".join(self.arguments)
+        try:
+            arguments = json.loads(text) if text.strip() else {}
+        except ValueError:
+            return [{"content": text}]  # cut off
+        function = {"name": call["name"], "arguments": arguments, "index": call["index"]}
+        return [{"content": "", "tool_calls": [{"id": call["id"], "function": function}]}]
+
+    def _part(self, message: dict[str, Any]) -> dict[str, Any]:
+        head = {"model": self.model, "created_at": now()}
+        if self.chat:
+            return head | {"message": {"role": "assistant"} | message, "done": False}
+        fields = {"response": message["content"]}
+        if "thinking" in message:
+            fields["thinking"] = message["thinking"]
+        return head | fields | {"done": False}
+
+    def _last(self, finish_reason: str) -> dict[str, Any]:
+        end = time.monotonic_ns()
+        first = self.first_token or end
+        return self._part({"content": ""}) | {
+            "done": True,
+            "done_reason": "length" if finish_reason == "length" else "stop",
+            "total_duration": end - self.started,
+            "load_duration": 0,  # the model was there
+            "prompt_eval_count": self.num_prompt_tokens,
+            "prompt_eval_duration": first - self.started,
+            "eval_count": self.num_tokens,
+            "eval_duration": end - first,
+        }

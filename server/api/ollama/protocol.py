@@ -1,0 +1,192 @@
+"""Ollama's request types. Fields are classed as in `server/api/openai/protocol.py`; answers are plain objects, because
+most of their fields come and go.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.server.generate.limits import (
+    MAX_PROMPTS,
+    Int64,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Stop,
+    Stops,
+    Temperature,
+    Text,
+    TopP,
+)
+
+MAX_MESSAGES, MAX_CALLS, MAX_TOOLS, MAX_FIELDS = 10_000, 1024, 1024, 4096
+Name = Annotated[str, Meta(max_length=256)]
+ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:/-]+$(?![\s\S])")]
+Json = Annotated[dict[str, Any], Meta(max_length=MAX_FIELDS)]
+KeepAlive = Annotated[str, Meta(max_length=64)] | float | None
+Think = bool | Literal["low", "medium", "high", "max"] | None
+Format = Literal["", "json"] | Json | None
+_NOTHING: dict[str, tuple] = {}
+# how Ollama loads a model; here `quire serve` has decided it
+_LOADING = frozenset(
+    {
+        "num_ctx",
+        "num_keep",
+        "num_batch",
+        "num_gpu",
+        "main_gpu",
+        "num_thread",
+        "numa",
+        "low_vram",
+        "f16_kv",
+        "logits_all",
+        "vocab_only",
+        "use_mmap",
+        "use_mlock",
+        "embedding_only",
+    }
+)
+
+
+class Options(msgspec.Struct, kw_only=True):
+    num_predict: Annotated[int, Meta(ge=-2, le=2**31)] | None = None  # -1, -2: what the context holds
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    seed: Int64 | None = None
+    stop: Stop | Stops | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+    harmless: ClassVar = _LOADING
+    unsupported: ClassVar[dict[str, tuple]] = {
+        "repeat_last_n": (-1, 64),  # a penalty looks at the whole text
+        "typical_p": (1.0,),
+        "tfs_z": (1.0,),
+        "mirostat": (0,),
+        "mirostat_tau": (5.0,),
+        "mirostat_eta": (0.1,),
+        "penalize_newline": (True,),
+    }
+
+
+class _Generation(msgspec.Struct, kw_only=True):
+    model: Name
+    stream: bool | None = None  # default: true
+    format: Format = None
+    options: Options | None = None
+    think: Think = None
+    keep_alive: KeepAlive = None  # the model stays
+
+    harmless: ClassVar = frozenset({"shift", "truncate"})
+    unsupported: ClassVar[dict[str, tuple]] = {
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "images": ([],),
+    }
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: Name
+    arguments: Json
+
+    harmless: ClassVar = frozenset({"index", "description"})
+    unsupported: ClassVar = _NOTHING
+
+
+class Call(msgspec.Struct, kw_only=True):
+    function: CalledFunction
+    id: Name | None = None
+
+    harmless: ClassVar = frozenset({"type"})
+    unsupported: ClassVar = _NOTHING
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = None
+    thinking: Text | None = None
+    tool_calls: Annotated[list[Call], Meta(max_length=MAX_CALLS)] | None = None
+    tool_name: Name | None = None  # of a result
+    tool_call_id: Name | None = None
+    name: Name | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {"images": ([],)}
+
+
+class DefinedFunction(msgspec.Struct, kw_only=True):
+    name: ToolName
+    description: Annotated[str, Meta(max_length=2**17)] | None = None
+    parameters: Json | None = None
+
+    harmless: ClassVar = frozenset({"strict"})
+    unsupported: ClassVar = _NOTHING
+
+
+class ChatTool(msgspec.Struct, kw_only=True):
+    function: DefinedFunction
+    type: Literal["function"] = "function"
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class ChatRequest(_Generation, kw_only=True):
+    """POST /api/chat"""
+
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None  # none: load the model
+    tools: Annotated[list[ChatTool], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class GenerateRequest(_Generation, kw_only=True):
+    """POST /api/generate"""
+
+    prompt: Text | None = None  # none: load the model
+    system: Text | None = None
+    raw: bool | None = None  # the prompt is used without a template
+
+    unsupported: ClassVar[dict[str, tuple]] = _Generation.unsupported | {
+        "suffix": ("",),
+        "template": ("",),
+        "context": ([],),
+    }
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True):
+    """POST /api/embed"""
+
+    model: Name
+    input: Text | Annotated[list[Text], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    truncate: bool | None = None  # default: true
+    dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    keep_alive: KeepAlive = None
+
+    harmless: ClassVar = frozenset({"options"})
+    unsupported: ClassVar = _NOTHING
+
+
+class EmbeddingsRequest(msgspec.Struct, kw_only=True):
+    """POST /api/embeddings, the older form of /api/embed for one text"""
+
+    model: Name
+    prompt: Text
+    keep_alive: KeepAlive = None
+
+    harmless: ClassVar = frozenset({"options"})
+    unsupported: ClassVar = _NOTHING
+
+
+class ShowRequest(msgspec.Struct, kw_only=True):
+    """POST /api/show"""
+
+    model: Name | None = None
+    name: Name | None = None  # the older name of `model`
+
+    harmless: ClassVar = frozenset({"verbose"})
+    unsupported: ClassVar[dict[str, tuple]] = {"system": ("",), "template": ("",), "options": ({},)}

@@ -1,0 +1,224 @@
+"""Ollama's /api."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.api.ollama.answer import Answer, now
+from quire.server.api.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
+from quire.server.api.ollama.translate import chat_spec, generate_spec
+from quire.server.errors import ApiError, BadRequest, NotFound
+from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.pooling import Vector, embed_params
+from quire.server.generate.prepare import prepare
+from quire.server.http import admission, sse
+from quire.server.http.read_body import take
+from quire.server.http.vectors import VectorFields, to_requests, vectors
+from quire.server.state import ServerState
+
+ID_PREFIX = "ollama-"
+HEADERS = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+FAR_AWAY = "2318-12-31T00:00:00Z"  # a served model stays
+
+
+async def chat(request: Request, state: ServerState) -> Response:
+    """Answer a conversation."""
+
+    def work(body: ChatRequest) -> tuple[ChatRequest, GenerationRequest | None]:
+        identity = _admit(request, state, body)
+        one = prepare(chat_spec(body, **identity), state)[0] if body.messages else None
+        body.messages = None  # freed here, in the thread: it takes long
+        return body, one
+
+    return await _respond(request, state, *await take(request, ChatRequest, state, work))
+
+
+async def generate(request: Request, state: ServerState) -> Response:
+    """Answer or continue a text."""
+
+    def work(body: GenerateRequest) -> tuple[GenerateRequest, GenerationRequest | None]:
+        identity = _admit(request, state, body)
+        return body, prepare(generate_spec(body, **identity), state)[0] if body.prompt else None
+
+    return await _respond(request, state, *await take(request, GenerateRequest, state, work))
+
+
+def _admit(request: Request, state: ServerState, body: ChatRequest | GenerateRequest) -> dict[str, Any]:
+    return admission.admit(request, state, ID_PREFIX, model=served_name(body.model, state))
+
+
+def served_name(name: str, state: ServerState) -> str:
+    """A model's name without the tag that Ollama's clients add."""
+    plain = name.removesuffix(":latest")
+    return plain if name not in state.names and plain in state.names else name
+
+
+async def _respond(
+    request: Request, state: ServerState, body: ChatRequest | GenerateRequest, one: GenerationRequest | None
+) -> Response:
+    answer_to_chat = isinstance(body, ChatRequest)
+    if one is None:  # a request to load the model, which it is
+        empty: dict[str, Any] = {"model": body.model, "created_at": now(), "done": True, "done_reason": "load"}
+        text = {"message": {"role": "assistant", "content": ""}} if answer_to_chat else {"response": ""}
+        return sse.JsonResponse(empty | text)
+    stream = await admission.generate(request, state, [one], "messages" if answer_to_chat else "prompt")
+    answer = Answer(body.model, one, answer_to_chat)
+    if body.stream is not False:
+        lines = sse.to_the_end(answer.lines(stream), one.request_id, _error_line, b"")
+        response = sse.EventStream(lines, 0)  # without comments, which are no JSON
+        response.raw_headers = list(HEADERS)
+        return response
+
+    async def collect() -> list:
+        try:
+            return [delta async for delta in stream]
+        finally:
+            await stream.aclose()
+
+    found = await sse.unless_disconnected(request, collect())
+    return sse.JsonResponse(answer.whole(found))
+
+
+def _error_line(error: ApiError) -> bytes:
+    return msgspec.json.encode({"error": error.message}) + b"\n"
+
+
+# ---- embeddings
+
+
+async def embed(request: Request, state: ServerState) -> Response:
+    """Embeddings of one or several texts."""
+    started = time.monotonic_ns()
+
+    def work(body: EmbedRequest) -> tuple[EmbedRequest, list[GenerationRequest]]:
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        return body, _vector_requests(request, state, body.model, texts, body.dimensions, body.truncate, "input")
+
+    body, requests = await take(request, EmbedRequest, state, work)
+    found = await vectors(request, state, requests, "input")
+    return sse.JsonResponse(
+        {
+            "model": body.model,
+            "embeddings": [vector.values.tolist() for vector in found],
+            "total_duration": time.monotonic_ns() - started,
+            "load_duration": 0,
+            "prompt_eval_count": sum(vector.num_prompt_tokens for vector in found),
+        }
+    )
+
+
+async def embeddings(request: Request, state: ServerState) -> Response:
+    """The embedding of one text."""
+
+    def work(body: EmbeddingsRequest) -> list[GenerationRequest]:
+        return _vector_requests(request, state, body.model, [body.prompt], None, True, "prompt")
+
+    requests = await take(request, EmbeddingsRequest, state, work)
+    found: list[Vector] = await vectors(request, state, requests, "prompt")
+    return sse.JsonResponse({"embedding": found[0].values.tolist()})
+
+
+def _vector_requests(
+    request: Request,
+    state: ServerState,
+    model: str,
+    texts: list[str],
+    dimensions: int | None,
+    truncate: bool | None,
+    param: str,
+) -> list[GenerationRequest]:
+    identity = admission.admit(request, state, ID_PREFIX, model=served_name(model, state))
+    fields = VectorFields(truncate_prompt_tokens=None if truncate is False else -1)
+    params = embed_params(state.model, dimensions, None)
+    return to_requests(request, fields, state, identity["request_id"], texts, params, param)
+
+
+# ---- models
+
+
+def _details(state: ServerState) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": state.config.model.quantization or "",
+    }
+
+
+def _model(name: str, state: ServerState) -> dict[str, Any]:
+    weights = state.ready.worker.plan.weights if state.ready else 0
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(state.created, UTC).isoformat().replace("+00:00", "Z"),
+        "size": weights,
+        "digest": "",
+        "details": _details(state),
+    }
+
+
+async def tags(request: Request, state: ServerState) -> Response:
+    """The models there are."""
+    return sse.JsonResponse({"models": [_model(name, state) for name in state.names]})
+
+
+async def running(request: Request, state: ServerState) -> Response:
+    """The models that are loaded."""
+    state.require_ready()
+    device = state.ready.worker.plan.device if state.ready else "cpu"
+    shown = []
+    for name in state.names:
+        model = _model(name, state)
+        more = {
+            "expires_at": FAR_AWAY,
+            "size_vram": 0 if device == "cpu" else model["size"],
+            "context_length": state.model.max_model_len,
+        }
+        shown.append(model | more)
+    return sse.JsonResponse({"models": shown})
+
+
+async def show(request: Request, state: ServerState) -> Response:
+    """What is known about a model."""
+    body = await take(request, ShowRequest, state, lambda body: body)
+    name = body.model or body.name
+    if not name:
+        raise BadRequest("Missing required parameter: model.", param="model")
+    model = state.require_ready()
+    state.require_model(served_name(name, state))
+    formats = state.formats
+    capabilities = ["completion"] if model.pooling is None or not model.pooling.tasks else ["embedding", "completion"]
+    capabilities += ["tools"] if formats.tools else []
+    capabilities += ["thinking"] if formats.reasoning else []
+    return sse.JsonResponse(
+        {
+            "modelfile": "",
+            "parameters": "\n".join(f"{key} {value}" for key, value in sorted(model.sampling_defaults.items())),
+            "template": next(iter(state.tokenizer.chat_templates.values()), ""),
+            "details": _details(state),
+            "model_info": {"general.architecture": "", "context_length": model.max_model_len},
+            "capabilities": capabilities,
+            "modified_at": _model(name, state)["modified_at"],
+        }
+    )
+
+
+async def version(request: Request, state: ServerState) -> Response:
+    """Of this server."""
+    return sse.JsonResponse({"version": state.version})
+
+
+async def no_such_action(request: Request, state: ServerState) -> Response:
+    """Ollama's other routes change its library of models."""
+    raise NotFound(
+        f"{request.method} {request.scope['path']} is not available: this server serves the one model that it was "
+        "started with."
+    )

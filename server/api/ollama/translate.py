@@ -1,0 +1,108 @@
+"""Ollama's requests -> `GenerationSpec`. Raises BadRequest for what makes sense in no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.server.api.ollama.protocol import ChatMessage, ChatRequest, GenerateRequest, Options
+from quire.server.errors import BadRequest
+from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.generate.tools import Reasoning, Tool, ToolChoice
+from quire.server.http.parse_body import MAX_NESTING, deeper_than
+from quire.server.structured.structure import Structure
+
+
+def chat_spec(body: ChatRequest, **identity: Any) -> GenerationSpec:
+    """`identity`: request_id, priority, tenant, background."""
+    tools = [Tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in body.tools or ()]
+    if len({tool.name for tool in tools}) < len(tools):
+        raise BadRequest("tools: two tools have the same name.", param="tools")
+    messages = [_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+    prompt = Conversation(
+        messages,
+        continue_final_message=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
+        tools=tools,
+        tool_choice=ToolChoice("auto" if tools else "none"),
+        reasoning=_reasoning(body),
+    )
+    return _spec(body, prompt, "messages", identity)
+
+
+def generate_spec(body: GenerateRequest, **identity: Any) -> GenerationSpec:
+    """`identity`: request_id, priority, tenant, background."""
+    if body.raw:
+        if body.system:
+            raise BadRequest("system needs the template, which raw leaves out.", param="system")
+        return _spec(body, [body.prompt], "prompt", identity)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    prompt = Conversation([*system, {"role": "user", "content": body.prompt}], reasoning=_reasoning(body))
+    return _spec(body, prompt, "prompt", identity)
+
+
+def _spec(
+    body: ChatRequest | GenerateRequest, prompts: Conversation | list[str], param: str, identity: dict[str, Any]
+) -> GenerationSpec:
+    return GenerationSpec(
+        prompts=prompts,
+        options=_options(body.options or Options()),
+        structure=_structure(body),
+        prompt_param=param,
+        max_tokens_param="options.num_predict",
+        **identity,
+    )
+
+
+def _options(options: Options) -> GenerationOptions:
+    limit = options.num_predict
+    if limit == 0:
+        raise BadRequest("options.num_predict must be at least 1, or -1.", param="options.num_predict")
+    return GenerationOptions(
+        max_tokens=limit if limit is not None and limit > 0 else None,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=options.stop or None,
+        repetition_penalty=options.repeat_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+    )
+
+
+def _structure(body: ChatRequest | GenerateRequest) -> Structure | None:
+    if not body.format:
+        return None
+    if body.format == "json":
+        return Structure(kind="json_object", param="format")
+    return Structure(kind="json_schema", value=body.format, param="format")
+
+
+def _reasoning(body: ChatRequest | GenerateRequest) -> Reasoning:
+    if body.think is None or isinstance(body.think, bool):
+        return Reasoning(enabled=body.think)
+    return Reasoning(effort=body.think)
+
+
+def _message(message: ChatMessage, path: str) -> dict[str, Any]:
+    """A message in the form that templates expect."""
+    out: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        out["reasoning_content"] = out["reasoning"] = message.thinking
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise BadRequest(f"{path}.tool_calls: only the assistant calls tools.", param=f"{path}.tool_calls")
+        out["tool_calls"] = []
+        for i, call in enumerate(message.tool_calls):
+            if deeper_than(call.function.arguments, MAX_NESTING):
+                where = f"{path}.tool_calls.{i}.function.arguments"
+                raise BadRequest(f"{where} is nested more than {MAX_NESTING} levels deep.", param=where)
+            function = {"name": call.function.name, "arguments": call.function.arguments}
+            out["tool_calls"].append({"id": call.id or f"call_{i}", "type": "function", "function": function})
+    if message.role == "tool":
+        out["tool_call_id"] = message.tool_call_id or "call_0"
+        if name := message.tool_name or message.name:
+            out["name"] = name
+    elif message.name:
+        out["name"] = message.name
+    return out
