@@ -41,6 +41,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", _H),
     "gemma2": ("gemma2", _H | {"query_pre_attn_scalar": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", _H | _W | {"query_pre_attn_scalar": 32}),
+    "gemma3n": (
+        "gemma3n_text",
+        _H
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 24, "num_hidden_layers": 6}
+        | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+        | {"laurel_rank": 4, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.8, 0.0, 0.0, 0.0, 0.0, 0.5]},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        _H
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 24, "num_hidden_layers": 6}
+        | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+        | {"global_head_dim": 32, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0},
+    ),
+    "gemma4-k-is-v": (
+        "gemma4_text",
+        _H
+        | _W
+        | {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1},
+    ),
     "glm": ("glm", _H),
     "glm4": ("glm4", _H),
     "gpt2": (

@@ -41,28 +41,36 @@ def ropes(config) -> dict[str, dict]:
     return found if FULL in found else dict.fromkeys(kinds(config), found)
 
 
+def of_layers(config) -> list:
+    """The configuration of each layer, some of whose sizes may be its own."""
+    num_layers, own = config.num_hidden_layers, config.to_dict().get("per_layer_config")
+    return [config.per_layer_config[i] for i in range(num_layers)] if own else [config] * num_layers
+
+
 def compare(spec, config) -> None:
     for key in SIZES:
         assert getattr(spec, key) == getattr(config, key), key
     assert spec.norm_eps == next((getattr(config, key) for key in NORM_EPS if hasattr(config, key)), 1e-5)
-    for layer, kind in zip(spec.layers, kinds(config), strict=True):
-        heads = config.num_attention_heads
+    for layer, kind, mine in zip(spec.layers, kinds(config), of_layers(config), strict=True):
+        heads = mine.num_attention_heads
         assert layer.num_heads == heads
-        assert layer.num_kv_heads == (getattr(config, "num_key_value_heads", None) or heads)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        assert layer.num_kv_heads == (getattr(mine, "num_key_value_heads", None) or heads)
+        head_dim = getattr(mine, "head_dim", None) or mine.hidden_size // heads
         if layer.latent is not None:  # then it is that of the rotary embedding
             assert (layer.latent.rope_dim, layer.latent.nope_dim) == (head_dim, config.qk_nope_head_dim)
             assert (layer.latent.v_dim, layer.latent.rank) == (layer.v_head_dim, config.kv_lora_rank)
             assert layer.q_lora_rank == config.q_lora_rank
         assert layer.head_dim == (config.qk_head_dim if layer.latent else head_dim)
-        size = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * config.hidden_size
+        size = getattr(mine, "intermediate_size", None)
+        size = size[0] if isinstance(size, list) else size
+        size = size or getattr(mine, "ffn_dim", None) or 4 * mine.hidden_size
         assert layer.intermediate_size == size
         assert layer.window == (None if kind == FULL else config.sliding_window)
         if layer.rope:
             rope, theirs = spec.ropes[layer.rope], ropes(config)[kind]
             assert rope.theta == theirs["rope_theta"]
             assert (rope.scaling or {"rope_type": "default"})["rope_type"] == theirs["rope_type"]
-            assert rope.rotary_dim == head_dim * theirs.get("partial_rotary_factor", 1.0)
+            assert rope.rotary_dim == head_dim * (1.0 if rope.scaling else theirs.get("partial_rotary_factor", 1.0))
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -88,18 +96,21 @@ def test_parameters_of_the_default_models(architecture):
     import torch
 
     config = default_config(architecture, num_hidden_layers=2, vocab_size=100, pad_token_id=0)
-    if getattr(config, "head_dim", 0) is None:
+    if config.to_dict().get("head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     if getattr(config, "num_key_value_heads", 0) is None:
         config.num_key_value_heads = config.num_attention_heads
     for key in ("attention_bias", "mlp_bias", "use_bias", "use_qk_norm"):
         if hasattr(config, key):
             setattr(config, key, True)
+    if hasattr(config, "num_kv_shared_layers"):
+        config.num_kv_shared_layers = 0
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert num_parameters(parse_model_spec(config.to_dict() | {"architectures": [architecture]})) == (
-        model.num_parameters()
-    )
+    # buffers that checkpoints hold are parameters here
+    buffers = sum(buffer.numel() for name, buffer in model.named_buffers() if name in model.state_dict())
+    spec = parse_model_spec(config.to_dict() | {"architectures": [architecture]})
+    assert num_parameters(spec) == model.num_parameters() + buffers
 
 
 def llama(**changes):

@@ -336,6 +336,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     With fewer KV heads than ranks, several consecutive ranks hold the same KV head, which their query heads use. With
     `fused` the checkpoint holds the three as one tensor, `qkv_proj`. `view` rearranges the rows of q and k.
+    `v_name` is the tensor of v, which may be that of k.
 
     Raises:
         ValueError: the number of ranks does not divide the heads.
@@ -353,6 +354,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         fused: bool = False,
         view: View | None = None,
         v_head_dim: int | None = None,
+        v_name: str = "v_proj",
     ):
         group = tp()
         v_dim = head_dim if v_head_dim is None else v_head_dim
@@ -362,7 +364,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         shards = [
             Shard(f"{prefix}.q_proj", num_heads * head_dim, group.rank * q, q, view=view),
             Shard(f"{prefix}.k_proj", num_kv_heads * head_dim, first_kv_head * head_dim, k, q, view),
-            Shard(f"{prefix}.v_proj", num_kv_heads * v_dim, first_kv_head * v_dim, v, q + k),
+            Shard(f"{prefix}.{v_name}", num_kv_heads * v_dim, first_kv_head * v_dim, v, q + k),
         ]
         super().__init__(hidden_size, fuse(shards, f"{prefix}.qkv_proj") if fused else shards, bias, method)
 

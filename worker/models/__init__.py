@@ -27,6 +27,8 @@ DECODERS = {
     "GemmaForCausalLM": "gemma:Gemma",
     "Gemma2ForCausalLM": "gemma:Gemma2",
     "Gemma3ForCausalLM": "gemma:Gemma3",
+    "Gemma3nForCausalLM": "gemma3n:Gemma3n",
+    "Gemma4ForCausalLM": "gemma4:Gemma4",
     "GlmForCausalLM": "glm:Glm",
     "Glm4ForCausalLM": "glm:Glm4",
     "GraniteForCausalLM": "granite:Granite",
@@ -58,6 +60,8 @@ MODELS = {
 # architectures of wrappers, whose text part alone is served -> `model_type` of the text part -> its architecture
 _TEXT = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -66,6 +70,8 @@ _TEXT = {
 }
 WRAPPERS = {
     "Gemma3ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",

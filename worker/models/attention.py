@@ -13,17 +13,20 @@ from quire.worker.attention.base import AttentionMetadata, GroupedMetadata
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
+    ColumnParallelLinear,
     Part,
     QKVParallelLinear,
     RowParallelLinear,
+    Shard,
     WeightFormat,
     empty_parameter,
+    split_kv_heads,
 )
 from quire.worker.layers.norm import NORMS, rms_norm
 from quire.worker.layers.rotary import Rotation, apply_rotary
 from quire.worker.layers.views import View, chain, columns, rotary_rows
 from quire.worker.models.config import LayerSpec, ModelSpec
-from quire.worker.parallel import Exchange, tp
+from quire.worker.parallel import Exchange, split_size, tp
 from quire.worker.platforms.ops import Ops
 
 TORCH = Ops()
@@ -52,6 +55,7 @@ class SelfAttention(nn.Module):
             "qkv_proj" in spec.fused,
             rope_view(spec, kind),
             kind.v_head_dim,
+            "k_proj" if kind.key_is_value else "v_proj",
         )
         self.o_proj = RowParallelLinear(
             kind.num_heads * kind.v_head_dim,
@@ -202,6 +206,57 @@ class LateNormAttention(SelfAttention):
         return q
 
 
+class ValueNormAttention(SelfAttention):
+    """Also normalises each head of v, without a weight (Gemma 3n and 4)."""
+
+    def write_cache(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
+        v = self.split(qkv)[2]
+        v.copy_(rms_norm(v, None, self.eps))
+        return super().write_cache(qkv, rotation, meta)
+
+
+class SharedCacheAttention(nn.Module):
+    """Reads the keys and values of another layer and has only queries of its own. The calls are those of
+    `SelfAttention`.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        kind, group = spec.layers[layer], tp()
+        width, heads = kind.num_heads * kind.head_dim, split_size("num_attention_heads", kind.num_heads, group)
+        mine = heads * kind.head_dim
+        shard = Shard(f"{prefix}.q_proj", width, group.rank * mine, mine, view=rope_view(spec, kind))
+        method = weights.linear(f"{prefix}.q_proj")
+        self.q_proj = ColumnParallelLinear(spec.hidden_size, [shard], spec.attention_bias, method)
+        self.o_proj = RowParallelLinear(
+            width,
+            spec.hidden_size,
+            spec.attention_out_bias,
+            f"{prefix}.o_proj",
+            "num_attention_heads * head_dim",
+            weights.linear(f"{prefix}.o_proj"),
+        )
+        self.q_norm = NORMS[spec.norm](kind.head_dim, spec.norm_eps)
+        self.q_norm.weight.view_of_tensor = chain(self.q_norm.view, rope_view(spec, kind))
+        kv_heads, _ = split_kv_heads(kind.num_kv_heads, group)
+        self.attn = Attention(
+            heads, kv_heads, kind.head_dim, layer, kind.window, kind.scale, kind.soft_cap, kv_from=kind.kv_from
+        )
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        q = self.q_proj(x).unflatten(-1, (self.attn.num_heads, self.attn.head_dim))
+        q = rms_norm(q, self.q_norm.weight, self.q_norm.eps)
+        q = apply_rotary(q, rotation.cos_sin[rotation.positions])
+        attended = self.attn.attend(q, attn[self.attn.cache_group])
+        return self.o_proj(attended if needed_rows is None else attended[needed_rows])
+
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        """The all-reduces of `forward`, in order."""
+        return [((num_needed, self.o_proj.out_features), None)]
+
+
 # by `LayerSpec.qk_norm`
 QK_NORMS: dict[str | None, type[SelfAttention]] = {
     None: SelfAttention,
@@ -212,9 +267,12 @@ QK_NORMS: dict[str | None, type[SelfAttention]] = {
 }
 
 
-def self_attention(spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat) -> SelfAttention:
+def self_attention(spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat) -> nn.Module:
     """The attention of layer `layer`, whose tensors are at `prefix`."""
-    return QK_NORMS[spec.layers[layer].qk_norm](spec, layer, prefix, weights)
+    kind = spec.layers[layer]
+    if kind.kv_from is not None:
+        return SharedCacheAttention(spec, layer, prefix, weights)
+    return (ValueNormAttention if kind.v_norm else QK_NORMS[kind.qk_norm])(spec, layer, prefix, weights)
 
 
 def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:

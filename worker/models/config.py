@@ -37,6 +37,8 @@ class LayerSpec:
     qk_norm: str | None = None  # a key of `attention.QK_NORMS`, None without norms of q and k
     latent: LatentSizes | None = None  # of mixer "mla"
     q_lora_rank: int | None = None  # of mixer "mla": of the latents of queries, None without
+    v_norm: bool = False  # whether heads of v are normalised, without a weight
+    key_is_value: bool = False  # whether v is the output of k_proj, before its norm
     kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
 
 
@@ -64,6 +66,8 @@ class ModelSpec:
     norm: str = "rms"  # a key of `norm.NORMS`
     fused: tuple[str, ...] = ()  # of qkv_proj and gate_up_proj, those that the checkpoint holds as one tensor
     learned_positions: int | None = None  # offset of position 0 in the table of learned position embeddings
+    hidden_size_per_layer_input: int = 0  # of per-layer inputs (`per_layer.py`), 0 without
+    vocab_size_per_layer_input: int = 0
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # of the output of attention and of the MLP
     logit_scale: float = 1.0

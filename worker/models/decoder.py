@@ -18,7 +18,7 @@ from quire.worker.layers.embedding import ParallelLMHead, PositionEmbedding, Voc
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
 from quire.worker.layers.norm import NORMS
 from quire.worker.layers.rotary import RotaryEmbedding, Rotation
-from quire.worker.models.blocks import BLOCKS
+from quire.worker.models.blocks import BLOCKS, DecoderLayer
 from quire.worker.models.config import ModelSpec
 from quire.worker.models.names import TensorNames
 from quire.worker.models.reader import ConfigReader
@@ -45,18 +45,22 @@ class Decoder(nn.Module):
                 self.embed_positions = PositionEmbedding(size, spec.hidden_size, spec.learned_positions)
         self.layers = nn.ModuleDict(
             {
-                str(i): BLOCKS[spec.form](spec, i, f"model.layers.{i}", weights)
+                str(i): self.layer_cls(spec)(spec, i, f"model.layers.{i}", weights)
                 for i in stage_layers(spec.num_hidden_layers, stage.rank, stage.size)
             }
         )
         if self.last:
             self.norm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
         self.rotary_emb = RotaryEmbeddings(spec, max_model_len)
-        self.embed_scale = float(
-            torch.tensor(spec.embed_scale, device="cpu")
-        )  # rounded to the weights' dtype, as Gemma's is
+        # rounded to the weights' dtype, as Gemma's is
+        self.embed_scale = float(torch.tensor(spec.embed_scale, device="cpu"))
         self._ops: Ops | None = None  # None: layers are called one by one
         self._fused: FusedLayers | None = None  # built on first use: it holds addresses of the KV cache
+
+    @staticmethod
+    def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
+        """The class of all layers."""
+        return BLOCKS[spec.form]
 
     def use(self, ops: Ops) -> None:
         """Switch to a platform's operations."""

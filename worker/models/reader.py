@@ -168,6 +168,16 @@ def pattern(num_layers: int, period: int | None, *, last_full: bool = False) -> 
     return [FULL if is_full else SLIDING for is_full in full]
 
 
+def shared_layer(kinds: list[str], num_shared: int, index: int) -> int | None:
+    """The layer whose keys and values layer `index` reads: the last one of its kind that is not among the last
+    `num_shared` layers; None if it has its own.
+    """
+    first = len(kinds) - num_shared
+    if index < first:
+        return None
+    return max(i for i in range(first) if kinds[i] == kinds[index])
+
+
 def check_layer_types(kinds: Sequence[str], values: dict[str, Any]) -> None:
     """Raise ValueError unless `kinds` names full_attention or sliding_attention, with a window, for every layer."""
     window, num_layers = values["sliding_window"], values["num_hidden_layers"]

@@ -1,0 +1,226 @@
+"""Gemma 3n (text): four residual streams of which one is active (AltUp, https://arxiv.org/abs/2301.13310), a low-rank
+addition beside attention (Laurel), sparse activations, per-layer inputs, and layers that read the caches of earlier
+ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import NormalDist
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.worker.attention.base import GroupedMetadata
+from quire.worker.layers.activation import ACTIVATIONS
+from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.layers.norm import NORMS
+from quire.worker.layers.rotary import Rotation
+from quire.worker.models.blocks import DecoderLayer, SandwichLayer, rows
+from quire.worker.models.config import LayerSpec, ModelSpec
+from quire.worker.models.decoder import CausalLM, Decoder
+from quire.worker.models.gemma import Gemma
+from quire.worker.models.mlp import MLP
+from quire.worker.models.per_layer import PerLayerGate, PerLayerInputs, refuse_stages, replicated
+from quire.worker.models.reader import pattern, shared_layer
+from quire.worker.models.rope import RopeSpec, read_ropes_by_kind
+from quire.worker.parallel import tp
+
+_HALF = 2.0**-0.5
+
+
+class SparseMLP(MLP):
+    """Keeps only the gates above the quantile `sparsity` of a normal distribution with their mean and deviation."""
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat, sparsity: float):
+        if tp().size > 1:
+            raise ValueError("tensor_parallel_size must be 1: sparse activations need the gates of all ranks")
+        super().__init__(spec, layer, prefix, weights)
+        self.deviations, self.activation = NormalDist().inv_cdf(sparsity), ACTIVATIONS[spec.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        linear = self.gate_up_proj
+        gate, up = linear.method.apply(linear, x).chunk(2, -1)
+        cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, unbiased=False) * self.deviations
+        return self.down_proj(self.activation(F.relu(gate - cutoff)) * up)
+
+
+class Laurel(nn.Module):
+    """Maps x `[T, H]` to x plus a normed product of low rank."""
+
+    def __init__(self, spec: ModelSpec, prefix: str, weights: WeightFormat):
+        super().__init__()
+        hidden, rank = spec.hidden_size, spec.raw.get("laurel_rank", 64)
+        self.linear_left = replicated(hidden, rank, f"{prefix}.linear_left", weights)
+        self.linear_right = replicated(rank, hidden, f"{prefix}.linear_right", weights)
+        self.post_laurel_norm = NORMS[spec.norm](hidden, spec.norm_eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.post_laurel_norm(self.linear_right(self.linear_left(x)))
+
+
+class AltUp(nn.Module):
+    """Predicts the streams `[A, T, H]` after a layer from those before it, and corrects the prediction by the output of
+    the layer, which is computed for stream 0 only.
+    """
+
+    def __init__(self, spec: ModelSpec, prefix: str, num_streams: int):
+        super().__init__()
+        self.num_streams, self.input_scale = num_streams, 1.0 / spec.hidden_size
+        self.correct_output_scale = nn.Parameter(torch.empty(spec.hidden_size), requires_grad=False)
+        # too small to be worth another format than the checkpoint's
+        self.correction_coefs = replicated(num_streams, num_streams, f"{prefix}.correction_coefs", PLAIN_WEIGHTS)
+        self.prediction_coefs = replicated(num_streams, num_streams**2, f"{prefix}.prediction_coefs", PLAIN_WEIGHTS)
+        self.modality_router = replicated(spec.hidden_size, num_streams, f"{prefix}.modality_router", PLAIN_WEIGHTS)
+        self.router_norm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
+
+    def modalities(self, x: torch.Tensor) -> torch.Tensor:
+        routed = self.modality_router(self.router_norm(x) * self.input_scale)
+        return torch.tanh(routed.float()).to(x.dtype)
+
+    def predict(self, streams: torch.Tensor) -> torch.Tensor:
+        coefs = self.prediction_coefs(self.modalities(streams[0])).unflatten(-1, (self.num_streams, -1))
+        return torch.einsum("ath,tba->bth", streams, coefs) + streams
+
+    def correct(self, predicted: torch.Tensor, activated: torch.Tensor) -> torch.Tensor:
+        coefs = self.correction_coefs(self.modalities(activated)) + 1.0
+        return (activated - predicted[0]) * coefs.T[:, :, None] + predicted
+
+
+class Gemma3nLayer(SandwichLayer):
+    """Maps streams `[A, T, H]` to streams of all tokens, or of `needed_rows`; `inputs` are the per-layer inputs."""
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        self.altup = AltUp(spec, f"{prefix}.altup", num_streams(spec))
+        self.laurel = Laurel(spec, f"{prefix}.laurel", weights)
+        self.gate = PerLayerGate(spec, prefix, weights)
+        self.corrects_scale = spec.raw.get("altup_correct_scale", True)
+        if sparsity := sparsities(spec)[layer]:
+            self.mlp = SparseMLP(spec, layer, f"{prefix}.mlp", weights, sparsity)
+
+    def forward(
+        self,
+        streams: torch.Tensor,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        inputs: torch.Tensor,
+        needed_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        predicted = self.altup.predict(streams)
+        normed = self.input_layernorm(predicted[0])
+        attended = self.post_attention_layernorm(self.self_attn(normed, rotation, attn, needed_rows))
+        if needed_rows is not None:
+            predicted, normed, inputs = predicted[:, needed_rows], rows(normed, needed_rows), inputs[needed_rows]
+        x = (predicted[0] + attended + self.laurel(normed)) * _HALF
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        corrected = self.altup.correct(predicted, x)
+        first = corrected[0] * self.altup.correct_output_scale if self.corrects_scale else corrected[0]
+        corrected[1:] += self.gate(first, inputs)
+        return corrected
+
+
+class Gemma3nDecoder(Decoder):
+    def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
+        refuse_stages(spec)
+        super().__init__(spec, max_model_len, weights)
+        self.inputs = PerLayerInputs(spec, weights)
+        for name in ("altup_projections", "altup_unembed_projections"):
+            hidden, others = spec.hidden_size, range(num_streams(spec) - 1)
+            linears = [replicated(hidden, hidden, f"model.{name}.{i}", weights) for i in others]
+            self.add_module(name, nn.ModuleList(linears))
+
+    @staticmethod
+    def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
+        return Gemma3nLayer
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        hidden: torch.Tensor | None = None,
+        needed_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = self.embed(input_ids, positions)
+        inputs, rotations, last = self.inputs(input_ids, x), self.rotary_emb(positions), list(self.layers)[-1]
+        streams = torch.stack([x, *(like(project(x), x) for project in self.altup_projections)])
+        for name, layer in self.layers.items():
+            needed = needed_rows if name == last else None
+            streams = layer(streams, rotations[layer.rope], attn, inputs[:, int(name)], needed)
+        first, *others = streams
+        projected = [like(project(x), first) for project, x in zip(self.altup_unembed_projections, others)]
+        return self.norm(torch.stack([first, *projected]).mean(0))
+
+
+def like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """x `[T, H]` scaled to the root mean square of `other`."""
+    size = other.square().mean(-1, keepdim=True).sqrt()
+    return x * size / x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
+
+
+def num_streams(spec: ModelSpec) -> int:
+    return spec.raw.get("altup_num_inputs", 4)
+
+
+def sparsities(spec: ModelSpec) -> list[float]:
+    """The fraction of activations that each layer drops."""
+    default = [0.95 if i < 10 < spec.num_hidden_layers else 0.0 for i in range(spec.num_hidden_layers)]
+    return spec.raw.get("activation_sparsity_pattern") or default
+
+
+class Gemma3n(CausalLM):
+    config_defaults = Gemma.config_defaults | {
+        "model_type": "gemma3n_text",
+        "vocab_size": 262400,
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "num_kv_shared_layers": 15,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "altup_active_idx": 0,
+    }
+    facts = {"norm": "rms_wide", "form": "sandwich", "qk_norm": "head", "v_norm": True, "scale": 1.0}
+    renames = {"model.inputs": "model", "gate.post_per_layer_input_norm": "post_per_layer_input_norm"}
+    ignored = (r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.",)  # of layers that read the cache of others
+
+    @classmethod
+    def ropes(cls, values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpec]:
+        return read_ropes_by_kind(values, raw, values["rope_local_base_freq"])
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        Gemma.complete.__func__(cls, values, raw)
+        if values["altup_active_idx"] != 0:
+            raise ValueError(f"altup_active_idx {values['altup_active_idx']} is not supported: it must be 0")
+        values["logit_soft_cap"] = values["final_logit_softcapping"]
+        if isinstance(values["intermediate_size"], list):  # one per layer
+            values["intermediate_sizes"] = values["intermediate_size"]
+            values["intermediate_size"] = max(values["intermediate_size"])
+
+    @classmethod
+    def layer_types(cls, values: dict[str, Any]) -> list[str]:
+        return pattern(values["num_hidden_layers"], 5)
+
+    @classmethod
+    def layer(cls, values: dict[str, Any], index: int, kind: str, layer: LayerSpec) -> LayerSpec:
+        kinds = values["layer_types"] or cls.layer_types(values)
+        sizes = values.get("intermediate_sizes")
+        return replace(
+            layer,
+            kv_from=shared_layer(kinds, values["num_kv_shared_layers"], index),
+            intermediate_size=sizes[index] if sizes else layer.intermediate_size,
+        )
+
+    def make_decoder(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat) -> Decoder:
+        return Gemma3nDecoder(spec, max_model_len, weights)

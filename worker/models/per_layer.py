@@ -1,0 +1,80 @@
+"""Per-layer inputs (Gemma 3n and 4): a small vector per token and layer, made of the token and of its embedding, that
+gates an addition to the residual stream at the end of the layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.worker.layers.activation import ACTIVATIONS
+from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard, WeightFormat
+from quire.worker.layers.norm import NORMS
+from quire.worker.models.config import ModelSpec
+from quire.worker.parallel import pp
+
+
+def refuse_stages(spec: ModelSpec) -> None:
+    """Raise ValueError if there are several pipeline stages but the layers need what only the first one has."""
+    if pp().size > 1 and (spec.hidden_size_per_layer_input or any(layer.kv_from is not None for layer in spec.layers)):
+        raise ValueError(
+            f"pipeline_parallel_size must be 1 for {spec.architecture}: layers need the token ids and the caches of "
+            "earlier layers"
+        )
+
+
+def replicated(in_features: int, out_features: int, prefix: str, weights: WeightFormat) -> ColumnParallelLinear:
+    """A linear layer that every rank holds whole."""
+    return ColumnParallelLinear(
+        in_features, [Shard(prefix, out_features, 0, out_features)], False, weights.linear(prefix)
+    )
+
+
+class PerLayerInputs(nn.ModuleDict):
+    """Maps ids `[T]` and their embeddings `[T, H]` to `[T, L, size]`. Its modules have the names of the decoder's."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightFormat = PLAIN_WEIGHTS):
+        self.size, self.num_layers = spec.hidden_size_per_layer_input, spec.num_hidden_layers
+        width = self.size * self.num_layers
+        table = nn.Embedding(spec.vocab_size_per_layer_input, width)
+        table.weight.requires_grad_(False)
+        super().__init__(
+            {
+                "embed_tokens_per_layer": table,
+                "per_layer_model_projection": replicated(
+                    spec.hidden_size, width, "model.per_layer_model_projection", weights
+                ),
+                "per_layer_projection_norm": NORMS[spec.norm](self.size, spec.norm_eps),
+            }
+        )
+        self.scale = float(torch.tensor(self.size**0.5, device="cpu"))  # rounded to the weights' dtype
+        self.projection_scale = spec.hidden_size**-0.5
+
+    def forward(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        shape = self.num_layers, self.size
+        projected = (self["per_layer_model_projection"](embedded) * self.projection_scale).unflatten(-1, shape)
+        table = self["embed_tokens_per_layer"].weight
+        # multimodal tokens are beyond the table
+        own = F.embedding(torch.where(input_ids < len(table), input_ids, 0), table) * self.scale
+        normed = self["per_layer_projection_norm"](projected.flatten(0, 1)).view_as(projected)
+        return (normed + own.unflatten(-1, shape)) * 2.0**-0.5
+
+
+class PerLayerGate(nn.ModuleDict):
+    """The addition of one layer: maps x `[T, H]` and the layer's inputs `[T, size]` to `[T, H]`."""
+
+    def __init__(self, spec: ModelSpec, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        size, hidden = spec.hidden_size_per_layer_input, spec.hidden_size
+        super().__init__(
+            {
+                "per_layer_input_gate": replicated(hidden, size, f"{prefix}.per_layer_input_gate", weights),
+                "per_layer_projection": replicated(size, hidden, f"{prefix}.per_layer_projection", weights),
+                "post_per_layer_input_norm": NORMS[spec.norm](hidden, spec.norm_eps),
+            }
+        )
+        self.activation = ACTIVATIONS[spec.hidden_act]
+
+    def forward(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        gated = self.activation(self["per_layer_input_gate"](x)) * inputs
+        return self["post_per_layer_input_norm"](self["per_layer_projection"](gated))
