@@ -62,7 +62,7 @@ def needs_structure(tools: Sequence[Tool], required: bool, parallel: bool) -> bo
 
 def arguments_schema(tool: Tool, required: bool) -> dict[str, Any]:
     """The schema to enforce: any object for tools that are not strict, if the model calls them by its own choice."""
-    return dict(tool.parameters) if required or tool.strict else {"type": "object"}
+    return {"type": "object", **tool.parameters} if required or tool.strict else {"type": "object"}
 
 
 def text(value: str) -> Format:

@@ -47,11 +47,6 @@ class Answer:
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
 
-    @property
-    def text(self) -> str:
-        """Everything that was handed out."""
-        return self.content + self.reasoning + "".join(call.name + call.arguments for call in self.calls)
-
 
 def add_up(events: Iterable[Event]) -> Answer:
     answer = Answer()

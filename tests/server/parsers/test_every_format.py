@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 
 import pytest
@@ -68,6 +69,22 @@ def test_text_is_not_held_back(tools):
     for piece in ["Hel", "lo, ", "world", "!", " It costs", " 3 ", "€"]:
         answer = add_up(one.push(piece))
         assert answer.content.strip() == piece.strip()
+
+
+@pytest.mark.parametrize("tools", TOOL_NAMES)
+def test_calls_are_handed_out_as_they_arrive(tools):
+    """The name before the arguments, and a long string in pieces that lag by no more than half a mark."""
+    sample = SAMPLES[tools][0]
+    head, tail = sample.split("Paris")
+    one = parser(tools, "think")
+    events = one.push(head + "Le ")  # a quote is known to be no part of three when something follows
+    assert [call.name for call in add_up(events).calls] == ["get_weather"]
+    for word in ["Saint-", "Remy ", "en ", "Bouze", "mont ", "Saint-", "Genes "]:
+        (event,) = one.push(word)
+        assert event.text == word
+        events.append(event)
+    (call,) = add_up([*events, *one.push(tail), *one.finish()]).calls
+    assert json.loads(call.arguments)["city"].endswith("Genes ")
 
 
 @pytest.mark.parametrize("tools", TOOL_NAMES)
