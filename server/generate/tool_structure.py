@@ -10,6 +10,7 @@ import msgspec
 from quire.server.errors import BadRequest
 from quire.server.generate.formats import Formats
 from quire.server.generate.tools import CUSTOM_PARAMETERS, Tool, ToolChoice
+from quire.server.parsers.harmony import HARMONY
 from quire.server.parsers.tools import base
 from quire.server.structured.structure import Structure
 
@@ -58,11 +59,10 @@ def structure_of(
     covered = bool(tools) and formats.tools.covers_reasoning and wanted is not content
     if wanted is None or formats.reasoning is None or closed or covered:
         return wanted
-    if not opened and wanted is not content:  # the model may think, or not
-        return _structural_tag(_after_optional_thoughts(wanted.value["format"], formats))
-    # as in vLLM, what a model that thinks must match begins after its thoughts
-    after = list(formats.end) if len(formats.end) == 1 else formats.reasoning.end
-    return msgspec.structs.replace(wanted, after=after)
+    if opened or formats.reasoning is HARMONY:  # what comes after the thoughts has a marker of its own
+        after = list(formats.end) if len(formats.end) == 1 else formats.reasoning.end
+        return msgspec.structs.replace(wanted, after=after)
+    return _structural_tag(_after_optional_thoughts(_format_of(wanted), formats), wanted)  # the model may think, or not
 
 
 def _calls_and_content(
@@ -75,13 +75,17 @@ def _calls_and_content(
     tag = formats.tools.structure(tools, required=required or either, parallel=choice.parallel)
     if tag is None:
         return None
-    if not either:
-        return _structural_tag(tag["format"])
-    return _structural_tag({"type": "or", "elements": [_format_of(content), tag["format"]]})
+    if either:
+        return _structural_tag({"type": "or", "elements": [_format_of(content), tag["format"]]}, content)
+    return _structural_tag(tag["format"])
 
 
-def _structural_tag(format: dict[str, Any]) -> Structure:
-    return Structure(kind="structural_tag", value={"type": "structural_tag", "format": format}, param="tools")
+def _structural_tag(format: dict[str, Any], like: Structure | None = None) -> Structure:
+    """`like`: the structure whose field and white space it has."""
+    value = {"type": "structural_tag", "format": format}
+    if like is None:
+        return Structure(kind="structural_tag", value=value, param="tools")
+    return msgspec.structs.replace(like, kind="structural_tag", value=value)
 
 
 def _after_optional_thoughts(format: dict[str, Any], formats: Formats) -> dict[str, Any]:
@@ -90,15 +94,10 @@ def _after_optional_thoughts(format: dict[str, Any], formats: Formats) -> dict[s
 
 
 def _format_of(content: Structure) -> dict[str, Any]:
-    """What the content must match, as a part of a structural tag. Raises BadRequest."""
-    if content.compact or content.whitespace is not None:
-        raise BadRequest(
-            f"{content.param}: whitespace cannot be chosen together with tools that the model may call.",
-            param=content.param,
-        )
+    """The same as a part of a structural tag."""
     match content.kind:
         case "json_schema":
-            return base.json_schema(content.value) if isinstance(content.value, dict) else base.json_schema({})
+            return {"type": "json_schema", "json_schema": content.value}
         case "json_object":
             return base.json_schema({"type": "object"})
         case "regex":

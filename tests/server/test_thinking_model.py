@@ -96,3 +96,16 @@ def test_required_calls_after_the_thoughts(server, choice):
     (call,) = answer["message"]["tool_calls"]
     assert answer["finish_reason"] == "tool_calls" and call["function"]["name"] == "get_weather"
     assert isinstance(json.loads(call["function"]["arguments"])["city"], str) and answer["message"]["reasoning"]
+
+
+def test_a_structure_where_the_model_may_think_or_not(server):
+    """The prompt neither opens nor closes thoughts."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for fields in ({}, {"tools": [TOOL]}, {"response_format": None, "structured_outputs": {"choice": ["yes", "no"]}}):
+        body = {"add_generation_prompt": False, "response_format": schema} | fields
+        message = ask(server, **body)["choices"][0]["message"]
+        content = message["content"]
+        if "structured_outputs" in fields:
+            assert content in ("yes", "no")
+        elif not message.get("tool_calls"):
+            assert set(json.loads(content)) == {"name", "age"}

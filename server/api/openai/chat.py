@@ -26,6 +26,7 @@ from quire.server.generate.generation import Delta, GenerationRequest
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
 from quire.server.http.read_body import take
+from quire.server.parsers.events import Content
 from quire.server.state import ServerState
 
 ID_PREFIX = "chatcmpl-"
@@ -107,12 +108,13 @@ class ChatAnswer(Answer):
             return self._parsed_events(delta)
         if self._with_tokens():
             return self._token_event(delta, ChatDelta(content=delta.text)) if delta.text or delta.token_ids else b""
-        if not delta.text:
-            return b""
+        return self._text_event(delta.index, delta.text) if delta.text else b""
+
+    def _text_event(self, index: int, text: str) -> bytes:
         return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
             self.head,
-            delta.index,
-            msgspec.json.encode(delta.text),
+            index,
+            msgspec.json.encode(text),
             self.tail,
         )
 
@@ -127,6 +129,9 @@ class ChatAnswer(Answer):
 
     def _parsed_events(self, delta: Delta) -> bytes:
         """One chunk per event; the first has the tokens of all of them."""
+        match delta.events:
+            case [Content(text)] if not self._with_tokens():  # most deltas
+                return self._text_event(delta.index, text)
         told = [self.writer.delta(delta.index, event) for event in delta.events or ()]
         told = [one for one in told if one is not None]
         out = b""
