@@ -163,6 +163,10 @@ class ParallelConfig:
 
     tensor_parallel_size: int = opt(1, "number of ranks that split every layer", everyday=True, minimum=1)
     pipeline_parallel_size: int = opt(1, "number of ranks that split the model by layers", minimum=1)
+    enable_expert_parallel: bool = opt(
+        False,
+        "divide the experts of a mixture-of-experts model over the tensor-parallel ranks, instead of splitting each",
+    )
     data_parallel_size: int = opt(
         1,
         "number of engines, each with the whole model; a request goes to the one that has cached its prefix",

@@ -47,7 +47,6 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "ssl_keyfile": _TLS,
     "ssl_certfile": _TLS,
     "root_path": "not needed: let the proxy strip the prefix",
-    "enable_expert_parallel": "mixture-of-experts models are not supported yet",
     # SGLang and TGI
     "model_path": _MODEL,
     "model_id": _MODEL,

@@ -85,17 +85,92 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
 }
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_hidden_layers": 2}
+# mixtures of experts, likewise
+MOE_CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 96}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe": ("Qwen3Moe", _EXPERTS | {"head_dim": 32, "num_experts": 8, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "head_dim": 32,
+            "num_hidden_layers": 2,
+            "sliding_window": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        },
+    ),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            "num_hidden_layers": 2,
+            "num_local_experts": 4,
+            "intermediate_size": 48,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        _EXPERTS
+        | {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "head_dim": 32,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 1,
+            "num_hidden_layers": 2,
+        },
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        {"num_experts": 4, "moe_topk": 2, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 32},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+}
+
 
 def build_checkpoint(
     name: str, folder: str | Path, *, sharded: bool = False, dtype: str = "float32", seed: int = 0, **overrides: Any
 ) -> str:
-    """Write checkpoint `name` (a key of CHECKPOINTS, its configuration changed by `overrides`) into `folder` and return
+    """Write checkpoint `name` (a key of CHECKPOINTS or MOE_CHECKPOINTS, its configuration changed by `overrides`) into `folder` and return
     the folder as a string.
     """
     import torch
     import transformers
 
-    prefix, differences = CHECKPOINTS[name]
+    prefix, differences = (CHECKPOINTS | MOE_CHECKPOINTS)[name]
     config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **differences, **overrides})
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     randomize(model, seed)
@@ -118,7 +193,7 @@ def randomize(model, seed: int) -> None:
     gains = {"o_proj": 2.0, "down_proj": 2.0, "gate_proj": 1.5, "q_proj": 1.5, "k_proj": 1.5}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        module = name.split(".")[-2]
+        module = name.split(".")[-2] if "." in name else name
         if module in ("embed_tokens", "lm_head"):
             value = noise * 0.5
             value[TOKENIZER_SIZE:] = 0
@@ -126,9 +201,17 @@ def randomize(model, seed: int) -> None:
             value = 1 + 0.2 * noise
         elif name.endswith("bias"):
             value = 0.3 * noise
+        elif parameter.dim() == 3:  # experts: [E, out, in], but [E, in, out] in gpt-oss
+            inputs = parameter.shape[1 if "GptOss" in type(model).__name__ else 2]
+            value = noise * (2.0 if "down" in name else 1.5) / inputs**0.5
+        elif parameter.dim() == 1:  # attention sinks
+            value = noise
         else:
             value = noise * gains.get(module, 1.0) / parameter.shape[1] ** 0.5
         parameter.data.copy_(value)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def build_tokenizer(folder: str | Path, *, add_bos: bool = False, byte_fallback: bool = False) -> None:

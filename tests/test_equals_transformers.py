@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.engine.messages import SamplingParams
-from tests.checkpoints import CHECKPOINTS, TOKENIZER_SIZE, greedy, load_reference
+from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, TOKENIZER_SIZE, greedy, load_reference
 from tests.in_process import InProcessEngine
 
 NUM_TOKENS = 20
@@ -22,7 +22,7 @@ def prompts():
 
 
 # Sliding windows free blocks, and three layers of two kinds form three groups.
-POOLS = {"mistral": 60, "qwen2-window": 300}
+POOLS = {"mistral": 60, "gpt-oss": 215, "qwen2-window": 300}
 
 
 def engine_for(folder, num_blocks=190, **settings):
@@ -40,7 +40,7 @@ def engine_for(folder, num_blocks=190, **settings):
     )
 
 
-@pytest.mark.parametrize("name", list(CHECKPOINTS))
+@pytest.mark.parametrize("name", [*CHECKPOINTS, *MOE_CHECKPOINTS])
 def test_float32_tokens_and_logprobs(name, checkpoint, prompts):
     folder = checkpoint(name)
     reference = load_reference(folder)

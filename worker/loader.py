@@ -74,7 +74,7 @@ def load_weights(
         else:
             checkpoint = stack.enter_context(_open(folder, spec))
             names = model.tensor_names(checkpoint.position)
-            placements = deque(_placements(model, names))
+            placements = deque(_placements(model, names, checkpoint))
             checkpoint.check(placements, model, spec, names)
             placements = deque(sorted(placements, key=lambda p: checkpoint.position[p.part.name]))
             fill = checkpoint.fill
@@ -88,12 +88,12 @@ def check_model(config: Config, *, files: bool = True) -> None:
     """
     spec, group = read_model_spec(config.model.model, config.model.model_impl), Group()
     group.size = config.parallel.tensor_parallel_size
-    with use_groups(tp=group):
+    with use_groups(tp=group, ep=group if config.parallel.enable_expert_parallel else None):
         model = build_model(spec, torch.float32, torch.device("meta"))
     if files and spec.implementation == "quire" and config.model.load_format != "dummy":
         with _open(config.model.model, spec) as checkpoint:
             names = model.tensor_names(checkpoint.position)
-            checkpoint.check(_placements(model, names), model, spec, names)
+            checkpoint.check(_placements(model, names, checkpoint), model, spec, names)
 
 
 def _open(folder: str, spec: ModelSpec) -> Checkpoint:
@@ -105,13 +105,24 @@ def _open(folder: str, spec: ModelSpec) -> Checkpoint:
     return Checkpoint(folder)
 
 
-def _placements(model: CausalLM, names: TensorNames) -> Iterable[Placement]:
+def _placements(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | None = None) -> Iterable[Placement]:
+    """The slices of all parameters. A parameter that the files may hold in several forms takes the first that they do
+    hold.
+    """
+
+    def in_file(part: Part) -> Part:
+        if any(re.search(pattern, part.name) for pattern in model.transposed):
+            part = _of_transposed(part)
+        return replace(part, name=names.in_file(part.name))
+
     for name, parameter in model.named_parameters():  # a shared parameter is listed once
         view = getattr(parameter, "view_of_tensor", None)
-        for part in getattr(parameter, "parts", None) or [Part(name, tuple(parameter.shape), view=view)]:
-            if any(re.search(pattern, part.name) for pattern in model.transposed):
-                part = _of_transposed(part)
-            yield Placement(replace(part, name=names.in_file(part.name)), parameter)
+        parts = getattr(parameter, "parts", None) or [Part(name, tuple(parameter.shape), view=view)]
+        parts = list(map(in_file, parts))
+        others = getattr(parameter, "other_parts", ()) if checkpoint else ()
+        if others and not checkpoint.holds(parts):
+            parts = next(filter(checkpoint.holds, (list(map(in_file, form)) for form in others)), parts)
+        yield from (Placement(part, parameter) for part in parts)
 
 
 def _of_transposed(part: Part) -> Part:
@@ -222,6 +233,14 @@ class Checkpoint:
     def __exit__(self, *exc: object) -> None:
         self._file_of.clear()
         self._stack.close()
+
+    def holds(self, parts: Iterable[Part]) -> bool:
+        """Whether the files have the tensors of `parts`, in their shapes."""
+        return all(
+            part.name in self._file_of
+            and tuple(self._file_of[part.name].get_slice(part.name).get_shape()) == part.shape
+            for part in parts
+        )
 
     def check(
         self, placements: Iterable[Placement], model: CausalLM, spec: ModelSpec, tensor_names: TensorNames

@@ -20,6 +20,7 @@ from quire.worker.messages import CacheGroup, MemoryPlan, WorkerReady, longest_r
 from quire.worker.models import read_model_spec, weight_bytes
 from quire.worker.models.config import LayerSpec, ModelSpec, cache_specs
 from quire.worker.models.decoder import stage_layers
+from quire.worker.models.moe_spec import MoESpec
 from quire.worker.parallel import Group, split_size
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.platform import get_platform
@@ -51,7 +52,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     """
     choices: list[Choice] = []
     tp, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    _check_divisible(spec, tp, stages)
+    _check_divisible(spec, tp, stages, config.parallel.enable_expert_parallel)
     dtype, reason = (
         _quantized_dtype(config, platform)
         if config.model.quantization
@@ -118,7 +119,14 @@ def estimate_graphs(spec: ModelSpec, limits: Limits, tp: int) -> int:
 def _layer_bytes(spec: ModelSpec, limits: Limits, tp: int) -> int:
     """Bytes that one token needs inside the widest layer."""
     widest = max(3 * (layer.num_heads * layer.head_dim + layer.intermediate_size) // tp for layer in spec.layers)
-    return limits.dtype.itemsize * (4 * spec.hidden_size + 2 * _kv_width(spec, tp) + widest) + 8 * spec.hidden_size
+    experts = max(_expert_bytes(layer.moe, spec.hidden_size, limits.dtype.itemsize) for layer in spec.layers)
+    layer = limits.dtype.itemsize * (4 * spec.hidden_size + 2 * _kv_width(spec, tp) + widest)
+    return layer + 8 * spec.hidden_size + experts
+
+
+def _expert_bytes(moe: MoESpec | None, hidden_size: int, itemsize: int) -> int:
+    """Bytes that one token needs for its experts: their inputs and activations, and results in float32."""
+    return moe.routing.top_k * (itemsize * (hidden_size + 3 * moe.intermediate_size) + 4 * hidden_size) if moe else 0
 
 
 def _kv_width(spec: ModelSpec, tp: int) -> int:
@@ -278,14 +286,23 @@ def report(
     )
 
 
-def _check_divisible(spec: ModelSpec, tp: int, stages: int) -> None:
-    """Raise ValueError, naming the size, if the ranks do not divide it."""
+def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: bool = False) -> None:
+    """Raise ValueError, naming the size, if the ranks do not divide it, or if there are no experts to divide."""
     group = Group()
     group.size = tp
+    if expert_parallel and not any(layer.moe for layer in spec.layers):
+        raise ValueError(f"--enable-expert-parallel: {spec.architecture} has no experts; omit it")
     for layer in spec.layers:
         split_size("num_attention_heads", layer.num_heads, group)
         split_kv_heads(layer.num_kv_heads, group)
-        split_size("intermediate_size", layer.intermediate_size, group)
+        if layer.moe is None:
+            split_size("intermediate_size", layer.intermediate_size, group)
+        elif expert_parallel:
+            split_size("the number of experts", layer.moe.routing.num_experts, group)
+        else:
+            split_size("moe_intermediate_size", layer.moe.intermediate_size, group)
+        if layer.moe and layer.moe.shared_size:
+            split_size("intermediate_size of the shared expert", layer.moe.shared_size, group)
     if stages > spec.num_hidden_layers:
         raise ValueError(
             f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}"

@@ -159,6 +159,7 @@ class Worker:
             tp_size=parallel.tensor_parallel_size,
             pp_size=parallel.pipeline_parallel_size,
             backend=platform.dist_backend,
+            expert_parallel=parallel.enable_expert_parallel,
         )
         self._agree_on_ops(platform)
 

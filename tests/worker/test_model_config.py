@@ -86,12 +86,16 @@ def default_config(architecture: str, **settings):
     return CONFIG_MAPPING[model_class(architecture).config_defaults["model_type"]](**settings)
 
 
-@pytest.mark.parametrize("architecture", DECODERS)
+# the default sizes of GLM-4.5 do not divide
+WITH_DEFAULTS = [architecture for architecture in DECODERS if architecture != "Glm4MoeForCausalLM"]
+
+
+@pytest.mark.parametrize("architecture", WITH_DEFAULTS)
 def test_defaults_are_those_of_transformers(architecture):
     compare(parse_model_spec({"architectures": [architecture]}), default_config(architecture))
 
 
-@pytest.mark.parametrize("architecture", DECODERS)
+@pytest.mark.parametrize("architecture", WITH_DEFAULTS)
 def test_parameters_of_the_default_models(architecture):
     import torch
 
@@ -101,7 +105,7 @@ def test_parameters_of_the_default_models(architecture):
     if getattr(config, "num_key_value_heads", 0) is None:
         config.num_key_value_heads = config.num_attention_heads
     for key in ("attention_bias", "mlp_bias", "use_bias", "use_qk_norm"):
-        if hasattr(config, key):
+        if hasattr(config, key) and (key, architecture) != ("use_bias", "Ernie4_5_MoeForCausalLM"):
             setattr(config, key, True)
     if hasattr(config, "num_kv_shared_layers"):
         config.num_kv_shared_layers = 0

@@ -13,7 +13,7 @@ from quire.worker.models import build_model, num_parameters, read_model_spec
 from quire.worker.models.decoder import stage_layers
 from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms.cpu import CpuPlatform
-from tests.checkpoints import CHECKPOINTS, VOCAB_SIZE, load_reference
+from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, VOCAB_SIZE, load_reference
 from tests.worker.dense_attention import PagedRunner
 
 CPU = torch.device("cpu")
@@ -21,7 +21,8 @@ LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
 YARN_EXPLICIT = YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
 YARN_MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}
-CASES = [(name, {}) for name in CHECKPOINTS] + [
+ALL = CHECKPOINTS | MOE_CHECKPOINTS
+CASES = [(name, {}) for name in ALL] + [
     ("qwen2", {"rope_parameters": rope}) for rope in (LINEAR, YARN, YARN_EXPLICIT, YARN_MSCALE)
 ]
 
@@ -120,7 +121,7 @@ def test_native_kernels_may_come_later(checkpoint, kernels):
     assert torch.equal(model.logits(PagedRunner(model, 1, 64).step({0: text})[0]), after)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", ALL)
 def test_num_parameters(checkpoint, name):
     folder = checkpoint(name)
     model = load(folder)

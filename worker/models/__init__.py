@@ -50,6 +50,16 @@ DECODERS = {
     "SeedOssForCausalLM": "seed_oss:SeedOss",
     "SmolLM3ForCausalLM": "smollm3:SmolLM3",
     "Starcoder2ForCausalLM": "starcoder2:Starcoder2",
+    "MixtralForCausalLM": "mixtral:Mixtral",
+    "Qwen2MoeForCausalLM": "qwen_moe:Qwen2Moe",
+    "Qwen3MoeForCausalLM": "qwen_moe:Qwen3Moe",
+    "OlmoeForCausalLM": "olmoe:Olmoe",
+    "GptOssForCausalLM": "gpt_oss:GptOss",
+    "GraniteMoeForCausalLM": "granite_moe:GraniteMoe",
+    "Glm4MoeForCausalLM": "glm4_moe:Glm4Moe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe:Ernie45Moe",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_moe:HunyuanMoe",
+    "MiniMaxM2ForCausalLM": "minimax_m2:MiniMaxM2",
 }
 # a decoder may also come without its output head (embedding models), or with a classifier in its place
 MODELS = {
@@ -198,5 +208,5 @@ def _without_memory(spec: ModelSpec, dtype: torch.dtype, quantization: str | Non
 
     from quire.worker.parallel import Group, use_groups
 
-    with use_groups(tp=Group(), pp=Group()):
+    with use_groups(tp=Group(), pp=Group(), ep=Group()):
         return build_model(spec, dtype, torch.device("meta"), max_model_len=1, quantization=quantization)

@@ -22,12 +22,13 @@ from quire.worker.models.attention import self_attention
 from quire.worker.models.config import ModelSpec
 from quire.worker.models.mla import MLAttention
 from quire.worker.models.mlp import MLP, PlainMLP
+from quire.worker.models.moe import MoE
 from quire.worker.parallel import Exchange
 
 # Makes a part of a layer from (spec, index of the layer, prefix of its tensors, format of its weights).
 MakePart = Callable[[ModelSpec, int, str, WeightFormat], nn.Module]
 MIXERS: dict[str, MakePart] = {"attention": self_attention, "mla": MLAttention}  # by `LayerSpec.mixer`
-MLPS: dict[str, MakePart] = {"gated": MLP, "plain": PlainMLP}  # by `LayerSpec.mlp`
+MLPS: dict[str, MakePart] = {"gated": MLP, "plain": PlainMLP, "moe": MoE}  # by `LayerSpec.mlp`
 
 Streams = tuple[torch.Tensor, torch.Tensor]  # x and residual
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.configs.files import damaged_weights, unreadable
 from quire.worker.cache.spec import CacheSpec, Full, Latent, LatentSizes, Window
+from quire.worker.models.moe_spec import MoESpec
 from quire.worker.models.rope import RopeSpec
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -40,6 +41,7 @@ class LayerSpec:
     v_norm: bool = False  # whether heads of v are normalised, without a weight
     key_is_value: bool = False  # whether v is the output of k_proj, before its norm
     kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
+    moe: MoESpec | None = None  # the experts, if `mlp` is "moe"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from quire.worker.layers.norm import NORMS
 from quire.worker.layers.rotary import RotaryEmbedding, Rotation
 from quire.worker.models.blocks import BLOCKS, DecoderLayer
 from quire.worker.models.config import ModelSpec
+from quire.worker.models.moe import MoE
 from quire.worker.models.names import TensorNames
 from quire.worker.models.reader import ConfigReader
 from quire.worker.parallel import Exchange, pp
@@ -226,14 +227,14 @@ class CausalLM(ConfigReader, nn.Module):
         return TensorNames(self.renames, self.ignored).placed(names, "model.embed_tokens.weight")
 
     def has_elsewhere(self, name: str, names: TensorNames) -> bool:
-        """Return whether another pipeline stage holds the checkpoint tensor `name`, or none because the layer drafts
-        tokens.
-        """
+        """Return whether another rank holds the checkpoint tensor `name`, or none because the layer drafts tokens."""
         if (layer := names.layer(name)) is not None:
-            drafts = layer >= self.spec.num_hidden_layers
-            return (
-                bool(self.spec.raw.get("num_nextn_predict_layers")) if drafts else str(layer) not in self.model.layers
-            )
+            if layer >= self.spec.num_hidden_layers:
+                return bool(self.spec.raw.get("num_nextn_predict_layers"))
+            if str(layer) not in self.model.layers:
+                return True
+            mlp = self.model.layers[str(layer)].mlp
+            return isinstance(mlp, MoE) and mlp.has_elsewhere(name, names)
         first = ("model.embed_tokens.weight", "model.embed_positions.weight")
         last = ("model.norm.weight", "model.norm.bias", "lm_head.weight", "score.weight")
         return (not self.model.first and name in map(names.in_file, first)) or (

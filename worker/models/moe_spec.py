@@ -1,4 +1,4 @@
-"""What a mixture-of-experts layer is made of. Torch-free."""
+"""The formulas of a mixture-of-experts layer. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ class RoutingSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """The MLP of a mixture-of-experts layer."""
+    """The MLP of a mixture-of-experts layer. Sizes are those of the whole model, not of a rank."""
 
     routing: RoutingSpec
     intermediate_size: int  # of each expert
-    activation: str = "silu"  # a key of `moe.GATED`
+    activation: str = "silu"  # a key of `activation.GATED`
     bias: bool = False  # of the experts
     weigh_inputs: bool = False  # the weights multiply the experts' inputs, not their outputs
-    router: str = "gate"  # name of the router in the checkpoint
-    correction: str = "gate.e_score_correction_bias"
-    transposed: bool = False  # fused weights are [E, in, out]; decides only where the shape does not
-    interleaved: bool = False  # fused gate and up rows alternate
-    shared: str | None = None  # name of the shared expert, an MLP that all tokens pass
-    shared_size: int = 0  # its intermediate size
-    shared_gate: str | None = None  # name of the gate whose sigmoid multiplies its output
+    # how the checkpoint holds experts if all are in one tensor
+    transposed: bool = False  # [E, in, out]; decides only where the shape does not
+    interleaved: bool = False  # gate and up rows alternate
+    shared_size: int = 0  # intermediate size of the shared expert, an MLP that all tokens pass; 0: none
+    shared_gate: bool = False  # the sigmoid of a gate multiplies the shared expert's output

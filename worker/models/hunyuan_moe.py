@@ -1,0 +1,49 @@
+"""Hunyuan with experts: q and k are normalised after rotation, and a shared MLP stands beside the experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.worker.models.decoder import CausalLM
+from quire.worker.models.moe_reader import MOE_DEFAULTS, MoEFamily, routing
+from quire.worker.models.moe_spec import MoESpec
+from quire.worker.models.reader import COMMON_DEFAULTS
+
+
+class HunyuanMoe(MoEFamily, CausalLM):
+    config_defaults = (
+        COMMON_DEFAULTS
+        | MOE_DEFAULTS
+        | {
+            "model_type": "hunyuan_v1_moe",
+            "vocab_size": 290943,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+        }
+    )
+    facts = {"qk_norm": "late", "mlp_bias": False}
+    renames = {
+        "self_attn.q_norm": "self_attn.query_layernorm",
+        "self_attn.k_norm": "self_attn.key_layernorm",
+        "mlp.gate": "mlp.gate.wg",
+        "mlp.shared_expert": "mlp.shared_mlp",
+    }
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        values["attention_out_bias"] = values["attention_bias"]
+        for key in ("num_experts", "num_experts_per_tok"):  # one number, or one per layer
+            numbers = values[key] if isinstance(values[key], list) else [values[key]]
+            if len(set(numbers)) != 1:
+                raise ValueError(f"{key} that differs from layer to layer is not supported: {numbers}")
+            values[key] = numbers[0]
+
+    @classmethod
+    def moe(cls, values: dict[str, Any]) -> MoESpec:
+        size = values["moe_intermediate_size"]
+        size = size[0] if isinstance(size, list) else size or values["intermediate_size"]
+        formula = routing(values, weights="normalized", float32=True)
+        return MoESpec(formula, size, shared_size=values["intermediate_size"])
