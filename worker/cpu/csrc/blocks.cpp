@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kRows = 4;           // rows of the weight that are multiplied together
 constexpr int kMostChunk = 32;     // rows of x in a chunk; their sums stay in L1
+constexpr int kTogether = kLanes == 16 ? 4 : 2;  // rows of x that are multiplied together
 constexpr long kChunkBytes = 512 << 10;
-constexpr int kWords = 2 * kLanes;  // 16-bit integers of a register
 constexpr float kTop = kLanes == 16 ? 32767.f : 16383.f;
 
 thread_local Scratch shared_scratch, own_scratch;
@@ -52,36 +52,42 @@ struct BlockRows {
   }
 };
 
-// sums[r][rows] += 256 values of each of the unpacked rows times those of the rows of x from `row` on.
-template <int TYPE>
-inline void multiply(const Unpacked* u, const BlockRows& x, long row, int rows, long s, Floats (*sums)[kMostChunk]) {
-  for (int i = 0; i < rows; i++) {
-    const long at = (row + i) * x.steps + s;
-    const int16_t* v = x.values + at * kSuper;
-    const Floats scale = set1_floats(x.scales[at]);
+// sums[i][r] += 256 values of row row + i of x, i < ROWS, times those of each of the unpacked rows r. A register of
+// either serves several products.
+template <int TYPE, int ROWS>
+inline void multiply(const Unpacked* u, const BlockRows& x, long row, long s, Floats (*sums)[kRows]) {
+  constexpr int SPAN = is_super(TYPE) ? kSuper : kSmall;  // values between applications of scales
+  const long ld = x.steps * kSuper;
+  const int16_t* v = x.values + row * ld + s * kSuper;
+  Floats part[ROWS][kRows];
+  for (int span = 0; span < kSuper / SPAN; span++) {
+    Ints products[ROWS][kRows] = {};
+#pragma GCC unroll 8
+    for (int j = span * SPAN; j < (span + 1) * SPAN; j += kWords) {
+      Ints w[kRows];
+      unrolled<kRows>([&](auto r) __attribute__((always_inline)) { w[r] = load_ints(u[r].w + j); });
+      unrolled<ROWS>([&](auto i) __attribute__((always_inline)) {
+        const Ints values = load_ints(v + i * ld + j);
+        unrolled<kRows>([&](auto r) __attribute__((always_inline)) { products[i][r] = add_products(products[i][r], w[r], values); });
+      });
+    }
     unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
-      const int16_t* w = u[r].w;
-      Floats sum = sums[r][i];
-      if constexpr (is_super(TYPE)) {
-        Ints products[2] = {};
-        unrolled<kSuper / kWords>([&](auto j) __attribute__((always_inline)) { products[j % 2] = add_products(products[j % 2], load_ints(w + j * kWords), load_ints(v + j * kWords)); });
-        sum = fma(to_floats(add_ints(products[0], products[1])), set1_floats(u[r].d[0]) * scale, sum);
-      } else {
-        Floats part = {};
-        unrolled<kSuper / kSmall>([&](auto j) __attribute__((always_inline)) {
-          Ints products = {};
-          unrolled<kSmall / kWords>([&](auto p) __attribute__((always_inline)) {
-            products = add_products(products, load_ints(w + j * kSmall + p * kWords), load_ints(v + j * kSmall + p * kWords));
-          });
-          part = fma(to_floats(products), set1_floats(u[r].d[j]), part);
-        });
-        sum = fma(part, scale, sum);
-      }
-      if constexpr (has_minima(TYPE))
-        for (int j = 0; j < 16; j += kLanes) sum = sum - load_floats(u[r].minima + j) * load_floats(x.sums + at * 16 + j);
-      sums[r][i] = sum;
+      const Floats d = set1_floats(u[r].d[span]);
+      unrolled<ROWS>([&](auto i) __attribute__((always_inline)) {
+        part[i][r] = span ? fma(to_floats(products[i][r]), d, part[i][r]) : to_floats(products[i][r]) * d;
+      });
     });
   }
+  unrolled<ROWS>([&](auto i) __attribute__((always_inline)) {
+    const long at = (row + i) * x.steps + s;
+    const Floats scale = set1_floats(x.scales[at]);
+    unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+      Floats sum = fma(part[i][r], scale, sums[i][r]);
+      if constexpr (has_minima(TYPE))
+        for (int j = 0; j < 16; j += kLanes) sum = sum - load_floats(u[r].minima + j) * load_floats(x.sums + at * 16 + j);
+      sums[i][r] = sum;
+    });
+  });
 }
 
 inline float total(Floats x) {
@@ -104,7 +110,7 @@ struct BlockProduct {
   template <int TYPE>
   void tile(const BlockRows& x, long row, int rows, long first) const {
     Unpacked u[kRows];
-    Floats sums[kRows][kMostChunk] = {};
+    Floats sums[kMostChunk][kRows] = {};
     for (long s = 0; s < x.steps; s++) {
       for (int r = 0; r < kRows; r++) {
         const uint8_t* weights = data + std::min(first + r, n - 1) * row_bytes;
@@ -114,10 +120,12 @@ struct BlockProduct {
         }
         unpack<TYPE>(weights, s, k, u[r]);
       }
-      multiply<TYPE>(u, x, row, rows, s, sums);
+      int i = 0;
+      for (; i + kTogether <= rows; i += kTogether) multiply<TYPE, kTogether>(u, x, row + i, s, sums + i);
+      for (; i < rows; i++) multiply<TYPE, 1>(u, x, row + i, s, sums + i);
     }
     for (int r = 0; r < kRows && first + r < n; r++)
-      for (int i = 0; i < rows; i++) put(row + i, first + r, total(sums[r][i]));
+      for (int i = 0; i < rows; i++) put(row + i, first + r, total(sums[i][r]));
   }
 
   void put(long row, long column, float value) const {

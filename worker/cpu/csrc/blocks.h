@@ -28,12 +28,36 @@ inline float half_at(const uint8_t* p) {
   return _cvtsh_ss(bits);
 }
 
+constexpr int kWords = 2 * kLanes;  // 16-bit integers of a register
+
+// kWords bytes as 16-bit integers, and operations on these.
+#if defined(__AVX512F__)
+inline Ints widen(const uint8_t* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline Ints widen_signed(const uint8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline Ints times(Ints x, Ints y) { return _mm512_mullo_epi16(x, y); }
+// Each of kWords / 16 values in 16 words
+inline Ints in_runs(const int16_t* p) { return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi16(p[0])), _mm256_set1_epi16(p[1]), 1); }
+#else
+inline Ints widen(const uint8_t* p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline Ints widen_signed(const uint8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline Ints times(Ints x, Ints y) { return _mm256_mullo_epi16(x, y); }
+inline Ints in_runs(const int16_t* p) { return _mm256_set1_epi16(p[0]); }
+#endif
+
 constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr int8_t kE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // twice the value
 
 // w[i], w[i + 16] of one block of 32 values = the low and high halves of 16 bytes, less `zero`.
 inline void halves(const uint8_t* q, int zero, int16_t* w) {
-  for (int i = 0; i < 16; i++) w[i] = int16_t((q[i] & 15) - zero), w[i + 16] = int16_t((q[i] >> 4) - zero);
+  const Ints less = set1_words(zero);
+#if defined(__AVX512F__)
+  const __m512i twice = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)q)));
+  const __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+  store_ints(w, sub_words(_mm512_srlv_epi16(twice, shift) & set1_words(15), less));
+#else
+  const Ints bytes = widen(q);
+  store_ints(w, sub_words(bytes & set1_words(15), less)), store_ints(w + 16, sub_words(words_right<4>(bytes), less));
+#endif
 }
 inline void looked_up(const uint8_t* q, const int8_t* table, int16_t* w) {
   for (int i = 0; i < 16; i++) w[i] = table[q[i] & 15], w[i + 16] = table[q[i] >> 4];
@@ -52,66 +76,69 @@ inline void unpack_small(const uint8_t* b, int16_t* w, float* d, float* minimum)
   if (TYPE == kQ4_1) halves(b + 4, 0, w), *minimum = -half_at(b + 2);
   if (TYPE == kQ5_0) halves(b + 6, 16, w), add_fifth_bits(b + 2, w);
   if (TYPE == kQ5_1) halves(b + 8, 0, w), add_fifth_bits(b + 4, w), *minimum = -half_at(b + 2);
-  if (TYPE == kQ8_0) for (int i = 0; i < 32; i++) w[i] = int8_t(b[2 + i]);
+  if (TYPE == kQ8_0) for (int i = 0; i < 32; i += kWords) store_ints(w + i, widen_signed(b + 2 + i));
   if (TYPE == kIQ4_NL) looked_up(b + 2, kIq4, w);
   if (TYPE == kMXFP4) looked_up(b + 1, kE2m1, w), *d = std::ldexp(1.f, int(b[0]) - 128);
 }
 
-// Eight scales and eight minima of six bits in twelve bytes.
-inline void six_bits(const uint8_t* s, uint8_t* scales, uint8_t* minima) {
-  for (int j = 0; j < 4; j++) {
-    scales[j] = s[j] & 63, minima[j] = s[j + 4] & 63;
-    scales[j + 4] = uint8_t((s[j + 8] & 15) | s[j] >> 6 << 4), minima[j + 4] = uint8_t(s[j + 8] >> 4 | s[j + 4] >> 6 << 4);
-  }
+// Eight scales, and eight minima times dmin twice each, from twelve bytes of six-bit numbers.
+inline void six_bits(const uint8_t* s, float dmin, int16_t* scales, float* minima) {
+  uint32_t part[3], bytes[4];
+  memcpy(part, s, 12);
+  bytes[0] = part[0] & 0x3f3f3f3f, bytes[1] = (part[2] & 0x0f0f0f0f) | (part[0] >> 6 & 0x03030303) << 4;
+  bytes[2] = part[1] & 0x3f3f3f3f, bytes[3] = (part[2] >> 4 & 0x0f0f0f0f) | (part[1] >> 6 & 0x03030303) << 4;
+  const __m128i all = _mm_loadu_si128((const __m128i*)bytes);
+  _mm_storeu_si128((__m128i*)scales, _mm_cvtepu8_epi16(all));
+  const __m256 eight = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8))), _mm256_set1_ps(dmin));
+  _mm256_storeu_ps(minima, _mm256_permutevar8x32_ps(eight, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)));
+  _mm256_storeu_ps(minima + 8, _mm256_permutevar8x32_ps(eight, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7)));
 }
 
 template <int TYPE>
 void unpack_super(const uint8_t* b, Unpacked& u);
 
-template <>
-inline void unpack_super<kQ4_K>(const uint8_t* b, Unpacked& u) {
-  uint8_t scales[8], minima[8];
-  six_bits(b + 4, scales, minima);
-  const float dmin = half_at(b + 2);
+// Q4_K, and Q5_K with a fifth bit per value from `high`.
+template <bool FIFTH>
+inline void unpack_pairs(const uint8_t* b, const uint8_t* high, const uint8_t* q, Unpacked& u) {
+  alignas(16) int16_t scales[8];
+  six_bits(b + 4, half_at(b + 2), scales, u.minima);
   u.d[0] = half_at(b);
-  for (int j = 0; j < 16; j++) u.minima[j] = dmin * minima[j / 2];
+  const Ints low = set1_words(15);
+  Ints bits[32 / kWords];
+  if (FIFTH) for (int i = 0; i < 32 / kWords; i++) bits[i] = words_left<4>(widen(high + i * kWords));
   for (int j = 0; j < 4; j++) {
-    const uint8_t* q = b + 16 + 32 * j;
-    const int16_t low = scales[2 * j], high = scales[2 * j + 1];
-    int16_t* w = u.w + 64 * j;
-    for (int i = 0; i < 32; i++) w[i] = int16_t((q[i] & 15) * low);
-    for (int i = 0; i < 32; i++) w[32 + i] = int16_t((q[i] >> 4) * high);
+    const Ints first = set1_words(scales[2 * j]), second = set1_words(scales[2 * j + 1]);
+    for (int i = 0; i < 32 / kWords; i++) {
+      const Ints bytes = widen(q + 32 * j + i * kWords);
+      Ints a = bytes & low, c = words_right<4>(bytes);
+      if (FIFTH) {
+        a = a | (bits[i] & set1_words(16)), c = c | (words_right<1>(bits[i]) & set1_words(16));
+        bits[i] = words_right<2>(bits[i]);
+      }
+      store_ints(u.w + 64 * j + i * kWords, times(a, first));
+      store_ints(u.w + 64 * j + 32 + i * kWords, times(c, second));
+    }
   }
 }
 
 template <>
-inline void unpack_super<kQ5_K>(const uint8_t* b, Unpacked& u) {
-  uint8_t scales[8], minima[8];
-  six_bits(b + 4, scales, minima);
-  const float dmin = half_at(b + 2);
-  u.d[0] = half_at(b);
-  for (int j = 0; j < 16; j++) u.minima[j] = dmin * minima[j / 2];
-  for (int j = 0; j < 4; j++) {
-    const uint8_t *q = b + 48 + 32 * j, *h = b + 16;
-    const int16_t low = scales[2 * j], high = scales[2 * j + 1];
-    int16_t* w = u.w + 64 * j;
-    for (int i = 0; i < 32; i++) w[i] = int16_t(((q[i] & 15) + (h[i] >> (2 * j) & 1) * 16) * low);
-    for (int i = 0; i < 32; i++) w[32 + i] = int16_t(((q[i] >> 4) + (h[i] >> (2 * j + 1) & 1) * 16) * high);
-  }
-}
+inline void unpack_super<kQ4_K>(const uint8_t* b, Unpacked& u) { unpack_pairs<false>(b, nullptr, b + 16, u); }
+template <>
+inline void unpack_super<kQ5_K>(const uint8_t* b, Unpacked& u) { unpack_pairs<true>(b, b + 16, b + 48, u); }
 
 template <>
 inline void unpack_super<kQ6_K>(const uint8_t* b, Unpacked& u) {
-  const int8_t* scales = (const int8_t*)b + 192;
+  alignas(32) int16_t scales[16];
+  _mm256_storeu_si256((__m256i*)scales, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(b + 192))));
   u.d[0] = half_at(b + 208);
+  const Ints low = set1_words(15), two = set1_words(48), zero = set1_words(32);
   for (int half = 0; half < 2; half++)
-    for (int part = 0; part < 4; part++)  // 32 values
-      for (int run = 0; run < 2; run++) {
-        const uint8_t *low = b + 64 * half + part % 2 * 32 + run * 16, *high = b + 128 + 32 * half + run * 16;
-        const int16_t scale = scales[8 * half + 2 * part + run];
-        int16_t* w = u.w + 128 * half + 32 * part + 16 * run;
-        for (int i = 0; i < 16; i++) w[i] = int16_t((((low[i] >> (part / 2 * 4)) & 15) + (high[i] >> (2 * part) & 3) * 16 - 32) * scale);
-      }
+    for (int i = 0; i < 32; i += kWords) {
+      const Ints first = widen(b + 64 * half + i), second = widen(b + 64 * half + 32 + i), high = widen(b + 128 + 32 * half + i);
+      const Ints parts[4] = {(first & low) | (words_left<4>(high) & two), (second & low) | (words_left<2>(high) & two), words_right<4>(first) | (high & two), words_right<4>(second) | (words_right<2>(high) & two)};
+      for (int part = 0; part < 4; part++)
+        store_ints(u.w + 128 * half + 32 * part + i, times(sub_words(parts[part], zero), in_runs(scales + 8 * half + 2 * part + i / 16)));
+    }
 }
 
 template <>
