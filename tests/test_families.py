@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from quire.engine.messages import SamplingParams
 from quire.worker.cache.spec import plan_cache
 from quire.worker.messages import most_blocks
 from quire.worker.models import read_model_spec
 from quire.worker.models.config import cache_specs
-from tests.families import FAMILIES, VOCAB, build_family, judge, load_family
+from tests.families import FAMILIES, VOCAB, build_family, judge, load_family, redraw
 from tests.in_process import InProcessEngine
 
 NUM_TOKENS = 20
@@ -56,3 +58,63 @@ def test_tokens_and_logprobs_equal_transformers(name, prompts, tmp_path):
             logprobs = [entry.logprobs[0] for entry in result.logprobs]
             wrong, error = judge(reference, prompt, result.token_ids, logprobs)
             assert (wrong, error < 1e-3) == (0, True), f"prompt of {len(prompt)} tokens: {wrong} wrong, error {error}"
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["wrapper", "bare"])
+@pytest.mark.parametrize(
+    ("model_type", "text", "vision"),
+    [
+        ("gemma3", "gemma3", {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}),
+        ("mistral3", "ministral3", {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8}),
+    ],
+)
+def test_the_text_of_a_wrapper(model_type, text, vision, bare, prompts, tmp_path):
+    """Also with other names of its tensors: those of older files, or without the head's and the decoder's prefix."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    text_type, settings = FAMILIES[text]
+    config = CONFIG_MAPPING[model_type](
+        text_config={"model_type": text_type, **settings, "tie_word_embeddings": True},
+        vision_config=VISION | vision,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    redraw(model)
+    model.save_pretrained(tmp_path)
+    if bare:
+        tensors = load_file(tmp_path / "model.safetensors")
+        language = re.compile(r"^(model\.language_model|language_model\.model)\.")
+        renamed = {language.sub("", name): value for name, value in tensors.items() if language.match(name)}
+        save_file(renamed, tmp_path / "model.safetensors")
+    engine = InProcessEngine(str(tmp_path), max_model_len="200")
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=0)
+    chosen = [prompt for prompt in prompts if 1 < len(prompt) < 130][::4]
+    results = engine.generate(chosen, sampling)
+    engine.close()
+    for prompt, result in zip(chosen, results):
+        wrong, error = judge(model, prompt, result.token_ids, [entry.logprobs[0] for entry in result.logprobs])
+        assert (wrong, error < 1e-3) == (0, True)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_separate_head_of_a_tied_model_is_used_if_it_differs(differs, prompts, tmp_path):
+    folder = build_family("gemma3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    if differs:
+        head[:, ::2] *= -1
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert read_model_spec(folder).tie_word_embeddings is not differs
+    engine = InProcessEngine(folder, max_model_len="64")
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=0)
+    result = engine.generate([prompts[5]], sampling)[0]
+    engine.close()
+    logprobs = [entry.logprobs[0] for entry in result.logprobs]
+    wrong, error = judge(load_family(folder), prompts[5], result.token_ids, logprobs)
+    assert (wrong, error < 1e-3) == (0, True)

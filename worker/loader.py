@@ -347,15 +347,16 @@ class DummyWeights:
     def __init__(self, seed: int):
         self.seed = seed
         self._noise = torch.randn(self.BLOCK, generator=torch.Generator().manual_seed(seed))
-        self._blocks: dict[tuple[bool, torch.dtype, torch.device], torch.Tensor] = {}
+        self._blocks: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     def fill(self, placement: Placement, may_lend: bool) -> bool:
-        """Fill a slice: matrices and biases are Gaussian around 0, norm weights around 1. Returns False, because no
-        memory is lent.
+        """Fill a slice: matrices and biases are Gaussian around 0, other vectors around 1, unless their parameter has a
+        `dummy_mean`, the mean of the checkpoint's tensor. Returns False, because no memory is lent.
         """
         part, target = placement.part, placement.target
-        is_norm = len(part.shape) == 1 and not part.name.endswith("bias")
-        block = self._block(is_norm, target.dtype, target.device)
+        mean = 1.0 if len(part.shape) == 1 else 0.0
+        mean = 0.0 if part.name.endswith("bias") else getattr(placement.parameter, "dummy_mean", mean)
+        block = self._block(mean, target.dtype, target.device)
         offset = zlib.crc32(part.name.encode(), self.seed)
         first_dims = [dim for dim, _, _ in part.source]
         if part.view is None and first_dims in ([], [0]) and target.is_contiguous():
@@ -367,10 +368,10 @@ class DummyWeights:
             target.copy_(part.of(whole))
         return False
 
-    def _block(self, is_norm: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        key = is_norm, dtype, device
+    def _block(self, mean: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        key = mean, dtype, device
         if key not in self._blocks:
-            self._blocks[key] = (self._noise * self.STD + (1.0 if is_norm else 0.0)).to(device, dtype)
+            self._blocks[key] = (self._noise * self.STD + mean).to(device, dtype)
         return self._blocks[key]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.worker.models.config import ModelSpec, dtype_of_weights, read_config, with_quantization
 from quire.worker.models.reader import text_part
+from quire.worker.models.tied import has_own_head
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +128,8 @@ def read_model_spec(folder: str, implementation: str = "auto") -> ModelSpec:
         spec = read_spec(folder, raw)
     else:
         spec = parse_model_spec(raw)
+    if spec.tie_word_embeddings and has_own_head(folder):
+        spec = replace(spec, tie_word_embeddings=False)
     return spec if spec.dtype else replace(spec, dtype=dtype_of_weights(folder))
 
 

@@ -180,6 +180,7 @@ class LayerNormAttention(SelfAttention):
         ):
             part = Part(f"{prefix}.{name}.weight", (total, kind.head_dim), ((0, first, number),), (), columns(view))
             norm.weight = empty_parameter(number, kind.head_dim, parts=[part], dtype=torch.float32)
+            norm.weight.dummy_mean = 1.0
 
     def head_norms(self) -> tuple[None, None]:
         return None, None
@@ -284,4 +285,6 @@ def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:
 
 
 def _sinks(num_heads: int, mine: int, prefix: str) -> nn.Parameter:
-    return empty_parameter(mine, parts=[Part(f"{prefix}.sinks", (num_heads,), ((0, tp().rank * mine, mine),))])
+    sinks = empty_parameter(mine, parts=[Part(f"{prefix}.sinks", (num_heads,), ((0, tp().rank * mine, mine),))])
+    sinks.dummy_mean = 0.0
+    return sinks
