@@ -12,6 +12,7 @@ from quire.engine.executor.multiproc import MultiprocExecutor
 from quire.engine.messages import SamplingParams
 from quire.worker.messages import WorkerReady
 from tests.checkpoints import CHECKPOINTS
+from tests.families import build_family
 from tests.in_process import InProcessEngine, Result
 
 SETTINGS = {
@@ -85,6 +86,20 @@ def alone(folder: str) -> list[Result]:
 @pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
 def test_every_architecture_over_two_ranks(checkpoint, tmp_path, settings):
     run_all(checkpoint, tmp_path, list(CHECKPOINTS), **settings)
+
+
+FORMS = ["cohere", "gemma3", "glm4", "gpt2", "granite_swa", "hunyuan", "olmo2", "phi3", "starcoder2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [({"tensor_parallel_size": 2}, [*FORMS, "gemma4", "gemma4-k-is-v"]), ({"pipeline_parallel_size": 2}, FORMS)],
+    ids=["tp2", "pp2"],
+)
+def test_every_form_over_two_ranks(tmp_path, settings, names):
+    """Each arrangement of norms, kind of MLP, norm of q and k, and layout of the checkpoint."""
+    run_all(cache(lambda name: build_family(name, tmp_path / f"model-{name}")), tmp_path, names, **settings)
 
 
 @pytest.mark.slow
