@@ -14,6 +14,9 @@ from quire.server.structured.compile_process import Vocabulary as CompilerVocabu
 from quire.server.structured.structure import Structure
 from tests.checkpoints import VOCAB_SIZE
 from tests.in_process import InProcessEngine, Result
+from tests.server.test_launch import HELLO, server_process
+from tests.test_recovery import SCRIPT, TINY, crowd, wait_for_death
+from tests.test_recovery import check as check_answers
 
 EOS, THINK_END = 2, 3
 PIECES = ['"', '":', '",', '"}', '{"', "true", "10", '": "', '","', "ä", " a", "ab", "name", "}"]
@@ -215,3 +218,35 @@ def test_several_ranks(checkpoint, expected, layout):
         assert [result.token_ids for result in engine.generate(PROMPTS, MIXED)] == expected
     finally:
         engine.close()
+
+
+@pytest.mark.slow
+def test_an_engine_killed_in_the_middle_of_objects(checkpoint, tmp_path):
+    """Clients of HTTP get the texts of an undisturbed run, each valid."""
+    schema = {"type": "array", "items": {"enum": ["a", "bc", None, 17]}, "minItems": 30}
+    bodies = [
+        {
+            "messages": HELLO,
+            "max_tokens": 300,
+            "stream": number % 2 == 0,
+            "n": 1 + number % 3,
+            "seed": number,
+            "temperature": 1.0,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": schema}},
+        }
+        for number in range(8)
+    ]
+    with server_process(checkpoint("qwen3"), tmp_path, script=SCRIPT, **TINY) as server:
+        expected, duration = crowd(server.wait_ready(), bodies)
+        engine = server.engine()
+
+        def disturb() -> None:
+            engine.kill()
+            wait_for_death(server, engine, serving=False)
+
+        answers, _ = crowd(server, bodies, disturb, after=duration / 2)
+    check_answers(answers, expected)
+    for answer in answers:
+        for choice in answer:
+            if choice.finish_reason == "stop":
+                jsonschema.validate(json.loads(choice.text), schema)

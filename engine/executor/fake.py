@@ -167,6 +167,9 @@ class FakeExecutor(Executor):
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 
+    def set_vocabulary(self, vocabulary: bytes) -> None:
+        """Grammars do not change the fake tokens."""
+
     def shutdown(self) -> None:
         return
 
