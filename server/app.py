@@ -21,8 +21,9 @@ from quire.server.api.anthropic import batches as message_batches
 from quire.server.api.anthropic import messages
 from quire.server.api.anthropic import models as message_models
 from quire.server.api.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
+from quire.server.api.llamacpp import infill
 from quire.server.api.ollama import routes as ollama
-from quire.server.api.openai import batches, files
+from quire.server.api.openai import batches, files, render
 from quire.server.api.openai.chat import chat_completions
 from quire.server.api.openai.completions import completions
 from quire.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest, embeddings
@@ -40,9 +41,12 @@ from quire.server.api.openai.protocol import (
     TokenizeResponse,
 )
 from quire.server.api.openai.translate import conversation
+from quire.server.api.ops import sagemaker
+from quire.server.api.ops.tokenizer_info import tokenizer_info
 from quire.server.api.pooling import protocol as pooling
 from quire.server.api.pooling.classify import classify, pool
 from quire.server.api.pooling.score import rerank, score
+from quire.server.api.textgen import routes as textgen
 from quire.server.error_shapes import body_of, internal_body, shaped
 from quire.server.errors import (
     ApiError,
@@ -293,10 +297,15 @@ async def _api_error(request: Request, error: ApiError) -> Response:
     return JsonResponse(body_of(error, request.scope["path"]), status_code=error.status, headers=error.headers)
 
 
+_ELSEWHERE = ("/v1/audio", "/v1/images", "/v1/moderations", "/v1/videos", "/v1/realtime", "/v1/fine_tuning")
+
+
 async def _http_exception(request: Request, error: HTTPException) -> Response:
     """Starlette's own: no such route, wrong method."""
     message, path = error.detail, request.scope["path"]
-    if error.status_code == 404:
+    if error.status_code == 404 and path.startswith(_ELSEWHERE):
+        message = f"{path[:200]} is not available: this server serves text, by /v1/chat/completions and others (/docs)."
+    elif error.status_code == 404:
         message = f"There is no {request.method} {path[:200]}{_hint(path)}."
     elif error.status_code == 405:
         message = f"{path[:200]} does not take {request.method}."
@@ -335,6 +344,8 @@ def _with_state(function: Callable[[Request, ServerState], Awaitable[Response]])
     return handler
 
 
+_INVOCATIONS = {"messages": chat_completions, "prompt": completions, "input": embeddings, "inputs": textgen.generate}
+_ANY_OBJECT = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
 ROUTES = [
     ("/v1/chat/completions", chat, ["POST"], ChatCompletionRequest, ChatCompletion),
     ("/v1/completions", complete, ["POST"], CompletionRequest, Completion),
@@ -391,6 +402,14 @@ ROUTES = [
         message_batches.MessageBatch,
     ),
     ("/v1/messages/batches/{batch_id}/results", _with_state(message_batches.results), ["GET"], None, None),
+    ("/v1/chat/completions/render", _with_state(render.render), ["POST"], ChatCompletionRequest, render.RenderedPrompt),
+    ("/apply-template", _with_state(render.apply_template), ["POST"], ChatCompletionRequest, None),
+    ("/infill", _with_state(infill.infill), ["POST"], infill.InfillRequest, None),
+    ("/generate", _with_state(textgen.generate), ["POST"], textgen.TextRequest, None),
+    ("/generate_stream", _with_state(textgen.generate_stream), ["POST"], textgen.TextRequest, None),
+    ("/tokenizer_info", _with_state(tokenizer_info), ["GET"], None, None),
+    ("/ping", _with_state(sagemaker.ping), ["GET", "HEAD"], None, None),
+    ("/invocations", _with_state(sagemaker.invocations(_INVOCATIONS)), ["POST"], _ANY_OBJECT, None),
     ("/api/chat", _with_state(ollama.chat), ["POST"], ollama.ChatRequest, None),
     ("/api/generate", _with_state(ollama.generate), ["POST"], ollama.GenerateRequest, None),
     ("/api/embed", _with_state(ollama.embed), ["POST"], ollama.EmbedRequest, None),

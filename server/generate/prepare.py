@@ -16,6 +16,7 @@ from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest
 from quire.server.generate.conversation import Reading, read_answer, render_conversation
 from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.infill import ending_with, infill_prompts
 from quire.server.generate.limits import MAX_CHOICES, MAX_PROMPTS
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.sampling import check_max_tokens, fit, to_sampling_params, too_long
@@ -43,6 +44,9 @@ def prepare(spec: GenerationSpec, state: ServerState) -> list[GenerationRequest]
         )
         reading = read_answer(spec.prompts, rendered, spec.structure, state)
         sampling = msgspec.structs.replace(sampling, thinking=reading.thinking)
+    elif spec.suffix is not None:
+        prompts, infill = infill_prompts(spec, state)
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=ending_with(sampling, infill))
     else:
         prompts = prompt_ids(spec, state)
     texts = _kept_texts(spec)

@@ -97,6 +97,9 @@ class GenerationSpec:
     structure: Structure | None = None  # what the output must match
     default_max_tokens: int | None = None  # if neither the request nor the model sets one; None: what the context holds
     add_special_tokens: bool | None = None  # default: True for texts, False for conversations
+    # the texts' continuations belong between them and this one; for models that were trained to fill in
+    suffix: str | None = None
+    context: list[tuple[str, str]] = field(default_factory=list)  # with a suffix: (name, text) of other files
     echo: bool = False  # the answer begins with the prompt, and with its log-probabilities if `logprobs` is set
     priority: int = 0
     cache_salt: str | None = None

@@ -41,7 +41,7 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
         )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("Compressed bodies are not accepted.")
-    raw = await _body(request, max_body_bytes(state))
+    raw = await read_body(request, max_body_bytes(state))
 
     def work() -> tuple[R | None, list[str], ApiError | None]:
         try:
@@ -90,7 +90,8 @@ def max_body_bytes(state: ServerState) -> int:
     return limit or max(MIN_BODY_BYTES, BYTES_PER_TOKEN * (state.model.max_model_len if state.model else 0))
 
 
-async def _body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises PayloadTooLarge, and ClientGone if the client disconnects."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared[:20]) > limit:
         raise _too_large(limit)

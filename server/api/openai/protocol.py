@@ -320,9 +320,10 @@ class CompletionRequest(GenerationFields, kw_only=True):
     echo: bool | None = None
     best_of: Count | None = None  # only n itself
     logprobs: AtLeastMinusOne | None = None
+    suffix: Text | None = None  # for models with tokens for filling in the middle
 
     harmless: ClassVar = HARMLESS
-    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | TOOLS_AND_REASONING | {"suffix": ("",)}
+    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | TOOLS_AND_REASONING
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

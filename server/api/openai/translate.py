@@ -76,6 +76,7 @@ def completion_spec(body: CompletionRequest, **identity: Any) -> GenerationSpec:
         structure=structure_of(body),
         default_max_tokens=COMPLETION_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
+        suffix=body.suffix or None,
         echo=bool(body.echo),
         cache_salt=body.cache_salt,
         **identity,

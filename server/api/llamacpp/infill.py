@@ -1,0 +1,116 @@
+"""llama.cpp's POST /infill."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.generate import deltas
+from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.limits import Int64, MinP, RepetitionPenalty, Stop, Stops, Temperature, Text, TopP
+from quire.server.generate.prepare import prepare
+from quire.server.generate.request import GenerationOptions, GenerationSpec
+from quire.server.http import admission, sse
+from quire.server.http.read_body import take
+from quire.server.state import ServerState
+
+ID_PREFIX = "infill-"
+MAX_FILES = 256
+
+
+class ExtraFile(msgspec.Struct, kw_only=True):
+    text: Text
+    filename: Annotated[str, Meta(max_length=4096)] = ""
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {}
+
+
+class InfillRequest(msgspec.Struct, kw_only=True):
+    """POST /infill: the middle between `input_prefix` + `prompt` and `input_suffix`."""
+
+    input_prefix: Text
+    input_suffix: Text
+    prompt: Text | None = None
+    input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
+    n_predict: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    seed: Int64 | None = None
+    stop: Stop | Stops | None = None
+    stream: bool | None = None
+    t_max_predict_ms: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+
+    harmless: ClassVar = frozenset({"cache_prompt", "id_slot", "n_indent", "t_max_prompt_ms", "model"})
+    unsupported: ClassVar[dict[str, tuple]] = {"samplers": (), "grammar": ("",), "json_schema": (), "n_probs": (0,)}
+
+
+async def infill(request: Request, state: ServerState) -> Response:
+    """The text between two others."""
+    body, one = await take(request, InfillRequest, state, lambda body: (body, _prepare(request, body, state)))
+    predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
+    stream = await admission.generate(request, state, [one], "input_prefix", predict)
+    if body.stream:
+        frames = sse.to_the_end(_frames(stream, one), one.request_id, done=b"")
+        return sse.EventStream(frames, state.config.server.sse_keep_alive_interval)
+    (choice,) = await sse.unless_disconnected(request, deltas.collect(stream, 1))
+    end = _end(one, choice.finish_reason, choice.stop_reason, len(choice.token_ids))
+    return sse.JsonResponse(end | {"content": choice.text, "tokens": choice.token_ids})
+
+
+def _prepare(request: Request, body: InfillRequest, state: ServerState) -> GenerationRequest:
+    limit = body.n_predict
+    spec = GenerationSpec(
+        prompts=[body.input_prefix + (body.prompt or "")],
+        options=GenerationOptions(
+            max_tokens=limit if limit is not None and limit >= 0 else None,
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repeat_penalty,
+            seed=body.seed,
+            stop=body.stop or None,
+        ),
+        suffix=body.input_suffix,
+        context=[(file.filename, file.text) for file in body.input_extra or ()],
+        prompt_param="input_prefix",
+        max_tokens_param="n_predict",
+        **admission.admit(request, state, ID_PREFIX),
+    )
+    return prepare(spec, state)[0]
+
+
+async def _frames(stream: AsyncGenerator[Delta, None], one: GenerationRequest) -> AsyncGenerator[bytes, None]:
+    num_tokens = 0
+    try:
+        async for delta in stream:
+            num_tokens += len(delta.token_ids)
+            part: dict[str, Any] = {"content": delta.text, "tokens": delta.token_ids, "stop": False}
+            if delta.finish_reason is not None:
+                part |= _end(one, delta.finish_reason, delta.stop_reason, num_tokens)
+            yield sse.event(msgspec.json.encode(part))
+    finally:
+        await stream.aclose()
+
+
+def _end(
+    one: GenerationRequest, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int
+) -> dict[str, Any]:
+    word = stop_reason if isinstance(stop_reason, str) else ""
+    return {
+        "stop": True,
+        "stop_type": "limit" if finish_reason == "length" else "word" if word else "eos",
+        "stopping_word": word,
+        "tokens_predicted": num_tokens,
+        "tokens_evaluated": len(one.prompt_token_ids),
+        "truncated": False,
+    }

@@ -1,0 +1,125 @@
+"""POST /generate as TGI (`inputs`) and as SGLang (`text`, `input_ids`) take it: a way in for clients of these servers.
+Fields are classed as in `server/api/openai/protocol.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from quire.server.generate.limits import (
+    MAX_IDS,
+    MAX_PROMPTS,
+    AtLeastMinusOne,
+    Count,
+    Int64,
+    MinP,
+    NonNegative,
+    Penalty,
+    RepetitionPenalty,
+    Stop,
+    Stops,
+    StopTokenIds,
+    Temperature,
+    Text,
+    TokenId,
+    TokenIds,
+    TopP,
+)
+
+_NOTHING: dict[str, tuple] = {}
+
+
+class Parameters(msgspec.Struct, kw_only=True):
+    """Of TGI."""
+
+    max_new_tokens: NonNegative | None = None
+    do_sample: bool | None = None  # false, and no temperature: greedy
+    temperature: Temperature | None = None
+    top_k: NonNegative | None = None
+    top_p: TopP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Int64 | None = None
+    stop: Stops | None = None
+    truncate: NonNegative | None = None
+    return_full_text: bool | None = None
+    details: bool | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {
+        "best_of": (1,),
+        "typical_p": (1.0,),
+        "watermark": (False,),
+        "decoder_input_details": (False,),
+        "top_n_tokens": (0,),
+        "grammar": (),
+        "adapter_id": (),
+    }
+
+
+class SamplingParameters(msgspec.Struct, kw_only=True):
+    """Of SGLang."""
+
+    max_new_tokens: NonNegative | None = None
+    min_new_tokens: NonNegative | None = None
+    n: Count | None = None
+    temperature: Temperature | None = None
+    top_k: AtLeastMinusOne | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    sampling_seed: Int64 | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+    json_schema: Text | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {
+        "structural_tag": (),
+        "no_stop_trim": (False,),
+        "custom_params": (),
+        "stop_regex": (),
+        "logit_bias": (),
+        "stream_interval": (),
+    }
+
+
+class TextRequest(msgspec.Struct, kw_only=True):
+    """POST /generate: exactly one of `inputs`, `text` and `input_ids`."""
+
+    inputs: Text | None = None
+    parameters: Parameters | None = None
+    text: Text | Annotated[list[Text], Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    input_ids: Annotated[list[TokenId | TokenIds], Meta(min_length=1, max_length=MAX_IDS)] | None = None
+    sampling_params: SamplingParameters | None = None
+    stream: bool | None = None
+    rid: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
+    priority: Int64 | None = None
+
+    harmless: ClassVar = frozenset({"log_metrics"})
+    unsupported: ClassVar[dict[str, tuple]] = {
+        "return_logprob": (False,),
+        "logprob_start_len": (-1,),
+        "top_logprobs_num": (0,),
+        "token_ids_logprob": (),
+        "return_text_in_logprobs": (False,),
+        "return_hidden_states": (False,),
+        "image_data": (),
+        "audio_data": (),
+        "video_data": (),
+        "lora_path": (),
+        "input_embeds": (),
+        "session_params": (),
+        "custom_logit_processor": (),
+        "bootstrap_host": (),
+    }

@@ -1,0 +1,97 @@
+"""TGI's side of /generate."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+
+from quire.server.api.textgen.protocol import Parameters, TextRequest
+from quire.server.errors import ApiError
+from quire.server.generate.deltas import Choice
+from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.request import GenerationOptions, GenerationSpec
+from quire.server.http import sse
+from quire.server.state import ServerState
+
+DEFAULT_MAX_TOKENS = 100
+
+
+def spec(body: TextRequest, **identity: Any) -> GenerationSpec:
+    """`identity`: request_id, priority, tenant, background."""
+    given = body.parameters or Parameters()
+    greedy = given.do_sample is False or (given.do_sample is None and given.temperature is None)
+    options = GenerationOptions(
+        max_tokens=given.max_new_tokens,
+        temperature=0.0 if greedy else given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        repetition_penalty=given.repetition_penalty,
+        frequency_penalty=given.frequency_penalty,
+        seed=given.seed,
+        stop=given.stop or None,
+        truncate_prompt_tokens=given.truncate,
+    )
+    return GenerationSpec(
+        prompts=[body.inputs],
+        options=options,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        prompt_param="inputs",
+        max_tokens_param="parameters.max_new_tokens",
+        **identity,
+    )
+
+
+def error_event(error: ApiError) -> bytes:
+    return sse.event(msgspec.json.encode({"error": error.message, "error_type": "generation"}))
+
+
+class Answer:
+    def __init__(self, body: TextRequest, state: ServerState, one: GenerationRequest):
+        self.parameters, self.state, self.one = body.parameters or Parameters(), state, one
+        self.prefix = body.inputs if self.parameters.return_full_text else ""
+        self.texts: list[str] = []
+        self.num_tokens = 0
+
+    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+        (choice,) = choices
+        out: dict[str, Any] = {"generated_text": self.prefix + choice.text}
+        if self.parameters.details:
+            tokens = [self._token(token_id, "") for token_id in choice.token_ids]
+            out["details"] = self._details(choice.finish_reason, choice.stop_reason, len(tokens)) | {
+                "prefill": [],
+                "tokens": tokens,
+            }
+        return out
+
+    async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+        """Bytes of whole events. Closing it aborts the generation."""
+        try:
+            async for delta in stream:
+                self.texts.append(delta.text)
+                self.num_tokens += len(delta.token_ids)
+                last = delta.token_ids[-1] if delta.token_ids else 0
+                event: dict[str, Any] = {
+                    "index": self.num_tokens,
+                    "token": self._token(last, delta.text),
+                    "generated_text": None,
+                    "details": None,
+                }
+                if delta.finish_reason is not None:
+                    event["generated_text"] = self.prefix + "".join(self.texts)
+                    event["details"] = self._details(delta.finish_reason, delta.stop_reason, self.num_tokens)
+                yield sse.event(msgspec.json.encode(event))
+        finally:
+            await stream.aclose()
+
+    def _token(self, token_id: int, text: str) -> dict[str, Any]:
+        tokenizer = self.state.tokenizer
+        text = text or tokenizer.id_to_token(token_id)
+        return {"id": token_id, "text": text, "logprob": None, "special": token_id in tokenizer.special_ids}
+
+    def _details(self, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int) -> dict[str, Any]:
+        if finish_reason == "stop":
+            finish_reason = "stop_sequence" if isinstance(stop_reason, str) else "eos_token"
+        seed = self.one.sampling.seed if self.one.sampling.temperature else None
+        return {"finish_reason": finish_reason, "generated_tokens": num_tokens, "seed": seed}
