@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from quire.worker.cpu import native
 from quire.worker.layers.linear import PLAIN_WEIGHTS
 from quire.worker.layers.moe import ListedExperts, StackedExperts, run_experts
+from quire.worker.layers.quantization.fp4 import mxfp4_blocks
 from quire.worker.loader import load_weights
 from quire.worker.models import build_model, parse_model_spec, read_model_spec
 from quire.worker.models.moe_spec import MoESpec, RoutingSpec
@@ -179,6 +180,35 @@ def test_experts_quantized_at_load(checkpoint, kernels, monkeypatch, quantizatio
     monkeypatch.setattr(native.KERNELS, "lib", None)
     assert median_error(native_logits, logits()) < 0.02
     assert median_error(native_logits, exact) < most
+
+
+def test_mxfp4_experts_of_gpt_oss(checkpoint, tmp_path, kernels):  # noqa: F811
+    """Blocks and exponents as in its checkpoints, against transformers with the same weights dequantized."""
+    folder = checkpoint("gpt-oss", intermediate_size=64)
+    tensors, generator = tensors_of(folder), torch.Generator().manual_seed(5)
+    plain, stored = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num, inputs, outputs = tensors[name].shape
+        blocks = torch.randint(0, 256, (num, outputs, inputs // 32, 16), generator=generator).byte()
+        exponents = torch.randint(122, 126, (num, outputs, inputs // 32), generator=generator).byte()
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        del stored[name]
+        plain[name] = mxfp4_blocks(blocks, exponents).transpose(1, 2)
+    (want,) = reference_logits(rewritten(folder, tmp_path / "plain", plain), texts := prompts([70]))
+    quantized = rewritten(folder, tmp_path / "mxfp4", stored)
+    path = Path(quantized, "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    logits = [load(quantized, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    exact, rounded = (model.logits(PagedRunner(model, 1, 128).step({0: texts[0]})[0]) for model in logits)
+    torch.testing.assert_close(exact, want, atol=1e-4, rtol=0)
+    assert median_error(rounded, want) < 0.03
+    models = []
+    for group in thread_groups(2):
+        with use_groups(tp=group):
+            models.append(load(quantized))
+    expected = logits_of(load(quantized))
+    for ranks in run_ranks(lambda rank: logits_of(models[rank]), 2):
+        torch.testing.assert_close(ranks, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

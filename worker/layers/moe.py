@@ -32,6 +32,7 @@ from quire.worker.layers.linear import (
     WeightFormat,
     empty_parameter,
 )
+from quire.worker.layers.quantization.mxfp4_experts import GROUP, Mxfp4Expert
 from quire.worker.parallel import Group, ep, split_size, tp, use_groups
 
 if TYPE_CHECKING:
@@ -97,9 +98,9 @@ class FusedParts:
 
     def gate_up_bias(self, expert: int) -> list[Part]:
         shape = self.moe.routing.num_experts, 2 * self.moe.intermediate_size
-        return self._gate_up("gate_up_proj_bias", shape, expert, False)
+        return self._gate_up("gate_up_proj_bias", shape, expert)
 
-    def _gate_up(self, name: str, shape: tuple[int, ...], expert: int, transposed: bool) -> list[Part]:
+    def _gate_up(self, name: str, shape: tuple[int, ...], expert: int, transposed: bool = False) -> list[Part]:
         dim, parts = 2 if transposed else 1, []
         for i in range(2):
             if self.moe.interleaved:
@@ -109,6 +110,18 @@ class FusedParts:
             target = ((0, i * self.length, self.length),)
             parts.append(Part(f"{self.prefix}.{name}", shape, ((0, expert, 1), rows), target, view))
         return parts
+
+    def mxfp4(self, expert: int) -> tuple[list[Part], list[Part], list[Part], list[Part]]:
+        """Of blocks and exponents (`quantization.mxfp4_experts`): of the gate and up, and of the down projection."""
+        num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
+        found = []
+        for suffix, block in (("blocks", (GROUP // 2,)), ("scales", ())):
+            found.append(self._gate_up(f"gate_up_proj_{suffix}", (num, 2 * size, hidden // GROUP, *block), expert))
+        for suffix, block in (("blocks", (GROUP // 2,)), ("scales", ())):
+            shape, columns = (num, hidden, size // GROUP, *block), (2, self.start // GROUP, self.length // GROUP)
+            name = f"{self.prefix}.down_proj_{suffix}"
+            found.append([Part(name, shape, ((0, expert, 1), columns), (), OneExpert())])
+        return tuple([replace(part, types=("U8",)) for part in parts] for parts in found)
 
     def down(self, expert: int, transposed: bool) -> list[Part]:
         num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
@@ -150,8 +163,14 @@ class Expert(nn.Module):
 
     def also_fused(self, parts: FusedParts, expert: int) -> None:
         """Let the parameters also be loaded from tensors of all experts."""
-        give_other_parts(self.gate_up_proj.weight, [parts.gate_up(expert, t) for t in forms(parts.moe)])
-        give_other_parts(self.down_proj.weight, [parts.down(expert, t) for t in forms(parts.moe)])
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if isinstance(gate_up.method, PlainLinear):
+            give_other_parts(gate_up.weight, [parts.gate_up(expert, t) for t in forms(parts.moe)])
+            give_other_parts(down.weight, [parts.down(expert, t) for t in forms(parts.moe)])
+        elif isinstance(gate_up.method, Mxfp4Expert):
+            parameters = gate_up.blocks, gate_up.exponents, down.blocks, down.exponents
+            for parameter, own in zip(parameters, parts.mxfp4(expert)):
+                parameter.parts = own
         if parts.moe.bias:
             give_other_parts(self.gate_up_proj.bias, [parts.gate_up_bias(expert)])
             give_other_parts(self.down_proj.bias, [parts.down_bias(expert)])
@@ -183,8 +202,7 @@ class ListedExperts(nn.Module):
                 {str(i): Expert(hidden_size, moe, f"{prefix}.{i}", weights) for i in self.local}
             )
         for i in self.local:
-            if isinstance(self.experts[str(i)].gate_up_proj.method, PlainLinear):
-                self.experts[str(i)].also_fused(parts, i)
+            self.experts[str(i)].also_fused(parts, i)
         self._by_id = {int(i): expert for i, expert in self.experts.items()}
         self._ops: Ops | None = None
         self._native: Callable[..., torch.Tensor] | None = None

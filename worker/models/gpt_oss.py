@@ -12,7 +12,6 @@ from quire.worker.models.moe_spec import MoESpec
 from quire.worker.models.reader import COMMON_DEFAULTS, FULL, SLIDING
 from quire.worker.models.rope import RopeSpec
 
-
 # of a config.json without any
 _ROPE = {
     "rope_type": "yarn",

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from quire.worker.layers.linear import LinearMethod
 from quire.worker.layers.quantization.int_groups import Groups
+from quire.worker.layers.quantization.mxfp4_experts import Mxfp4Expert
 from quire.worker.layers.quantization.packing import e2m1_doubled, e8m0, nibbles
 from quire.worker.layers.quantization.stored import COLUMNS, ROWS, Axis, CheckpointFormat, Piece, Scheme, Stored
 
@@ -64,13 +66,16 @@ class Nvfp4(Scheme):
 
 
 class Mxfp4Format(CheckpointFormat):
-    """`quant_method` mxfp4: only experts are quantized, so linear layers are plain."""
+    """`quant_method` mxfp4 (gpt-oss): only experts are quantized."""
 
     def __init__(self, config: dict[str, Any]):
         pass
 
     def scheme(self, name: str) -> Scheme | None:
         return None
+
+    def linear(self, prefix: str) -> LinearMethod:
+        return Mxfp4Expert() if ".experts." in prefix else super().linear(prefix)
 
 
 def mxfp4_blocks(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
