@@ -136,7 +136,8 @@ class Tokenizer:
         """A stream that decodes the tokens after `prompt_ids` as they arrive: `push(ids) -> str`, `finish() -> str`,
         `held`. `visible_ids` are not skipped.
         """
-        skip = self.special_ids - visible_ids if skip_special_tokens else frozenset()
+        hidden = self.special_ids - visible_ids if visible_ids else self.special_ids  # no copy per choice
+        skip = hidden if skip_special_tokens else frozenset()
         raw_repeats = frozenset() if skip_special_tokens or spaces_between_special_tokens else self.added_ids
         stream = self._decoding.stream(prompt_ids, skip, raw_repeats)
         return CleanUpStream(stream) if self._clean_up else stream
