@@ -299,3 +299,9 @@ def test_the_architecture_document_names_every_module():
         and not path.endswith("/messages.py")
         and not path.startswith(("cli/", "quire/"))
     ]
+
+
+def test_the_list_of_models_is_current():
+    from tools.models_table import FILE, page
+
+    assert FILE.read_text(encoding="utf-8") == page(), "run: python -m tools.models_table"

@@ -17,7 +17,7 @@ from quire.worker.batch.graphs import padded_sizes
 from quire.worker.cache.spec import CachePlan, plan_cache
 from quire.worker.layers.linear import split_kv_heads
 from quire.worker.messages import CacheGroup, MemoryPlan, WorkerReady, longest_request, most_blocks
-from quire.worker.models import read_model_spec, weight_bytes
+from quire.worker.models import describe, read_model_spec, weight_bytes
 from quire.worker.models.config import LayerSpec, ModelSpec, cache_specs
 from quire.worker.models.decoder import stage_layers
 from quire.worker.models.moe_spec import MoESpec
@@ -281,7 +281,7 @@ def report(
         vocab_size=spec.vocab_size,
         default_depth=depth,
         plan=plan,
-        choices=[*limits.choices, *fitted, *choices],
+        choices=[describe.choice(spec), *limits.choices, *fitted, *choices],
         groups=list(groups),
     )
 

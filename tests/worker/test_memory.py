@@ -318,3 +318,12 @@ def test_too_little_memory_to_start_is_the_users_to_correct(folder, monkeypatch)
     monkeypatch.setattr("quire.worker.worker.load_weights", fill)
     with pytest.raises(ValueError, match=r"lower --gpu-memory-utilization.*tried to allocate 2\.00 GiB"):
         Worker(Config.from_flat(model=folder, device="cpu")).initialize(lambda phase, fraction: None)
+
+
+def test_the_plan_names_the_model_and_its_caches(checkpoint):
+    window, full = _plan(checkpoint("mistral")), _plan(checkpoint("qwen3"))
+    assert _choices(window)["model"] == (
+        "MistralForCausalLM",
+        "implementation quire; cache per layer: 3 x window of 24 tokens",
+    )
+    assert _choices(full)["model"][1].endswith("cache per layer: 3 x full")

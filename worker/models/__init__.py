@@ -39,7 +39,7 @@ DECODERS = {
     "LlamaForCausalLM": "llama:Llama",
     "MiniCPM3ForCausalLM": "minicpm3:MiniCPM3",
     "MistralForCausalLM": "mistral:Mistral",
-    "MinistralForCausalLM": "mistral:Mistral",
+    "MinistralForCausalLM": "mistral:Ministral",
     "Ministral3ForCausalLM": "mistral:Ministral3",
     "NemotronForCausalLM": "nemotron:Nemotron",
     "OPTForCausalLM": "opt:OPT",

@@ -27,6 +27,10 @@ class Mistral(CausalLM):
         return [FULL if values["sliding_window"] is None else SLIDING] * values["num_hidden_layers"]
 
 
+class Ministral(Mistral):
+    config_defaults = Mistral.config_defaults | {"model_type": "ministral"}
+
+
 class Ministral3(Mistral):
     config_defaults = Mistral.config_defaults | {
         "model_type": "ministral3",

@@ -1,0 +1,36 @@
+"""What a model is made of, in words, for `quire check` and docs/models.md. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quire.worker.models.config import LayerSpec, ModelSpec
+
+MIXERS = {"attention": "attention", "mla": "latent attention (MLA)", "none": "no attention"}
+
+
+def cache_kind(layer: LayerSpec) -> str:
+    """The cache of a layer."""
+    if layer.kv_from is not None:
+        return "cache of an earlier layer"
+    if layer.mixer == "mla":
+        return "latent"
+    if layer.mixer == "none":
+        return "none"
+    return "full" if layer.window is None else f"window of {layer.window} tokens"
+
+
+def cache_kinds(spec: ModelSpec) -> str:
+    """The caches of all layers, e.g. "22 x window of 512 tokens, 4 x full"."""
+    counts = Counter(cache_kind(layer) for layer in spec.layers)
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.items())
+
+
+def has_stages(spec: ModelSpec) -> bool:
+    """Whether the layers can be divided into pipeline stages (`per_layer.refuse_stages`)."""
+    return not spec.hidden_size_per_layer_input and all(layer.kv_from is None for layer in spec.layers)
+
+
+def choice(spec: ModelSpec) -> tuple[str, str, str]:
+    """(setting, value, reason) for the table of choices."""
+    return "model", spec.architecture, f"implementation {spec.implementation}; cache per layer: {cache_kinds(spec)}"
