@@ -62,6 +62,15 @@ _LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
+_LATENT_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+_INDEX = {"index_topk": 800, "index_head_dim": 32, "index_n_heads": 2, "num_hidden_layers": 2}
 _MLA_YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -88,6 +97,19 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_hidden_layers": 2}
 # mixtures of experts, likewise
 MOE_CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2": (
+        "DeepseekV2",
+        _LATENT
+        | _LATENT_EXPERTS
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        _LATENT | _LATENT_EXPERTS | {"n_group": 4, "topk_group": 2, "rope_parameters": _MLA_YARN},
+    ),
+    "deepseek-v32": ("DeepseekV32", _LATENT | _LATENT_EXPERTS | _INDEX | {"n_group": 4, "topk_group": 2}),
+    "glm-5": ("GlmMoeDsa", _LATENT | _LATENT_EXPERTS | _INDEX),
+    "glm4-moe-lite": ("Glm4MoeLite", _LATENT | _LATENT_EXPERTS),
     "mixtral": ("Mixtral", {"num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 96}),
     "qwen2-moe": (
         "Qwen2Moe",

@@ -65,7 +65,7 @@ def compare(spec, config) -> None:
         size = size[0] if isinstance(size, list) else size
         size = size or getattr(mine, "ffn_dim", None) or 4 * mine.hidden_size
         assert layer.intermediate_size == size
-        assert layer.window == (None if kind == FULL else config.sliding_window)
+        assert layer.window == (config.sliding_window if kind == "sliding_attention" else None)
         if layer.rope:
             rope, theirs = spec.ropes[layer.rope], ropes(config)[kind]
             assert rope.theta == theirs["rope_theta"]
@@ -95,7 +95,11 @@ def test_defaults_are_those_of_transformers(architecture):
     compare(parse_model_spec({"architectures": [architecture]}), default_config(architecture))
 
 
-@pytest.mark.parametrize("architecture", WITH_DEFAULTS)
+# what these have beyond other models, the index of sparse attention, is not served
+INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", [name for name in WITH_DEFAULTS if name not in INDEXED])
 def test_parameters_of_the_default_models(architecture):
     import torch
 

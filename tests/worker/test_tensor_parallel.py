@@ -47,7 +47,16 @@ def build_ranks(size: int, folder: str, **options) -> list:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("llama-bias", 2), ("llama-tied", 2), ("mistral", 4), ("qwen2", 4), ("qwen3", 2), ("qwen3", 4)]
+    ("name", "size"),
+    [
+        ("llama-bias", 2),
+        ("llama-tied", 2),
+        ("mistral", 4),
+        ("qwen2", 4),
+        ("qwen3", 2),
+        ("qwen3", 4),
+        ("deepseek-v3", 2),
+    ],
 )
 def test_ranks_agree_with_one(checkpoint, name, size):
     folder = checkpoint(name)  # two KV heads: over four ranks each is held twice

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from quire.worker.models.config import LayerSpec
 from quire.worker.models.decoder import CausalLM
-from quire.worker.models.mla import MLA_DEFAULTS, latent_layer, latent_values
+from quire.worker.models.mla import MLA_DEFAULTS, MLAFamily
 from quire.worker.models.reader import COMMON_DEFAULTS
-from quire.worker.models.rope import RopeSpec
 
 
-class MiniCPM3(CausalLM):
+class MiniCPM3(MLAFamily, CausalLM):
     config_defaults = (
         COMMON_DEFAULTS
         | MLA_DEFAULTS
@@ -39,17 +36,9 @@ class MiniCPM3(CausalLM):
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
-        latent_values(values)
+        super().complete(values, raw)
         values.update(
-            attention_out_bias=values["attention_bias"],
             embed_scale=float(values["scale_emb"]),
             residual_scale=values["scale_depth"] / values["num_hidden_layers"] ** 0.5,
             logit_scale=values["dim_model_base"] / values["hidden_size"],
         )
-
-    @classmethod
-    def layer_specs(
-        cls, values: dict[str, Any], raw: dict[str, Any], ropes: dict[str, RopeSpec]
-    ) -> tuple[LayerSpec, ...]:
-        layers = super().layer_specs(values, raw, ropes)
-        return tuple(latent_layer(values, ropes, replace(layer, window=None)) for layer in layers)

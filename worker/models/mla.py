@@ -38,17 +38,35 @@ MLA_DEFAULTS = {
 }
 
 
-def latent_values(values: dict[str, Any]) -> None:
+class MLAFamily:
+    """Reads the keys of `MLA_DEFAULTS` in a family's config.json; a mixin of `ConfigReader`."""
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        _complete_sizes(values)
+        values["attention_out_bias"] = values["attention_bias"]  # one key for all projections that may have one
+        values["layer_types"] = None  # no layer has a window
+
+    @classmethod
+    def layer_specs(
+        cls, values: dict[str, Any], raw: dict[str, Any], ropes: dict[str, RopeSpec]
+    ) -> tuple[LayerSpec, ...]:
+        return tuple(_latent_layer(values, ropes, layer) for layer in super().layer_specs(values, raw, ropes))
+
+
+def _complete_sizes(values: dict[str, Any]) -> None:
     """Derive the sizes of a head from those of `MLA_DEFAULTS`. Changes `values`; raises ValueError naming the key."""
     for key in MLA_DEFAULTS:
         if (not isinstance(values[key], int) or values[key] < 1) and (key, values[key]) != ("q_lora_rank", None):
             raise ValueError(f"{key} must be a positive integer, not {values[key]!r}")
+    if values["attention_bias"] and values["q_lora_rank"] is None:
+        raise ValueError("attention_bias true is not supported with q_lora_rank null")
     # the rotary embedding turns a part of the head that is a head of its own
     values.update(head_dim=values["qk_rope_head_dim"], partial_rotary_factor=1.0)
     values["num_key_value_heads"] = values["num_attention_heads"]
 
 
-def latent_layer(values: dict[str, Any], ropes: dict[str, RopeSpec], layer: LayerSpec) -> LayerSpec:
+def _latent_layer(values: dict[str, Any], ropes: dict[str, RopeSpec], layer: LayerSpec) -> LayerSpec:
     """`layer` with the latent attention that `values` describe."""
     sizes = LatentSizes(
         *(values[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -57,6 +75,7 @@ def latent_layer(values: dict[str, Any], ropes: dict[str, RopeSpec], layer: Laye
     scale = head_dim**-0.5 * _magnitude(ropes["default"]) ** 2
     return replace(
         layer,
+        window=None,
         mixer="mla",
         head_dim=head_dim,
         v_head_dim=sizes.v_dim,

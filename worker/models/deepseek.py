@@ -1,0 +1,159 @@
+"""DeepSeek V2 and V3 (Kimi K2 has the same architecture) and GLM-4.7-Flash: latent attention and mixtures of experts.
+
+V3.2 and GLM-5 add an index that chooses `index_topk` keys per token. Up to that many tokens of context it chooses all
+of them, so their context is limited to that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.worker.models.decoder import CausalLM
+from quire.worker.models.mla import MLA_DEFAULTS, MLAFamily
+from quire.worker.models.moe_reader import MOE_DEFAULTS, MoEFamily, routing, sigmoid_routing
+from quire.worker.models.moe_spec import MoESpec, RoutingSpec
+from quire.worker.models.reader import COMMON_DEFAULTS
+from quire.worker.models.rope import RopeSpec
+
+
+class DeepseekV2(MLAFamily, MoEFamily, CausalLM):
+    config_defaults = (
+        COMMON_DEFAULTS
+        | MLA_DEFAULTS
+        | MOE_DEFAULTS
+        | {
+            "model_type": "deepseek_v2",
+            "vocab_size": 102400,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "num_experts": 64,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1407,
+            "n_shared_experts": 2,
+            "topk_method": "greedy",
+            "n_group": None,
+            "topk_group": None,
+            "mlp_layer_types": None,
+            "moe_layer_freq": 1,
+        }
+    )
+    renames = {"mlp.shared_expert": "mlp.shared_experts"}
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        super().complete(values, raw)
+        values["num_experts_per_tok"] = values["num_experts_per_tok"] or 6
+        values["rope_interleaved"] = True
+
+    @classmethod
+    def is_sparse(cls, values: dict[str, Any], index: int) -> bool:
+        if kinds := values["mlp_layer_types"]:
+            return kinds[index] == "sparse"
+        return super().is_sparse(values, index) and index % values["moe_layer_freq"] == 0
+
+    @classmethod
+    def routing(cls, values: dict[str, Any]) -> RoutingSpec:
+        """How the experts are chosen."""
+        if values["norm_topk_prob"]:
+            raise ValueError("norm_topk_prob true is not supported for DeepSeek V2")
+        groups = {"num_groups": values["n_group"], "top_groups": values["topk_group"]}
+        if values["topk_method"] not in ("greedy", "group_limited_greedy"):
+            raise ValueError(f"topk_method {values['topk_method']!r} is not supported for DeepSeek V2")
+        groups = groups if values["topk_method"] == "group_limited_greedy" else {}
+        return routing(values, scale=values["routed_scaling_factor"], float32=True, **groups)
+
+    @classmethod
+    def moe(cls, values: dict[str, Any]) -> MoESpec:
+        size = values["moe_intermediate_size"]
+        return MoESpec(cls.routing(values), size, shared_size=size * (values["n_shared_experts"] or 0))
+
+
+class DeepseekV3(DeepseekV2):
+    config_defaults = DeepseekV2.config_defaults | {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 4096,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+    }
+    facts = {"mlp_bias": False}
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        super().complete(values, raw)
+        values["rope_interleaved"] = values["rope_interleave"]
+
+    @classmethod
+    def routing(cls, values: dict[str, Any]) -> RoutingSpec:
+        return sigmoid_routing(values)
+
+
+class Glm4MoeLite(DeepseekV3):
+    config_defaults = DeepseekV3.config_defaults | {
+        "model_type": "glm4_moe_lite",
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.8,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    }
+
+
+class Indexed(DeepseekV3):
+    """DeepSeek V3.2: within `index_topk` tokens, where the index chooses all keys."""
+
+    config_defaults = DeepseekV3.config_defaults | {
+        "model_type": "deepseek_v32",
+        "max_position_embeddings": 163840,
+        "index_topk": 2048,
+    }
+    facts = {}
+    ignored = (r"\.indexer\.",)
+
+    @classmethod
+    def context_length(cls, values: dict[str, Any], ropes: dict[str, RopeSpec]) -> int:
+        return min(super().context_length(values, ropes), values["index_topk"])
+
+
+class GlmMoeDsa(Indexed):
+    """GLM-5."""
+
+    config_defaults = Indexed.config_defaults | {
+        "model_type": "glm_moe_dsa",
+        "vocab_size": 154880,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    }
