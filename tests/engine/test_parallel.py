@@ -103,6 +103,16 @@ def test_every_form_over_two_ranks(tmp_path, settings, names):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"pipeline_parallel_size": 2}],
+    ids=["ep2", "pp2"],
+)
+def test_mixtures_of_experts_over_two_ranks(checkpoint, tmp_path, settings):
+    run_all(checkpoint, tmp_path, ["qwen2-moe", "gpt-oss"], **settings)
+
+
+@pytest.mark.slow
 def test_four_ranks(checkpoint, tmp_path):
     """Two stages of two ranks each. With one step in flight no steps overlap; with five they may."""
     run_all(

@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.configs.config import Config
 from quire.worker.cpu import native
 from quire.worker.layers.linear import PLAIN_WEIGHTS
 from quire.worker.layers.moe import ListedExperts, StackedExperts, run_experts
 from quire.worker.layers.quantization.fp4 import mxfp4_blocks
 from quire.worker.loader import load_weights
+from quire.worker.memory import resolve_limits
 from quire.worker.models import build_model, parse_model_spec, read_model_spec
 from quire.worker.models.moe_spec import MoESpec, RoutingSpec
 from quire.worker.parallel import use_groups
@@ -232,3 +234,15 @@ def test_legacy_spellings_give_one_spec(checkpoint):
     for old in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
         kept = {key: value for key, value in raw.items() if key not in ("num_local_experts", "num_experts")}
         assert parse_model_spec(kept | {old: 6}).layers[0].moe.routing.num_experts == 6
+
+
+def test_settings_that_do_not_fit(checkpoint):
+    def limits(name: str, changes: dict | None = None, **settings):
+        folder = checkpoint(name, **changes or {})
+        config = Config.from_flat(model=folder, device="cpu", **settings)
+        return resolve_limits(config, read_model_spec(folder), CpuPlatform())
+
+    with pytest.raises(ValueError, match="--enable-expert-parallel: Qwen3ForCausalLM has no experts"):
+        limits("qwen3", enable_expert_parallel=True)
+    with pytest.raises(ValueError, match="the number of experts 6 cannot be split over tensor_parallel_size 4"):
+        limits("qwen3-moe", {"num_experts": 6}, enable_expert_parallel=True, tensor_parallel_size=4)

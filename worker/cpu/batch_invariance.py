@@ -72,6 +72,8 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return "works with models that quire computes itself", ": set --model-impl quire"
     if any(layer.latent for layer in spec.layers):
         return "has no order of its own for latent attention (MLA)", ""
+    if any(layer.moe and (layer.moe.routing.float32 or layer.moe.shared_gate) for layer in spec.layers):
+        return "has no router in float32 or gate of a shared expert whose rows are independent", ""
     for head_dim, v_dim in {(layer.head_dim, layer.v_head_dim) for layer in spec.layers}:
         if reason := cpu_ops.attention_reason(head_dim, v_dim, dtype):
             return f"needs the native attention: {reason}", ""
