@@ -207,6 +207,8 @@ class ModelRunner:
         event = self.platform.event()
         if token_ids is not None:
             self.sampler.grammars.sampled(batch.sampling, token_ids, event)
+        if pools:
+            self.pooling.commit()
         return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, event, abandoned, pooled=pooled)
 
     def _sample(self, hidden: torch.Tensor, sampling: SamplingBatch) -> Sampled:

@@ -122,3 +122,22 @@ def test_chunks_do_not_matter(method):
     for start in range(0, 23, 5):
         state = pooler.update(state, hidden[start : start + 5], start)
     torch.testing.assert_close(pooler.finish([state], [23]), whole)
+
+
+def test_a_step_that_is_computed_again_counts_once(tmp_path, monkeypatch):
+    """Memory runs out after the chunk was pooled: the step runs again, in two halves."""
+    folder = build_embedder("qwen3", tmp_path / "model", mode="mean")
+    engine = InProcessEngine(folder, dtype="float32", max_num_batched_tokens=8, max_num_seqs=4)
+    prompts = encode(folder)
+    expected = pooled(engine, prompts)
+    platform, events = engine.executor._worker.runner.platform, iter(range(1000))
+
+    def event():
+        if len(engine.executor._worker.runner.pooling._pending) and next(events) % 4 == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original()
+
+    original = platform.event
+    monkeypatch.setattr(platform, "event", event)
+    torch.testing.assert_close(pooled(engine, prompts), expected, rtol=1e-5, atol=1e-5)
+    assert next(events) > 8

@@ -27,12 +27,16 @@ class Pooled:
 
 
 class Pooling:
-    """A `RowState`: the rows whose prompts become vectors, and their pooled chunks so far."""
+    """A `RowState`: the rows whose prompts become vectors, and their pooled chunks so far.
+
+    A step that runs out of memory after `compute` is computed again, so its chunks count only from `commit` on.
+    """
 
     def __init__(self, table: RequestTable, platform: Platform, model: CausalLM) -> None:
         self.table, self.platform, self.model = table, platform, model
         self.rows: dict[int, PoolingParams] = {}
         self._states: dict[int, list[torch.Tensor]] = {}
+        self._pending: dict[int, list[torch.Tensor]] = {}
 
     def add(self, row: int, new: NewRequest) -> None:
         if new.pooling is not None:
@@ -50,22 +54,28 @@ class Pooling:
         """The vectors of the prompts that end in this step, from the hidden states `[T, H]` of its tokens."""
         step, pooler = batch.step, self.model.pooler
         ended: dict[PoolingParams, list[int]] = {}  # -> batch positions
+        self._pending = {}
         for i, row in enumerate(step.rows):
             if row not in self.rows:
                 continue
             start, count, first = step.num_computed[i], step.num_scheduled[i], batch.query_start_loc[i]
-            state = pooler.update(self._states.get(row), hidden[first : first + count], start)
-            self._states[row] = state
+            state = self._states.get(row) if start else None
+            self._pending[row] = pooler.update(state, hidden[first : first + count], start)
             if start + count == self.table.num_prompt_tokens[row]:
                 ended.setdefault(self.rows[row], []).append(i)
         parts = []
         for params, positions in ended.items():
             rows = [step.rows[i] for i in positions]
             vectors = pooler.finish(
-                [self._states.pop(row) for row in rows], [self.table.num_prompt_tokens[row] for row in rows]
+                [self._pending[row] for row in rows], [self.table.num_prompt_tokens[row] for row in rows]
             )
             parts.append((positions, self.platform.to_host(self._vectors(params, vectors))))
         return Pooled(parts)
+
+    def commit(self) -> None:
+        """The step of the last `compute` succeeded."""
+        self._states |= self._pending
+        self._pending = {}
 
     def _vectors(self, params: PoolingParams, pooled: torch.Tensor) -> torch.Tensor:
         """Map pooled hidden states `[P, H]` to what the requests asked for, `[P, D]`."""
