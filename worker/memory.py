@@ -16,6 +16,7 @@ from quire.worker.attention.registry import Selection, select_backend
 from quire.worker.batch.graphs import padded_sizes
 from quire.worker.cache.spec import CachePlan, plan_cache
 from quire.worker.layers.linear import split_kv_heads
+from quire.worker.layers.mla import EXPANDED_BYTES
 from quire.worker.messages import CacheGroup, MemoryPlan, WorkerReady, longest_request, most_blocks
 from quire.worker.models import describe, read_model_spec, weight_bytes
 from quire.worker.models.config import LayerSpec, ModelSpec, cache_specs
@@ -103,8 +104,10 @@ def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
     # the torch backend's copy of one long sequence
     gathered = max(8192, limits.max_model_len) * _kv_width(spec, tp) * limits.dtype.itemsize
     tables = limits.max_num_seqs * limits.max_model_len * 4 * 2
+    # keys and values of latents, before and after they are put together
+    expanded = 2 * EXPANDED_BYTES if any(layer.latent for layer in spec.layers) else 0
     scratch = 256 << 20  # sampling some rows, prompt logprobs of some positions, attention scores of some queries
-    return layer + logits + gathered + tables + scratch
+    return layer + logits + gathered + tables + expanded + scratch
 
 
 def estimate_graphs(spec: ModelSpec, limits: Limits, tp: int) -> int:

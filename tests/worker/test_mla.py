@@ -90,7 +90,7 @@ def test_prompts_are_expanded_and_tokens_absorbed(monkeypatch):
     assert check([(20, 0), (5, 0)]) == ["expanded"]
     assert check([(1, 9), (20, 0), (2, 60), (30, 7)]) == ["absorbed", "expanded"]
     # memory for 32 tokens of all heads: requests take turns, and of a long one the heads do
-    monkeypatch.setattr(mla, "_EXPANDED_BYTES", 32 * HEADS * 4 * (16 + 8 + 24))
+    monkeypatch.setattr(mla, "EXPANDED_BYTES", 32 * HEADS * 4 * (16 + 8 + 24))
     assert check([(20, 0), (1, 9), (14, 0), (30, 7)]) == ["absorbed", "expanded", "expanded", "expanded"]
 
 

@@ -27,7 +27,7 @@ from quire.worker.cache.spec import Latent, LatentSizes
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import product
 
-_EXPANDED_BYTES = 256 << 20  # of the temporary keys and values
+EXPANDED_BYTES = 256 << 20  # of the temporary keys and values
 
 
 @dataclass(slots=True)
@@ -115,12 +115,12 @@ class LatentAttention(Attention):
         return out
 
     def _heads_at_once(self, entry_bytes: int) -> int:
-        """The number of heads whose keys and values fit into _EXPANDED_BYTES; `entry_bytes` are those of one entry of
+        """The number of heads whose keys and values fit into EXPANDED_BYTES; `entry_bytes` are those of one entry of
         each token. It divides the number of heads, because a backend's data for a step depends on it.
         """
         of_head = (self.sizes.nope_dim + self.sizes.rope_dim + self.sizes.v_dim) * entry_bytes
         divisors = (n for n in range(self.num_heads, 1, -1) if self.num_heads % n == 0)
-        return next((n for n in divisors if n * of_head <= _EXPANDED_BYTES), 1)
+        return next((n for n in divisors if n * of_head <= EXPANDED_BYTES), 1)
 
 
 def _split(attn: AttentionMetadata, sizes: LatentSizes, num_heads: int, cache: torch.Tensor) -> Iterator[_Part]:
@@ -138,7 +138,7 @@ def _split(attn: AttentionMetadata, sizes: LatentSizes, num_heads: int, cache: t
         yield _Part(chosen.tokens, meta)
     block_size = cache.shape[1]
     bytes_per_token = (sizes.nope_dim + sizes.rope_dim + sizes.v_dim) * cache.element_size()
-    for group in _groups(expanded, lengths, _EXPANDED_BYTES // (bytes_per_token * num_heads)):
+    for group in _groups(expanded, lengths, EXPANDED_BYTES // (bytes_per_token * num_heads)):
         chosen = _Chosen(attn, group, starts, lengths)
         num_blocks = [-(-lengths[i] // block_size) for i in group]
         blocks = torch.cat([attn.block_table[i, :number] for i, number in zip(group, num_blocks)]).long()
