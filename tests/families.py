@@ -150,9 +150,11 @@ def load_family(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def judge(model: Any, prompt: list[int], tokens: list[int], logprobs: list[float]) -> tuple[int, float]:
+def judge(
+    model: Any, prompt: list[int], tokens: list[int], logprobs: list[float], margin: float = 1e-3
+) -> tuple[int, float]:
     """Compare greedy `tokens` after `prompt` and their log-probabilities with a forward pass of transformers `model`
-    over both: (number of tokens that are not its choice although its margin is clear, largest error of a
+    over both: (number of tokens that are not its choice although that leads by `margin`, largest error of a
     log-probability).
     """
     import torch
@@ -160,6 +162,6 @@ def judge(model: Any, prompt: list[int], tokens: list[int], logprobs: list[float
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
     chosen = torch.tensor(tokens)
-    clear = logits.max(-1).values - logits.gather(-1, chosen[:, None])[:, 0] > 1e-3
+    clear = logits.max(-1).values - logits.gather(-1, chosen[:, None])[:, 0] > margin
     error = (logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0] - torch.tensor(logprobs)).abs()
     return int(clear.sum()), float(error.max())

@@ -118,3 +118,21 @@ def test_a_separate_head_of_a_tied_model_is_used_if_it_differs(differs, prompts,
     logprobs = [entry.logprobs[0] for entry in result.logprobs]
     wrong, error = judge(load_family(folder), prompts[5], result.token_ids, logprobs)
     assert (wrong, error < 1e-3) == (0, True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_where_the_margin_is_clear(name, prompts, tmp_path):
+    """The reference computes in float32 with the same weights, so only rounding differs."""
+    folder = build_family(name, tmp_path, dtype="bfloat16")
+    engine = InProcessEngine(folder, max_model_len="200", max_num_batched_tokens=64, max_num_seqs=8)
+    chosen = [prompt for prompt in prompts if len(prompt) < 130][::4]
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=0)
+    results = engine.generate(chosen, sampling)
+    engine.close()
+    reference, errors = load_family(folder), []
+    for prompt, result in zip(chosen, results):
+        assert result.error is None
+        logprobs = [entry.logprobs[0] for entry in result.logprobs]
+        _, error = judge(reference, prompt, result.token_ids, logprobs, margin=1.0)
+        errors.append(error)
+    assert max(errors) < 0.8, errors

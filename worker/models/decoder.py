@@ -116,7 +116,8 @@ class RotaryEmbeddings(nn.Module):
             }
         )
         # layers without rotary embedding rotate by the angle 0
-        still = torch.tensor([1.0, 0.0]).repeat_interleave(used[None].head_dim // 2)[None] if None in used else None
+        half = used[None].head_dim // 2 if None in used else 0
+        still = torch.tensor([[1.0] * half + [0.0] * half], dtype=torch.float32) if half else None
         self.register_buffer("still", still, persistent=False)
 
     @property

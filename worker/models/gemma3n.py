@@ -15,7 +15,7 @@ from torch import nn
 
 from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.activation import ACTIVATIONS
-from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.layers.linear import PLAIN_WEIGHTS, MergedColumnParallelLinear, WeightFormat
 from quire.worker.layers.norm import NORMS
 from quire.worker.layers.rotary import Rotation
 from quire.worker.models.blocks import DecoderLayer, SandwichLayer, rows
@@ -38,11 +38,20 @@ class SparseMLP(MLP):
         if tp().size > 1:
             raise ValueError("tensor_parallel_size must be 1: sparse activations need the gates of all ranks")
         super().__init__(spec, layer, prefix, weights)
+        # not a gated layer: the gates are needed before the activation
+        self.gate_up_proj = MergedColumnParallelLinear(
+            spec.hidden_size,
+            spec.layers[layer].intermediate_size,
+            ("gate_proj", "up_proj"),
+            spec.mlp_bias,
+            prefix,
+            "intermediate_size",
+            weights.linear(f"{prefix}.gate_up_proj"),
+        )
         self.deviations, self.activation = NormalDist().inv_cdf(sparsity), ACTIVATIONS[spec.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        linear = self.gate_up_proj
-        gate, up = linear.method.apply(linear, x).chunk(2, -1)
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
         cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, unbiased=False) * self.deviations
         return self.down_proj(self.activation(F.relu(gate - cutoff)) * up)
 
