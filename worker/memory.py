@@ -139,10 +139,13 @@ def _kv_width(spec: ModelSpec, tp: int) -> int:
 
 def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:
     """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
-    stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off.
+    stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. Quantized experts
+    are multiplied one by one, by a list of those that have tokens, for which the host waits.
     """
+    listed = bool(spec.raw.get("quantization_config")) and any(layer.moe for layer in spec.layers)
     return (
         platform.has_graphs
+        and not listed
         and spec.implementation == "quire"
         and limits.attention.backend.graph_safe
         and config.parallel.pipeline_parallel_size == 1

@@ -5,6 +5,7 @@ are compared in test_models.py.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS
 from quire.worker.layers.moe import ListedExperts, StackedExperts, run_experts
 from quire.worker.layers.quantization.fp4 import mxfp4_blocks
 from quire.worker.loader import load_weights
-from quire.worker.memory import resolve_limits
+from quire.worker.memory import resolve_limits, uses_graphs
 from quire.worker.models import build_model, parse_model_spec, read_model_spec
 from quire.worker.models.moe_spec import MoESpec, RoutingSpec
 from quire.worker.parallel import use_groups
@@ -246,3 +247,15 @@ def test_settings_that_do_not_fit(checkpoint):
         limits("qwen3", enable_expert_parallel=True)
     with pytest.raises(ValueError, match="the number of experts 6 cannot be split over tensor_parallel_size 4"):
         limits("qwen3-moe", {"num_experts": 6}, enable_expert_parallel=True, tensor_parallel_size=4)
+
+
+def test_quantized_experts_are_not_recorded(checkpoint, monkeypatch):
+    class Recording(CpuPlatform):
+        has_graphs = True
+
+    spec = read_model_spec(folder := checkpoint("qwen3-moe"))
+    config = Config.from_flat(model=folder, device="cpu")
+    limits = resolve_limits(config, spec, CpuPlatform())
+    monkeypatch.setattr(limits.attention.backend, "graph_safe", True)
+    quantized = replace(spec, raw=spec.raw | {"quantization_config": {"quant_method": "awq"}})
+    assert uses_graphs(config, spec, limits, Recording()) and not uses_graphs(config, quantized, limits, Recording())
