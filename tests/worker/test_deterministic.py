@@ -10,6 +10,7 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker import memory
+from quire.worker.cpu import batch_invariance
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.fixed_order_linear import FixedRows
 from quire.worker.cpu.native import KERNELS
@@ -20,6 +21,7 @@ from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.sampling import logprobs
 from quire.worker.worker import Worker
+from tests.families import build_family
 from tests.worker.steps import Script
 
 NUM_OUTPUTS = 12
@@ -255,3 +257,15 @@ def test_what_does_not_go_together_is_refused(checkpoint, monkeypatch, platform,
         memory.resolve_limits(
             Config.from_flat(model=folder, deterministic=True, **settings), read_model_spec(folder), platform
         )
+
+
+def test_refused_for_attention_sinks(native_kernels, tmp_path):
+    """The fixed-order attention has none; without the flag such a model runs with another backend."""
+    folder = build_family("granite_swa", tmp_path, dtype="bfloat16")
+    spec = read_model_spec(folder)
+    config = Config.from_flat(model=folder, device="cpu")
+    on, reason = batch_invariance.resolve(config, spec, torch.bfloat16)
+    assert not on and "has no attention sinks" in reason
+    config = Config.from_flat(model=folder, device="cpu", deterministic=True)
+    with pytest.raises(ValueError, match="--deterministic has no attention sinks"):
+        batch_invariance.resolve(config, spec, torch.bfloat16)
