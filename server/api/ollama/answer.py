@@ -23,7 +23,7 @@ class Answer:
 
     def __init__(self, model: str, one: GenerationRequest, chat: bool):
         self.model, self.chat = model, chat
-        self.started, self.first_token = time.monotonic_ns(), 0
+        self.started, self.first_token, self.ended = time.monotonic_ns(), 0, 0
         self.num_prompt_tokens, self.num_tokens = len(one.prompt_token_ids), 0
         self.call: dict[str, Any] | None = None  # which is being received
         self.arguments: list[str] = []
@@ -37,10 +37,16 @@ class Answer:
         finally:
             await stream.aclose()
 
-    def parts(self, delta: Delta) -> list[dict[str, Any]]:
-        """The objects that tell a delta; the last one of the last delta is done."""
+    def observe(self, delta: Delta) -> None:
+        """Note when a delta came, unless it was observed before."""
         if delta.token_ids and not self.first_token:
             self.first_token = time.monotonic_ns()
+        if delta.finish_reason is not None and not self.ended:
+            self.ended = time.monotonic_ns()
+
+    def parts(self, delta: Delta) -> list[dict[str, Any]]:
+        """The objects that tell a delta; the last one of the last delta is done."""
+        self.observe(delta)
         self.num_tokens += len(delta.token_ids)
         events = delta.events if delta.events is not None else [Content(delta.text)] if delta.text else []
         told = [message for event in events for message in self._told(event)]
@@ -101,8 +107,7 @@ class Answer:
         return head | fields | {"done": False}
 
     def _last(self, finish_reason: str) -> dict[str, Any]:
-        end = time.monotonic_ns()
-        first = self.first_token or end
+        end, first = self.ended, self.first_token or self.ended
         return self._part({"content": ""}) | {
             "done": True,
             "done_reason": "length" if finish_reason == "length" else "stop",

@@ -14,7 +14,7 @@ from quire.server.api.ollama.answer import Answer, now
 from quire.server.api.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from quire.server.api.ollama.translate import chat_spec, generate_spec
 from quire.server.errors import ApiError, BadRequest, NotFound
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation import Delta, GenerationRequest
 from quire.server.generate.pooling import Vector, embed_params
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
@@ -75,11 +75,15 @@ async def _respond(
         response.raw_headers = list(HEADERS)
         return response
 
-    async def collect() -> list:
+    async def collect() -> list[Delta]:
+        out = []
         try:
-            return [delta async for delta in stream]
+            async for delta in stream:
+                answer.observe(delta)
+                out.append(delta)
         finally:
             await stream.aclose()
+        return out
 
     found = await sse.unless_disconnected(request, collect())
     return sse.JsonResponse(answer.whole(found))
