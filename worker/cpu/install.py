@@ -21,6 +21,7 @@ from quire.worker.cpu.ops import QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.cpu.segments import Segments
 from quire.worker.layers.linear import Linear, LinearMethod
+from quire.worker.layers.quantization.int_groups import Groups
 from quire.worker.platforms.ops import Ops
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import RMSNorm
     from quire.worker.layers.quantization.blocks import Rows
-    from quire.worker.layers.quantization.int_groups import Groups
 
 
 class NativeOps(Ops):
@@ -68,7 +68,12 @@ class NativeOps(Ops):
         return NativeQuantMethod(layer, QuantizedLinear.from_values(*numbers, layer.bias, layer.gated))
 
     def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod:
-        return NativeBlocksMethod(layer, parts)
+        groups = [part.as_groups() for part in parts]
+        if not (merged := Groups.merged(groups, layer.out_features)):
+            return NativeBlocksMethod(layer, parts)
+        for i in range(len(parts)):  # packed anew, in the same number of bits
+            setattr(layer, f"blocks_{i}", None)
+        return self.quantized_method(layer, merged)
 
     def packed_experts(self, experts: ListedExperts) -> NativeExperts | None:
         listed = experts.experts.values()

@@ -55,12 +55,10 @@ class _Table(Linear):
 class _SharedTable(LinearMethod):
     """Multiplies a tied head by the embedding's table."""
 
+    fixed_order = True  # if the table's is
+
     def __init__(self, table: _Table):
         self.table = table
-
-    @property
-    def fixed_order(self) -> bool:
-        return self.table.method.fixed_order
 
     def create_weights(self, layer: Linear) -> None:
         layer.weight = None
