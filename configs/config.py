@@ -307,6 +307,21 @@ class ServerConfig:
         unit="bytes",
         minimum=1 << 20,
     )
+    responses_store: str | None = opt(
+        None,
+        "SQLite file for stored responses and conversations, which survive a restart (default: in memory)",
+        metavar="PATH",
+    )
+    responses_store_size: int = opt(
+        256 << 20,
+        (
+            "maximum size of stored responses and conversations in bytes; the least recently used make room (suffixes "
+            "K, M, G)"
+        ),
+        metavar="BYTES",
+        unit="bytes",
+        minimum=1 << 20,
+    )
     shutdown_timeout: float = opt(
         30.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C", minimum=0
     )

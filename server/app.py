@@ -40,6 +40,10 @@ from quire.server.api.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from quire.server.api.openai.responses import create as responses
+from quire.server.api.openai.responses import objects as response_objects
+from quire.server.api.openai.responses import protocol as response_protocol
+from quire.server.api.openai.responses import routes as stored_responses
 from quire.server.api.openai.translate import conversation
 from quire.server.api.ops import sagemaker
 from quire.server.api.ops.tokenizer_info import tokenizer_info
@@ -349,6 +353,48 @@ _ANY_OBJECT = {"required": True, "content": {"application/json": {"schema": {"ty
 ROUTES = [
     ("/v1/chat/completions", chat, ["POST"], ChatCompletionRequest, ChatCompletion),
     ("/v1/completions", complete, ["POST"], CompletionRequest, Completion),
+    (
+        "/v1/responses",
+        _with_state(responses.create_response),
+        ["POST"],
+        response_protocol.ResponsesRequest,
+        response_objects.ResponseObject,
+    ),
+    (
+        "/v1/responses/input_tokens",
+        _with_state(responses.count_input_tokens),
+        ["POST"],
+        response_protocol.InputTokensRequest,
+        response_objects.InputTokens,
+    ),
+    (
+        "/v1/responses/{response_id}",
+        _with_state(stored_responses.retrieve_response),
+        ["GET"],
+        None,
+        response_objects.ResponseObject,
+    ),
+    (
+        "/v1/responses/{response_id}",
+        _with_state(stored_responses.delete_response),
+        ["DELETE"],
+        None,
+        response_objects.DeletedObject,
+    ),
+    (
+        "/v1/responses/{response_id}/cancel",
+        _with_state(stored_responses.cancel_response),
+        ["POST"],
+        None,
+        response_objects.ResponseObject,
+    ),
+    (
+        "/v1/responses/{response_id}/input_items",
+        _with_state(stored_responses.list_input_items),
+        ["GET"],
+        None,
+        response_objects.ItemList,
+    ),
     ("/v1/embeddings", embed, ["POST"], EmbeddingRequest, EmbeddingList),
     ("/v1/score", score_pairs, ["POST"], pooling.ScoreRequest, pooling.ScoreList),
     ("/score", score_pairs, ["POST"], pooling.ScoreRequest, pooling.ScoreList),

@@ -19,6 +19,7 @@ from quire.server.http.threads import Threads
 from quire.server.structured.service import Structures
 
 if TYPE_CHECKING:
+    from quire.server.api.openai.responses.service import Responses
     from quire.server.batches.runner import Batches
     from quire.server.engines.handle import EngineHandle
     from quire.server.generate.formats import Formats
@@ -87,6 +88,7 @@ class ServerState:
     unknown_fields: set[str] = field(default_factory=set)  # already logged
     num_reserved: int = 0  # choices of admitted HTTP requests, until their answers have ended
     batches: Batches | None = None  # with --batch-dir
+    responses: Responses | None = None  # set with the routes
 
     def __post_init__(self) -> None:
         self.idle.set()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # imported late, because these imports are slow
     import uvicorn
     from starlette.types import ASGIApp
 
+    from quire.server.api.openai.responses.service import Responses
     from quire.server.batches.runner import Batches
     from quire.server.engines.client import EngineClient
     from quire.server.engines.pool import EnginePool
@@ -96,11 +97,14 @@ class Frontend:
             await asyncio.gather(serving, *others, return_exceptions=True)
             if self.state.batches is not None:
                 await self.state.batches.close()
+            if self.state.responses is not None:
+                await self.state.responses.close()
 
     async def _load_routes(self) -> ASGIApp:
         app = await in_thread(lambda: importlib.import_module("quire.server.app"))
         routes = app.create_routes(self.state)
         self.state.batches = self._open_batches()
+        self.state.responses = self._open_responses()
         self.gate.app = app.protected(routes, self.state)
         self.open()
         return routes
@@ -113,6 +117,12 @@ class Frontend:
         from quire.server.batches.runner import Batches
 
         return Batches(server.batch_dir, server.batch_disk, self.state)
+
+    def _open_responses(self) -> Responses:
+        """The store of responses. Raises ValueError for a file that cannot be used."""
+        from quire.server.api.openai.responses.service import Responses
+
+        return Responses(self.config.server)
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         """Raises ValueError for missing or malformed files."""

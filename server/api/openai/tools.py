@@ -150,28 +150,34 @@ def tools_of(definitions: list[ToolDefinition] | None, functions: list[FunctionT
     if definitions and functions:
         raise BadRequest("functions is the old form of tools: give one of them.", param="functions")
     param = "functions" if functions else "tools"
-    tools = [_function(function, f"functions.{i}") for i, function in enumerate(functions or ())]
+    tools = [function_tool(function, f"functions.{i}") for i, function in enumerate(functions or ())]
     tools += [_tool(tool, f"tools.{i}") for i, tool in enumerate(definitions or ())]
+    require_distinct(tools, param)
+    return tools
+
+
+def require_distinct(tools: list[Tool], param: str) -> None:
+    """Raises BadRequest if two tools have the same name."""
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
             raise BadRequest(f"{param}: two tools are named '{tool.name}'.", param=param)
         names.add(tool.name)
-    return tools
 
 
 def _tool(tool: ToolDefinition, path: str) -> Tool:
     if tool.type == "function":
-        return _function(_required(tool.function, f"{path}.function"), f"{path}.function")
-    custom = _required(tool.custom, f"{path}.custom")
+        return function_tool(required(tool.function, f"{path}.function"), f"{path}.function")
+    custom = required(tool.custom, f"{path}.custom")
     grammar = None
     if custom.format is not None and custom.format.type == "grammar":
-        given = _required(custom.format.grammar, f"{path}.custom.format.grammar")
+        given = required(custom.format.grammar, f"{path}.custom.format.grammar")
         grammar = given.syntax, given.definition
     return Tool(custom.name, custom.description, custom=True, grammar=grammar)
 
 
-def _function(function: FunctionTool, path: str) -> Tool:
+def function_tool(function: Any, path: str) -> Tool:
+    """Raises BadRequest for parameters that are nested too deeply."""
     if deeper_than(function.parameters, MAX_NESTING):
         raise BadRequest(
             f"{path}.parameters is nested more than {MAX_NESTING} levels deep.", param=f"{path}.parameters"
@@ -179,7 +185,8 @@ def _function(function: FunctionTool, path: str) -> Tool:
     return Tool(function.name, function.description, function.parameters, bool(function.strict))
 
 
-def _required(value: Any, path: str) -> Any:
+def required(value: Any, path: str) -> Any:
+    """`value`. Raises BadRequest if it is None."""
     if value is None:
         raise BadRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
     return value
@@ -202,22 +209,23 @@ def choice_of(
     if wanted is None or isinstance(wanted, str):
         return ToolChoice(wanted or "auto", None, parallel)
     if isinstance(wanted, ToolReference):
-        return ToolChoice("required", _known([(wanted.name, False)], tools, f"{param}.name"), False)
+        return ToolChoice("required", known_names([(wanted.name, False)], tools, f"{param}.name"), False)
     if wanted.type == "allowed_tools":
-        allowed, path = _required(wanted.allowed_tools, f"{param}.allowed_tools"), f"{param}.allowed_tools.tools"
+        allowed, path = required(wanted.allowed_tools, f"{param}.allowed_tools"), f"{param}.allowed_tools.tools"
         names = [_reference(tool, f"{path}.{i}") for i, tool in enumerate(allowed.tools)]
-        return ToolChoice(allowed.mode, _known(names, tools, path), parallel)
+        return ToolChoice(allowed.mode, known_names(names, tools, path), parallel)
     path = f"{param}.{wanted.type}"
-    return ToolChoice("required", _known([_reference(wanted, param)], tools, f"{path}.name"), False)
+    return ToolChoice("required", known_names([_reference(wanted, param)], tools, f"{path}.name"), False)
 
 
 def _reference(tool: NamedChoice | AllowedTool, path: str) -> tuple[str, bool]:
     """The name of the tool, and whether it is a custom one."""
-    named = _required(tool.function if tool.type == "function" else tool.custom, f"{path}.{tool.type}")
+    named = required(tool.function if tool.type == "function" else tool.custom, f"{path}.{tool.type}")
     return named.name, tool.type == "custom"
 
 
-def _known(references: list[tuple[str, bool]], tools: list[Tool], param: str) -> frozenset[str]:
+def known_names(references: list[tuple[str, bool]], tools: list[Tool], param: str) -> frozenset[str]:
+    """The names of tools, each with whether it is a custom one. Raises BadRequest for one that is not in `tools`."""
     known = {(tool.name, tool.custom) for tool in tools}
     for name, custom in references:
         if (name, custom) not in known:
@@ -233,12 +241,12 @@ def _known(references: list[tuple[str, bool]], tools: list[Tool], param: str) ->
 def template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
     """A call in the form that templates expect. Raises BadRequest."""
     if call.type == "function":
-        function = _required(call.function, f"{path}.function")
+        function = required(call.function, f"{path}.function")
         name, arguments = function.name, function.arguments or ""
         if deeper_than(arguments, MAX_NESTING):
             raise BadRequest(f"{path}: the arguments are nested more than {MAX_NESTING} levels deep.", param=path)
     else:
-        custom = _required(call.custom, f"{path}.custom")
+        custom = required(call.custom, f"{path}.custom")
         name, arguments = custom.name, custom_arguments(custom.input)
     out = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return out if call.id is None else {"id": call.id} | out

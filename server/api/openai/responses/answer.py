@@ -1,0 +1,130 @@
+"""The answer to one request: the response as it changes, and its events as server-sent ones."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+import msgspec
+
+from quire.server.api.openai.responses.objects import (
+    IncompleteDetails,
+    OutputFunctionCall,
+    OutputMessage,
+    OutputReasoning,
+    ResponseError,
+    ResponseObject,
+)
+from quire.server.api.openai.responses.output import Output
+from quire.server.error_shapes import INTERNAL
+from quire.server.errors import ApiError, BadRequest, EngineError
+from quire.server.generate.generation import Delta
+from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+
+logger = logging.getLogger(__name__)
+
+
+class Answer:
+    def __init__(self, response: ResponseObject, output: Output):
+        self.response, self.output = response, output
+        self.num_events = 0
+
+    async def events(self, generation: AsyncGenerator[Delta, None]) -> AsyncGenerator[list[bytes], None]:
+        """All events but the last, one or several at a time. Closing it aborts the generation; an error of it becomes
+        the response's.
+        """
+        try:
+            yield self.first()
+            async for delta in generation:
+                if told := [self.event(kind, fields) for kind, fields in self.output.push(delta)]:
+                    yield told
+            self.complete()
+        except ApiError as error:
+            self.fail(error)
+        except Exception:
+            logger.exception("%s failed", self.response.id)
+            self.fail(EngineError(INTERNAL))
+        finally:
+            await generation.aclose()
+
+    def first(self) -> list[bytes]:
+        """The response has begun."""
+        kinds = ["response.created", "response.in_progress"]
+        if self.response.background:
+            self.response.status = "queued"
+            kinds.insert(1, "response.queued")
+        out = []
+        for kind in kinds:
+            if kind == "response.in_progress":
+                self.response.status = "in_progress"
+            out.append(self.event(kind, {"response": self.response}))
+        return out
+
+    def last(self, body: bytes) -> bytes:
+        """The event of the end; `body` is the response's JSON."""
+        status = self.response.status
+        kind = status if status in ("completed", "incomplete") else "failed"
+        return self.event(f"response.{kind}", {"response": msgspec.Raw(body)})
+
+    def complete(self) -> None:
+        """The answer has ended by itself."""
+        cut = self.output.finish_reason == "length"
+        self._end("incomplete" if cut else "completed")
+        if cut:
+            self.response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        else:
+            self.response.completed_at = int(time.time())
+
+    def fail(self, error: ApiError) -> None:
+        code = "invalid_prompt" if isinstance(error, BadRequest) else "server_error"
+        self.response.error = ResponseError(code=code, message=error.message)
+        self._end("failed")
+
+    def cancel(self) -> None:
+        self._end("cancelled")
+
+    def _end(self, status: str) -> None:
+        for _ in self.output.abandon():
+            pass
+        self.response.status = status
+        self.response.output = self.output.items
+        self.response.usage = self.output.usage()
+
+    def event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        data = msgspec.json.encode({"type": kind, "sequence_number": self.num_events} | fields)
+        self.num_events += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def replay(response: ResponseObject, body: bytes) -> list[bytes]:
+    """The events of a response that has ended, its items whole."""
+    custom = frozenset(tool.name for tool in response.tools if tool.type == "custom")
+    encrypted = any(isinstance(item, OutputReasoning) and item.encrypted_content for item in response.output)
+    key = response.id.removeprefix("resp_")
+    output = Output(key, 0, custom, bool(response.reasoning.summary), encrypted, None)
+    answer = Answer(msgspec.structs.replace(response, output=[], usage=None, error=None, completed_at=None), output)
+    told = answer.first()
+    for event in _events_of(response):
+        told += [answer.event(kind, fields) for kind, fields in output.add(event, [])]
+    output.finish_reason = "length" if response.status == "incomplete" else None
+    if response.output:
+        told += [answer.event(kind, fields) for kind, fields in output.finish()]
+    answer.response.status = response.status
+    return [*told, answer.last(body)]
+
+
+def _events_of(response: ResponseObject) -> Iterable[Event]:
+    num_calls = 0
+    for item in response.output:
+        match item:
+            case OutputMessage():
+                yield Content("".join(part.text for part in item.content))
+            case OutputReasoning():
+                yield Reasoning("".join(part.text for part in (*item.summary, *item.content)))
+            case _:
+                yield ToolCallBegin(num_calls, item.name, item.call_id)
+                text = item.arguments if isinstance(item, OutputFunctionCall) else item.input
+                yield ToolCallArguments(num_calls, text)
+                num_calls += 1

@@ -1,0 +1,268 @@
+"""POST /v1/responses and /v1/responses/input_tokens."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.api.openai.logprobs import Formatter
+from quire.server.api.openai.responses import history as past
+from quire.server.api.openai.responses.answer import Answer
+from quire.server.api.openai.responses.background import Run
+from quire.server.api.openai.responses.history import History
+from quire.server.api.openai.responses.items import as_items, stored
+from quire.server.api.openai.responses.objects import ConversationId, InputTokens, ResponseObject, ResponseText
+from quire.server.api.openai.responses.output import Output
+from quire.server.api.openai.responses.protocol import (
+    InputTokensRequest,
+    ReasoningOptions,
+    ResponsePrompt,
+    ResponsesRequest,
+    TextFormat,
+)
+from quire.server.api.openai.responses.store import Stored
+from quire.server.api.openai.responses.translate import conversation, spec, wants_logprobs
+from quire.server.errors import BadRequest
+from quire.server.generate import deltas
+from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.prepare import encode_conversation, prepare
+from quire.server.http import admission, sse
+from quire.server.http.paging import owner
+from quire.server.http.read_body import take
+from quire.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+ID_PREFIX = "resp_"
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """`items`: JSON of the request's own input, to be stored."""
+
+    one: GenerationRequest
+    answer: Answer
+    items: bytes
+
+
+async def create_response(request: Request, state: ServerState) -> Response:
+    """Raises ApiError for everything that goes wrong before the first byte of the answer."""
+    key = uuid.uuid4().hex  # ids that clients choose may occur twice
+
+    def work(body: ResponsesRequest, history: History | None) -> _Prepared:
+        return _prepare(request, body, history, state, key)
+
+    body, prepared = await _with_history(request, ResponsesRequest, state, work)
+    answer = prepared.answer
+    generation = await admission.generate(request, state, [prepared.one], "input")
+    keep = partial(_keep, request, state, body, prepared)
+    if body.background:
+        return await _in_background(request, state, body, answer, generation, keep)
+    if body.stream:
+        frames = _frames(answer, generation, keep)
+        return sse.EventStream(
+            sse.to_the_end(frames, answer.response.id, done=b""), state.config.server.sse_keep_alive_interval
+        )
+    told = await sse.unless_disconnected(request, _all(generation))
+    size = _size(sum(len(delta.token_ids) for delta in told), wants_logprobs(body))
+    await state.threads.run(size, lambda: _finish(answer, told))
+    return sse.JsonResponse(await keep(None))
+
+
+async def _with_history(request: Request, cls: type, state: ServerState, work) -> tuple:
+    """The body, and what `work` makes of it and of what it refers to. Only that needs a second turn in a thread."""
+    body, done = await take(
+        request, cls, state, lambda body: (body, None if past.is_needed(body) else work(body, None))
+    )
+    if done is None:
+        history = await past.fetch(request, body, state.responses, state)
+        done = await sse.unless_disconnected(request, state.threads.run(history.size, lambda: work(body, history)))
+    return body, done
+
+
+def _prepare(
+    request: Request, body: ResponsesRequest, history: History | None, state: ServerState, key: str
+) -> _Prepared:
+    identity = admission.admit(request, state, ID_PREFIX, model=body.model, priority=body.priority)
+    _decide_to_store(request, body, state)
+    before = [] if history is None else past.resolve(body, history)
+    (one,) = prepare(spec(body, before, state, **identity), state)
+    items = msgspec.json.encode(stored(as_items(body.input), key))
+    body.input = None  # freed here, in the thread: it takes long
+    response = _response(body, one, state, key)
+    output = Output(
+        key,
+        len(one.prompt_token_ids),
+        frozenset(tool.name for tool in response.tools if tool.type == "custom"),
+        response.reasoning.summary is not None,
+        "reasoning.encrypted_content" in (body.include or ()),
+        Formatter(state.tokenizer, body.top_logprobs or 0) if wants_logprobs(body) else None,
+    )
+    return _Prepared(one, Answer(response, output), items)
+
+
+def _decide_to_store(request: Request, body: ResponsesRequest, state: ServerState) -> None:
+    """`store` is true unless the client says otherwise, for a line of a batch false."""
+    in_batch = request.scope.get("background", False)
+    if body.background and in_batch:
+        raise BadRequest("background is not available in batches.", param="background")
+    if body.store or body.background:
+        state.responses.require_kept()
+    if body.store is None:
+        body.store = state.responses.kept and not in_batch
+
+
+def _response(body: ResponsesRequest, one: GenerationRequest, state: ServerState, key: str) -> ResponseObject:
+    conversation_id = past.conversation_id(body)
+    reasoning = body.reasoning or ReasoningOptions()
+    summary = reasoning.summary or reasoning.generate_summary
+    text_format = (body.text and body.text.format) or TextFormat(type="text")
+    return ResponseObject(
+        id=ID_PREFIX + key,
+        created_at=int(time.time()),
+        status="in_progress",
+        background=bool(body.background),
+        instructions=body.instructions,
+        conversation=conversation_id and ConversationId(id=conversation_id),
+        max_output_tokens=body.max_output_tokens,
+        model=state.names[0],
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning=ReasoningOptions(effort=reasoning.effort, summary=summary),
+        store=body.store,
+        temperature=one.sampling.temperature,
+        text=ResponseText(format=text_format),
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=one.sampling.top_p,
+        truncation=body.truncation or "disabled",
+        metadata=body.metadata or {},
+    )
+
+
+# ---- whole and streamed
+
+
+async def _all(generation: AsyncGenerator[Delta, None]) -> list[Delta]:
+    try:
+        return [delta async for delta in generation]
+    finally:
+        await generation.aclose()
+
+
+def _size(num_tokens: int, logprobs: bool) -> int:
+    """The work of writing down an answer, for `Threads.run`."""
+    return num_tokens * (deltas.POSITION_SIZE if logprobs else 1) + 16
+
+
+def _finish(answer: Answer, told: list[Delta]) -> None:
+    for delta in told:
+        for _ in answer.output.push(delta):
+            pass
+    answer.complete()
+
+
+async def _frames(answer: Answer, generation: AsyncGenerator[Delta, None], keep) -> AsyncGenerator[bytes, None]:
+    told = answer.events(generation)
+    try:
+        async for events in told:
+            yield b"".join(events)
+    finally:
+        await told.aclose()
+    yield answer.last(await keep(None))
+
+
+async def _keep(
+    request: Request,
+    state: ServerState,
+    body: ResponsesRequest,
+    prepared: _Prepared,
+    events: bytes | None,
+) -> bytes:
+    """Store the response as it is now, if it is to be stored, and its items in its conversation. Returns its JSON.
+
+    An answer outlives a failure of the store, and then says that it is not stored.
+    """
+    response, responses = prepared.answer.response, state.responses
+    size = _size(prepared.answer.output.num_output_tokens, wants_logprobs(body))
+    encoded = await state.threads.run(size, lambda: msgspec.json.encode(response))
+    try:
+        if response.store:
+            kept = Stored(
+                response.id,
+                owner(request),
+                response.previous_response_id,
+                response.status,
+                encoded,
+                prepared.items,
+                events,
+            )
+            begun = response.background and response.status != "queued"
+            await responses.run(responses.store.finish if begun else responses.store.put, kept)
+        if response.conversation is not None and response.status in ("completed", "incomplete"):
+            new = [*msgspec.json.decode(prepared.items, type=list[msgspec.Raw]), *response.output]
+            conversation_id = response.conversation.id
+            await responses.run(responses.store.append, conversation_id, owner(request), msgspec.json.encode(new))
+    except sqlite3.Error:
+        logger.exception("%s could not be stored", response.id)
+        response.store = False
+        return msgspec.json.encode(response)
+    return encoded
+
+
+# ---- in the background
+
+
+async def _in_background(
+    request: Request,
+    state: ServerState,
+    body: ResponsesRequest,
+    answer: Answer,
+    generation: AsyncGenerator[Delta, None],
+    keep,
+) -> Response:
+    answer.response.status = "queued"
+    encoded = await keep(None)
+    if not answer.response.store:
+        await generation.aclose()
+        raise BadRequest("The response could not be stored, which background needs.", param="background")
+    run = Run(owner(request), answer, generation, keep, bool(body.stream))
+    num_reserved = request.scope.pop("num_reserved", 0)  # until the run has ended
+
+    def on_end() -> None:
+        state.num_reserved -= num_reserved
+        state.leave()
+
+    state.enter()
+    state.responses.start(run, on_end)
+    if body.stream:
+        frames = sse.to_the_end(run.follow(0), run.id, done=b"")
+        return sse.EventStream(frames, state.config.server.sse_keep_alive_interval)
+    return sse.JsonResponse(encoded)
+
+
+# ---- counting
+
+
+async def count_input_tokens(request: Request, state: ServerState) -> Response:
+    """The size of a prompt, without an answer."""
+
+    def work(body: ResponsePrompt, history: History | None) -> InputTokens:
+        state.require_ready()
+        state.require_model(body.model)
+        before = [] if history is None else past.resolve(body, history)
+        prompt = conversation(body, before, state, 1)
+        return InputTokens(input_tokens=len(encode_conversation(prompt, state, False)))
+
+    _, count = await _with_history(request, InputTokensRequest, state, work)
+    return sse.JsonResponse(count)

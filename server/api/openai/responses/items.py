@@ -1,0 +1,176 @@
+"""Items of an input -> messages as templates expect them. One message of the assistant holds the thoughts, the text and
+the calls of one answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+import msgspec
+
+from quire.server.api.openai.responses.protocol import InputItem, InputPart
+from quire.server.api.openai.tools import CalledCustom, CalledFunction, MessageToolCall, required, template_call
+from quire.server.errors import BadRequest
+
+_TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
+_OPAQUE = "quire1."  # begins the `encrypted_content` of this server's thoughts, which is their text in base64
+
+
+def opaque(thoughts: str) -> str:
+    """The `encrypted_content` of thoughts. It hides nothing: `content` has the same text."""
+    return _OPAQUE + base64.urlsafe_b64encode(thoughts.encode()).decode()
+
+
+def as_items(given: str | list[InputItem] | None) -> list[InputItem]:
+    if isinstance(given, str):
+        return [InputItem(role="user", content=given)]
+    return given or []
+
+
+def messages_of(instructions: str | None, items: list[InputItem], param: str) -> list[dict[str, Any]]:
+    """The messages of a conversation; `param` is the field that holds the items. Raises BadRequest naming the item."""
+    writer = _Writer()
+    for i, item in enumerate(items):
+        writer.add(item, f"{param}.{i}")
+    messages = writer.finish()
+    if instructions is None:
+        return messages
+    if messages and messages[0]["role"] in ("system", "developer"):  # most templates take one, as the first
+        first, *rest = messages
+        return [first | {"content": f"{instructions}\n\n{first['content']}"}, *rest]
+    return [{"role": "system", "content": instructions}, *messages]
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.thoughts: list[str] = []  # of the answer that follows
+        self.called: set[str | None] = set()
+
+    def add(self, item: InputItem, path: str) -> None:
+        match item.type or "message":
+            case "message":
+                self._message(item, path)
+            case "reasoning":
+                self.thoughts.append(_thoughts(item, path))
+            case "function_call":
+                function = CalledFunction(
+                    name=required(item.name, f"{path}.name"), arguments=required(item.arguments, f"{path}.arguments")
+                )
+                self._call(item, MessageToolCall(id=item.call_id, function=function), path)
+            case "custom_tool_call":
+                custom = CalledCustom(name=required(item.name, f"{path}.name"), input=required(item.input, path))
+                self._call(item, MessageToolCall(id=item.call_id, type="custom", custom=custom), path)
+            case "function_call_output" | "custom_tool_call_output":
+                self._output(item, path)
+            case other:
+                raise BadRequest(
+                    f"{path}.type: items of type '{other[:100]}' are not supported by this server.",
+                    param=f"{path}.type",
+                    code="unsupported_parameter",
+                )
+
+    def finish(self) -> list[dict[str, Any]]:
+        if self.thoughts:
+            self._answer()
+        return self.messages
+
+    def _message(self, item: InputItem, path: str) -> None:
+        role = required(item.role, f"{path}.role")
+        text = text_of(required(item.content, f"{path}.content"), f"{path}.content")
+        if role == "assistant":
+            self._answer()["content"] = text
+            return
+        self.finish()
+        self.messages.append({"role": role, "content": text})
+
+    def _answer(self) -> dict[str, Any]:
+        """A new message of the assistant, with the thoughts so far."""
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        if self.thoughts:
+            message["reasoning_content"] = message["reasoning"] = "\n".join(self.thoughts)
+            self.thoughts = []
+        self.messages.append(message)
+        return message
+
+    def _call(self, item: InputItem, call: MessageToolCall, path: str) -> None:
+        self.called.add(required(item.call_id, f"{path}.call_id"))
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant" or self.thoughts:
+            last = self._answer()
+        last.setdefault("tool_calls", []).append(template_call(call, path))
+
+    def _output(self, item: InputItem, path: str) -> None:
+        if required(item.call_id, f"{path}.call_id") not in self.called:
+            raise BadRequest(
+                f"{path}.call_id: no call before it has the call_id '{item.call_id[:100]}'.", param=f"{path}.call_id"
+            )
+        self.finish()
+        text = text_of(required(item.output, f"{path}.output"), f"{path}.output")
+        self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+
+
+def _thoughts(item: InputItem, path: str) -> str:
+    """The text of a reasoning item; empty for one that only another server can read."""
+    if item.content or item.summary:
+        name = "content" if item.content else "summary"
+        return text_of(getattr(item, name), f"{path}.{name}")
+    given = item.encrypted_content or ""
+    if not given.startswith(_OPAQUE):
+        return ""
+    try:
+        return base64.urlsafe_b64decode(given.removeprefix(_OPAQUE)).decode()
+    except (binascii.Error, UnicodeError):
+        where = f"{path}.encrypted_content"
+        raise BadRequest(f"{where} is damaged.", param=where) from None
+
+
+def text_of(content: str | list[InputPart], path: str) -> str:
+    """Raises BadRequest for a part that is no text."""
+    if isinstance(content, str):
+        return content
+    return "".join(_part(part, f"{path}.{i}") for i, part in enumerate(content))
+
+
+def _part(part: InputPart, path: str) -> str:
+    if part.type == "refusal":
+        return required(part.refusal, f"{path}.refusal")
+    if part.type not in _TEXTS:
+        raise BadRequest(
+            f"{path}.type: content of type '{part.type[:100]}' is not supported, only text.",
+            param=f"{path}.type",
+            code="unsupported_parameter",
+        )
+    return required(part.text, f"{path}.text")
+
+
+# ---- what is stored
+
+_PREFIXES = {
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "reasoning": "rs",
+    "function_call_output": "fco",
+    "custom_tool_call_output": "ctco",
+}
+
+
+def stored(items: list[InputItem], key: str) -> list[InputItem]:
+    """The items as lists show them: with ids, made from `key` where they have none, and content as parts."""
+    return [_stored(item, f"{key}i{i}") for i, item in enumerate(items)]
+
+
+def _stored(item: InputItem, key: str) -> InputItem:
+    kind = item.type or "message"
+    changes: dict[str, Any] = {"type": kind, "id": item.id or f"{_PREFIXES.get(kind, 'msg')}_{key}"}
+    if kind == "message":
+        changes["status"] = "completed"
+        if isinstance(item.content, str):
+            said = item.role == "assistant"
+            part = InputPart(
+                type="output_text" if said else "input_text", text=item.content, annotations=[] if said else None
+            )
+            changes["content"] = [part]
+    return msgspec.structs.replace(item, **changes)

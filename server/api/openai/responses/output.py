@@ -1,0 +1,193 @@
+"""Deltas of an answer -> the items of its output, and the events that tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quire.server.api.openai.logprobs import Formatter
+from quire.server.api.openai.responses.items import opaque
+from quire.server.api.openai.responses.objects import (
+    InputTokensDetails,
+    OutputCustomCall,
+    OutputFunctionCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningText,
+    ResponseUsage,
+    SummaryText,
+)
+from quire.server.generate.generation import Delta
+from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+
+ServerEvent = tuple[str, dict[str, Any]]  # its type, and its fields but `sequence_number`
+
+
+class Output:
+    """The output as it grows. Each method yields the events of what it does; `items` are complete after `finish`.
+
+    key: what the ids of the items are made of. custom: the names of tools that take a text. summarized: thoughts are
+    given as a summary. encrypted: thoughts have an `encrypted_content`. formatter: of log-probabilities, None without.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        num_input_tokens: int,
+        custom: frozenset[str],
+        summarized: bool,
+        encrypted: bool,
+        formatter: Formatter | None,
+    ):
+        self.key, self.num_input_tokens, self.custom = key, num_input_tokens, custom
+        self.summarized, self.encrypted, self.formatter = summarized, encrypted, formatter
+        self.items: list[OutputItem] = []
+        self.open = False  # whether the last item may grow
+        self.pieces: list[str] = []  # of its text
+        self.logprobs: list[Any] = []
+        self.space = ""  # white space that may begin a message, or separate items
+        self.num_cached_tokens = self.num_output_tokens = self.num_reasoning_tokens = 0
+        self.finish_reason: str | None = None
+
+    def push(self, delta: Delta) -> Iterator[ServerEvent]:
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        self.num_output_tokens += len(delta.token_ids)
+        self.num_reasoning_tokens += delta.num_reasoning_tokens
+        events = delta.events
+        if events is None:
+            events = [Content(delta.text)] if delta.text else []
+        logprobs = self.formatter.chat(delta.logprobs).content if self.formatter and delta.logprobs else []
+        for event in events:
+            told = logprobs if isinstance(event, Content) else []
+            yield from self.add(event, told)
+            logprobs = [] if told else logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            yield from self.finish()
+
+    def usage(self) -> ResponseUsage:
+        return ResponseUsage(
+            input_tokens=self.num_input_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=self.num_cached_tokens),
+            output_tokens=self.num_output_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=self.num_reasoning_tokens),
+            total_tokens=self.num_input_tokens + self.num_output_tokens,
+        )
+
+    def add(self, event: Event, logprobs: list[Any]) -> Iterator[ServerEvent]:
+        match event:
+            case Content(text):
+                yield from self._content(text, logprobs)
+            case Reasoning(text):
+                if not self._is_open(OutputReasoning):
+                    yield from self._begin(OutputReasoning(id=self._id("rs")))
+                yield self._delta("reasoning_summary_text" if self.summarized else "reasoning_text", text)
+            case ToolCallBegin():
+                custom = event.name in self.custom
+                kind, prefix = (OutputCustomCall, "ctc") if custom else (OutputFunctionCall, "fc")
+                yield from self._begin(kind(id=self._id(prefix), call_id=event.call_id, name=event.name))
+            case ToolCallArguments(_, text):
+                custom = isinstance(self.items[-1], OutputCustomCall)
+                yield self._delta("custom_tool_call_input" if custom else "function_call_arguments", text)
+
+    def finish(self) -> Iterator[ServerEvent]:
+        """The answer has ended. One without anything is an empty message."""
+        if not self.items:
+            yield from self._begin(OutputMessage(id=self._id("msg")))
+            if self.space:
+                yield self._delta("output_text", self.space, logprobs=[])
+        yield from self._close("incomplete" if self.finish_reason == "length" else "completed")
+
+    def abandon(self) -> Iterator[ServerEvent]:
+        """Nothing follows; an item that is open stays as far as it is."""
+        yield from self._close("incomplete")
+
+    def _content(self, text: str, logprobs: list[Any]) -> Iterator[ServerEvent]:
+        if not self._is_open(OutputMessage):
+            self.space += text
+            self.logprobs += logprobs
+            if not self.space.strip():
+                return
+            text, logprobs = self.space, self.logprobs
+            yield from self._begin(OutputMessage(id=self._id("msg")))
+        self.logprobs += logprobs
+        yield self._delta("output_text", text, logprobs=logprobs)
+
+    # ---- items
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self.key}o{len(self.items)}"
+
+    def _is_open(self, kind: type) -> bool:
+        return self.open and isinstance(self.items[-1], kind)
+
+    def _begin(self, item: OutputItem) -> Iterator[ServerEvent]:
+        yield from self._close()
+        self.items.append(item)
+        self.open, self.pieces, self.space, self.logprobs = True, [], "", []
+        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": item}
+        if (part := self._part("")) is not None:
+            yield self._of_part("added", part)
+
+    def _close(self, status: str = "completed") -> Iterator[ServerEvent]:
+        """The last item has ended, if it is open."""
+        if not self.open:
+            return
+        self.open = False
+        item, text = self.items[-1], "".join(self.pieces)
+        part = self._part(text)
+        match item:
+            case OutputMessage():
+                item.content = [part]
+                yield self._event("output_text.done", content_index=0, text=text, logprobs=part.logprobs)
+            case OutputReasoning() if self.summarized:
+                item.summary = [part]
+                yield self._event("reasoning_summary_text.done", summary_index=0, text=text)
+            case OutputReasoning():
+                item.content = [part]
+                yield self._event("reasoning_text.done", content_index=0, text=text)
+            case OutputFunctionCall():
+                item.arguments = text
+                yield self._event("function_call_arguments.done", name=item.name, arguments=text)
+            case OutputCustomCall():
+                item.input = text
+                yield self._event("custom_tool_call_input.done", input=text)
+        if part is not None:
+            yield self._of_part("done", part)
+        if self.encrypted and isinstance(item, OutputReasoning):
+            item.encrypted_content = opaque(text)
+        item.status = status
+        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": item}
+
+    def _part(self, text: str) -> OutputText | SummaryText | ReasoningText | None:
+        """The last item's text as a part; None for a call."""
+        match self.items[-1]:
+            case OutputMessage():
+                return OutputText(text=text, logprobs=self.logprobs if text else [])
+            case OutputReasoning():
+                return SummaryText(text=text) if self.summarized else ReasoningText(text=text)
+        return None
+
+    # ---- events
+
+    def _event(self, kind: str, **fields: Any) -> ServerEvent:
+        return f"response.{kind}", {
+            "item_id": self.items[-1].id,
+            "output_index": len(self.items) - 1,
+        } | fields
+
+    def _delta(self, kind: str, text: str, **fields: Any) -> ServerEvent:
+        self.pieces.append(text)
+        if kind == "reasoning_summary_text":
+            fields["summary_index"] = 0
+        elif kind in ("output_text", "reasoning_text"):
+            fields["content_index"] = 0
+        return self._event(f"{kind}.delta", delta=text, **fields)
+
+    def _of_part(self, what: str, part: OutputText | SummaryText | ReasoningText) -> ServerEvent:
+        if isinstance(part, SummaryText):
+            return self._event(f"reasoning_summary_part.{what}", summary_index=0, part=part)
+        return self._event(f"content_part.{what}", content_index=0, part=part)

@@ -1,0 +1,228 @@
+"""Requests of /v1/responses. Fields are classed as in `server/api/openai/protocol.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.server.api.openai.protocol import HARMLESS, MAX_MESSAGES, MAX_PARTS, UNSUPPORTED, Effort, TemplateKwargs
+from quire.server.api.openai.tools import MAX_GRAMMAR, MAX_TOOLS, CallId, Description, Schema, ToolName
+from quire.server.generate.limits import (
+    INT64_MAX,
+    AtLeastMinusOne,
+    CacheSalt,
+    Int64,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    Text,
+    TopP,
+)
+
+Name = Annotated[str, Meta(max_length=256)]
+Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+# of items that no answer of this server has
+INCLUDES_NOTHING = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+Include = Annotated[
+    list[Annotated[str, Meta(max_length=256, extra_json_schema={"enum": [*INCLUDED, *INCLUDES_NOTHING]})]],
+    Meta(max_length=64),
+]
+_NOTHING: dict[str, tuple] = {}
+
+
+class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A part of a message, of a tool's output, or of thoughts."""
+
+    type: Name
+    text: Text | None = None
+    refusal: Text | None = None
+    annotations: Annotated[list[Any], Meta(max_length=MAX_PARTS)] | None = None
+
+    harmless: ClassVar = frozenset({"logprobs", "prompt_cache_breakpoint", "cache_control"})
+    unsupported: ClassVar[dict[str, tuple]] = dict.fromkeys(
+        ("image_url", "file_id", "file_url", "file_data", "input_audio"), ()
+    )
+
+
+Parts = Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
+
+
+class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A message, a call, the output of one, thoughts, or a reference to an item that is stored. `type` may be left out
+    of a message.
+    """
+
+    type: Name | None = None
+    id: Name | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Text | Parts | None = None
+    summary: Parts | None = None  # of thoughts
+    encrypted_content: Text | None = None
+    call_id: CallId | None = None
+    name: Name | None = None  # a model may have made it up
+    arguments: Text | None = None
+    input: Text | None = None
+    output: Text | Parts | None = None
+    status: Name | None = None
+
+    harmless: ClassVar = frozenset({"phase", "caller", "created_by"})
+    unsupported: ClassVar[dict[str, tuple]] = {"namespace": (), "async": (False,)}
+
+
+Items = Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+
+
+class ResponseToolFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the text of a custom tool is like."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class ResponseTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A function or a custom tool."""
+
+    type: Name
+    name: ToolName | None = None
+    description: Description | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+    format: ResponseToolFormat | None = None
+
+    harmless: ClassVar = frozenset({"cache_control"})
+    unsupported: ClassVar[dict[str, tuple]] = {
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+        "async": (False,),
+        "output_schema": (),
+    }
+
+
+class ResponseToolReference(msgspec.Struct, kw_only=True):
+    type: Literal["function", "custom"]
+    name: ToolName
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class ResponseToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One tool, or the tools that may be called."""
+
+    type: Name
+    name: ToolName | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ResponseToolReference], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: Description | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    format: TextFormat | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {"verbosity": ("medium",)}
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """With a `summary` of any kind, the thoughts are given as one, whole."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None  # the older name
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {"mode": ("standard",), "context": ("auto",)}
+
+
+class ConversationReference(msgspec.Struct, kw_only=True):
+    id: Name
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class ResponsePrompt(msgspec.Struct, kw_only=True):
+    """What makes up the prompt."""
+
+    model: Name | None = None
+    input: Text | Items | None = None
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
+    conversation: Name | ConversationReference | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None  # beside OpenAI's own, as in chat
+
+    harmless: ClassVar = HARMLESS
+    unsupported: ClassVar[dict[str, tuple]] = {"personality": ()}
+
+
+class InputTokensRequest(ResponsePrompt, kw_only=True):
+    """POST /v1/responses/input_tokens"""
+
+
+class ResponsesRequest(ResponsePrompt, kw_only=True):
+    """POST /v1/responses"""
+
+    stream: bool | None = None
+    background: bool | None = None
+    store: bool | None = None
+    include: Include | None = None
+    max_output_tokens: Positive | None = None
+    metadata: Metadata | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_logprobs: AtLeastMinusOne | None = None
+    # beside OpenAI's own, as in chat
+    top_k: AtLeastMinusOne | None = None
+    min_p: MinP | None = None
+    seed: Int64 | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    priority: Int64 | None = None
+    cache_salt: CacheSalt | None = None
+
+    # `max_tool_calls` counts the calls of tools that the server runs; it runs none
+    harmless: ClassVar = (HARMLESS - {"metadata", "store"}) | {"max_tool_calls", "stream_options", "access_programs"}
+    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | {
+        "prompt": (),
+        "context_management": ([],),
+        "image": (),
+        "modalities": (["text"],),
+    }

@@ -1,0 +1,210 @@
+"""Responses and conversations that are kept: a SQLite database, in memory or in the file of `--responses-store`, which
+survives a restart and which several processes may share. The least recently used ones make room for new ones.
+
+All methods block, so the server calls them in one thread of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.server.errors import BadRequest, NotFound
+
+MAX_OBJECTS = 10_000
+MAX_CHAIN = 2_000  # responses before one
+LEASE = 15.0  # seconds after which a running response whose process is silent counts as failed
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS objects (
+    id TEXT PRIMARY KEY, owner TEXT, previous TEXT, status TEXT, body BLOB, items BLOB, events BLOB, size INTEGER,
+    used INTEGER, alive REAL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS objects_by_use ON objects (used, size, status);
+CREATE TABLE IF NOT EXISTS totals (count INTEGER, size INTEGER);
+INSERT INTO totals SELECT 0, 0 WHERE NOT EXISTS (SELECT 1 FROM totals);
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON objects BEGIN
+    UPDATE totals SET count = count + 1, size = size + NEW.size; END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON objects BEGIN
+    UPDATE totals SET count = count - 1, size = size - OLD.size; END;
+CREATE TRIGGER IF NOT EXISTS resized AFTER UPDATE OF size ON objects BEGIN
+    UPDATE totals SET size = size - OLD.size + NEW.size; END;
+"""
+_OVERHEAD = 256  # bytes that an object takes beside its texts
+RUNNING = ("queued", "in_progress", "cancelling")
+_RUNNING = "('queued', 'in_progress', 'cancelling')"
+
+
+@dataclass(slots=True)
+class Stored:
+    """A response or a conversation. body: its JSON. items: JSON of a list, the input of a response or what a
+    conversation has. events: of a stream that can be resumed, compressed. `alive` is when a running one was last heard
+    of, in seconds since the epoch.
+    """
+
+    id: str
+    owner: str
+    previous: str | None  # the response before this one
+    status: str  # of a conversation: "conversation"
+    body: bytes
+    items: bytes
+    events: bytes | None = None
+    alive: float = 0.0
+
+
+_COLUMNS = "id, owner, previous, status, body, items, events, alive"
+
+
+class Store:
+    """`max_bytes` bounds what is kept."""
+
+    def __init__(self, path: str | None, max_bytes: int, max_objects: int = MAX_OBJECTS):
+        """Raises sqlite3.Error for a file that cannot be used."""
+        self.max_bytes, self.max_objects = max_bytes, max_objects
+        # the single thread that uses it is not the one that opens it
+        self._db = sqlite3.connect(path or ":memory:", isolation_level=None, timeout=30, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    # ---- objects
+
+    def put(self, stored: Stored) -> None:
+        """Add an object, or change one. An object larger than the store is not kept."""
+        with self._transaction() as db:
+            size = len(stored.body) + len(stored.items) + len(stored.events or b"") + _OVERHEAD
+            db.execute(
+                f"INSERT INTO objects ({_COLUMNS}, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
+                "SET status = excluded.status, body = excluded.body, items = excluded.items, events = excluded.events, "
+                "alive = excluded.alive, size = excluded.size",
+                (
+                    stored.id,
+                    stored.owner,
+                    stored.previous,
+                    stored.status,
+                    stored.body,
+                    stored.items,
+                    stored.events,
+                    time.time(),
+                    size,
+                ),
+            )
+            self._touch(db, stored.id)
+            self._make_room(db)
+
+    def finish(self, stored: Stored) -> None:
+        """The end of a running response, unless it was deleted."""
+        if self._db.execute("SELECT 1 FROM objects WHERE id = ?", (stored.id,)).fetchone() is not None:
+            self.put(stored)
+
+    def get(self, object_id: str, owner: str, param: str) -> Stored:
+        """Raises NotFound, also for an object of another owner; `param` is the field that names it."""
+        row = self._db.execute(
+            f"SELECT {_COLUMNS} FROM objects WHERE id = ? AND owner = ?", (object_id, owner)
+        ).fetchone()
+        if row is None:
+            raise missing(object_id, param)
+        with self._transaction() as db:
+            self._touch(db, object_id)
+        return Stored(*row)
+
+    def delete(self, object_id: str, owner: str, param: str) -> None:
+        """Raises NotFound."""
+        self.get(object_id, owner, param)
+        self._db.execute("DELETE FROM objects WHERE id = ?", (object_id,))
+
+    def _touch(self, db: sqlite3.Connection, object_id: str) -> None:
+        newest = "(SELECT COALESCE(MAX(used), 0) + 1 FROM objects)"
+        db.execute(f"UPDATE objects SET used = {newest} WHERE id = ?", (object_id,))
+
+    def _make_room(self, db: sqlite3.Connection) -> None:
+        count, size = db.execute("SELECT count, size FROM totals").fetchone()
+        if count <= self.max_objects and size <= self.max_bytes:
+            return
+        doomed = []
+        for object_id, its_size in db.execute(
+            f"SELECT id, size FROM objects WHERE status NOT IN {_RUNNING} ORDER BY used"
+        ):
+            if count <= self.max_objects and size <= self.max_bytes:
+                break
+            doomed.append((object_id,))
+            count, size = count - 1, size - its_size
+        db.executemany("DELETE FROM objects WHERE id = ?", doomed)
+
+    def append(self, conversation_id: str, owner: str, items: bytes) -> bool:
+        """Add items, JSON of a list, to a conversation; returns whether there is one."""
+        with self._transaction() as db:
+            row = db.execute(
+                "SELECT items FROM objects WHERE id = ? AND owner = ?", (conversation_id, owner)
+            ).fetchone()
+            if row is None:
+                return False
+            joined = row[0] if items == b"[]" else items if row[0] == b"[]" else row[0][:-1] + b"," + items[1:]
+            size = len(joined) - len(row[0])
+            db.execute("UPDATE objects SET items = ?, size = size + ? WHERE id = ?", (joined, size, conversation_id))
+            self._touch(db, conversation_id)
+            self._make_room(db)
+        return True
+
+    # ---- the history of a response
+
+    def chain(self, response_id: str, owner: str, max_bytes: int, may_cut: bool) -> list[Stored]:
+        """A response and those before it, oldest first, of at most `max_bytes`; the oldest may be left out if
+        `may_cut`. Raises NotFound, and BadRequest if the response has not ended, or for too long a chain.
+        """
+        found: list[Stored] = []
+        size, following = 0, response_id
+        while following is not None:
+            one = self.get(following, owner, "previous_response_id")
+            if one.status in RUNNING:
+                raise BadRequest(
+                    f"previous_response_id: the response '{one.id}' has not ended.", param="previous_response_id"
+                )
+            size += len(one.body) + len(one.items)
+            if len(found) == MAX_CHAIN or size > max_bytes:
+                if may_cut and found:
+                    break
+                raise BadRequest(
+                    f"previous_response_id: the responses before this one are more than {MAX_CHAIN} or have more than "
+                    f"{max_bytes} bytes. truncation 'auto' leaves out the oldest.",
+                    param="previous_response_id",
+                )
+            found.append(one)
+            following = one.previous
+        return found[::-1]
+
+    # ---- running responses
+
+    def keep_alive(self, ids: list[str]) -> list[str]:
+        """Say that responses are still running here; returns those that shall be cancelled, or were deleted."""
+        marks = ", ".join("?" * len(ids))
+        with self._transaction() as db:
+            db.execute(f"UPDATE objects SET alive = ? WHERE id IN ({marks})", (time.time(), *ids))
+            rows = db.execute(f"SELECT id, status FROM objects WHERE id IN ({marks})", ids).fetchall()
+        wanted = {object_id for object_id, status in rows if status != "cancelling"}
+        return [object_id for object_id in ids if object_id not in wanted]
+
+    def ask_to_cancel(self, response_id: str) -> None:
+        """Another process runs it."""
+        self._db.execute(
+            f"UPDATE objects SET status = 'cancelling' WHERE id = ? AND status IN {_RUNNING}", (response_id,)
+        )
+
+
+def missing(object_id: str, param: str) -> NotFound:
+    kind = "conversation" if param.startswith("conversation") else "response"
+    return NotFound(f"No {kind} with id '{object_id[:100]}' is stored.", param=param, code=f"{kind}_not_found")

@@ -1,0 +1,156 @@
+"""Requests of /v1/responses -> `GenerationSpec`. Raises BadRequest for what makes sense in no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.server.api.openai.responses.items import as_items, messages_of
+from quire.server.api.openai.responses.protocol import (
+    INCLUDED,
+    INCLUDES_NOTHING,
+    InputItem,
+    ResponsePrompt,
+    ResponsesRequest,
+    ResponseTool,
+    TextFormat,
+)
+from quire.server.api.openai.tools import function_tool, known_names, require_distinct, required
+from quire.server.errors import BadRequest
+from quire.server.generate.prepare import encode_conversation
+from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.generate.tools import Reasoning, Tool, ToolChoice
+from quire.server.state import ServerState
+from quire.server.structured.structure import Structure
+
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+def spec(body: ResponsesRequest, history: list[InputItem], state: ServerState, **identity: Any) -> GenerationSpec:
+    """`history`: the items before the request's own. `identity`: request_id, priority, tenant, background."""
+    check(body)
+    return GenerationSpec(
+        prompts=conversation(body, history, state, body.max_output_tokens or 1),
+        options=GenerationOptions(
+            max_tokens=body.max_output_tokens,
+            logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
+            **{name: getattr(body, name) for name in _SAME},
+        ),
+        structure=_structure(body.text and body.text.format),
+        cache_salt=body.cache_salt,
+        prompt_param="input",
+        max_tokens_param="max_output_tokens",
+        logprobs_param="top_logprobs",
+        **identity,
+    )
+
+
+def check(body: ResponsesRequest) -> None:
+    for i, name in enumerate(body.include or ()):
+        if name not in INCLUDED and name not in INCLUDES_NOTHING:
+            known = ", ".join((*INCLUDED, *INCLUDES_NOTHING))
+            raise BadRequest(f"include.{i}: '{name[:100]}' is not one of {known}.", param=f"include.{i}")
+    if body.background and body.store is False:
+        raise BadRequest("background needs the response to be stored: store must not be false.", param="background")
+
+
+def wants_logprobs(body: ResponsesRequest) -> bool:
+    return bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
+
+
+def conversation(body: ResponsePrompt, history: list[InputItem], state: ServerState, num_output: int) -> Conversation:
+    """The prompt of a request. `num_output`: tokens for which truncation leaves room."""
+    items = history + as_items(body.input)
+    if not items:
+        raise BadRequest("Missing required parameter: input.", param="input", code="missing_required_parameter")
+    tools = _tools(body.tools)
+    prompt = Conversation(
+        messages_of(body.instructions, items, "input"),
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        tools=tools,
+        tool_choice=_choice(body, tools),
+        reasoning=Reasoning(effort=body.reasoning and body.reasoning.effort),
+    )
+    if body.truncation == "auto":
+        _truncate(prompt, state, state.model.max_model_len - min(num_output, state.model.max_model_len))
+    return prompt
+
+
+def _truncate(prompt: Conversation, state: ServerState, limit: int) -> None:
+    """Leave out the oldest turns until the prompt has at most `limit` tokens. What comes before the first turn, and the
+    last turn, stay.
+    """
+    starts = [i for i, message in enumerate(prompt.messages) if message["role"] == "user"]
+    if not starts:
+        return
+    messages = prompt.messages
+    low, high = 0, len(starts) - 1  # the number of turns to leave out, which a binary search finds
+    while low < high:
+        middle = (low + high) // 2
+        prompt.messages = messages[: starts[0]] + messages[starts[middle] :]
+        if len(encode_conversation(prompt, state, False)) <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    prompt.messages = messages[: starts[0]] + messages[starts[low] :]
+
+
+def _tools(given: list[ResponseTool] | None) -> list[Tool]:
+    tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(given or ())]
+    require_distinct(tools, "tools")
+    return tools
+
+
+def _tool(tool: ResponseTool, path: str) -> Tool:
+    if tool.type not in ("function", "custom"):
+        raise BadRequest(
+            f"{path}.type: this server runs no tools of type '{tool.type[:100]}', only function and custom.",
+            param=f"{path}.type",
+            code="unsupported_parameter",
+        )
+    name = required(tool.name, f"{path}.name")
+    if tool.type == "function":
+        return function_tool(tool, path)
+    grammar = None
+    if tool.format is not None and tool.format.type == "grammar":
+        syntax = required(tool.format.syntax, f"{path}.format.syntax")
+        grammar = syntax, required(tool.format.definition, f"{path}.format.definition")
+    return Tool(name, tool.description, custom=True, grammar=grammar)
+
+
+def _choice(body: ResponsePrompt, tools: list[Tool]) -> ToolChoice:
+    wanted, parallel = body.tool_choice, body.parallel_tool_calls is not False
+    if not tools and (wanted is None or wanted in ("none", "auto")):
+        return ToolChoice("none")
+    if not tools:
+        raise BadRequest("tool_choice is only allowed when tools are given.", param="tool_choice")
+    if wanted is None or isinstance(wanted, str):
+        return ToolChoice(wanted or "auto", None, parallel)
+    if wanted.type == "allowed_tools":
+        names = [(tool.name, tool.type == "custom") for tool in required(wanted.tools, "tool_choice.tools")]
+        mode = required(wanted.mode, "tool_choice.mode")
+        return ToolChoice(mode, known_names(names, tools, "tool_choice.tools"), parallel)
+    if wanted.type not in ("function", "custom"):
+        raise BadRequest(
+            f"tool_choice.type: this server runs no tools of type '{wanted.type[:100]}'.", param="tool_choice.type"
+        )
+    name = required(wanted.name, "tool_choice.name")
+    known = known_names([(name, wanted.type == "custom")], tools, "tool_choice.name")
+    return ToolChoice("required", known, False)
+
+
+def _structure(format: TextFormat | None) -> Structure | None:
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return Structure(kind="json_object", param="text.format")
+    param = "text.format.schema"
+    return Structure(kind="json_schema", value=required(format.schema, param), param=param)
