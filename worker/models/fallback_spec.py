@@ -47,6 +47,11 @@ def read_spec(folder: str, raw: dict[str, Any]) -> ModelSpec:
     try:
         if method := (raw.get("quantization_config") or {}).get("quant_method"):
             raise ValueError(f"its weights are quantized ({method})")
+        if (kind := raw.get("model_type")) not in transformers.CONFIG_MAPPING:
+            raise ValueError(
+                f"neither quire (docs/models.md lists its families) nor transformers {transformers.__version__} knows "
+                f"the model type {kind!r}"
+            )
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         text = config.get_text_config(decoder=True)
         _check(config, text)
