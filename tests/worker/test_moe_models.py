@@ -25,6 +25,7 @@ from quire.worker.parallel import use_groups
 from quire.worker.platforms.cpu import CpuPlatform
 from tests.checkpoints import MOE_CHECKPOINTS
 from tests.worker.dense_attention import PagedRunner
+from tests.worker.quantized_checkpoints import awq, fp8, gptq, write
 from tests.worker.ranks import run_ranks, thread_groups
 from tests.worker.test_models import kernels, load, prompts, reference_logits  # noqa: F401
 from tests.worker.test_tensor_parallel import logits_of
@@ -259,3 +260,18 @@ def test_quantized_experts_are_not_recorded(checkpoint, monkeypatch):
     monkeypatch.setattr(limits.attention.backend, "graph_safe", True)
     quantized = replace(spec, raw=spec.raw | {"quantization_config": {"quant_method": "awq"}})
     assert uses_graphs(config, spec, limits, Recording()) and not uses_graphs(config, quantized, limits, Recording())
+
+
+@pytest.mark.parametrize("stored", [fp8(16), fp8(None), gptq(4, 16), awq(16)], ids=["fp8", "fp8-tensor", "gptq", "awq"])
+def test_quantized_latent_attention(checkpoint, tmp_path, stored):
+    """`kv_b_proj`, which attention multiplies from both sides, is dequantized."""
+    folder = Path(write(checkpoint("deepseek-v3"), tmp_path, *stored))
+    assert sum("0.self_attn.kv_b_proj" in name for name in tensors_of(folder / "quantized")) > 1
+    expected = logits_of(load(str(folder / "plain")))
+    torch.testing.assert_close(logits_of(load(str(folder / "quantized"))), expected, atol=1e-3, rtol=1e-3)
+    models = []
+    for group in thread_groups(2):
+        with use_groups(tp=group):
+            models.append(load(str(folder / "quantized")))
+    for logits in run_ranks(lambda rank: logits_of(models[rank]), 2):
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)

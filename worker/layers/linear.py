@@ -177,7 +177,14 @@ class PlainLinear(LinearMethod):
             layer.method = method
 
 
-PLAIN = PlainLinear()
+class MatrixLinear(PlainLinear):
+    """A weight that stays a matrix, because others than the layer multiply by it."""
+
+    def finalize(self, layer: Linear) -> None:
+        pass
+
+
+PLAIN, MATRIX = PlainLinear(), MatrixLinear()
 
 
 class WeightFormat:
@@ -193,6 +200,10 @@ class WeightFormat:
     def head(self, prefix: str) -> LinearMethod:
         """Method of the output head."""
         return PLAIN
+
+    def matrix(self, prefix: str) -> LinearMethod:
+        """Method of a layer whose weight is needed as a matrix of the model's type."""
+        return MATRIX
 
     def embedding(self, prefix: str) -> LinearMethod | None:
         """Method of an embedding that the checkpoint stores in a format of its own, else None."""

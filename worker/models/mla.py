@@ -12,7 +12,6 @@ from torch import nn
 from quire.worker.attention.base import GroupedMetadata
 from quire.worker.cache.spec import LatentSizes
 from quire.worker.layers.linear import (
-    PLAIN,
     PLAIN_WEIGHTS,
     ColumnParallelLinear,
     RowParallelLinear,
@@ -156,8 +155,8 @@ class MLAttention(nn.Module):
             heads * up,
             view=KeysThenValues(sizes.nope_dim, sizes.v_dim),
         )
-        # its weight is multiplied from both sides, so it is neither packed nor quantized
-        self.kv_b_proj = _Unpacked(sizes.rank, [shard], False, PLAIN)
+        # its weight is multiplied from both sides
+        self.kv_b_proj = ColumnParallelLinear(sizes.rank, [shard], False, weights.matrix(f"{prefix}.kv_b_proj"))
         self.o_proj = RowParallelLinear(
             kind.num_heads * sizes.v_dim,
             spec.hidden_size,
@@ -185,10 +184,3 @@ class MLAttention(nn.Module):
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """The all-reduces of `forward`, in order."""
         return [((num_needed, self.o_proj.out_features), None)]
-
-
-class _Unpacked(ColumnParallelLinear):
-    """Keeps its weight as a matrix."""
-
-    def finalize(self) -> None:
-        pass

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from quire.worker.layers.linear import ANY_LENGTH, PLAIN, Linear, LinearMethod, Part, WeightFormat
+from quire.worker.layers.linear import ANY_LENGTH, MATRIX, PLAIN, Linear, LinearMethod, Part, WeightFormat
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
 from quire.worker.layers.quantization.int_groups import Groups, give_groups
 from quire.worker.layers.views import RotaryRows, View
@@ -159,26 +159,31 @@ class CheckpointFormat(WeightFormat):
     def head(self, prefix: str) -> LinearMethod:
         return PLAIN if "embed_tokens" in prefix else FromCheckpoint(self)  # a tied embedding is plain
 
+    def matrix(self, prefix: str) -> LinearMethod:
+        return FromCheckpoint(self, MATRIX)
+
 
 class FromCheckpoint(LinearMethod):
-    """Gives a layer the method that fits the weights it consists of."""
+    """Gives a layer the method that fits the weights it consists of; `plain` is that of weights in the model's type."""
 
-    def __init__(self, weights: CheckpointFormat):
-        self.weights = weights
+    def __init__(self, weights: CheckpointFormat, plain: LinearMethod = PLAIN):
+        self.weights, self.plain = weights, plain
 
     def create_weights(self, layer: Linear) -> None:
         pieces = [Piece.of(part) for part in layer.weight_parts()]
         schemes = [self.weights.scheme(piece.name) for piece in pieces]
-        layer.method = StoredWeights(pieces, schemes) if any(schemes) else PLAIN
+        layer.method = StoredWeights(pieces, schemes, self.plain) if any(schemes) else self.plain
         layer.method.create_weights(layer)
 
 
 class StoredWeights(LinearMethod):
-    """The tensors of a layer's weights as they are in the checkpoint, until `finalize` decodes them."""
+    """The tensors of a layer's weights as they are in the checkpoint, until `finalize` decodes them. If `plain` is
+    MATRIX, they are dequantized whatever the platform multiplies.
+    """
 
-    def __init__(self, pieces: list[Piece], schemes: list[Scheme | None]):
+    def __init__(self, pieces: list[Piece], schemes: list[Scheme | None], plain: LinearMethod):
         self.pieces, self.schemes = pieces, [scheme or Unquantized() for scheme in schemes]
-        self.dtype = torch.get_default_dtype()
+        self.dtype, self.plain = torch.get_default_dtype(), plain
 
     def create_weights(self, layer: Linear) -> None:
         layer.weight = None
@@ -189,23 +194,30 @@ class StoredWeights(LinearMethod):
     def num_bytes(self, layer: Linear) -> int:
         bias = 0 if layer.bias is None else layer.bias.nbytes
         size = self.dtype.itemsize
+        if self.plain is MATRIX:
+            return bias + layer.out_features * layer.in_features * size
         return bias + sum(scheme.num_bytes(piece, size) for piece, scheme in zip(self.pieces, self.schemes))
 
     def finalize(self, layer: Linear) -> None:
         decoded = [self._take(layer, i) for i in range(len(self.pieces))]
+        if self.plain is MATRIX:
+            return self._dequantize(layer, decoded)
         if all(isinstance(part, Rows) for part in decoded):
             layer.method = PlainBlocks(layer, decoded, self.dtype)
             return layer.method.finalize(layer)
         merged = Groups.merged(decoded, layer.out_features)
         if merged and (regrouped := merged.regrouped()):
             return give_groups(layer, regrouped, self.dtype)
+        self._dequantize(layer, decoded)
+
+    def _dequantize(self, layer: Linear, decoded: list[Decoded]) -> None:
         device = tensors_of(decoded[0]).device
         whole = torch.zeros(layer.out_features, layer.in_features, dtype=self.dtype, device=device)
         for piece, weight in zip(self.pieces, decoded):
             dense = weight if isinstance(weight, torch.Tensor) else weight.dequantized()
             whole[piece.target : piece.target + piece.rows[1]] = dense
-        layer.weight, layer.method = nn.Parameter(whole, requires_grad=False), PLAIN
-        PLAIN.finalize(layer)
+        layer.weight, layer.method = nn.Parameter(whole, requires_grad=False), self.plain
+        self.plain.finalize(layer)
 
     def _take(self, layer: Linear, i: int) -> Decoded:
         """Decode piece i, whose tensors the layer gives up."""
