@@ -7,18 +7,18 @@ from typing import Any
 
 import msgspec
 
-from quire.server.errors import BadRequest
 from quire.server.generate.formats import Formats
 from quire.server.generate.tools import CUSTOM_PARAMETERS, Tool, ToolChoice
 from quire.server.parsers.harmony import HARMONY
 from quire.server.parsers.tools import base
 from quire.server.structured.structure import Structure
+from quire.server.structured.text_grammar import LARK
 
 _SPACE = {"type": "regex", "pattern": r"[ \n]{0,2}"}  # between thoughts and what follows them
 
 
 def called_tools(tools: Sequence[Tool], choice: ToolChoice) -> tuple[base.Tool, ...]:
-    """Those that the answer may call. Raises BadRequest for a custom tool's grammar that cannot be enforced."""
+    """Those that the answer may call."""
     if choice.mode == "none":
         return ()
     restricted = choice.names is not None and len(choice.names) < len(tools)
@@ -35,12 +35,11 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     if tool.grammar is None:
         return CUSTOM_PARAMETERS
     syntax, definition = tool.grammar
-    if syntax != "regex":
-        raise BadRequest(
-            f"tools: the grammar of '{tool.name}' has the syntax lark, which is not supported in a call; use regex.",
-            param="tools",
-        )
-    text = {"type": "string", "pattern": f"^(?:{definition})$"}
+    text = (
+        {"type": "string", "pattern": f"^(?:{definition})$"}
+        if syntax == "regex"
+        else {"type": "string", LARK: definition}
+    )
     return {**CUSTOM_PARAMETERS, "properties": {"input": text}, "additionalProperties": False}
 
 

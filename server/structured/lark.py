@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
+from quire.server.structured.escaped_pattern import PatternError
 from quire.server.structured.schema import SchemaError, normalize
 from quire.server.structured.structure import Structure
+from quire.server.structured.text_grammar import in_json, lark_of, lark_of_input
 
 # whitespace between JSON tokens: bounded, so that a model cannot fill its answer with it
 WHITESPACE = r"[ \n\r\t]{1,40}"
@@ -71,6 +73,12 @@ class Builder:
 
     def json(self, schema: Any, where: str = "") -> str:
         """The name of a rule that matches JSON for `schema`; `where` is its place for errors. Raises StructureError."""
+        if (grammar := lark_of_input(schema)) is not None:
+            space = f"{self.terminal(f'/{WHITESPACE}/')}?"
+            text = self.text_grammar(grammar, in_json, where)
+            return self.rule(f'"{{" {space} "\\"input\\"" {space} ":" {space} "\\"" {text} "\\"" {space} "}}"')
+        if (grammar := lark_of(schema)) is not None:
+            return self.rule(f'"\\"" {self.text_grammar(grammar, in_json, where)} "\\""')
         try:
             normal = normalize(schema)
         except SchemaError as error:
@@ -86,6 +94,15 @@ class Builder:
         """An expression for a grammar of the user."""
         name = self._name("g")
         self.grammars.append({"name": name, "lark_grammar": _grammar_text(text)})
+        return self.rule(f"@{name}")
+
+    def text_grammar(self, grammar: str, rewrite: Callable[[str], str], where: str = "") -> str:
+        """An expression for a tool's text by its own Lark grammar, `rewrite` as the text is written in a call."""
+        name = self._name("g")
+        try:
+            self.grammars.append({"name": name, "lark_grammar": f"{_HEADER}\n{rewrite(grammar)}\n"})
+        except PatternError as error:
+            raise StructureError(f"{where}grammar: {error}") from None
         return self.rule(f"@{name}")
 
     def other_specials(self, but: Sequence[int] = ()) -> str | None:

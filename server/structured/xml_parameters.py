@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.server.structured.lark import ANY_TEXT, Builder, StructureError, quoted
+from quire.server.structured.text_grammar import before_tag, lark_of
 
 # style -> what comes before a value, with the property's name and whether the value is a plain text; and after it
 _FORMS = {
@@ -49,6 +50,10 @@ def _element(name: str, schema: Any, style: str, path: str, builder: Builder) ->
     if not is_text:
         space = builder.terminal(_SPACE)
         return f"{opening} {space} {builder.json(schema, f'{path} ')} {space} {builder.literal(after)}"
+    if (grammar := lark_of(schema)) is not None:
+        text = builder.text_grammar(grammar, before_tag, f"{path} ")
+        newlines = (r'"\n"', r'"\n"?') if style == "qwen_xml" else ("", "")  # which its parser takes for the tags'
+        return f"{opening} {newlines[0]} {text} {newlines[1]} {builder.literal(after)}"
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         choices = " | ".join(builder.literal(value) for value in values if isinstance(value, str))

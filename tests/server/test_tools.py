@@ -431,3 +431,17 @@ def test_a_generic_prompt(tmp_path):
         assert "<|im_start|>user\nResult: 4 °C\nResult: 4 °C<|im_end|>" in text
         formats = server.http.get("/server_info").json()["formats"]
         assert formats["tool_call_parser"]["name"] == "json"
+
+
+def test_a_custom_tool_with_a_grammar(pair):
+    server, script = pair
+    script.says('<tool_call>\n{"name": "code", "arguments": {"input": "1+\\"2\\n3"}}\n</tool_call>')
+    definition = 'start: NUMBER (OP NUMBER)*\nNUMBER: /[0-9]+/\nOP: "+" | "\\n" | "\\""'
+    for syntax, text in (("lark", definition), ("regex", r"[0-9+]+")):
+        form = {"type": "grammar", "grammar": {"syntax": syntax, "definition": text}}
+        tool = {"type": "custom", "custom": {"name": "code", "format": form}}
+        call = ask(server, tools=[tool], tool_choice="required").choices[0].message.tool_calls[0]
+        assert call.custom.input == '1+"2\n3'  # the script heeds no grammar
+        assert script.requests[-1].sampling.grammar
+    form["grammar"] = {"syntax": "lark", "definition": "start: /a(?=b)/"}
+    assert "look-around" in refused(server, tools=[tool])["message"]

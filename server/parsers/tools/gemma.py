@@ -35,7 +35,7 @@ _NAME = re.compile(r"[\w.\-]+")
 _CONSTRAINTS = {
     *("allOf", "anyOf", "oneOf", "not", "const", "patternProperties", "propertyNames", "dependentRequired", "if"),
     *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems", "contains", "prefixItems"),
-    *("minProperties", "maxProperties"),
+    *("minProperties", "maxProperties", "x-quire-lark"),  # the last: of a custom tool
 }
 
 
