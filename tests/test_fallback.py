@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from quire.engine.messages import SamplingParams
-from tests.checkpoints import TOKENIZER_SIZE, VOCAB_SIZE, greedy, load_reference
+from quire.worker.models import DECODERS, model_class
+from tests import families
+from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, TOKENIZER_SIZE, VOCAB_SIZE, greedy, load_reference
 from tests.test_equals_transformers import LENGTHS, engine_for
 
 NUM_TOKENS = 20
@@ -122,6 +124,15 @@ _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, 
 _INDEXED = _LATENT | _EXPERTS | {"n_routed_experts": 4, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 _GDN = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_KDA = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "full_attn_layers": [2], "kda_layers": [1]}
+_NEMOTRON_H = {
+    "layers_block_type": ["mamba", "attention"],
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "chunk_size": 8,
+}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"]}
 REFUSED = {
     "llama4_text": (_EXPERTS | {"head_dim": 16, "attention_chunk_size": 16}, "masks attention in chunks"),
@@ -136,9 +147,12 @@ REFUSED = {
     "granitemoehybrid": (_MAMBA | _EXPERTS | {"layer_types": ["mamba", "attention"]}, "recurrent state"),
     "falcon_h1": (_MAMBA | {"mamba_d_ssm": 128}, "recurrent state"),
     "jamba": (_EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1}, "recurrent state"),
-    "lfm2": (_CONVOLUTIONS, "1 of its 2 layers attend"),
-    "lfm2_moe": (_CONVOLUTIONS | _EXPERTS, "1 of its 2 layers attend"),
-    "minimax": (_EXPERTS | {"block_size": 8}, "1 of its 2 layers attend"),
+    "qwen3_5_moe_text": (_GDN | _EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 32}, "recurrent state"),
+    "nemotron_h": (_NEMOTRON_H, "recurrent state"),
+    "kimi_linear": (_LATENT | _EXPERTS | {"linear_attn_config": _KDA}, "recurrent state"),
+    "lfm2": (_CONVOLUTIONS, "1 of its 2 layers attend.*layers of the types conv are not implemented"),
+    "lfm2_moe": (_CONVOLUTIONS | _EXPERTS, "1 of its 2 layers attend.*layers of the types conv"),
+    "minimax": (_EXPERTS | {"block_size": 8}, "1 of its 2 layers attend.*layers of the types linear_attention"),
     "bloom": ({}, "0 of its 2 layers attend"),
     "gptj": ({}, "does not go through transformers' attention interface"),
     "t5gemma": ({}, "AutoModelForCausalLM|encoder"),
@@ -157,6 +171,27 @@ def test_families_that_cannot_run_are_refused_with_the_reason(model_type, tmp_pa
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"SomeForCausalLM cannot run with transformers: .*({reason})"):
         read_model_spec(str(tmp_path), "transformers")
+
+
+# families that people run: computed and compared, or refused with the reason (REFUSED)
+WANTED = """
+gemma gemma2 gemma3_text gemma3n_text gemma4_text phi3 glm glm4 granite olmo2 olmo3 starcoder2 exaone4 cohere cohere2
+smollm3 nemotron seed_oss hunyuan_v1_dense ernie4_5 internlm3 ministral3 gpt2 opt mixtral granitemoe qwen2_moe
+qwen3_moe gpt_oss deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 deepseek_v32 glm_moe_dsa glm4_moe minimax_m2 olmoe
+llama4_text ernie4_5_moe hunyuan_v1_moe qwen3_next qwen3_5_text qwen3_5_moe_text nemotron_h granitemoehybrid falcon_h1
+jamba lfm2 lfm2_moe kimi_linear minimax helium apertus stablelm gpt_neox phi biogpt phimoe
+"""
+
+
+@pytest.mark.parametrize("model_type", WANTED.split())
+def test_every_family_is_compared_with_transformers_or_refused(model_type):
+    import transformers
+
+    compared = {kind for kind, _ in families.FAMILIES.values()} | FAMILIES.keys()
+    for prefix, _ in (CHECKPOINTS | MOE_CHECKPOINTS).values():
+        compared.add(getattr(transformers, f"{prefix}Config").model_type)
+    native = {kind for name in DECODERS if (kind := model_class(name).config_defaults["model_type"])}
+    assert model_type in (compared if model_type in native | FAMILIES.keys() else REFUSED)
 
 
 def test_who_computes_a_model(tmp_path):

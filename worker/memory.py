@@ -74,7 +74,9 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
         choices.append(("max_num_seqs", str(num_seqs), reason))
     if config.scheduler.max_num_batched_tokens is None:
         choices.append(("max_num_batched_tokens", str(num_tokens), reason))
-    model_len, auto = _requested_model_len(config.model.max_model_len, spec.max_model_len)
+    model_len, auto = _requested_model_len(config.model.max_model_len, spec)
+    if spec.why_shorter:
+        choices.append(("longest context", str(spec.max_model_len), spec.why_shorter))
     return Limits(
         dtype,
         attention,
@@ -358,15 +360,17 @@ def attention_specs(config: Config, spec: ModelSpec, platform: Platform, dtype: 
     ]
 
 
-def _requested_model_len(requested: str, most: int) -> tuple[int, bool]:
+def _requested_model_len(requested: str, spec: ModelSpec) -> tuple[int, bool]:
     """Return (maximum number of tokens, whether memory may lower it)."""
+    most, why = spec.max_model_len, f" ({spec.why_shorter})" if spec.why_shorter else ""
     if requested == "auto":
         return most, True
     if not requested.isdigit() or int(requested) == 0:
         raise ValueError(f"--max-model-len {requested!r} must be a positive number of tokens, or auto")
     if int(requested) > most:
         raise ValueError(
-            f"--max-model-len {requested} is more than this model's {most} tokens: set it to at most {most}, or auto"
+            f"--max-model-len {requested} is more than this model's {most} tokens{why}: set it to at most {most}, or "
+            "auto"
         )
     return int(requested), False
 

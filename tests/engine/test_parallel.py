@@ -109,7 +109,7 @@ def test_every_form_over_two_ranks(tmp_path, settings, names):
     ids=["ep2", "pp2"],
 )
 def test_mixtures_of_experts_over_two_ranks(checkpoint, tmp_path, settings):
-    run_all(checkpoint, tmp_path, ["qwen2-moe", "gpt-oss"], **settings)
+    run_all(checkpoint, tmp_path, ["qwen2-moe", "gpt-oss", "deepseek-v3"], **settings)
 
 
 @pytest.mark.slow

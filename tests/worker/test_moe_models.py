@@ -250,6 +250,24 @@ def test_settings_that_do_not_fit(checkpoint):
         limits("qwen3-moe", {"num_experts": 6}, enable_expert_parallel=True, tensor_parallel_size=4)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v32", "glm-5"])
+def test_contexts_beyond_the_index_are_refused_with_the_reason(checkpoint, name):
+    folder = checkpoint(name)
+
+    def limits(length: str):
+        return resolve_limits(
+            Config.from_flat(model=folder, device="cpu", max_model_len=length), read_model_spec(folder), CpuPlatform()
+        )
+
+    assert limits("auto").max_model_len == 800
+    assert any("sparse attention is not implemented" in reason for _, _, reason in limits("800").choices)
+    words = (
+        r"--max-model-len 801 is more than this model's 800 tokens \(sparse attention is not implemented: .*index_topk"
+    )
+    with pytest.raises(ValueError, match=words):
+        limits("801")
+
+
 def test_quantized_experts_are_not_recorded(checkpoint, monkeypatch):
     class Recording(CpuPlatform):
         has_graphs = True

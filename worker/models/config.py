@@ -74,6 +74,7 @@ class ModelSpec:
     residual_scale: float = 1.0  # of the output of attention and of the MLP
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+    why_shorter: str = ""  # reason for a `max_model_len` below what the positions allow
     implementation: str = "quire"  # or transformers, which reads the model from `folder`
     folder: str = ""
 

@@ -135,6 +135,14 @@ class Indexed(DeepseekV3):
     ignored = (r"\.indexer\.",)
 
     @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        super().complete(values, raw)
+        values["why_shorter"] = (
+            f"sparse attention is not implemented: up to index_topk, {values['index_topk']} tokens, it is equal to "
+            "full attention"
+        )
+
+    @classmethod
     def context_length(cls, values: dict[str, Any], ropes: dict[str, RopeSpec]) -> int:
         return min(super().context_length(values, ropes), values["index_topk"])
 

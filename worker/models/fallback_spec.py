@@ -35,6 +35,7 @@ UNSUPPORTED = {
 }
 # Arguments of the attention interface that do not change the result.
 _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "return_dict"}
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _GROWING_ROPES = ("dynamic", "longrope")
 
 
@@ -161,8 +162,10 @@ def _layers(config: Any, text: Any) -> tuple[LayerSpec, ...]:
     finally:
         torch.set_default_dtype(default)
     if len(found) != text.num_hidden_layers:
+        others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION)
         raise ValueError(
             f"{len(found)} of its {text.num_hidden_layers} layers attend through transformers' attention interface"
+            + (f"; layers of the types {', '.join(others)} are not implemented" if others else "")
         )
     return tuple(found)
 
