@@ -1,7 +1,8 @@
 """Writes a model of real shapes with random bfloat16 weights and a tokenizer, for servers that need a folder (quire
 has `--load-format dummy`).
 
-    python benchmarks/make_model.py {qwen3-0.6b,llama-1b,qwen3-4b,tiny} OUT_DIR
+    python benchmarks/make_model.py {qwen3-0.6b,llama-1b,qwen3-4b,gemma3-1b,phi4-mini,qwen3-30b-a3b,gpt-oss-20b,tiny}
+    OUT_DIR [--layers N]
 
 The text that such a model writes means nothing; its speed is that of the real one. `tiny` has one layer of next to no
 work: what is measured with it is everything but the model.
@@ -16,7 +17,17 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 _COMMON = {"bos_token_id": 0, "eos_token_id": 0, "head_dim": 128, "num_key_value_heads": 8, "tie_word_embeddings": True}
 SHAPES: dict[str, PreTrainedConfig] = {
@@ -49,6 +60,53 @@ SHAPES: dict[str, PreTrainedConfig] = {
         num_attention_heads=32,
         max_position_embeddings=40960,
         rms_norm_eps=1e-6,
+    ),
+    "gemma3-1b": Gemma3TextConfig(
+        **_COMMON | {"head_dim": 256, "num_key_value_heads": 1},
+        vocab_size=262144,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        sliding_window=512,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+    ),
+    "phi4-mini": Phi3Config(
+        **{key: value for key, value in _COMMON.items() if key != "head_dim"},
+        pad_token_id=0,
+        vocab_size=200064,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=32,
+        num_attention_heads=24,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+    ),
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        **_COMMON | {"num_key_value_heads": 4, "tie_word_embeddings": False},
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+    ),
+    "gpt-oss-20b": GptOssConfig(
+        **_COMMON | {"head_dim": 64, "tie_word_embeddings": False},
+        pad_token_id=0,
+        num_hidden_layers=24,
+        num_local_experts=32,
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_attention_heads=64,
+        sliding_window=128,
     ),
     "tiny": Qwen3Config(
         **_COMMON | {"head_dim": 64, "num_key_value_heads": 1},
@@ -112,8 +170,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--layers", type=int, help="keep only the first layers, for a model that is too large")
     arguments = parser.parse_args()
     config = SHAPES[arguments.shape]
+    if arguments.layers:
+        config.num_hidden_layers = arguments.layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: arguments.layers]
     write_weights(config, arguments.output)
     write_tokenizer(config.vocab_size, arguments.output)
 

@@ -16,9 +16,10 @@ from pathlib import Path
 def main(llama_cpp: str, model: str, output: str) -> None:
     sys.path.insert(0, str(Path(llama_cpp).resolve()))
     import convert_hf_to_gguf
-    from conversion import base
+    from conversion import base, phi
 
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    phi.Phi3MiniModel.set_vocab = base.TextModel.set_vocab  # instead of sentencepiece's
     sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", output, "--outtype", "bf16"]
     convert_hf_to_gguf.main()
 

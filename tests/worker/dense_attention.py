@@ -47,17 +47,26 @@ class DenseAttention(AttentionBackend):
 
 class PagedRunner:
     """Runs a model over a paged cache, chunk by chunk, with scattered blocks: `step({request: tokens})` -> hidden
-    states per request; or of each the last `wanted`.
+    states per request; or of each the last `wanted`. Layers take turns in the cache groups.
     """
 
-    def __init__(self, model, num_requests: int, max_len: int, backend: AttentionBackend | None = None):
+    def __init__(
+        self,
+        model,
+        num_requests: int,
+        max_len: int,
+        backend: AttentionBackend | None = None,
+        num_groups: int = 1,
+    ):
         self.model, self.backend, self.lengths = model, backend or DenseAttention(), [0] * num_requests
         blocks = -(-max_len // BLOCK_SIZE)
         # block 0 is the null block
-        order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(1)) + 1
-        self.block_table = order.view(num_requests, blocks)
+        generator = torch.Generator().manual_seed(1)
+        orders = [torch.randperm(num_requests * blocks, generator=generator) + 1 for _ in range(num_groups)]
+        self.block_tables = [order.view(num_requests, blocks) for order in orders]
         for layer in model.modules():
             if isinstance(layer, Attention):
+                layer.cache_group = layer.layer_index % num_groups
                 shape = (num_requests * blocks + 1, layer.num_kv_heads, BLOCK_SIZE)
                 layer.k_cache, layer.v_cache = (
                     torch.zeros(*shape, dim, dtype=model.dtype).transpose(1, 2)
@@ -68,30 +77,35 @@ class PagedRunner:
 
     @torch.inference_mode()
     def step(self, tokens: dict[int, list[int]], wanted: dict[int, int] | None = None) -> dict[int, torch.Tensor]:
-        rows, ids, positions, slots, starts = list(tokens), [], [], [], [0]
+        rows, ids, positions, slots, starts = list(tokens), [], [], [[] for _ in self.block_tables], [0]
         for row, new in tokens.items():
             at = torch.arange(self.lengths[row], self.lengths[row] + len(new))
             ids += new
             positions.append(at)
-            slots.append(self.block_table[row][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
+            for table, group in zip(self.block_tables, slots):
+                group.append(table[row][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
             starts.append(len(ids))
             self.lengths[row] += len(new)
         lengths = torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32)
-        meta = AttentionMetadata(
-            self.backend,
-            torch.cat(slots),
-            torch.tensor(starts, dtype=torch.int32),
-            lengths,
-            self.block_table[rows].int(),
-            max(len(new) for new in tokens.values()),
-            int(lengths.max()),
+        metas = tuple(
+            AttentionMetadata(
+                self.backend,
+                torch.cat(group),
+                torch.tensor(starts, dtype=torch.int32),
+                lengths,
+                table[rows].int(),
+                max(len(new) for new in tokens.values()),
+                int(lengths.max()),
+            )
+            for table, group in zip(self.block_tables, slots)
         )
-        meta.backend.build(meta)
+        for meta in metas:
+            meta.backend.build(meta)
         if wanted is None:
-            hidden = self.model(torch.tensor(ids), torch.cat(positions), (meta,))
+            hidden = self.model(torch.tensor(ids), torch.cat(positions), metas)
             return {row: hidden[starts[i] : starts[i + 1]] for i, row in enumerate(rows)}
         ends = [range(starts[i + 1] - wanted[row], starts[i + 1]) for i, row in enumerate(rows)]
         hidden = self.model(
-            torch.tensor(ids), torch.cat(positions), (meta,), needed_rows=torch.tensor([j for end in ends for j in end])
+            torch.tensor(ids), torch.cat(positions), metas, needed_rows=torch.tensor([j for end in ends for j in end])
         )
         return dict(zip(rows, hidden.split([len(end) for end in ends]), strict=True))

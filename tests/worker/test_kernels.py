@@ -299,13 +299,14 @@ def _threads() -> list[str]:
 # ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["same type", "float32 weight"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms(kernels, rng, dtype):
+def test_norms(kernels, rng, dtype, wide):
     rows, h = rng.choice([1, 3, 40, 70]), rng.choice([1, 7, 16, 33, 1024, 1500])
     x, residual, weight = (
         torch.randn(rows, h + 5).to(dtype)[:, :h],
         torch.randn(rows, h).to(dtype),
-        torch.randn(h).to(dtype),
+        torch.randn(h).to(torch.float32 if wide else dtype),
     )
     assert_near(cpu_ops.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6), 2 * ROUNDING[dtype])
     want, want_sum = add_rms_norm(x, residual, weight, 1e-6)
@@ -328,8 +329,9 @@ def _cache(num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.
     return torch.full((num_blocks, block_size, heads, dim), float("nan"), dtype=dtype)
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["same type", "float32 weight"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_qk_norm_rope_write(kernels, rng, dtype):
+def test_qk_norm_rope_write(kernels, rng, dtype, wide):
     tokens, heads, kv_heads, dim = (
         rng.choice([1, 5, 33]),
         rng.choice([4, 6]),
@@ -343,7 +345,7 @@ def test_qk_norm_rope_write(kernels, rng, dtype):
     q, k, v = (t.reshape(tokens, -1, dim) for t in qkv.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], 1))
     positions, table = torch.randint(0, 100, (tokens,)), torch.randn(100, dim)
     q_weight, k_weight = (
-        (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if rng.random() < 0.6 else (None, None)
+        (torch.randn(2, dim).to(torch.float32 if wide else dtype)) if rng.random() < 0.6 else (None, None)
     )
     if q_weight is not None:
         q, k = rms_norm(q, q_weight, 1e-6), rms_norm(k, k_weight, 1e-6)

@@ -16,6 +16,7 @@ from quire.worker.loader import load_weights
 from quire.worker.models import build_model, read_model_spec
 from quire.worker.models.attention import SelfAttention
 from quire.worker.platforms.cpu import CpuPlatform
+from tests.families import build_family
 from tests.worker.dense_attention import DenseAttention, PagedRunner
 
 # Prompts, a step of more than 1024 tokens, odd sizes and single tokens.
@@ -34,14 +35,18 @@ def _play(
     backend: AttentionBackend | None = None,
     wanted: Callable[[int], int] | None = None,
     steps: list[dict[int, int]] = STEPS,
+    num_groups: int = 1,
 ) -> list[torch.Tensor]:
     """Hidden states of each step, for all tokens or for the last `wanted(count)` tokens of each request."""
-    rng, runner = random.Random(0), PagedRunner(model, 3, 1024, backend)
+    rng, runner = random.Random(0), PagedRunner(model, 3, 1024, backend, num_groups)
     return [
         torch.cat(
             list(
                 runner.step(
-                    {row: rng.choices(range(4, 500), k=count) for row, count in step.items()},
+                    {
+                        row: rng.choices(range(4, min(500, model.spec.vocab_size)), k=count)
+                        for row, count in step.items()
+                    },
                     wanted and {row: wanted(count) for row, count in step.items()},
                 ).values()
             )
@@ -65,6 +70,23 @@ def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, na
     assert model.model.fused_layers() is not None
     monkeypatch.setattr(model.model, "fused_layers", lambda: None)
     for ours, theirs in zip(got, _play(model, backend())):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("wanted", [None, lambda count: 1], ids=["all", "last"])
+@pytest.mark.parametrize("backend", [DenseAttention, CpuFixedAttention])
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "smollm3"])
+def test_same_bits_of_other_forms(native_kernels, monkeypatch, tmp_path, family, backend, wanted):
+    """Sandwich norms, norms with wide weights, soft caps, scores of another scale, and by layer windows, rotary
+    embeddings and cache groups.
+    """
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    model = _model(build_family(family, tmp_path, "bfloat16", **sizes))
+    fix_order(model)
+    got = _play(model, backend(), wanted, num_groups=2)
+    assert model.model.fused_layers() is not None
+    monkeypatch.setattr(model.model, "fused_layers", lambda: None)
+    for ours, theirs in zip(got, _play(model, backend(), wanted, num_groups=2)):
         assert torch.equal(ours, theirs)
 
 

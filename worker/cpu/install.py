@@ -7,7 +7,7 @@ returns True when the library is loaded; from then on `native_ops` returns its o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from quire.worker.batch.input_batch import StepTensors
     from quire.worker.layers.moe import ListedExperts
-    from quire.worker.layers.norm import RMSNorm
+    from quire.worker.layers.norm import Norm
     from quire.worker.layers.quantization.blocks import Rows
 
 
@@ -39,18 +39,9 @@ class NativeOps(Ops):
     name = "native"
 
     silu_and_mul = staticmethod(ops.silu_and_mul)
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return (ops if weight.dtype == x.dtype else super()).rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return (ops if weight.dtype == x.dtype else super()).add_rms_norm(x, residual, weight, eps)
-
-    def qk_norm_rope_write(self, qkv: torch.Tensor, q_weight: torch.Tensor | None, *args: Any) -> torch.Tensor:
-        supported = q_weight is None or q_weight.dtype == qkv.dtype
-        return (ops if supported else super()).qk_norm_rope_write(qkv, q_weight, *args)
+    rms_norm = staticmethod(ops.rms_norm)
+    add_rms_norm = staticmethod(ops.add_rms_norm)
+    qk_norm_rope_write = staticmethod(ops.qk_norm_rope_write)
 
     def linear_method(self, layer: Linear) -> LinearMethod | None:
         return PackedMethod(layer) if layer.weight.dtype == torch.bfloat16 else None
@@ -83,8 +74,10 @@ class NativeOps(Ops):
     def argmax_prefilter(self, head: Linear) -> Int8ArgmaxPrefilter | None:
         return Int8ArgmaxPrefilter.of(head.method.linear) if isinstance(head.method, PackedMethod) else None
 
-    def fused_layers(self, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
-        return Segments.of(layers, final_norm, cos_sin)
+    def fused_layers(
+        self, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
+    ) -> Segments | None:
+        return Segments.of(layers, final_norm, tables)
 
     def sample(
         self,

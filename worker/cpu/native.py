@@ -69,6 +69,7 @@ class QkvArgs(ctypes.Structure):
         ("rotary_dim", _L),
         ("block_size", _L),
         ("dtype", _L),
+        ("wide", _L),
         ("eps", _F),
     ]
 
@@ -141,11 +142,21 @@ class SegmentArgs(ctypes.Structure):
         ("qkv", LinearArgs),
         ("mlp_norm", _P),
         ("norm", _P),
+        ("o_proj_norm", _P),
+        ("down_norm", _P),
         ("cache", QkvArgs),
         ("attention", _P),
+        ("group", _L),
         ("hidden", _L),
+        ("wide", _L),
         ("eps", _F),
     ]
+
+
+class CacheGroupArgs(ctypes.Structure):
+    """The slots and block tables of a step in one cache group. Mirrors `CacheGroup` in segment.cpp."""
+
+    _fields_ = [("slots", _P), ("block_table", _P), ("ld_table", _L)]
 
 
 _SIGNATURES = {
@@ -165,7 +176,7 @@ _SIGNATURES = {
     "quire_quant_rows": ([ctypes.POINTER(QuantArgs), _P, _L, _P, _L, _L], None),
     "quire_screen_make": ([_P, _P, ctypes.POINTER(ScreenArgs), _L, _L], ctypes.c_bool),
     "quire_greedy": ([_P, _L, _P, _P, ctypes.POINTER(ScreenArgs), _P, _L, _L, _L], _L),
-    "quire_add_rms_norm": ([_P, _L, _P, _L, _P, _P, _L, _L, _L, _F, _I], None),
+    "quire_add_rms_norm": ([_P, _L, _P, _L, _P, _P, _L, _L, _L, _F, _I, _I], None),
     "quire_silu_and_mul": ([_P, _L, _P, _L, _L, _L, _I], None),
     "quire_qkv_to_cache": ([ctypes.POINTER(QkvArgs), _P, _P, _P, _L], None),
     "quire_write_kv": ([ctypes.POINTER(QkvArgs), _P, _L, _P, _L, _P, _L], None),
@@ -178,7 +189,25 @@ _SIGNATURES = {
     "quire_segment_conflicts": ([_P, _L], ctypes.c_double),
     "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _L, _P, _P, _P, _P, _L, _P], None),
     "quire_run_layers": (
-        [ctypes.POINTER(SegmentArgs), _L, _P, _P, _P, _L, _P, _P, _P, _L, _P, _P, _L, _P, _P, _L, _I, _P, _L],
+        [
+            ctypes.POINTER(SegmentArgs),
+            _L,
+            _P,
+            _P,
+            _P,
+            _L,
+            _P,
+            _P,
+            ctypes.POINTER(CacheGroupArgs),
+            _L,
+            _P,
+            _P,
+            _P,
+            _L,
+            _I,
+            _P,
+            _L,
+        ],
         None,
     ),
     "quire_run_experts": ([ctypes.POINTER(ExpertsArgs), _P, _L, _P, _P, _P, _L, _L], None),

@@ -27,7 +27,7 @@ GATED = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "clamped_silu": 3}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm (arXiv:1910.07467) over the last dimension of x `[T, H]`."""
+    """RMSNorm (arXiv:1910.07467) over the last dimension of x `[T, H]`, with a weight of x's type or of float32."""
     out = torch.empty_like(x)
     KERNELS.lib.quire_add_rms_norm(
         x.data_ptr(),
@@ -41,6 +41,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x.shape[1],
         eps,
         _DTYPES[x.dtype],
+        weight.dtype != x.dtype,
     )
     return out
 
@@ -62,6 +63,7 @@ def add_rms_norm(
         x.shape[1],
         eps,
         _DTYPES[x.dtype],
+        weight.dtype != x.dtype,
     )
     return out, residual
 
@@ -135,6 +137,7 @@ def qkv_args(
         0 if cos_sin is None else cos_sin.shape[1],
         block_size,
         _DTYPES[k_cache.dtype],
+        q_weight is not None and q_weight.dtype != k_cache.dtype,
         eps,
     )
 
@@ -160,6 +163,7 @@ def write_kv(
         0,
         block_size,
         _DTYPES[k.dtype],
+        False,
         0.0,
     )
     KERNELS.lib.quire_write_kv(

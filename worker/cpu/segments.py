@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import GroupedMetadata
-from quire.worker.cpu.native import KERNELS, LayerArgs, LinearArgs, SegmentArgs
+from quire.worker.cpu.native import KERNELS, CacheGroupArgs, LayerArgs, LinearArgs, SegmentArgs
 from quire.worker.cpu.ops import layer_args, qkv_args
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.layers.linear import Linear
-from quire.worker.layers.norm import RMSNorm
+from quire.worker.layers.norm import Norm, OffsetRMSNorm, RMSNorm, WideRMSNorm
 from quire.worker.platforms import huge_pages
 
+_NORMS = RMSNorm, WideRMSNorm, OffsetRMSNorm
 _PAD = 32  # elements between rows: rows at multiples of 4 KiB would map to the same few cache lines
 
 
@@ -31,7 +32,11 @@ class Segments:
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], linears: list[list[LinearArgs]], final_norm: RMSNorm, cos_sin: torch.Tensor
+        self,
+        layers: Sequence[nn.Module],
+        linears: list[list[LinearArgs]],
+        final_norm: RMSNorm,
+        tables: Sequence[torch.Tensor | None],
     ):
         first = layers[0].self_attn
         self.attentions = [layer.self_attn.attn for layer in layers]
@@ -46,9 +51,9 @@ class Segments:
             layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap)
             for a in self.attentions
         ]
-        ends = zip([None, *zip(layers, linears, self.layer_args)], [*zip(layers, linears), None])
+        ends = zip([None, *zip(layers, linears, self.layer_args)], [*zip(layers, linears, tables), None])
         self.segments = (SegmentArgs * (len(layers) + 1))(
-            *(_segment(before, after, final_norm, cos_sin) for before, after in ends)
+            *(_segment(before, after, final_norm) for before, after in ends)
         )
         size, conflicts = (
             KERNELS.lib.quire_segment_workspace(self.hidden, linears[0][3].k),
@@ -60,11 +65,16 @@ class Segments:
         self.between = huge_pages.Workspace(torch.bfloat16)  # for the inputs and outputs of attention
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor) -> Segments | None:
-        """Segments for `layers`, or None if the native code cannot compute all of them: a class did not opt in, a
-        weight is not packed, the cache is not bfloat16, or there are several ranks.
+    def of(
+        cls, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
+    ) -> Segments | None:
+        """Segments for `layers`, or None if the native code cannot compute all of them: a class did not opt in, layers
+        differ in their shapes, a weight is not packed, the cache is not bfloat16, or there are several ranks.
+        `tables` is that of `Ops.fused_layers`.
         """
-        if type(final_norm) is not RMSNorm or not all(_opted_in(layer) for layer in layers):
+        if type(final_norm) not in _NORMS or not all(_opted_in(layer, type(final_norm)) for layer in layers):
+            return None
+        if len({_shape(layer) for layer in layers}) > 1:
             return None
         linears = [
             [
@@ -84,7 +94,7 @@ class Segments:
             or layers[0].self_attn.attn.k_cache.dtype != torch.bfloat16
         ):
             return None
-        return cls(layers, linears, final_norm, cos_sin)
+        return cls(layers, linears, final_norm, tables)
 
     def fits(self, layer: nn.Module) -> bool:
         """Whether the first layer, `layer`, still has the same cache."""
@@ -103,10 +113,15 @@ class Segments:
         )
         qkv, attended = self._between(len(x))
         result = torch.empty_like(x if wanted is None else x[: len(wanted)])
-        requests = attn[0].backend.native_requests(attn[0], self.head_dim, x.dtype) if len(attn) == 1 else None
-        if requests:
-            tokens = positions.data_ptr(), attn[0].slot_mapping.data_ptr(), len(x), self.workspace.data_ptr()
-            table, lengths, starts, path = requests
+        requests = [meta.backend.native_requests(meta, self.head_dim, x.dtype) for meta in attn]
+        if all(requests):
+            groups = (CacheGroupArgs * len(attn))(
+                *(
+                    (meta.slot_mapping.data_ptr(), table.data_ptr(), table.stride(0))
+                    for meta, (table, *_) in zip(attn, requests)
+                )
+            )
+            _, lengths, starts, path = requests[0]  # of all groups
             KERNELS.lib.quire_run_layers(
                 self.segments,
                 len(self.attentions),
@@ -115,9 +130,10 @@ class Segments:
                 attended.data_ptr(),
                 attended.stride(0),
                 result.data_ptr(),
-                *tokens,
-                table.data_ptr(),
-                table.stride(0),
+                positions.data_ptr(),
+                groups,
+                len(x),
+                self.workspace.data_ptr(),
                 lengths.data_ptr(),
                 starts.data_ptr(),
                 len(lengths),
@@ -138,8 +154,8 @@ class Segments:
         attn: GroupedMetadata,
         wanted: torch.Tensor | None,
     ) -> None:
-        """Run the segments one by one and call attention between them, for backends that are not native and for
-        several cache groups. Segment i writes the keys and values of layer i.
+        """Run the segments one by one and call attention between them, for backends that are not native. Segment i
+        writes the keys and values of layer i.
         """
         run, q = (
             KERNELS.lib.quire_run_segment,
@@ -182,21 +198,34 @@ class Segments:
         )
 
 
-def _opted_in(layer: nn.Module) -> bool:
-    """Whether the classes of a decoder layer and its parts declare that the native code computes their `forward`.
+def _opted_in(layer: nn.Module, norm: type[Norm]) -> bool:
+    """Whether the classes of a decoder layer and its parts declare that the native code computes their `forward`, and
+    all norms are of the class `norm`.
 
     A class declares it with `native_twin` in its own body, so a subclass that overrides something does not inherit it.
     """
-    if vars(type(layer)).get("native_twin") != "layer":  # its parts may have other names
+    if vars(type(layer)).get("native_twin") not in ("layer", "sandwich"):  # its parts may have other names
         return False
     parts = {"attention": layer.self_attn, "mlp": layer.mlp}
-    norms = layer.input_layernorm, layer.post_attention_layernorm
+    norms = [getattr(layer, name) for name in layer.norm_names]
     return (
         all(vars(type(part)).get("native_twin") == name for name, part in parts.items())
-        and all(type(norm) is RMSNorm for norm in norms)
-        and type(layer.self_attn.q_norm) in (RMSNorm, type(None))
+        and all(type(one) is norm for one in norms)
+        and type(layer.self_attn.q_norm) in (norm, type(None))
         and layer.residual_scale == 1.0
+        and layer.self_attn.attn.v_head_dim == layer.self_attn.attn.head_dim
         and layer.self_attn.attn.sinks is None
+    )
+
+
+def _shape(layer: nn.Module) -> tuple[int, ...]:
+    """What must be the same in all layers, because they share buffers."""
+    attention = layer.self_attn
+    return (
+        attention.attn.num_heads,
+        attention.attn.head_dim,
+        attention.qkv_proj.out_features,
+        layer.mlp.down_proj.in_features,
     )
 
 
@@ -206,19 +235,24 @@ def _args(linear: Linear) -> LinearArgs | None:
 
 def _segment(
     before: tuple[nn.Module, list[LinearArgs], LayerArgs] | None,
-    after: tuple[nn.Module, list[LinearArgs]] | None,
+    after: tuple[nn.Module, list[LinearArgs], torch.Tensor | None] | None,
     final_norm: RMSNorm,
-    cos_sin: torch.Tensor,
 ) -> SegmentArgs:
-    segment = SegmentArgs(hidden=final_norm.weight.shape[0], eps=final_norm.eps)
+    segment = SegmentArgs(hidden=final_norm.weight.shape[0], eps=final_norm.eps, wide=final_norm.wide)
     if before:
         layer, (_, segment.o_proj, segment.gate_up, segment.down), attention = before
         segment.attention = addressof(attention)
-        segment.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
+        if layer.native_twin == "sandwich":
+            segment.o_proj_norm = layer.post_attention_layernorm.weight.data_ptr()
+            segment.mlp_norm = layer.pre_feedforward_layernorm.weight.data_ptr()
+            segment.down_norm = layer.post_feedforward_layernorm.weight.data_ptr()
+        else:
+            segment.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
     segment.norm = (after[0].input_layernorm if after else final_norm).weight.data_ptr()
     if after:
-        layer, (segment.qkv, *_) = after
+        layer, (segment.qkv, *_), cos_sin = after
         attention = layer.self_attn
+        segment.group = attention.attn.cache_group
         segment.cache = qkv_args(
             *attention.head_norms(),
             attention.eps,

@@ -74,6 +74,7 @@ class DecoderLayer(nn.Module):
 class SandwichLayer(DecoderLayer):
     """Norms before and after attention, and before and after the MLP."""
 
+    native_twin: ClassVar = "sandwich"
     norm_names: ClassVar = (
         "input_layernorm",
         "post_attention_layernorm",

@@ -65,14 +65,14 @@ class Decoder(nn.Module):
 
     def use(self, ops: Ops) -> None:
         """Switch to a platform's operations."""
-        whole = self.first and self.last and self.rotary_emb.only is not None
-        self._ops, self._fused = ops if whole else None, None
+        self._ops, self._fused = ops if self.first and self.last and not self.rotary_emb.scales_queries else None, None
 
     def fused_layers(self) -> FusedLayers | None:
         """Return all layers as one call, or None if the platform does not support that."""
         if self._ops and (self._fused is None or not self._fused.fits(self.layers["0"])):
-            table = self.rotary_emb.only.cos_sin_cache
-            self._fused = self._ops.fused_layers(list(self.layers.values()), self.norm, table)
+            layers = list(self.layers.values())
+            tables = [self.rotary_emb.tables[layer.rope].cos_sin_cache if layer.rope else None for layer in layers]
+            self._fused = self._ops.fused_layers(layers, self.norm, tables)
             self._ops = self._ops if self._fused else None
         return self._fused
 
@@ -121,10 +121,9 @@ class RotaryEmbeddings(nn.Module):
         self.register_buffer("still", still, persistent=False)
 
     @property
-    def only(self) -> RotaryEmbedding | None:
-        """The embedding, if all layers have the same and it does not scale queries."""
-        tables = list(self.tables.values())
-        return tables[0] if len(tables) == 1 and self.still is None and tables[0].query_scale is None else None
+    def scales_queries(self) -> bool:
+        """Whether queries of some layers are multiplied by a factor that depends on their position."""
+        return any(table.query_scale is not None for table in self.tables.values())
 
     def forward(self, positions: torch.Tensor) -> dict[str | None, Rotation]:
         """The rotations of tokens at `positions` `[T]`, by name; None is that of layers without rotary embedding."""

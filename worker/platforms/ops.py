@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quire.worker.batch.input_batch import StepTensors
     from quire.worker.layers.linear import Linear, LinearMethod
     from quire.worker.layers.moe import ListedExperts
-    from quire.worker.layers.norm import RMSNorm
+    from quire.worker.layers.norm import Norm
     from quire.worker.layers.quantization.blocks import Rows
     from quire.worker.layers.quantization.int_groups import Groups
 
@@ -142,10 +142,11 @@ class Ops:
         return None
 
     def fused_layers(
-        self, layers: Sequence[nn.Module], final_norm: RMSNorm, cos_sin: torch.Tensor
+        self, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
     ) -> FusedLayers | None:
         """Return `layers` (`models/decoder.py`), whose weights are loaded and whose caches are bound, as one call, or
-        None if that is not supported.
+        None if that is not supported. `tables` holds `RotaryEmbedding.cos_sin_cache` of each layer, or None for a layer
+        without rotary embedding.
         """
         return None
 

@@ -1,6 +1,8 @@
 // Element-wise kernels between matmuls, each fused into one pass: residual + RMS norm; q/k norm + rotary embedding + KV
 // cache write; SiLU * up. Arithmetic is float32 and rounds at the same points as the plain torch layers: a normalised
-// value before its scaling by the weight, and every result.
+// value before its scaling by the weight, unless the weight is wider than the values, and every result.
+#include <type_traits>
+
 #include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
@@ -14,8 +16,21 @@ void parallel_rows(long rows, long elements, F&& f) {
   parallel_for(rows, elements < kMinParallel ? rows : std::max(1L, rows / (4L * Pool::get().threads())), f);
 }
 
-template <typename T>
-void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, long h, float eps) {
+// Normalised values of type T as they are multiplied by a weight of type W: a wider one takes them unrounded.
+template <typename T, typename W>
+vf unweighted(vf normed) {
+  return std::is_same_v<T, W> ? rounded<T>(normed) : normed;
+}
+template <typename T, typename W>
+T weighted(float normed, W weight) {
+  T result;
+  if (std::is_same_v<T, W>) store_scalar(&result, normed), normed = to_float(result);
+  store_scalar(&result, normed * to_float(weight));
+  return result;
+}
+
+template <typename T, typename W>
+void add_rms_norm_row(const T* x, T* residual, const W* weight, T* out, long h, float eps) {
   vf sum = zero();
   float tail = 0;
   long i = 0;
@@ -38,11 +53,8 @@ void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, long h, 
   }
   const float scale = 1.f / std::sqrt((reduce_add(sum) + tail) / float(h) + eps);
   const T* src = residual ? residual : x;
-  for (i = 0; i + 16 <= h; i += 16) store(out + i, rounded<T>(load(src + i) * set1(scale)) * load(weight + i));
-  for (; i < h; i++) {
-    store_scalar(out + i, to_float(src[i]) * scale);
-    store_scalar(out + i, to_float(out[i]) * to_float(weight[i]));
-  }
+  for (i = 0; i + 16 <= h; i += 16) store(out + i, unweighted<T, W>(load(src + i) * set1(scale)) * load(weight + i));
+  for (; i < h; i++) out[i] = weighted<T>(to_float(src[i]) * scale, weight[i]);
 }
 
 template <typename T>
@@ -73,8 +85,8 @@ void fetch_to_write(T* p, long count) {
 
 // Normalises and rotates `count` heads of 16 N entries (at(i) is the i-th) with rotary_dim = head_dim; a head stays in
 // registers. Computes the norms of 16 heads at a time, so that the latency of the square root is paid once for all.
-template <int N, typename T, typename At>
-void norm_rope_in_registers(long count, const T* weight, float eps, At&& at) {
+template <int N, typename T, typename W, typename At>
+void norm_rope_in_registers(long count, const W* weight, float eps, At&& at) {
   constexpr int HALF = N / 2, AT_ONCE = 16;
   vf w[N];
   for (int i = 0; i < N; i++) w[i] = weight ? load(weight + 16 * i) : zero();
@@ -99,7 +111,7 @@ void norm_rope_in_registers(long count, const T* weight, float eps, At&& at) {
       vf v[N];
       for (int i = 0; i < N; i++) v[i] = load(head.src + 16 * i);
       if (weight)
-        for (int i = 0; i < N; i++) v[i] = rounded<T>(rounded<T>(v[i] * set1(scale[h])) * w[i]);
+        for (int i = 0; i < N; i++) v[i] = rounded<T>(unweighted<T, W>(v[i] * set1(scale[h])) * w[i]);
       for (int i = 0; i < HALF; i++) {
         const vf c = load(head.cos_sin + 16 * i), s = load(head.cos_sin + 16 * (i + HALF));
         store(head.dst + 16 * i, v[i] * c - v[i + HALF] * s);
@@ -109,8 +121,8 @@ void norm_rope_in_registers(long count, const T* weight, float eps, At&& at) {
   }
 }
 
-template <typename T>
-void norm_rope(const T* src, T* dst, const T* weight, const float* cos_sin, const QkvArgs& a) {
+template <typename T, typename W>
+void norm_rope(const T* src, T* dst, const W* weight, const float* cos_sin, const QkvArgs& a) {
   const long d = a.head_dim, half = a.rotary_dim / 2;
   alignas(64) float v[kMaxHeadDim + 16];
   long i = 0;
@@ -124,12 +136,8 @@ void norm_rope(const T* src, T* dst, const T* weight, const float* cos_sin, cons
   for (; i < d; i++) v[i] = to_float(src[i]), tail += v[i] * v[i];
   if (weight) {
     const float scale = 1.f / std::sqrt((reduce_add(sum) + tail) / float(d) + a.eps);
-    for (i = 0; i + 16 <= d; i += 16) store(v + i, rounded<T>(rounded<T>(load(v + i) * set1(scale)) * load(weight + i)));
-    for (T t; i < d; i++) {
-      store_scalar(&t, v[i] * scale);
-      store_scalar(&t, to_float(t) * to_float(weight[i]));
-      v[i] = to_float(t);
-    }
+    for (i = 0; i + 16 <= d; i += 16) store(v + i, rounded<T>(unweighted<T, W>(load(v + i) * set1(scale)) * load(weight + i)));
+    for (; i < d; i++) v[i] = to_float(weighted<T>(v[i] * scale, weight[i]));
   }
   if (cos_sin) {  // rotate pairs (i, i + half)
     for (i = 0; i + 16 <= half; i += 16) {
@@ -147,15 +155,22 @@ void norm_rope(const T* src, T* dst, const T* weight, const float* cos_sin, cons
   for (; i < d; i++) store_scalar(dst + i, v[i]);
 }
 
-template <typename T, typename At>
-void norm_rope_heads(long count, const T* weight, const QkvArgs& a, At&& at) {
+template <typename T, typename W, typename At>
+void norm_rope_heads(long count, const W* weight, const QkvArgs& a, At&& at) {
   const bool whole = a.cos_sin && a.rotary_dim == a.head_dim;
-  if (whole && a.head_dim == 128) return norm_rope_in_registers<8>(count, weight, a.eps, at);
-  if (whole && a.head_dim == 64) return norm_rope_in_registers<4>(count, weight, a.eps, at);
+  if (whole && a.head_dim == 128) return norm_rope_in_registers<8, T>(count, weight, a.eps, at);
+  if (whole && a.head_dim == 64) return norm_rope_in_registers<4, T>(count, weight, a.eps, at);
   for (long i = 0; i < count; i++) {
     const Head<T> head = at(i);
     norm_rope(head.src, head.dst, weight, head.cos_sin, a);
   }
+}
+
+// Does the same with a weight of the type that `a` says.
+template <typename T, typename At>
+void norm_rope_heads(long count, const void* weight, const QkvArgs& a, At&& at) {
+  if (a.wide) return norm_rope_heads<T>(count, (const float*)weight, a, at);
+  norm_rope_heads<T>(count, (const T*)weight, a, at);
 }
 
 const float* angles(const QkvArgs& a, long position) { return a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr; }
@@ -167,8 +182,8 @@ void qkv_token(const QkvArgs& a, long t, long position, long slot) {
   const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
   T *row = (T*)a.qkv + t * a.ld_qkv, *k = key_place<T>(a, slot), *v = value_place<T>(a, slot);
   const float* cs = angles(a, position);
-  if (a.q_weight || cs) norm_rope_heads(hq, (const T*)a.q_weight, a, [&](long h) { return Head<T>{row + h * d, row + h * d, cs}; });
-  norm_rope_heads(hk, (const T*)a.k_weight, a, [&](long h) { return Head<T>{row + (hq + h) * d, k + h * a.k_head, cs}; });
+  if (a.q_weight || cs) norm_rope_heads<T>(hq, a.q_weight, a, [&](long h) { return Head<T>{row + h * d, row + h * d, cs}; });
+  norm_rope_heads<T>(hk, a.k_weight, a, [&](long h) { return Head<T>{row + (hq + h) * d, k + h * a.k_head, cs}; });
   for (long h = 0; h < hk; h++) memcpy(v + h * a.v_head, row + (hq + hk + h) * d, d * sizeof(T));
 }
 
@@ -177,9 +192,9 @@ template <typename T>
 void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* positions, const long* slots, long token, long count) {
   const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
   if (head < hq)
-    norm_rope_heads(count, (const T*)a.q_weight, a, [&](long t) { return Head<T>{x + t * ldx, (T*)a.qkv + (token + t) * a.ld_qkv + head * d, angles(a, positions[token + t])}; });
+    norm_rope_heads<T>(count, a.q_weight, a, [&](long t) { return Head<T>{x + t * ldx, (T*)a.qkv + (token + t) * a.ld_qkv + head * d, angles(a, positions[token + t])}; });
   else if (head < hq + hk)
-    norm_rope_heads(count, (const T*)a.k_weight, a,
+    norm_rope_heads<T>(count, a.k_weight, a,
                     [&](long t) { return Head<T>{x + t * ldx, key_place<T>(a, slots[token + t]) + (head - hq) * a.k_head, angles(a, positions[token + t])}; });
   else {
     const auto place = [&](long t) { return value_place<T>(a, slots[token + t]) + (head - hq - hk) * a.v_head; };
@@ -202,10 +217,14 @@ void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* pos
 
 extern "C" {
 
-// Computes residual += x, out = norm(residual), or out = norm(x) if residual is null.
-void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype) {
+// Computes residual += x, out = norm(residual), or out = norm(x), which may be x, if residual is null. wide: the weight
+// is float32.
+void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype, int wide) {
   DISPATCH(dtype, parallel_rows(rows, rows * h, [&](long r) {
-             add_rms_norm_row<T>((const T*)x + r * ldx, residual ? (T*)residual + r * ldr : nullptr, (const T*)weight, (T*)out + r * ldo, h, eps);
+             const T* from = (const T*)x + r * ldx;
+             T *sum = residual ? (T*)residual + r * ldr : nullptr, *to = (T*)out + r * ldo;
+             if (wide) return add_rms_norm_row(from, sum, (const float*)weight, to, h, eps);
+             add_rms_norm_row(from, sum, (const T*)weight, to, h, eps);
            }));
 }
 

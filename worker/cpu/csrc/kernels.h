@@ -9,11 +9,11 @@ struct QkvArgs {
   void* qkv;  // [T, (num_heads + 2 num_kv_heads) * head_dim]; q is written back here, normalised and rotated
   void* k_cache;
   void* v_cache;
-  const void* q_weight;  // [head_dim] of the q norm, or null
+  const void* q_weight;  // [head_dim] of the q norm, or null; float32 if wide
   const void* k_weight;
   const float* cos_sin;  // [positions, rotary_dim]: cosines, then sines; null: no rotation
   long ld_qkv, k_block, k_slot, k_head, v_block, v_slot, v_head;  // strides in elements
-  long num_heads, num_kv_heads, head_dim, rotary_dim, block_size, dtype;
+  long num_heads, num_kv_heads, head_dim, rotary_dim, block_size, dtype, wide;
   float eps;
 };
 
@@ -53,7 +53,7 @@ void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bi
 void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
 bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact, const float* bias, const Sink* sink, long m, long n, long k, int path);
-void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype);
+void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype, int wide);
 void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
 void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count);
 // Only attention knows the type of `layer`.

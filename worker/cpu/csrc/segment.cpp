@@ -23,15 +23,24 @@ void run(const Linear& linear, const bf16* x, long ldx, bf16* out, long ldo, lon
 // has o_proj, the MLP and the final norm.
 struct Segment {
   Linear o_proj, gate_up, down, qkv;
-  const bf16 *mlp_norm, *norm;  // weights of the norms before the MLP, and before qkv or the end
-  QkvArgs cache;                // the next layer's
-  const void* attention;        // the previous layer's `Layer`, for quire_paged_attention
-  long hidden;
+  const void *mlp_norm, *norm;        // weights of the norms before the MLP, and before qkv or the end
+  const void *o_proj_norm, *down_norm;  // and of those after o_proj and after the MLP; null: none
+  QkvArgs cache;                      // the next layer's
+  const void* attention;              // the previous layer's `Layer`, for quire_paged_attention
+  long group;                         // the next layer's `CacheGroup`
+  long hidden, wide;                  // wide: the weights of the norms are float32
   float eps;
 };
 
-void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const bf16* weight, bf16* out, long ldo, long rows) {
-  quire_add_rms_norm(x, ldx, residual, s.hidden, weight, out, ldo, rows, s.hidden, s.eps, kBf16);
+// The layers of a cache group share block tables: arguments of quire_paged_attention.
+struct CacheGroup {
+  const long* slots;
+  const int* block_table;
+  long ld_table;
+};
+
+void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const void* weight, bf16* out, long ldo, long rows) {
+  quire_add_rms_norm(x, ldx, residual, s.hidden, weight, out, ldo, rows, s.hidden, s.eps, kBf16, s.wide);
 }
 
 // Computes the qkv projection and normalises, rotates and stores each head as soon as a tile of its rows is ready.
@@ -54,9 +63,11 @@ void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual
   const long ldn = s.qkv.k ? ldx : s.hidden;
   if (s.o_proj.k) {
     run(s.o_proj, attended, lda, x, ldx, rows);
+    if (s.o_proj_norm) add_norm(s, x, ldx, nullptr, s.o_proj_norm, x, ldx, rows);
     add_norm(s, x, ldx, residual, s.mlp_norm, x, ldx, rows);
     run(s.gate_up, x, ldx, inner, ldi, rows);
     run(s.down, inner, ldi, x, ldx, rows);
+    if (s.down_norm) add_norm(s, x, ldx, nullptr, s.down_norm, x, ldx, rows);
     add_norm(s, x, ldx, residual, s.norm, normed, ldn, rows);
   } else {
     add_norm(s, residual, s.hidden, nullptr, s.norm, normed, ldn, rows);
@@ -93,23 +104,24 @@ void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* r
                workspace + kTokens * (s->hidden + kPad));
 }
 
-// Runs all layers of a step. The arguments from block_table to path are those of quire_paged_attention.
+// Runs all layers of a step. The arguments from seq_lens to path are those of quire_paged_attention.
 // segments: num_layers + 1. residual: [tokens, hidden], added to.
 // qkv [tokens, qkv.n], row stride cache.ld_qkv, and attended [tokens, o_proj.k], row stride lda: buffers.
 // out: [num_wanted, hidden], for the tokens with the indices in `wanted` (ascending), or for all if `wanted` is null.
-void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, bf16* qkv, bf16* attended, long lda, bf16* out, const long* positions, const long* slots,
-                      long tokens, bf16* workspace, const int* block_table, long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
+void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, bf16* qkv, bf16* attended, long lda, bf16* out, const long* positions,
+                      const CacheGroup* groups, long tokens, bf16* workspace, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
                       const long* wanted, long num_wanted) {
-  quire_run_segment(segments, nullptr, 0, residual, qkv, positions, slots, tokens, workspace);
+  quire_run_segment(segments, nullptr, 0, residual, qkv, positions, groups[segments->group].slots, tokens, workspace);
   for (const Segment *s = segments + 1, *last = segments + num_layers; s <= last; s++) {
-    quire_paged_attention(s->attention, qkv, segments->cache.ld_qkv, attended, lda, block_table, ld_table, seq_lens, query_start_loc, num_requests, path, s == last ? wanted : nullptr,
+    const CacheGroup& group = groups[s[-1].group];
+    quire_paged_attention(s->attention, qkv, segments->cache.ld_qkv, attended, lda, group.block_table, group.ld_table, seq_lens, query_start_loc, num_requests, path, s == last ? wanted : nullptr,
                           num_wanted);
     if (s == last && wanted) {
       keep_rows(attended, lda, s->o_proj.k, wanted, num_wanted);
       keep_rows(residual, s->hidden, s->hidden, wanted, num_wanted);
       tokens = num_wanted;
     }
-    quire_run_segment(s, attended, lda, residual, s < last ? qkv : out, positions, slots, tokens, workspace);
+    quire_run_segment(s, attended, lda, residual, s < last ? qkv : out, positions, groups[s->group].slots, tokens, workspace);
   }
 }
 }
