@@ -40,6 +40,7 @@ from quire.server.api.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from quire.server.api.openai.responses import conversations
 from quire.server.api.openai.responses import create as responses
 from quire.server.api.openai.responses import objects as response_objects
 from quire.server.api.openai.responses import protocol as response_protocol
@@ -394,6 +395,62 @@ ROUTES = [
         ["GET"],
         None,
         response_objects.ItemList,
+    ),
+    (
+        "/v1/conversations",
+        _with_state(conversations.create_conversation),
+        ["POST"],
+        response_protocol.ConversationRequest,
+        response_objects.ConversationObject,
+    ),
+    (
+        "/v1/conversations/{conversation_id}",
+        _with_state(conversations.retrieve_conversation),
+        ["GET"],
+        None,
+        response_objects.ConversationObject,
+    ),
+    (
+        "/v1/conversations/{conversation_id}",
+        _with_state(conversations.update_conversation),
+        ["POST"],
+        response_protocol.ConversationUpdate,
+        response_objects.ConversationObject,
+    ),
+    (
+        "/v1/conversations/{conversation_id}",
+        _with_state(conversations.delete_conversation),
+        ["DELETE"],
+        None,
+        response_objects.DeletedObject,
+    ),
+    (
+        "/v1/conversations/{conversation_id}/items",
+        _with_state(conversations.create_items),
+        ["POST"],
+        response_protocol.NewItems,
+        response_objects.ItemList,
+    ),
+    (
+        "/v1/conversations/{conversation_id}/items",
+        _with_state(conversations.list_items),
+        ["GET"],
+        None,
+        response_objects.ItemList,
+    ),
+    (
+        "/v1/conversations/{conversation_id}/items/{item_id}",
+        _with_state(conversations.retrieve_item),
+        ["GET"],
+        None,
+        None,
+    ),
+    (
+        "/v1/conversations/{conversation_id}/items/{item_id}",
+        _with_state(conversations.delete_item),
+        ["DELETE"],
+        None,
+        response_objects.ConversationObject,
     ),
     ("/v1/embeddings", embed, ["POST"], EmbeddingRequest, EmbeddingList),
     ("/v1/score", score_pairs, ["POST"], pooling.ScoreRequest, pooling.ScoreList),

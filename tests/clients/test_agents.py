@@ -58,7 +58,7 @@ class TestLangChain:
         history.append(bound.invoke(history))
         for call in history[-1].tool_calls:
             history.append(ToolMessage(weather.get_weather(**call["args"]), tool_call_id=call["id"]))
-        assert weather.cities == ["Paris"] and "21" in bound.invoke(history).content
+        assert weather.cities == ["Paris"] and "21" in bound.invoke(history).text
 
 
 def _sum(chunks):
@@ -66,6 +66,14 @@ def _sum(chunks):
     for chunk in others:
         first += chunk
     return first
+
+
+class TestLangChainResponses(TestLangChain):
+    @pytest.fixture
+    def model(self, url):
+        langchain_openai = pytest.importorskip("langchain_openai")
+        settings = {"base_url": url, "api_key": "unused", "temperature": 0, "max_tokens": 200}
+        return langchain_openai.ChatOpenAI(model=NAME, use_responses_api=True, output_version="v0", **settings)
 
 
 class TestInstructor:
@@ -91,6 +99,23 @@ class TestPydanticAI:
 
         return OpenAIChatModel(NAME, provider=OpenAIProvider(base_url=url, api_key="unused"))
 
+    @pytest.fixture
+    def responses_model(self, url):
+        pytest.importorskip("pydantic_ai")
+        from pydantic_ai.models.openai import OpenAIResponsesModel
+        from pydantic_ai.providers.openai import OpenAIProvider
+
+        return OpenAIResponsesModel(NAME, provider=OpenAIProvider(base_url=url, api_key="unused"))
+
+    def test_responses(self, responses_model):
+        from pydantic_ai import Agent, NativeOutput
+
+        weather, settings = Weather(), {"temperature": 0}
+        agent = Agent(responses_model, tools=[weather.get_weather], model_settings=settings)
+        assert "21" in agent.run_sync(QUESTION).output and weather.cities == ["Paris"]
+        agent = Agent(responses_model, output_type=NativeOutput(Person), model_settings=settings)
+        assert agent.run_sync(DESCRIBE).output == ANNA
+
     @pytest.mark.parametrize("native", [False, True])
     def test_output_type(self, model, native):
         from pydantic_ai import Agent, NativeOutput
@@ -108,13 +133,13 @@ class TestPydanticAI:
 
 
 class TestOpenAIAgents:
-    @pytest.fixture
-    def model(self, url):
+    @pytest.fixture(params=["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+    def model(self, url, request):
         agents = pytest.importorskip("agents")
         import openai
 
         agents.set_tracing_disabled(True)
-        return agents.OpenAIChatCompletionsModel(NAME, openai.AsyncOpenAI(base_url=url, api_key="unused"))
+        return getattr(agents, request.param)(NAME, openai.AsyncOpenAI(base_url=url, api_key="unused"))
 
     @pytest.mark.parametrize("streamed", [False, True])
     def test_a_loop(self, model, streamed):
@@ -145,3 +170,29 @@ class TestOpenAIAgents:
         settings = ModelSettings(temperature=0)
         agent = Agent("person", model=model, output_type=Person, model_settings=settings)
         assert asyncio.run(Runner.run(agent, DESCRIBE)).final_output == ANNA
+
+    @pytest.mark.parametrize("model", ["OpenAIResponsesModel"], indirect=True)
+    @pytest.mark.parametrize("kept", ["previous_response", "conversation", "session"])
+    def test_the_server_keeps_the_history(self, model, kept):
+        from agents import Agent, ModelSettings, OpenAIConversationsSession, Runner, function_tool
+
+        weather = Weather()
+
+        @function_tool
+        def get_weather(city: str) -> str:
+            """Get the current weather in a city."""
+            return weather.get_weather(city)
+
+        agent = Agent("weather", model=model, tools=[get_weather], model_settings=ModelSettings(temperature=0))
+
+        async def run() -> str:
+            client = model._get_client()
+            if kept == "previous_response":
+                fields = {"auto_previous_response_id": True}
+            elif kept == "conversation":
+                fields = {"conversation_id": (await client.conversations.create()).id}
+            else:
+                fields = {"session": OpenAIConversationsSession(openai_client=client)}
+            return (await Runner.run(agent, QUESTION, **fields)).final_output
+
+        assert "21" in asyncio.run(run()) and weather.cities == ["Paris"]

@@ -16,6 +16,13 @@ from quire.server.api.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from quire.server.api.openai.responses.protocol import (
+    ConversationRequest,
+    ConversationUpdate,
+    InputTokensRequest,
+    NewItems,
+    ResponsesRequest,
+)
 from quire.server.errors import BadRequest
 from quire.server.http import parse_body
 from quire.server.http.parse_body import MAX_NESTING, parse
@@ -323,7 +330,20 @@ def bounded(schema: dict[str, Any], path: str, components: dict[str, Any]) -> li
     return wrong
 
 
-@pytest.mark.parametrize("cls", [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        ChatCompletionRequest,
+        CompletionRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        ResponsesRequest,
+        InputTokensRequest,
+        ConversationRequest,
+        ConversationUpdate,
+        NewItems,
+    ],
+)
 def test_everything_in_a_request_has_a_maximum_in_the_openapi_document(cls):
     (schema,), components = msgspec.json.schema_components([cls])
     assert bounded(schema, cls.__name__, components) == []

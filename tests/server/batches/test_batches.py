@@ -89,6 +89,18 @@ def test_completions_too(server):
     assert results(server.openai, batch.output_file_id)[0]["response"]["body"]["object"] == "text_completion"
 
 
+def test_responses_too(server):
+    body = {"input": "one", "max_output_tokens": 16}
+    lines = [line("a", "/v1/responses") | {"body": body}, line("b", "/v1/responses") | {"body": body | {"store": True}}]
+    lines.append(line("c", "/v1/responses") | {"body": body | {"background": True}})
+    batch = run(server.openai, lines, endpoint="/v1/responses")
+    unstored, stored = (one["response"]["body"] for one in results(server.openai, batch.output_file_id))
+    assert unstored["status"] in ("incomplete", "completed") and (unstored["store"], stored["store"]) == (False, True)
+    assert server.openai.responses.retrieve(stored["id"]).to_dict() == stored
+    (refused,) = results(server.openai, batch.error_file_id)
+    assert refused["response"]["body"]["error"]["param"] == "background"
+
+
 @pytest.mark.parametrize(
     ("text", "message", "number"),
     [

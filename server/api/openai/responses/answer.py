@@ -64,9 +64,7 @@ class Answer:
 
     def last(self, body: bytes) -> bytes:
         """The event of the end; `body` is the response's JSON."""
-        status = self.response.status
-        kind = status if status in ("completed", "incomplete") else "failed"
-        return self.event(f"response.{kind}", {"response": msgspec.Raw(body)})
+        return last_event(self.response.status, body, self.num_events)
 
     def complete(self) -> None:
         """The answer has ended by itself."""
@@ -93,9 +91,19 @@ class Answer:
         self.response.usage = self.output.usage()
 
     def event(self, kind: str, fields: dict[str, Any]) -> bytes:
-        data = msgspec.json.encode({"type": kind, "sequence_number": self.num_events} | fields)
         self.num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return _encoded(kind, self.num_events - 1, fields)
+
+
+def _encoded(kind: str, number: int, fields: dict[str, Any]) -> bytes:
+    data = msgspec.json.encode({"type": kind, "sequence_number": number} | fields)
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def last_event(status: str, body: bytes, number: int) -> bytes:
+    """The event with `number` that ends a response; `body` is its JSON."""
+    kind = status if status in ("completed", "incomplete") else "failed"
+    return _encoded(f"response.{kind}", number, {"response": msgspec.Raw(body)})
 
 
 def replay(response: ResponseObject, body: bytes) -> list[bytes]:

@@ -18,6 +18,7 @@ from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.responses import history as past
 from quire.server.api.openai.responses.answer import Answer
 from quire.server.api.openai.responses.background import Run
+from quire.server.api.openai.responses.conversations import append
 from quire.server.api.openai.responses.history import History
 from quire.server.api.openai.responses.items import as_items, stored
 from quire.server.api.openai.responses.objects import ConversationId, InputTokens, ResponseObject, ResponseText
@@ -31,7 +32,7 @@ from quire.server.api.openai.responses.protocol import (
 )
 from quire.server.api.openai.responses.store import Stored
 from quire.server.api.openai.responses.translate import conversation, spec, wants_logprobs
-from quire.server.errors import BadRequest
+from quire.server.errors import BadRequest, NotFound
 from quire.server.generate import deltas
 from quire.server.generate.generation import Delta, GenerationRequest
 from quire.server.generate.prepare import encode_conversation, prepare
@@ -191,7 +192,7 @@ async def _keep(
 ) -> bytes:
     """Store the response as it is now, if it is to be stored, and its items in its conversation. Returns its JSON.
 
-    An answer outlives a failure of the store, and then says that it is not stored.
+    An answer outlives a failure of the store, or being too large for it, and then says that it is not stored.
     """
     response, responses = prepared.answer.response, state.responses
     size = _size(prepared.answer.output.num_output_tokens, wants_logprobs(body))
@@ -208,16 +209,16 @@ async def _keep(
                 events,
             )
             begun = response.background and response.status != "queued"
-            await responses.run(responses.store.finish if begun else responses.store.put, kept)
+            response.store = await responses.run(responses.store.finish if begun else responses.store.put, kept)
         if response.conversation is not None and response.status in ("completed", "incomplete"):
             new = [*msgspec.json.decode(prepared.items, type=list[msgspec.Raw]), *response.output]
-            conversation_id = response.conversation.id
-            await responses.run(responses.store.append, conversation_id, owner(request), msgspec.json.encode(new))
-    except sqlite3.Error:
+            await append(responses, response.conversation.id, owner(request), msgspec.json.encode(new))
+    except NotFound:
+        logger.info("%s: its conversation was deleted", response.id)
+    except (BadRequest, sqlite3.Error):
         logger.exception("%s could not be stored", response.id)
         response.store = False
-        return msgspec.json.encode(response)
-    return encoded
+    return encoded if response.store == body.store else msgspec.json.encode(response)
 
 
 # ---- in the background

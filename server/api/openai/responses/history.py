@@ -77,6 +77,8 @@ def _fetch(responses: Responses, body: ResponsePrompt, who: str, max_bytes: int)
         out.chain = store.chain(body.previous_response_id, who, max_bytes, body.truncation == "auto")
     if (conversation := conversation_id(body)) is not None:
         out.conversation = store.get(conversation, who, "conversation")
+        if out.size > max_bytes:
+            raise BadRequest(f"conversation: its items have more than {max_bytes} bytes.", param="conversation")
     keys: dict[str, str] = {}
     for i, item in _references(body):
         keys.setdefault((item.id or "").partition("_")[2][:_KEY], f"input.{i}.id")

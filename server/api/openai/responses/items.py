@@ -43,6 +43,14 @@ def messages_of(instructions: str | None, items: list[InputItem], param: str) ->
     return [{"role": "system", "content": instructions}, *messages]
 
 
+def check_items(items: list[InputItem], called: set[str | None], param: str) -> None:
+    """Raises BadRequest for items that no conversation may have. `called`: the calls that it has already."""
+    writer = _Writer()
+    writer.called |= called
+    for i, item in enumerate(items):
+        writer.add(item, f"{param}.{i}")
+
+
 class _Writer:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []

@@ -139,6 +139,13 @@ class DeletedObject(msgspec.Struct, kw_only=True):
     deleted: bool = True
 
 
+class ConversationObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["conversation"] = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
 class InputTokens(msgspec.Struct, kw_only=True):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int

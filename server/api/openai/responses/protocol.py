@@ -226,3 +226,31 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
         "image": (),
         "modalities": (["text"],),
     }
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/conversations"""
+
+    items: Items | None = None
+    metadata: Metadata | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class ConversationUpdate(msgspec.Struct, kw_only=True):
+    """POST /v1/conversations/{id}"""
+
+    metadata: Metadata
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class NewItems(msgspec.Struct, kw_only=True):
+    """POST /v1/conversations/{id}/items"""
+
+    items: Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING

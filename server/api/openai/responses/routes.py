@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.api.openai.responses.answer import replay
+from quire.server.api.openai.responses.answer import last_event, replay
 from quire.server.api.openai.responses.background import unpack
 from quire.server.api.openai.responses.objects import DeletedObject, ItemList, ResponseObject
 from quire.server.api.openai.responses.service import Responses
@@ -65,7 +65,8 @@ async def _events(request: Request, state: ServerState, stored: Stored, first: i
 
 def _recorded(stored: Stored) -> list[bytes]:
     if stored.events is not None:
-        return unpack(stored.events)
+        events = unpack(stored.events)
+        return [*events, last_event(stored.status, stored.body, len(events))]
     return replay(msgspec.json.decode(stored.body, type=ResponseObject), stored.body)
 
 
@@ -122,13 +123,18 @@ class _Id(msgspec.Struct):
     id: str
 
 
+def item_ids(items: bytes) -> list[str]:
+    """The ids in a list of items."""
+    return [item.id for item in msgspec.json.decode(items, type=list[_Id])]
+
+
 def page_of(request: Request, items: bytes, order: str) -> ItemList:
     """The page of a list of items that the query asks for. `order`: asc or desc, unless the query has one."""
     limit = page_size(request, 100)
     wanted = request.query_params.get("order", order)
     if wanted not in ("asc", "desc"):
         raise BadRequest("order must be asc or desc.", param="order")
-    found = [(msgspec.json.decode(raw, type=_Id).id, raw) for raw in msgspec.json.decode(items, type=list[msgspec.Raw])]
+    found = list(zip(item_ids(items), msgspec.json.decode(items, type=list[msgspec.Raw]), strict=True))
     if wanted == "desc":
         found.reverse()
     if (after := request.query_params.get("after")) is not None:

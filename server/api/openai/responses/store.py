@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from quire.server.errors import BadRequest, NotFound
 
@@ -39,8 +42,8 @@ _RUNNING = "('queued', 'in_progress', 'cancelling')"
 @dataclass(slots=True)
 class Stored:
     """A response or a conversation. body: its JSON. items: JSON of a list, the input of a response or what a
-    conversation has. events: of a stream that can be resumed, compressed. `alive` is when a running one was last heard
-    of, in seconds since the epoch.
+    conversation has. events: those of a stream that can be resumed, but the last, compressed. alive: when a running one
+    was last heard of, in seconds since the epoch.
     """
 
     id: str
@@ -62,6 +65,7 @@ class Store:
     def __init__(self, path: str | None, max_bytes: int, max_objects: int = MAX_OBJECTS):
         """Raises sqlite3.Error for a file that cannot be used."""
         self.max_bytes, self.max_objects = max_bytes, max_objects
+        self.max_object_bytes = max_bytes // 8  # one object does not take the place of all others
         # the single thread that uses it is not the one that opens it
         self._db = sqlite3.connect(path or ":memory:", isolation_level=None, timeout=30, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -83,49 +87,85 @@ class Store:
 
     # ---- objects
 
-    def put(self, stored: Stored) -> None:
-        """Add an object, or change one. An object larger than the store is not kept."""
+    def put(self, stored: Stored) -> bool:
+        """Add an object, or change one; returns whether it is kept. Too large a one is not."""
         with self._transaction() as db:
-            size = len(stored.body) + len(stored.items) + len(stored.events or b"") + _OVERHEAD
-            db.execute(
-                f"INSERT INTO objects ({_COLUMNS}, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
-                "SET status = excluded.status, body = excluded.body, items = excluded.items, events = excluded.events, "
-                "alive = excluded.alive, size = excluded.size",
-                (
-                    stored.id,
-                    stored.owner,
-                    stored.previous,
-                    stored.status,
-                    stored.body,
-                    stored.items,
-                    stored.events,
-                    time.time(),
-                    size,
-                ),
-            )
-            self._touch(db, stored.id)
-            self._make_room(db)
+            return self._put(db, stored)
 
-    def finish(self, stored: Stored) -> None:
-        """The end of a running response, unless it was deleted."""
-        if self._db.execute("SELECT 1 FROM objects WHERE id = ?", (stored.id,)).fetchone() is not None:
-            self.put(stored)
+    def add(self, stored: Stored) -> None:
+        """Add an object. Raises BadRequest if it is too large."""
+        if not self.put(stored):
+            raise self._too_large("items")
+
+    def finish(self, stored: Stored) -> bool:
+        """The end of a running response, unless it was deleted; returns whether it is kept."""
+        with self._transaction() as db:
+            known = db.execute("SELECT 1 FROM objects WHERE id = ?", (stored.id,)).fetchone()
+            return known is not None and self._put(db, stored)
 
     def get(self, object_id: str, owner: str, param: str) -> Stored:
         """Raises NotFound, also for an object of another owner; `param` is the field that names it."""
-        row = self._db.execute(
-            f"SELECT {_COLUMNS} FROM objects WHERE id = ? AND owner = ?", (object_id, owner)
-        ).fetchone()
-        if row is None:
-            raise missing(object_id, param)
+        return self.change(object_id, owner, param, None)
+
+    def change(self, object_id: str, owner: str, param: str, edit: Callable[[Stored], None] | None) -> Stored:
+        """The object after `edit`, in one transaction. Raises NotFound, BadRequest if it gets too large, and the errors
+        of `edit`.
+        """
         with self._transaction() as db:
-            self._touch(db, object_id)
-        return Stored(*row)
+            row = db.execute(
+                f"SELECT {_COLUMNS} FROM objects WHERE id = ? AND owner = ?", (object_id, owner)
+            ).fetchone()
+            kind = "conversation" if param.startswith("conversation") else "response"
+            if row is None or not object_id.startswith(kind[:4]):
+                raise NotFound(
+                    f"No {kind} with id '{object_id[:100]}' is stored.", param=param, code=f"{kind}_not_found"
+                )
+            stored = Stored(*row)
+            if stored.status in RUNNING and stored.alive < time.time() - LEASE:
+                _give_up(stored)
+                self._put(db, stored)
+            if edit is None:
+                self._touch(db, object_id)
+                return stored
+            edit(stored)
+            if not self._put(db, stored):
+                raise self._too_large(param)
+            return stored
 
     def delete(self, object_id: str, owner: str, param: str) -> None:
         """Raises NotFound."""
         self.get(object_id, owner, param)
         self._db.execute("DELETE FROM objects WHERE id = ?", (object_id,))
+
+    def _put(self, db: sqlite3.Connection, stored: Stored) -> bool:
+        size = len(stored.body) + len(stored.items) + len(stored.events or b"") + _OVERHEAD
+        if size > self.max_object_bytes:
+            return False
+        db.execute(
+            f"INSERT INTO objects ({_COLUMNS}, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
+            "SET status = excluded.status, body = excluded.body, items = excluded.items, events = excluded.events, "
+            "alive = excluded.alive, size = excluded.size",
+            (
+                stored.id,
+                stored.owner,
+                stored.previous,
+                stored.status,
+                stored.body,
+                stored.items,
+                stored.events,
+                time.time(),
+                size,
+            ),
+        )
+        self._touch(db, stored.id)
+        self._make_room(db)
+        return True
+
+    def _too_large(self, param: str) -> BadRequest:
+        return BadRequest(
+            f"{param}: one conversation takes at most {self.max_object_bytes} bytes (--responses-store-size / 8).",
+            param=param,
+        )
 
     def _touch(self, db: sqlite3.Connection, object_id: str) -> None:
         newest = "(SELECT COALESCE(MAX(used), 0) + 1 FROM objects)"
@@ -144,21 +184,6 @@ class Store:
             doomed.append((object_id,))
             count, size = count - 1, size - its_size
         db.executemany("DELETE FROM objects WHERE id = ?", doomed)
-
-    def append(self, conversation_id: str, owner: str, items: bytes) -> bool:
-        """Add items, JSON of a list, to a conversation; returns whether there is one."""
-        with self._transaction() as db:
-            row = db.execute(
-                "SELECT items FROM objects WHERE id = ? AND owner = ?", (conversation_id, owner)
-            ).fetchone()
-            if row is None:
-                return False
-            joined = row[0] if items == b"[]" else items if row[0] == b"[]" else row[0][:-1] + b"," + items[1:]
-            size = len(joined) - len(row[0])
-            db.execute("UPDATE objects SET items = ?, size = size + ? WHERE id = ?", (joined, size, conversation_id))
-            self._touch(db, conversation_id)
-            self._make_room(db)
-        return True
 
     # ---- the history of a response
 
@@ -205,6 +230,9 @@ class Store:
         )
 
 
-def missing(object_id: str, param: str) -> NotFound:
-    kind = "conversation" if param.startswith("conversation") else "response"
-    return NotFound(f"No {kind} with id '{object_id[:100]}' is stored.", param=param, code=f"{kind}_not_found")
+def _give_up(stored: Stored) -> None:
+    """The process that ran the response has ended."""
+    body: dict[str, Any] = msgspec.json.decode(stored.body)
+    error = {"code": "server_error", "message": "The server ended while the response was running."}
+    stored.status = "failed"
+    stored.body = msgspec.json.encode(body | {"status": "failed", "error": error})
