@@ -160,7 +160,6 @@ def test_param_is_the_dotted_path(data, param):
                 ("vllm_xargs", {}),
             ]
         ],
-        (CompletionRequest, TEXT, "suffix", "end"),
         (CompletionRequest, TEXT, "tools", [{"type": "function"}]),
         (CompletionRequest, TEXT, "reasoning_effort", "low"),
     ],
