@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from quire.server.parsers.registry import TOOL_FORMATS, tool_format
 from quire.server.parsers.tools.base import Tool
+from quire.server.structured.structure import Structure
 from tests.server.parsers.answers import TOOLS, parse
 from tests.server.parsers.renderers import RENDERERS
+from tests.server.structured.walk import accepts
 
-xgrammar = pytest.importorskip("xgrammar")
 NAMES = [candidate.name for candidate in TOOL_FORMATS]
 ONE_CALL = {"gpt_oss"}  # the model stops after a call
 # text that could be taken for a tag, a quote or white space of the format is tested by the samples
@@ -48,22 +49,10 @@ def calls_of(name: str) -> st.SearchStrategy:
 
 
 @functools.cache
-def compiler():
-    """Over a vocabulary of bytes."""
-    tokens = [bytes([byte]) for byte in range(256)] + [b"</s>"]
-    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(tokens, stop_token_ids=[256]), max_threads=1)
-
-
-@functools.cache
-def grammar(name: str, required: bool, parallel: bool, strict: bool):
+def grammar(name: str, required: bool, parallel: bool, strict: bool) -> Structure:
     tools = [Tool(tool.name, tool.parameters | {"additionalProperties": False}, strict) for tool in TOOLS]
     tag = tool_format(name).structure(tools, required=required, parallel=parallel)
-    return compiler().compile_structural_tag(json.dumps(tag))
-
-
-def accepts(grammar, text: str) -> bool:
-    matcher = xgrammar.GrammarMatcher(grammar)
-    return matcher.accept_string(text) and matcher.is_completed()
+    return Structure(kind="structural_tag", value=tag)
 
 
 def values(calls) -> list:

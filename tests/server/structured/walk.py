@@ -33,7 +33,8 @@ PIECES = [
     " a",
     "ab",
 ]
-SPECIALS = {"<|end|>": 300, "<tool>": 301, "</tool>": 302, "</think>": 303}
+SPECIALS = {"<|eos|>": 300, "<tool>": 301, "</tool>": 302, "</think>": 303}
+SPECIALS |= {f"<|{name}|>": 304 + i for i, name in enumerate(("end", "start", "channel", "message", "constrain"))}
 EOS, SIZE = 300, 320
 CLOSING = frozenset(b'"}],')
 
