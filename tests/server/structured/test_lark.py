@@ -20,6 +20,7 @@ def check(structure: Structure, yes: list[str], no: list[str]) -> None:
     [
         ("json_object", None, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", "", '{"a"}']),
         ("regex", r"^[a-c]{2}\d+$", ["ab1", "cc12"], ["a1", "ab", "ab1 ", "ab1x"]),
+        ("regex", "a*?b+?", ["b", "aabb"], ["a", ""]),
         ("regex", r"a/b\$", ["a/b$"], ["a/b"]),
         ("regex", r"(yes|no)\.?", ["yes", "no."], ["maybe"]),
         ("choice", ["red", "green/blue", 'x"y\\', "ä\n"], ["red", "green/blue", 'x"y\\', "ä\n"], ["re", "redd", ""]),
