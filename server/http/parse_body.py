@@ -27,7 +27,7 @@ _SHOWN_BYTES = 2**16  # longer bodies are not searched for the value to show in 
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?$", re.DOTALL)
 _Members = dict[str, msgspec.Raw]  # members of an object, with raw values
 _members = msgspec.json.Decoder(_Members).decode
-_list_of_members = msgspec.json.Decoder(list[_Members]).decode
+_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
@@ -129,9 +129,10 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unk
             child = getattr(value, name)
             if isinstance(child, msgspec.Struct):
                 _check_undeclared(_members(raw), child, f"{path}.", unknown)
-            elif isinstance(child, list) and child and isinstance(child[0], msgspec.Struct):
-                for i, (item_members, item) in enumerate(zip(_list_of_members(raw), child, strict=True)):
-                    _check_undeclared(item_members, item, f"{path}.{i}.", unknown)
+            elif isinstance(child, list) and any(issubclass(kind, msgspec.Struct) for kind in set(map(type, child))):
+                for i, (item_raw, item) in enumerate(zip(_items(raw), child, strict=True)):
+                    if isinstance(item, msgspec.Struct):  # documents of a rerank may be texts, too
+                        _check_undeclared(_members(item_raw), item, f"{path}.{i}.", unknown)
         elif name in cls.unsupported:
             if not _neutral(raw, cls.unsupported[name]):
                 raise BadRequest(f"{path} is not supported by this server.", param=path, code="unsupported_parameter")

@@ -17,12 +17,13 @@ import openai
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from quire.server.api.openai.protocol import ChatCompletionRequest, CompletionRequest
-from quire.server.app import ROUTES
 from quire.server.error_shapes import is_anthropic, is_ollama
 from quire.server.http.middleware import PROBES
 from quire.server.http.read_body import MIN_BODY_BYTES
+from quire.server.routes import ROUTES
 from tests.server.conftest import MODEL, poll, running_server
 from tests.server.test_chat import HELLO, events
 from tests.server.test_fleet import metric
@@ -151,11 +152,22 @@ def test_metrics(server):
 def test_openapi_describes_the_bodies(server):
     document = server.http.get("/openapi.json").json()
     assert server.http.get("/docs").status_code == 200
-    for path, _, methods, body, _ in ROUTES:
-        for method in set(methods) - {"HEAD"}:
-            operation = document["paths"][path.replace(":path", "")][method.lower()]
-            assert (body is not None) == ("requestBody" in operation)
-    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    for route in ROUTES:
+        operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
+        assert (route.body is not None) == ("requestBody" in operation)
+        assert (route.answer is not None) == ("200" in operation["responses"])
+        assert set(route.query) == {one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"}
+    errors = {
+        path: document["paths"][path]["post"]["responses"]["default"]["content"]["application/json"]["schema"]["$ref"]
+        for path in (CHAT, "/v1/messages", "/api/chat")
+    }
+    assert [ref.rpartition("/")[2] for ref in errors.values()] == [
+        "ErrorResponse",
+        "AnthropicErrorResponse",
+        "OllamaErrorResponse",
+    ]
+    Draft202012Validator.check_schema({"$defs": document["components"]["schemas"]})
+    references = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
     assert references and references <= set(document["components"]["schemas"])
     fields = document["components"]["schemas"]["ChatCompletionRequest"]
     assert {"messages", "temperature", "stop", "logit_bias"} <= set(fields["properties"]) and fields["required"] == [
@@ -203,7 +215,7 @@ def test_a_wrong_path_is_told_the_right_one(server, path, shown, meant):
     assert shown is None or f"There is no GET {shown};" in message
 
 
-@pytest.mark.parametrize("path", [path for path, _, _, body, _ in ROUTES if isinstance(body, type)])
+@pytest.mark.parametrize("path", [route.path for route in ROUTES if isinstance(route.body, type)])
 def test_what_is_no_json_object(server, path):
     headers = {"content-type": "application/json; charset=utf-8"}
     for body in (b"", b"{", b"[]", b"\xff", b"[" * 100_000):
@@ -423,9 +435,7 @@ def keyed_server(model_folder):
         yield server.wait_ready()
 
 
-ALL_ROUTES = [
-    (method, path.replace("{model_id:path}", MODEL)) for path, _, methods, _, _ in ROUTES for method in methods
-]
+ALL_ROUTES = [(method, route.path.replace("{model_id:path}", MODEL)) for route in ROUTES for method in route.methods]
 ALL_ROUTES += [
     ("POST", "/docs"),
     ("GET", "/openapi.json"),

@@ -23,6 +23,7 @@ from quire.server.api.openai.responses.protocol import (
     NewItems,
     ResponsesRequest,
 )
+from quire.server.api.pooling.protocol import RerankRequest
 from quire.server.errors import BadRequest
 from quire.server.http import parse_body
 from quire.server.http.parse_body import MAX_NESTING, parse
@@ -423,3 +424,9 @@ def test_any_json_object_is_parsed_or_refused_by_name(data, cls):
             name in declared or name in unknown or name in cls.harmless or name in cls.unsupported for name in data
         )
         assert isinstance(request, cls)
+
+
+@pytest.mark.parametrize("documents", [["a", {"text": "b", "title": "c"}], [{"text": "b", "title": "c"}, "a"]])
+def test_objects_among_texts_are_checked(documents):
+    _, unknown = parse_object({"query": "q", "documents": documents}, RerankRequest)
+    assert unknown == [f"documents.{[isinstance(one, dict) for one in documents].index(True)}.title"]

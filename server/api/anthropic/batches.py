@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -151,15 +153,27 @@ async def results(request: Request, state: ServerState) -> Response:
     batches, batch = state.require_batches(), await _batch(request, state)
     if batch.status in OPEN:
         raise BadRequest("The batch has not ended.", param="batch_id")
-    return StreamingResponse(_results(batches.store.path, batch), media_type="application/x-jsonl")
+    files = await batches.run(_open, batches.store.path, batch)
+    return StreamingResponse(_results(files), media_type="application/x-jsonl")
 
 
-def _results(path: Any, batch: Batch) -> Iterator[bytes]:
-    for file_id in (batch.output_file_id, batch.error_file_id):
-        if file_id is not None:
-            with open(path(file_id), "rb") as file:
-                for line in file:
-                    yield _result(msgspec.json.decode(line)) + b"\n"
+def _open(path: Callable[[str], Path], batch: Batch) -> list[BinaryIO]:
+    """The files of results. Raises NotFound: each may have been deleted as a file or have expired."""
+    with ExitStack() as opened:
+        try:
+            ids = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
+            files = [opened.enter_context(open(path(file_id), "rb")) for file_id in ids]
+        except FileNotFoundError:
+            raise NotFound("The results of the batch have been deleted.", param="batch_id") from None
+        opened.pop_all()
+    return files
+
+
+def _results(files: list[BinaryIO]) -> Iterator[bytes]:
+    for file in files:
+        with file:
+            for line in file:
+                yield _result(msgspec.json.decode(line)) + b"\n"
 
 
 def _result(line: dict[str, Any]) -> bytes:

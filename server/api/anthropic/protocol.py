@@ -187,3 +187,13 @@ class MessageResponse(msgspec.Struct, kw_only=True):
 
 class TokenCount(msgspec.Struct):
     input_tokens: int
+
+
+class AnthropicError(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(msgspec.Struct, kw_only=True):
+    type: Literal["error"] = "error"
+    error: AnthropicError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,7 @@ from quire.server.generate.prepare import prepare
 from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take
+from quire.server.http.route import EVENTS, Route
 from quire.server.state import ServerState
 
 ID_PREFIX = "infill-"
@@ -51,6 +52,17 @@ class InfillRequest(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = frozenset({"cache_prompt", "id_slot", "n_indent", "t_max_prompt_ms", "model"})
     unsupported: ClassVar[dict[str, tuple]] = {"samplers": (), "grammar": ("",), "json_schema": (), "n_probs": (0,)}
+
+
+class InfillAnswer(msgspec.Struct, kw_only=True):
+    content: str
+    tokens: list[int]
+    stop: bool
+    stop_type: Literal["limit", "word", "eos"]
+    stopping_word: str
+    tokens_predicted: int
+    tokens_evaluated: int  # of the prompt
+    truncated: bool
 
 
 async def infill(request: Request, state: ServerState) -> Response:
@@ -114,3 +126,6 @@ def _end(
         "tokens_evaluated": len(one.prompt_token_ids),
         "truncated": False,
     }
+
+
+ROUTES = [Route("POST", "/infill", infill, InfillRequest, InfillAnswer, stream=EVENTS)]

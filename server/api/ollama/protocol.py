@@ -1,5 +1,5 @@
-"""Ollama's request types. Fields are classed as in `server/api/openai/protocol.py`; answers are plain objects, because
-most of their fields come and go.
+"""Ollama's request types, and the types that describe its answers. Fields are classed as in
+`server/api/openai/protocol.py`. Answers are built as plain objects, because most of their fields come and go.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from quire.server.generate.limits import (
     MAX_PROMPTS,
@@ -91,7 +91,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     }
 
 
-class CalledFunction(msgspec.Struct, kw_only=True):
+class CallFunction(msgspec.Struct, kw_only=True):
     name: Name
     arguments: Json
 
@@ -100,7 +100,7 @@ class CalledFunction(msgspec.Struct, kw_only=True):
 
 
 class Call(msgspec.Struct, kw_only=True):
-    function: CalledFunction
+    function: CallFunction
     id: Name | None = None
 
     harmless: ClassVar = frozenset({"type"})
@@ -190,3 +190,110 @@ class ShowRequest(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = frozenset({"verbose"})
     unsupported: ClassVar[dict[str, tuple]] = {"system": ("",), "template": ("",), "options": ({},)}
+
+
+# ---- answers
+
+
+class OllamaErrorResponse(msgspec.Struct):
+    error: str
+
+
+class AnsweredFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: dict[str, Any]
+    index: int
+
+
+class AnsweredCall(msgspec.Struct, kw_only=True):
+    id: str
+    function: AnsweredFunction
+
+
+class AnswerMessage(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"]
+    content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+
+
+class _Answer(msgspec.Struct, kw_only=True):
+    """Durations are in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class ChatAnswer(_Answer, kw_only=True):
+    message: AnswerMessage
+
+
+class GenerateAnswer(_Answer, kw_only=True):
+    response: str
+    thinking: str | UnsetType = UNSET
+
+
+class EmbedAnswer(msgspec.Struct, kw_only=True):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
+    embedding: list[float]
+
+
+class ModelDetails(msgspec.Struct, kw_only=True):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class LibraryModel(msgspec.Struct, kw_only=True):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: ModelDetails
+
+
+class RunningModel(LibraryModel, kw_only=True):
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class TagsAnswer(msgspec.Struct):
+    models: list[LibraryModel]
+
+
+class RunningAnswer(msgspec.Struct):
+    models: list[RunningModel]
+
+
+class ShowAnswer(msgspec.Struct, kw_only=True):
+    modelfile: str
+    parameters: str
+    template: str
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class VersionAnswer(msgspec.Struct):
+    version: str

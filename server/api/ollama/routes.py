@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.api.ollama import protocol
 from quire.server.api.ollama.answer import Answer, now
 from quire.server.api.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from quire.server.api.ollama.translate import chat_spec, generate_spec
@@ -19,11 +20,12 @@ from quire.server.generate.pooling import Vector, embed_params
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take
+from quire.server.http.route import NDJSON, Route
 from quire.server.http.vectors import VectorFields, to_requests, vectors
 from quire.server.state import ServerState
 
 ID_PREFIX = "ollama-"
-HEADERS = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+HEADERS = [(b"content-type", NDJSON.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 FAR_AWAY = "2318-12-31T00:00:00Z"  # a served model stays
 
 
@@ -226,3 +228,17 @@ async def no_such_action(request: Request, state: ServerState) -> Response:
         f"{request.method} {request.scope['path']} is not available: this server serves the one model that it was "
         "started with."
     )
+
+
+ROUTES = [
+    Route("POST", "/api/chat", chat, ChatRequest, protocol.ChatAnswer, stream=NDJSON),
+    Route("POST", "/api/generate", generate, GenerateRequest, protocol.GenerateAnswer, stream=NDJSON),
+    Route("POST", "/api/embed", embed, EmbedRequest, protocol.EmbedAnswer),
+    Route("POST", "/api/embeddings", embeddings, EmbeddingsRequest, protocol.EmbeddingsAnswer),
+    Route("POST", "/api/show", show, ShowRequest, protocol.ShowAnswer),
+    Route("GET", "/api/tags", tags, answer=protocol.TagsAnswer),
+    Route("GET", "/api/ps", running, answer=protocol.RunningAnswer),
+    Route("GET", "/api/version", version, answer=protocol.VersionAnswer),
+    *(Route("POST", f"/api/{action}", no_such_action) for action in ("pull", "push", "create", "copy")),
+    Route("DELETE", "/api/delete", no_such_action),
+]

@@ -22,6 +22,10 @@ class RenderedPrompt(msgspec.Struct, kw_only=True):
     max_model_len: int
 
 
+class AppliedTemplate(msgspec.Struct):
+    prompt: str
+
+
 async def render(request: Request, state: ServerState) -> Response:
     """The prompt as text and as token ids, of any length."""
 
@@ -38,7 +42,7 @@ async def render(request: Request, state: ServerState) -> Response:
 async def apply_template(request: Request, state: ServerState) -> Response:
     """The prompt as text."""
     text = await take(request, ChatCompletionRequest, state, lambda body: _text(body, state))
-    return JsonResponse({"prompt": text})
+    return JsonResponse(AppliedTemplate(text))
 
 
 def _text(body: ChatCompletionRequest, state: ServerState) -> str:

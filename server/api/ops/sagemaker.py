@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 from starlette.requests import Request
@@ -11,9 +11,8 @@ from starlette.types import Message
 
 from quire.server.errors import BadRequest
 from quire.server.http.read_body import max_body_bytes, read_body
+from quire.server.http.route import Handler
 from quire.server.state import ServerState
-
-Handler = Callable[[Request, ServerState], Awaitable[Response]]
 
 
 async def ping(request: Request, state: ServerState) -> Response:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.http.sse import JsonResponse
 from quire.server.state import ServerState
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """And the special tokens, by the names of tokenizer_config.json."""
+
+    chat_template: str | None
+    vocab_size: int
 
 
 async def tokenizer_info(request: Request, state: ServerState) -> Response:

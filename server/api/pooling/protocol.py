@@ -16,6 +16,9 @@ Texts = Annotated[list[Text], Meta(min_length=1, max_length=MAX_PROMPTS)]
 class Document(msgspec.Struct):
     text: Text
 
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {}
+
 
 Documents = Annotated[list[Text | Document], Meta(min_length=1, max_length=MAX_PROMPTS)]
 

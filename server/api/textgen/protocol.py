@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from quire.server.generate.limits import (
     MAX_IDS,
@@ -123,3 +123,51 @@ class TextRequest(msgspec.Struct, kw_only=True):
         "custom_logit_processor": (),
         "bootstrap_host": (),
     }
+
+
+# ---- answers
+
+
+class TextToken(msgspec.Struct, kw_only=True):
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+class TextDetails(msgspec.Struct, kw_only=True):
+    finish_reason: str | None
+    generated_tokens: int
+    seed: int | None
+    prefill: list[TextToken] = []
+    tokens: list[TextToken] = []
+
+
+class GeneratedText(msgspec.Struct, kw_only=True):
+    """TGI's."""
+
+    generated_text: str
+    details: TextDetails | UnsetType = UNSET
+
+
+class FinishedBy(msgspec.Struct, kw_only=True):
+    type: str
+    length: int | UnsetType = UNSET
+    matched: int | str | UnsetType | None = UNSET
+
+
+class TextMeta(msgspec.Struct, kw_only=True):
+    id: str
+    finish_reason: FinishedBy | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float  # in seconds
+
+
+class TextOutput(msgspec.Struct, kw_only=True):
+    """SGLang's."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: TextMeta

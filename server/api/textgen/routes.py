@@ -6,13 +6,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api.textgen import sglang, tgi
-from quire.server.api.textgen.protocol import TextRequest
+from quire.server.api.textgen.protocol import GeneratedText, TextOutput, TextRequest
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.generation import GenerationRequest
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take
+from quire.server.http.route import EVENTS, Route
 from quire.server.state import ServerState
 
 ID_PREFIX = "gen-"
@@ -48,3 +49,9 @@ def _prepare(request: Request, body: TextRequest, state: ServerState) -> list[Ge
     identity = admission.admit(request, state, ID_PREFIX, priority=body.priority, request_id=body.rid)
     spec = tgi.spec if body.inputs is not None else sglang.spec
     return prepare(spec(body, **identity), state)
+
+
+ROUTES = [
+    Route("POST", "/generate", generate, TextRequest, (GeneratedText, TextOutput, list[TextOutput]), stream=EVENTS),
+    Route("POST", "/generate_stream", generate_stream, TextRequest, EVENTS),
+]

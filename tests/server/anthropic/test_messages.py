@@ -305,6 +305,9 @@ def test_batches(model_folder, tmp_path):
         assert found["bad"].type == "errored" and "temperature" in found["bad"].error.error.message
         assert [one.id for one in client.messages.batches.list()] == [batch.id]
         assert client.messages.batches.cancel(batch.id).processing_status == "ended"
+        client.delete(f"/v1/files/file-{batch.id.removeprefix('msgbatch_')}e", cast_to=object)
+        with pytest.raises(anthropic.NotFoundError, match="have been deleted"):
+            client.messages.batches.results(batch.id)
         client.messages.batches.delete(batch.id)
         with pytest.raises(anthropic.NotFoundError):
             client.messages.batches.retrieve(batch.id)

@@ -1,0 +1,51 @@
+"""The routes of OpenAI's API, and those that read its chat requests."""
+
+from __future__ import annotations
+
+from quire.server.api.openai import batches, files, protocol, render, tokens
+from quire.server.api.openai.chat import chat_completions
+from quire.server.api.openai.completions import completions
+from quire.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest, embeddings
+from quire.server.api.openai.protocol import ChatCompletionRequest
+from quire.server.api.openai.responses.table import CONVERSATIONS, RESPONSES
+from quire.server.http.route import EVENTS, Route, page
+
+BYTES = "application/octet-stream"
+GENERATION = [
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        ChatCompletionRequest,
+        protocol.ChatCompletion,
+        stream=EVENTS,
+    ),
+    Route("POST", "/v1/completions", completions, protocol.CompletionRequest, protocol.Completion, stream=EVENTS),
+    Route("POST", "/v1/embeddings", embeddings, EmbeddingRequest, EmbeddingList),
+]
+_FILES = [
+    Route("POST", "/v1/files", files.create_file, files.UPLOAD, files.FileObject),
+    Route(
+        "GET",
+        "/v1/files",
+        files.list_files,
+        answer=files.FileList,
+        query=page(10_000, order=True) | {"purpose": {"type": "string"}},
+    ),
+    Route("GET", "/v1/files/{file_id}", files.retrieve_file, answer=files.FileObject),
+    Route("DELETE", "/v1/files/{file_id}", files.delete_file, answer=files.FileDeleted),
+    Route("GET", "/v1/files/{file_id}/content", files.file_content, answer=BYTES),
+]
+_BATCHES = [
+    Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, batches.BatchObject),
+    Route("GET", "/v1/batches", batches.list_batches, answer=batches.BatchList, query=page(100)),
+    Route("GET", "/v1/batches/{batch_id}", batches.retrieve_batch, answer=batches.BatchObject),
+    Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch, answer=batches.BatchObject),
+]
+_PROMPTS = [
+    Route("POST", "/v1/chat/completions/render", render.render, ChatCompletionRequest, render.RenderedPrompt),
+    Route("POST", "/apply-template", render.apply_template, ChatCompletionRequest, render.AppliedTemplate),
+    Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest, protocol.TokenizeResponse),
+    Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest, protocol.DetokenizeResponse),
+]
+ROUTES = [*GENERATION, *RESPONSES, *CONVERSATIONS, *_FILES, *_BATCHES, *_PROMPTS]

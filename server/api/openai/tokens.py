@@ -1,0 +1,46 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.api.openai.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from quire.server.api.openai.translate import conversation
+from quire.server.errors import BadRequest
+from quire.server.generate.prepare import encode_conversation, encode_texts
+from quire.server.http.read_body import take
+from quire.server.http.sse import JsonResponse
+from quire.server.state import ServerState
+
+
+async def tokenize(request: Request, state: ServerState) -> Response:
+    """Token ids of a prompt or a conversation."""
+    return JsonResponse(await take(request, TokenizeRequest, state, lambda body: _tokenized(body, state)))
+
+
+def _tokenized(body: TokenizeRequest, state: ServerState) -> bytes:
+    model = state.require_ready()
+    state.require_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequest("Give exactly one of prompt and messages.", param="prompt")
+    if body.messages is not None:
+        ids = encode_conversation(conversation(body), state, bool(body.add_special_tokens))
+    else:
+        ids = encode_texts([body.prompt], state, body.add_special_tokens is not False, "prompt", may_truncate=True)[0]
+    strings = [state.tokenizer.vocabulary_entry(token_id) for token_id in ids] if body.return_token_strs else None
+    return msgspec.json.encode(TokenizeResponse(len(ids), model.max_model_len, ids, strings))
+
+
+async def detokenize(request: Request, state: ServerState) -> Response:
+    """The text of token ids."""
+    return JsonResponse(await take(request, DetokenizeRequest, state, lambda body: _detokenized(body, state)))
+
+
+def _detokenized(body: DetokenizeRequest, state: ServerState) -> bytes:
+    model = state.require_ready()
+    state.require_model(body.model)
+    if body.tokens and max(body.tokens) >= model.vocab_size:
+        raise BadRequest(f"tokens: ids must be below the vocabulary size of {model.vocab_size}.", param="tokens")
+    return msgspec.json.encode(DetokenizeResponse(state.tokenizer.decode(body.tokens, skip_special_tokens=False)))

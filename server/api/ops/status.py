@@ -1,0 +1,122 @@
+"""Probes, metrics, the effective configuration, and the one action on a running server."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.configs.config import Config
+from quire.server.errors import EngineError, Unavailable
+from quire.server.http.read_body import require_deliberate
+from quire.server.http.sse import JsonResponse
+from quire.server.state import ServerState
+from quire.server.structured.schema import structured_output
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Health(msgspec.Struct, kw_only=True):
+    status: str  # see `ServerState.status`
+    phase: str | UnsetType = UNSET  # while loading
+    percent: int | UnsetType = UNSET
+    reason: str | UnsetType = UNSET  # after a failure, and while the engine stalls
+
+
+class Live(msgspec.Struct):
+    status: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class ServerInfo(msgspec.Struct, kw_only=True):
+    version: str
+    system_fingerprint: str
+    models: list[str]
+    health: Health
+    config: dict[str, dict[str, Any]]
+    engine: dict[str, Any] | None
+    formats: dict[str, Any] | None
+    sampling_defaults: dict[str, Any] | None
+    structured_output: dict[str, str | list[str]]
+    num_requests_in_flight: int
+
+
+class CacheReset(msgspec.Struct):
+    success: bool
+
+
+async def live(request: Request, state: ServerState) -> Response:
+    """The process answers; nothing is asked of the engine."""
+    return JsonResponse({"status": "live"})
+
+
+async def ready(request: Request, state: ServerState) -> Response:
+    """200 once the engine has completed a step; 503 with phase and percentage before, and while shutting down."""
+    up = state.status == "ready"
+    return JsonResponse(state.health(), status_code=200 if up else 503, headers=None if up else {"Retry-After": "2"})
+
+
+async def version(request: Request, state: ServerState) -> Response:
+    """The version of quire."""
+    return JsonResponse({"version": state.version})
+
+
+async def metrics(request: Request, state: ServerState) -> Response:
+    """Prometheus text, of all frontends."""
+    if state.metrics is None:
+        state.require_ready()
+    try:
+        page = state.metrics.render() if state.scrape is None else await state.scrape()
+    except TimeoutError:
+        raise Unavailable("The other frontends did not report their metrics in time.") from None
+    return Response(page, media_type=METRICS_TYPE)
+
+
+async def server_info(request: Request, state: ServerState) -> Response:
+    """The effective configuration, what was chosen automatically, and the memory plan."""
+    return JsonResponse(
+        {
+            "version": state.version,
+            "system_fingerprint": state.system_fingerprint,
+            "models": state.names,
+            "health": state.health(),
+            "config": _shown(state.config),
+            "engine": state.ready and {"steps_in_flight": state.ready.depth} | msgspec.to_builtins(state.ready.worker),
+            "formats": state.formats and state.formats.describe(),
+            "sampling_defaults": state.model and state.model.sampling_defaults,
+            "structured_output": structured_output(),
+            "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere,
+        }
+    )
+
+
+def _shown(config: Config) -> dict[str, Any]:
+    """All settings but the secrets."""
+    return {
+        section.name: {
+            f.name: "***"
+            if f.metadata.get("secret") and getattr(getattr(config, section.name), f.name)
+            else getattr(getattr(config, section.name), f.name)
+            for f in dataclasses.fields(getattr(config, section.name))
+        }
+        for section in dataclasses.fields(config)
+    }
+
+
+async def reset_prefix_cache(request: Request, state: ServerState) -> Response:
+    """Forget cached prefixes; `success` is false when running requests hold them."""
+    require_deliberate(request)
+    state.require_ready()
+    try:
+        return JsonResponse({"success": bool(await state.client.call("reset_prefix_cache"))})
+    except TimeoutError:
+        raise Unavailable("The engine did not answer in time.", code="engine_busy") from None
+    except RuntimeError as error:
+        raise EngineError(f"The engine could not reset its cache: {error}") from error

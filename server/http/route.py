@@ -1,0 +1,59 @@
+"""One row of a dialect's route table: what is served, and what the OpenAPI document says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.state import ServerState
+
+Handler = Callable[[Request, ServerState], Awaitable[Response]]
+Schema = dict[str, Any]
+EVENTS, NDJSON = "text/event-stream", "application/x-ndjson"
+EMPTY = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`body`: the type of a JSON body, or an OpenAPI request body. `answer`: one or several types of a JSON answer, the
+    media type of another, EMPTY for one without a body, or None if there are only errors. `stream`: the media type of
+    the streamed answer. `query`: parameters and their schemas. `others`: types of answers with other status codes than
+    200 that are no errors of the dialect.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    body: type | Schema | None = None
+    answer: Any = None
+    stream: str | None = None
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    others: Mapping[str, type] = field(default_factory=dict)
+    head: bool = False  # HEAD is answered, too
+
+    @property
+    def methods(self) -> list[str]:
+        return [self.method, "HEAD"] if self.head else [self.method]
+
+    @property
+    def types(self) -> list[Any]:
+        """Those that the document describes."""
+        body = [] if self.body is None or isinstance(self.body, dict) else [self.body]
+        return [*body, *self.answers, *self.others.values()]
+
+    @property
+    def answers(self) -> tuple[Any, ...]:
+        if self.answer is None or isinstance(self.answer, str):
+            return ()
+        return self.answer if isinstance(self.answer, tuple) else (self.answer,)
+
+
+def page(largest: int, *, after: str = "after", order: bool = False) -> dict[str, Schema]:
+    """The query parameters of a list: see `paging.py`."""
+    query: dict[str, Schema] = {"limit": {"type": "integer", "minimum": 1, "maximum": largest}}
+    query[after] = {"type": "string"}
+    return query | ({"order": {"type": "string", "enum": ["asc", "desc"]}} if order else {})

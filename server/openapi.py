@@ -1,0 +1,86 @@
+"""The OpenAPI document: bodies and answers are msgspec types, which FastAPI does not know."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from quire.server.api.anthropic.protocol import AnthropicErrorResponse
+from quire.server.api.ollama.protocol import OllamaErrorResponse
+from quire.server.api.openai.protocol import ErrorResponse
+from quire.server.error_shapes import is_anthropic, is_ollama
+from quire.server.http.route import Route
+
+_REF = "#/components/schemas/{name}"
+_PARAMETER = re.compile(r"{(\w+)(?::path)?}")
+Json = dict[str, Any]
+
+
+def document(title: str, version: str, routes: list[Route], *, with_key: bool) -> Json:
+    """OpenAPI 3.1. `with_key`: the routes need an API key."""
+    types = {id(cls): cls for route in routes for cls in [*route.types, _error_type(route.path)]}
+    described, components = msgspec.json.schema_components(types.values(), ref_template=_REF)
+    schemas = dict(zip(types, described, strict=True))
+    paths: dict[str, Json] = {}
+    for route in routes:
+        path = _PARAMETER.sub(r"{\1}", route.path)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas)
+    found: Json = {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": version},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if with_key:
+        found["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"bearer": []}]
+    return found
+
+
+def _operation(route: Route, path: str, schemas: dict[int, Json]) -> Json:
+    name = route.handler.__name__
+    found: Json = {
+        "summary": name.replace("_", " ").capitalize(),
+        "description": (route.handler.__doc__ or "").strip(),
+        "operationId": re.sub(r"\W+", "_", f"{name}_{path}_{route.method.lower()}"),
+        "responses": _responses(route, schemas),
+    }
+    in_path = [{"name": one, "in": "path", "required": True} for one in _PARAMETER.findall(route.path)]
+    parameters = [one | {"schema": {"type": "string", "minLength": 1}} for one in in_path]
+    parameters += [{"name": one, "in": "query", "schema": schema} for one, schema in route.query.items()]
+    if parameters:
+        found["parameters"] = parameters
+    if isinstance(route.body, dict):
+        found["requestBody"] = route.body
+    elif route.body is not None:
+        found["requestBody"] = {"required": True, "content": _json(schemas[id(route.body)])}
+    return found
+
+
+def _responses(route: Route, schemas: dict[int, Json]) -> Json:
+    found: Json = {}
+    if route.answer is not None:
+        found["200"] = {"description": "OK"}
+        content: Json = {route.answer: {"schema": {"type": "string"}}} if isinstance(route.answer, str) else {}
+        if answers := [schemas[id(cls)] for cls in route.answers]:
+            content = _json(answers[0] if len(answers) == 1 else {"anyOf": answers})
+        if route.stream is not None:
+            content[route.stream] = {}
+        if content:
+            found["200"]["content"] = content
+    for status, cls in route.others.items():
+        found[status] = {"description": cls.__name__, "content": _json(schemas[id(cls)])}
+    error = schemas[id(_error_type(route.path))]
+    return found | {"default": {"description": "Error", "content": _json(error)}}
+
+
+def _json(schema: Json) -> Json:
+    return {"application/json": {"schema": schema}}
+
+
+def _error_type(path: str) -> type:
+    if is_anthropic(path):
+        return AnthropicErrorResponse
+    return OllamaErrorResponse if is_ollama(path) else ErrorResponse

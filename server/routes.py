@@ -1,0 +1,66 @@
+"""The routes of all dialects."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.api.anthropic import models as anthropic_models
+from quire.server.api.anthropic import routes as anthropic
+from quire.server.api.llamacpp import infill
+from quire.server.api.ollama import routes as ollama
+from quire.server.api.openai import models as openai_models
+from quire.server.api.openai import routes as openai
+from quire.server.api.openai.protocol import ModelCard, ModelList
+from quire.server.api.ops import routes as ops
+from quire.server.api.ops.sagemaker import invocations
+from quire.server.api.pooling import routes as pooling
+from quire.server.api.textgen import routes as textgen
+from quire.server.errors import NotFound
+from quire.server.http.route import EVENTS, Route
+from quire.server.http.sse import JsonResponse
+from quire.server.state import ServerState
+
+
+async def models(request: Request, state: ServerState) -> Response:
+    """The names this server answers to; in Anthropic's form for its clients."""
+    if "anthropic-version" in request.headers:
+        return JsonResponse(anthropic_models.model_list(state))
+    return JsonResponse(openai_models.model_list(state))
+
+
+async def model(request: Request, state: ServerState) -> Response:
+    """One of the names this server answers to."""
+    name = request.path_params["model_id"]
+    if name not in state.names:
+        raise NotFound(f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found")
+    if "anthropic-version" in request.headers:
+        return JsonResponse(anthropic_models.model_info(state, name))
+    return JsonResponse(openai_models.model_card(state, name))
+
+
+_MODELS = [
+    Route("GET", "/v1/models", models, answer=(ModelList, anthropic_models.ModelPage), head=True),
+    Route("GET", "/v1/models/{model_id:path}", model, answer=(ModelCard, anthropic_models.ModelInfo), head=True),
+]
+
+_BY_FIELD = dict(zip(("messages", "prompt", "input", "inputs"), [*openai.GENERATION, textgen.ROUTES[0]], strict=True))
+_INVOCATIONS = Route(
+    "POST",
+    "/invocations",
+    invocations({field: route.handler for field, route in _BY_FIELD.items()}),
+    {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
+    tuple(answer for route in _BY_FIELD.values() for answer in route.answers),
+    stream=EVENTS,
+)
+ROUTES = [
+    *openai.ROUTES,
+    *_MODELS,
+    *anthropic.ROUTES,
+    *ollama.ROUTES,
+    *textgen.ROUTES,
+    *infill.ROUTES,
+    *pooling.ROUTES,
+    *ops.ROUTES,
+    _INVOCATIONS,
+]
