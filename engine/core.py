@@ -217,7 +217,7 @@ class EngineCore:
         kv = KVCacheManager(
             ready.num_blocks,
             ready.block_size,
-            self.config.cache.enable_prefix_caching,
+            self.config.cache.enable_prefix_caching and not (ready.pooling and ready.pooling.whole_prompts),
             ready.groups,
             ready.max_num_batched_tokens,
         )

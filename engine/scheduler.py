@@ -69,7 +69,8 @@ class Scheduler:
         self.kv, self.num_groups, self.turn = kv, stages, 0
         self.by_priority = config.scheduling_policy == "priority"
         self._background_budget = 0  # tokens that background requests may still get in the step being scheduled
-        self.long_prefill_token_threshold = config.long_prefill_token_threshold
+        self.whole_prompts = ready.pooling is not None and ready.pooling.whole_prompts
+        self.long_prefill_token_threshold = 0 if self.whole_prompts else config.long_prefill_token_threshold
         self.token_budget = ready.max_num_batched_tokens
         # every running request gets at least one token per step
         self.max_running = min(ready.max_num_seqs, ready.max_num_batched_tokens)
@@ -242,6 +243,10 @@ class Scheduler:
             if request.background:
                 budget = min(budget, self._background_budget)
                 if budget <= 0:
+                    return
+            if self.whole_prompts:  # of a background request, too, which would starve otherwise
+                budget = self.token_budget - step.num_tokens
+                if request.num_tokens > budget:
                     return
             # rule (c); every request needs at least one block
             if request.num_in_flight or reserve >= self.kv.pool.num_free:

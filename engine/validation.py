@@ -47,6 +47,8 @@ def _check_task(message: AddRequest, pooling: PoolingInfo | None) -> None:
         raise ValueError(f"pooling task {message.pooling.task!r} is not supported by this model; supported: {known}")
     if not 0 <= message.pooling.num_dimensions <= pooling.num_dimensions:
         raise ValueError(f"num_dimensions is {message.pooling.num_dimensions}, the model has {pooling.num_dimensions}")
+    if not 0 <= message.pooling.second_start <= len(message.prompt_token_ids):
+        raise ValueError(f"second_start is {message.pooling.second_start}, but must be within the prompt")
     if message.sampling.max_tokens or message.sampling.prompt_logprobs is not None or message.siblings:
         raise ValueError("a pooling request has max_tokens 0, no prompt_logprobs and one choice")
 

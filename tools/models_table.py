@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.worker.models import DECODERS, WRAPPERS, model_class, parse_model_spec
+from quire.worker.models import DECODERS, ENCODERS, WRAPPERS, model_class, parse_model_spec
 from quire.worker.models.config import ModelSpec
 from quire.worker.models.describe import cache_kind, has_stages
 from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS
+from tests.encoders import ENCODERS as TESTED_ENCODERS
 from tests.families import FAMILIES
 
 FILE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -23,13 +24,16 @@ _TAIL = """
 *Tested* means that a tiny random checkpoint, saved by transformers, gives transformers' tokens and log-probabilities in
 float32 with chunked prefill, preemption and prefix hits (`tests/families.py`, `tests/checkpoints.py`). Weights
 may be quantized, by `--quantization` or in the checkpoint (docs/quantization.md). With TP, the number of ranks must
-divide the heads and the intermediate size; EP is `--enable-expert-parallel`.
+divide the heads and the intermediate size; EP is `--enable-expert-parallel`. Encoders are compared with
+sentence-transformers and transformers (`tests/encoders.py`): embeddings, and logits of classifiers.
 
 """
 
 
 def is_tested(architecture: str) -> bool:
     """Whether the tests compare the architecture with transformers."""
+    if architecture in ENCODERS:
+        return any(architecture.startswith(prefix) for prefix, *_ in TESTED_ENCODERS.values())
     prefixes = {prefix for prefix, _ in (CHECKPOINTS | MOE_CHECKPOINTS).values()}
     model_type = model_class(architecture).config_defaults["model_type"]
     return architecture.removesuffix("ForCausalLM") in prefixes or model_type in {kind for kind, _ in FAMILIES.values()}
@@ -52,7 +56,7 @@ def row(architecture: str) -> str:
 def page() -> str:
     """The text of docs/models.md."""
     wrappers = ", ".join(f"`{name}`" for name in sorted(WRAPPERS))
-    rows = "".join(row(name) for name in sorted(DECODERS))
+    rows = "".join(row(name) for name in sorted(DECODERS | ENCODERS))
     text = (
         f"Of wrappers the text part is served: {wrappers}. Other causal models run in transformers' implementation.\n"
     )

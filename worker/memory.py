@@ -77,6 +77,8 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     model_len, auto = _requested_model_len(config.model.max_model_len, spec)
     if spec.why_shorter:
         choices.append(("longest context", str(spec.max_model_len), spec.why_shorter))
+    if spec.is_encoder:
+        model_len, num_tokens = _whole_prompts(config, model_len, num_tokens, auto)
     return Limits(
         dtype,
         attention,
@@ -149,6 +151,7 @@ def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platf
         platform.has_graphs
         and not listed
         and spec.implementation == "quire"
+        and not spec.is_encoder
         and limits.attention.backend.graph_safe
         and config.parallel.pipeline_parallel_size == 1
         and not config.device.enforce_eager
@@ -311,6 +314,8 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: boo
             split_size("moe_intermediate_size", layer.moe.intermediate_size, group)
         if layer.moe and layer.moe.shared_size:
             split_size("intermediate_size of the shared expert", layer.moe.shared_size, group)
+    if stages > 1 and spec.is_encoder:
+        raise ValueError(f"--pipeline-parallel-size must be 1 for {spec.architecture}, an encoder")
     if stages > spec.num_hidden_layers:
         raise ValueError(
             f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}"
@@ -373,6 +378,19 @@ def _requested_model_len(requested: str, spec: ModelSpec) -> tuple[int, bool]:
             "auto"
         )
     return int(requested), False
+
+
+def _whole_prompts(config: Config, model_len: int, num_tokens: int, auto: bool) -> tuple[int, int]:
+    """Return (maximum length, default number of tokens of a step) of an encoder, whose prompts must fit into a step."""
+    most = config.scheduler.max_num_batched_tokens
+    if most is None:
+        return model_len, max(num_tokens, model_len)
+    if most < model_len and not auto:
+        raise ValueError(
+            f"--max-num-batched-tokens {most}: an encoder computes a prompt in one step; set it to at least the "
+            f"{model_len} tokens of --max-model-len, or --max-model-len to auto"
+        )
+    return min(model_len, most), num_tokens
 
 
 def _kv_cache_bytes(

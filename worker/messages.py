@@ -91,6 +91,7 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     task: str = "embed"
     num_dimensions: int = 0  # of an embedding: the first ones are kept; 0 keeps all
     normalize: bool = False  # scale an embedding to length 1, after the cut
+    second_start: int = 0  # index of the first token of a pair's second text, 0 for one text
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -105,11 +106,12 @@ class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     generates: bool = True  # whether the model can also generate text
     template: bool = False  # a cross-encoder whose chat template joins a query and a document
     prompt: str = ""  # precedes every text by default; with `template` it is a system message
+    whole_prompts: bool = False  # an encoder: a prompt is computed in one step and shares no prefix
 
     @property
     def reads_all(self) -> bool:
         """Whether the vector depends on the hidden states of all tokens, not of the last one only."""
-        return self.method != "lasttoken"
+        return self.method != "lasttoken" or self.whole_prompts
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -163,7 +163,7 @@ class ModelRunner:
         should have computed.
         """
         self.platform.release_memory()
-        parts = halves(step)
+        parts = halves(step, whole_prompts=self.model.spec.is_encoder)
         if parts is None:
             return Failed(step)
         first, second = parts
@@ -241,6 +241,9 @@ class ModelRunner:
 
     def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states `[T, H]` of the step's tokens, or of `needed_rows`, after this stage's layers."""
+        if self.model.spec.is_encoder:
+            types = self.pooling.token_types(batch)
+            return self.model(batch.input_ids, batch.positions, batch.attn, None, batch.needed_rows, types)
         for meta in batch.attn:
             self.backend.build(meta)
         return self.model(

@@ -144,7 +144,7 @@ class Worker:
                 pooling=pooling_info(pooling, model.pooler, spec),
                 choices=[*ready.choices, ("pooling", "+".join(pooling.methods), pooling.reason)],
             )
-        if platform.device.type == "cpu":
+        if platform.device.type == "cpu" and not spec.is_encoder:
             self.warmer = _start_warmer(model, weights)
         progress("allocating KV cache", 1.0)
         return ready

@@ -65,13 +65,17 @@ def _cross_encoder(
         )
     spec.params = PoolingParams("classify")
     size = truncated_size(spec, state.model)
+    activation = "identity" if use_activation is False else pooling.activation
     if pooling.template:
         prompts = [_rendered(spec, *pair, state, size) for pair in pairs]
-    else:
-        encoded = state.tokenizer.encode_pairs(pairs, spec.add_special_tokens)
-        prompts = [_without_end_of_document(spec, *pair, size) for pair in encoded]
-    activation = "identity" if use_activation is False else pooling.activation
-    return Scoring([to_request(spec, ids, state.model) for ids in prompts], activation=activation)
+        return Scoring([to_request(spec, ids, state.model) for ids in prompts], activation=activation)
+    requests = []
+    for ids, sequence_ids, types in state.tokenizer.encode_pairs(pairs, spec.add_special_tokens):
+        second_start = types.index(1) if pooling.whole_prompts and 1 in types else 0
+        spec.params = PoolingParams("classify", second_start=second_start)
+        ids = _without_end_of_document(spec, ids, sequence_ids, size)
+        requests.append(to_request(spec, ids, state.model))
+    return Scoring(requests, activation=activation)
 
 
 def _without_end_of_document(

@@ -106,15 +106,15 @@ class Tokenizer:
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], add_special_tokens: bool = True
-    ) -> list[tuple[list[int], list[int | None]]]:
-        """The ids of each pair of texts, joined as the model expects, and for each id the text, 0 or 1, it is of; None
-        for special tokens. Raises as `encode` does.
+    ) -> list[tuple[list[int], list[int | None], list[int]]]:
+        """The ids of each pair of texts, joined as the model expects, for each id the text, 0 or 1, it is of; None
+        for special tokens; and for each id its token type. Raises as `encode` does.
         """
         try:
             encodings = self._backend.encode_batch(list(pairs), add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise ValueError("the text is not valid Unicode: it has unpaired surrogates") from error
-        return [(encoding.ids, encoding.sequence_ids) for encoding in encodings]
+        return [(encoding.ids, encoding.sequence_ids, encoding.type_ids) for encoding in encodings]
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

@@ -18,6 +18,7 @@ from tests.embedders import (
     reference_embeddings,
     reference_logits,
 )
+from tests.encoders import build_encoder
 from tests.server.conftest import MODEL, running_server
 
 QUERY, DOCUMENTS = "What is the capital of France?", ["The capital of France is Paris.", "engine", TEXTS[2], TEXTS[3]]
@@ -65,7 +66,7 @@ def scores(server, path: str = "/v1/score", **body) -> torch.Tensor:
 
 
 def pair_ids(server, documents=DOCUMENTS) -> list[list[int]]:
-    return [ids for ids, _ in server.state.tokenizer.encode_pairs([(QUERY, document) for document in documents])]
+    return [ids for ids, *_ in server.state.tokenizer.encode_pairs([(QUERY, document) for document in documents])]
 
 
 def folder_of(server) -> str:
@@ -222,3 +223,18 @@ def test_offline(cross_encoder, classifier, embedder):
         expected = reference_logits(folder_of(classifier), [llm.tokenizer.encode(text) for text in TEXTS]).softmax(1)
         found = torch.tensor([output.outputs.probs for output in llm.classify(TEXTS)])
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_scores_pairs_as_sentence_transformers_does(tmp_path):
+    """BERT: the tokens of the document have a type of their own."""
+    from sentence_transformers import CrossEncoder
+
+    folder = build_encoder("bert", tmp_path / "model", "ForSequenceClassification", num_labels=1)
+    model = CrossEncoder(folder, device="cpu")
+    expected = model.predict([(QUERY, document) for document in DOCUMENTS], convert_to_tensor=True).float()
+    with serving(folder) as running:
+        running.wait_ready(120)
+        found = scores(running, text_1=QUERY, text_2=DOCUMENTS)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        answer = running.http.post("/v1/score", json={"text_1": QUERY, "text_2": "word " * 600})
+        assert answer.status_code == 400 and "512" in answer.text

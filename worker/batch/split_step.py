@@ -35,14 +35,16 @@ class Part:
     positions: list[int]
 
 
-def halves(step: StepInput) -> tuple[Part, Part] | None:
-    """Split a step into two parts with about half the tokens each. Returns None for a single token."""
+def halves(step: StepInput, whole_prompts: bool = False) -> tuple[Part, Part] | None:
+    """Split a step into two parts with about half the tokens each. Returns None for a single token or, with
+    `whole_prompts`, a single request.
+    """
     if len(step.rows) > 1:
         ends = list(accumulate(step.num_scheduled))
         cut = min(range(1, len(ends)), key=lambda i: abs(2 * ends[i - 1] - ends[-1]))
         return _requests(step, 0, cut), _requests(step, cut, len(ends))
     (row,), (computed,), (scheduled,) = step.rows, step.num_computed, step.num_scheduled
-    if scheduled == 1:
+    if scheduled == 1 or whole_prompts:
         return None
     first = scheduled // 2
     return (

@@ -67,12 +67,17 @@ DECODERS = {
     "HunYuanMoEV1ForCausalLM": "hunyuan_moe:HunyuanMoe",
     "MiniMaxM2ForCausalLM": "minimax_m2:MiniMaxM2",
 }
+ENCODERS = {
+    f"{prefix}{suffix}": f"bert:{cls}"
+    for prefix, cls in (("Bert", "Bert"), ("Roberta", "Roberta"), ("XLMRoberta", "XLMRoberta"))
+    for suffix in ("Model", "ForMaskedLM", "ForSequenceClassification")
+}
 # a decoder may also come without its output head (embedding models), or with a classifier in its place
 MODELS = {
     name.replace("ForCausalLM", suffix): cls
     for suffix in ("ForCausalLM", "Model", "ForSequenceClassification")
     for name, cls in DECODERS.items()
-}
+} | ENCODERS
 # architectures of wrappers, whose text part alone is served -> `model_type` of the text part -> its architecture
 _TEXT = {
     "gemma3_text": "Gemma3ForCausalLM",
@@ -98,7 +103,8 @@ WRAPPERS = {
 def model_class(architecture: str) -> type[CausalLM]:
     """Return the class for an architecture. Raises ValueError listing the supported architectures."""
     if architecture not in MODELS:
-        raise ValueError(f"architecture not supported: {architecture}. Supported: {', '.join((*DECODERS, *WRAPPERS))}")
+        known = ", ".join((*DECODERS, *ENCODERS, *WRAPPERS))
+        raise ValueError(f"architecture not supported: {architecture}. Supported: {known}")
     module, name = MODELS[architecture].split(":")
     return getattr(importlib.import_module(f"{_HERE}.{module}"), name)
 

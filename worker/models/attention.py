@@ -44,27 +44,8 @@ class SelfAttention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
         kind = spec.layers[layer]
-        self.qkv_proj = QKVParallelLinear(
-            spec.hidden_size,
-            kind.head_dim,
-            kind.num_heads,
-            kind.num_kv_heads,
-            spec.attention_bias,
-            prefix,
-            weights.linear(f"{prefix}.qkv_proj"),
-            "qkv_proj" in spec.fused,
-            rope_view(spec, kind),
-            kind.v_head_dim,
-            "k_proj" if kind.key_is_value else "v_proj",
-        )
-        self.o_proj = RowParallelLinear(
-            kind.num_heads * kind.v_head_dim,
-            spec.hidden_size,
-            spec.attention_out_bias,
-            f"{prefix}.o_proj",
-            "num_attention_heads * head_dim",
-            weights.linear(f"{prefix}.o_proj"),
-        )
+        self.qkv_proj = qkv_projection(spec, kind, prefix, weights)
+        self.o_proj = out_projection(spec, kind, prefix, weights)
         self.attn = Attention(
             self.qkv_proj.num_heads,
             self.qkv_proj.num_kv_heads,
@@ -229,14 +210,7 @@ class SharedCacheAttention(nn.Module):
         shard = Shard(f"{prefix}.q_proj", width, group.rank * mine, mine, view=rope_view(spec, kind))
         method = weights.linear(f"{prefix}.q_proj")
         self.q_proj = ColumnParallelLinear(spec.hidden_size, [shard], spec.attention_bias, method)
-        self.o_proj = RowParallelLinear(
-            width,
-            spec.hidden_size,
-            spec.attention_out_bias,
-            f"{prefix}.o_proj",
-            "num_attention_heads * head_dim",
-            weights.linear(f"{prefix}.o_proj"),
-        )
+        self.o_proj = out_projection(spec, kind, prefix, weights)
         self.q_norm = NORMS[spec.norm](kind.head_dim, spec.norm_eps)
         self.q_norm.weight.view_of_tensor = chain(self.q_norm.view, rope_view(spec, kind))
         kv_heads, _ = split_kv_heads(kind.num_kv_heads, group)
@@ -274,6 +248,35 @@ def self_attention(spec: ModelSpec, layer: int, prefix: str, weights: WeightForm
     if kind.kv_from is not None:
         return SharedCacheAttention(spec, layer, prefix, weights)
     return (ValueNormAttention if kind.v_norm else QK_NORMS[kind.qk_norm])(spec, layer, prefix, weights)
+
+
+def qkv_projection(spec: ModelSpec, kind: LayerSpec, prefix: str, weights: WeightFormat) -> QKVParallelLinear:
+    """The projections of a layer to q, k and v, whose tensors are at `prefix`."""
+    return QKVParallelLinear(
+        spec.hidden_size,
+        kind.head_dim,
+        kind.num_heads,
+        kind.num_kv_heads,
+        spec.attention_bias,
+        prefix,
+        weights.linear(f"{prefix}.qkv_proj"),
+        "qkv_proj" in spec.fused,
+        rope_view(spec, kind),
+        kind.v_head_dim,
+        "k_proj" if kind.key_is_value else "v_proj",
+    )
+
+
+def out_projection(spec: ModelSpec, kind: LayerSpec, prefix: str, weights: WeightFormat) -> RowParallelLinear:
+    """The projection of the attended values of all heads."""
+    return RowParallelLinear(
+        kind.num_heads * kind.v_head_dim,
+        spec.hidden_size,
+        spec.attention_out_bias,
+        f"{prefix}.o_proj",
+        "num_attention_heads * head_dim",
+        weights.linear(f"{prefix}.o_proj"),
+    )
 
 
 def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:

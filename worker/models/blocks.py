@@ -38,6 +38,8 @@ class DecoderLayer(nn.Module):
 
     native_twin: ClassVar = "layer"
     norm_names: ClassVar = ("input_layernorm", "post_attention_layernorm")
+    mixers: ClassVar = MIXERS
+    mlps: ClassVar = MLPS
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
@@ -46,8 +48,8 @@ class DecoderLayer(nn.Module):
         self.residual_scale = spec.residual_scale
         for name in self.norm_names:
             self.add_module(name, NORMS[spec.norm](spec.hidden_size, spec.norm_eps))
-        self.self_attn = MIXERS[kind.mixer](spec, layer, f"{prefix}.self_attn", weights)
-        self.mlp = MLPS[kind.mlp](spec, layer, f"{prefix}.mlp", weights)
+        self.self_attn = self.mixers[kind.mixer](spec, layer, f"{prefix}.self_attn", weights)
+        self.mlp = self.mlps[kind.mlp](spec, layer, f"{prefix}.mlp", weights)
 
     def forward(
         self,

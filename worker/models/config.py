@@ -21,14 +21,14 @@ _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer of a decoder. Sizes are those of the whole model, not of a rank."""
+    """One layer of a model. Sizes are those of the whole model, not of a rank."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int  # of q and k
     v_head_dim: int
     intermediate_size: int
-    mixer: str = "attention"  # a key of `decoder.MIXERS`
+    mixer: str = "attention"  # a key of `blocks.MIXERS`, "bidirectional" in an encoder
     mlp: str = "gated"  # a key of `decoder.MLPS`
     window: int | None = None  # number of positions that a token attends to, None for all
     rope: str | None = "default"  # a key of `ModelSpec.ropes`, None for no rotary embedding
@@ -68,6 +68,7 @@ class ModelSpec:
     norm: str = "rms"  # a key of `norm.NORMS`
     fused: tuple[str, ...] = ()  # of qkv_proj and gate_up_proj, those that the checkpoint holds as one tensor
     learned_positions: int | None = None  # offset of position 0 in the table of learned position embeddings
+    num_token_types: int = 0  # of an encoder
     hidden_size_per_layer_input: int = 0  # of per-layer inputs (`per_layer.py`), 0 without
     vocab_size_per_layer_input: int = 0
     embed_scale: float = 1.0
@@ -83,10 +84,15 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether tokens attend to later ones, so that a prompt must be computed in one step."""
+        return any(layer.mixer == "bidirectional" for layer in self.layers)
+
+    @property
     def has_lm_head(self) -> bool:
-        """Whether the model generates text: its architecture is not a bare decoder or a classifier."""
+        """Whether the model generates text: its architecture is not a bare model, an encoder or a classifier."""
         name = self.architecture.removesuffix("LMHeadModel")
-        return not name.endswith(("Model", "ForSequenceClassification"))
+        return not name.endswith(("Model", "ForSequenceClassification", "ForMaskedLM"))
 
     @property
     def labels(self) -> list[str]:
@@ -135,6 +141,8 @@ def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1) -> CacheSpec | None
     """The cache of one layer, see `cache_specs`. KV heads are replicated if there are fewer KV heads than ranks."""
     if layer.mixer == "none" or layer.kv_from is not None:
         return None
+    if layer.mixer == "bidirectional":
+        return Full(1, 1, 1, itemsize)  # nothing is kept: blocks only bound the tokens of requests in flight
     if layer.latent is not None:
         return Latent(layer.latent.width, layer.latent.rope_dim, itemsize)
     sizes = max(1, layer.num_kv_heads // tp), layer.head_dim, layer.v_head_dim, itemsize

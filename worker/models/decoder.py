@@ -151,7 +151,7 @@ class CausalLM(ConfigReader, nn.Module):
         self.model = self.make_decoder(spec, max_model_len, weights)
         self.pooler: Pooler | None = None  # None: requests for vectors are refused
         if self.model.last and spec.labels:
-            self.score = nn.Linear(spec.hidden_size, len(spec.labels), bias=False)
+            self.score = self.make_classifier(spec)
         if self.model.last and spec.has_lm_head:
             name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
             tied_to = self.model.embed_tokens if spec.tie_word_embeddings and self.model.first else None
@@ -160,6 +160,10 @@ class CausalLM(ConfigReader, nn.Module):
     def make_decoder(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat) -> Decoder:
         """Build the layers."""
         return Decoder(spec, max_model_len, weights)
+
+    def make_classifier(self, spec: ModelSpec) -> nn.Module:
+        """Build what maps a pooled hidden state to the logits of the labels."""
+        return nn.Linear(spec.hidden_size, len(spec.labels), bias=False)
 
     def forward(
         self,

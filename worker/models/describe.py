@@ -6,7 +6,12 @@ from collections import Counter
 
 from quire.worker.models.config import LayerSpec, ModelSpec
 
-MIXERS = {"attention": "attention", "mla": "latent attention (MLA)", "none": "no attention"}
+MIXERS = {
+    "attention": "attention",
+    "mla": "latent attention (MLA)",
+    "bidirectional": "attention to all tokens",
+    "none": "no attention",
+}
 
 
 def cache_kind(layer: LayerSpec) -> str:
@@ -15,7 +20,7 @@ def cache_kind(layer: LayerSpec) -> str:
         return "cache of an earlier layer"
     if layer.mixer == "mla":
         return "latent"
-    if layer.mixer == "none":
+    if layer.mixer in ("none", "bidirectional"):
         return "none"
     return "full" if layer.window is None else f"window of {layer.window} tokens"
 
@@ -28,6 +33,8 @@ def cache_kinds(spec: ModelSpec) -> str:
 
 def has_stages(spec: ModelSpec) -> bool:
     """Whether the layers can be divided into pipeline stages (`per_layer.refuse_stages`)."""
+    if spec.is_encoder:
+        return False
     return not spec.hidden_size_per_layer_input and all(layer.kv_from is None for layer in spec.layers)
 
 

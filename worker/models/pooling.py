@@ -74,7 +74,14 @@ def read_pooling(folder: str, spec: ModelSpec, asked: str = "auto") -> PoolingSp
     if asked != "auto":
         dense, normalize = (found.dense, found.normalize) if found else ((), True)
         return PoolingSpec((asked,), dense, normalize, reason="as requested")
-    return found or (None if spec.has_lm_head else PoolingSpec())
+    return found or (None if spec.has_lm_head else PoolingSpec((_default_method(spec),)))
+
+
+def _default_method(spec: ModelSpec) -> str:
+    """The first token if a classifier reads it; the mean for an encoder, as in sentence-transformers."""
+    if not spec.is_encoder:
+        return "lasttoken"
+    return "cls" if spec.labels else "mean"
 
 
 def _read_modules(folder: Path) -> PoolingSpec:
@@ -239,6 +246,7 @@ def pooling_info(pooling: PoolingSpec, pooler: Pooler, spec: ModelSpec) -> Pooli
         spec.has_lm_head,
         bool(pooling.score_tokens),
         pooling.prompt,
+        spec.is_encoder,
     )
 
 

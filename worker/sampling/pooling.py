@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -35,20 +37,35 @@ class Pooling:
     def __init__(self, table: RequestTable, platform: Platform, model: CausalLM) -> None:
         self.table, self.platform, self.model = table, platform, model
         self.rows: dict[int, PoolingParams] = {}
+        self._second_starts: dict[int, int] = {}  # of the rows that are pairs
         self._states: dict[int, list[torch.Tensor]] = {}
         self._pending: dict[int, list[torch.Tensor]] = {}
 
     def add(self, row: int, new: NewRequest) -> None:
         if new.pooling is not None:
-            self.rows[row] = new.pooling
+            self.rows[row] = msgspec.structs.replace(new.pooling, second_start=0)  # equal rows are finished together
+            if new.pooling.second_start:
+                self._second_starts[row] = new.pooling.second_start
 
     def remove(self, row: int) -> None:
         self.rows.pop(row, None)
+        self._second_starts.pop(row, None)
         self._states.pop(row, None)
 
     def needed(self, step: StepInput) -> bool:
         """Return whether a request of `step` is pooled."""
         return bool(self.rows) and not self.rows.keys().isdisjoint(step.rows)
+
+    def token_types(self, batch: InputBatch) -> torch.Tensor | None:
+        """1 for the tokens of the second texts of pairs, else 0: `[T]` int64, or None without pairs."""
+        step = batch.step
+        if self._second_starts.keys().isdisjoint(step.rows):
+            return None
+        types = np.zeros(len(batch.input_ids), np.int64)
+        for i, row in enumerate(step.rows):
+            if second := self._second_starts.get(row):
+                types[batch.query_start_loc[i] + second : batch.query_start_loc[i + 1]] = 1
+        return self.platform.to_device(types)
 
     def compute(self, batch: InputBatch, hidden: torch.Tensor) -> Pooled:
         """The vectors of the prompts that end in this step, from the hidden states `[T, H]` of its tokens."""
