@@ -93,8 +93,9 @@ class Requests:
         admitted = []
         for row in range(num_requests if new else 0):
             token_ids = [100 + (row * 37 + i) % 1000 for i in range(context + count)]
-            block_ids = [1 + row * blocks + i for i in range(blocks)]
-            admitted.append(NewRequest(row, token_ids, context + count, [block_ids], sampling))
+            groups = range(len(self.worker.runner.table.groups))
+            block_ids = [[1 + (row * len(groups) + g) * blocks + i for i in range(blocks)] for g in groups]
+            admitted.append(NewRequest(row, token_ids, context + count, block_ids, sampling))
         self.steps += 1
         return StepInput(
             self.steps,
@@ -142,7 +143,7 @@ def main() -> int:
         device="cpu",
         max_num_seqs=64,
         max_model_len="2048",
-        num_gpu_blocks_override=1200,
+        num_gpu_blocks_override=2000,
         num_threads=args.threads,
         max_num_batched_tokens=2048,
         quantization=args.quantization,
