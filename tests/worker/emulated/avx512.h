@@ -73,6 +73,7 @@ BY_HALVES(sub_epi32, _mm256_sub_epi32)
 BY_HALVES(subs_epu16, _mm256_subs_epu16)
 BY_HALVES(avg_epu16, _mm256_avg_epu16)
 BY_HALVES(madd_epi16, _mm256_madd_epi16)
+BY_HALVES(mullo_epi16, _mm256_mullo_epi16)
 BY_HALVES(shuffle_epi8, _mm256_shuffle_epi8)
 BY_HALVES(packus_epi32, _mm256_packus_epi32)
 BY_HALVES(slli_epi16, _mm256_slli_epi16)
@@ -118,6 +119,26 @@ EMULATED __m512i emulated_cvtepu16_epi32(__m256i x) {
   return emulated_whole(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1)));
 }
 EMULATED __m512i emulated_cvtepu8_epi32(__m128i x) { return emulated_whole(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))); }
+EMULATED __m512i emulated_cvtepu8_epi16(__m256i x) {
+  return emulated_whole(_mm256_cvtepu8_epi16(_mm256_castsi256_si128(x)), _mm256_cvtepu8_epi16(_mm256_extracti128_si256(x, 1)));
+}
+EMULATED __m512i emulated_cvtepi8_epi16(__m256i x) {
+  return emulated_whole(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1)));
+}
+EMULATED __m512i emulated_castsi256_si512(__m256i x) { return emulated_whole(x, _mm256_setzero_si256()); }
+EMULATED __m512i emulated_inserti64x4(__m512i x, __m256i y, int half) {
+  const auto lanes = (__v8di)x;
+  const auto other = (__v4di)y;
+  __v8di out = lanes;
+  for (int i = 0; i < 4; i++) out[4 * half + i] = other[i];
+  return (__m512i)out;
+}
+EMULATED __m512i emulated_srlv_epi16(__m512i x, __m512i counts) {
+  const auto lanes = (__v32hu)x, by = (__v32hu)counts;
+  __v32hu out;
+  for (int i = 0; i < 32; i++) out[i] = by[i] < 16 ? (unsigned short)(lanes[i] >> by[i]) : 0;
+  return (__m512i)out;
+}
 EMULATED __m128i emulated_cvtepi32_epi8(__m512i x) {
   const auto lanes = (__v16si)x;
   __v16qi out;
