@@ -5,6 +5,8 @@ Without a GPU a dispatch mode detects the operations that would wait; with a GPU
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,6 +79,8 @@ class NoAttention(AttentionBackend):
 
 class Model(torch.nn.Module):
     """An embedding and a head."""
+
+    spec = SimpleNamespace(is_encoder=False)
 
     def __init__(self, device):
         super().__init__()
