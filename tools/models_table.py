@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from quire.worker.models import DECODERS, ENCODERS, WRAPPERS, model_class, parse_model_spec
+import torch
+
+from quire.worker.layers.quantization.int_at_load import BITS
+from quire.worker.models import DECODERS, ENCODERS, WRAPPERS, build_model, model_class, parse_model_spec
 from quire.worker.models.config import ModelSpec
 from quire.worker.models.describe import cache_kind, has_stages
 from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS
 from tests.encoders import ENCODERS as TESTED_ENCODERS
 from tests.families import FAMILIES
+from tests.test_fallback import FAMILIES as FALLBACK
 
 FILE = Path(__file__).parent.parent / "docs" / "models.md"
 _HEAD = """# Model families
@@ -17,16 +22,23 @@ _HEAD = """# Model families
 Written by `python -m tools.models_table` from the registry, `worker/models/__init__.py`. `quire check MODEL` prints the
 family, the implementation, the caches and the memory of a model.
 
-| architecture | implementation | caches | MLP | TP / PP / EP | tested |
-|---|---|---|---|---|---|
+| architecture | implementation | caches | MLP | quantization | TP / PP / EP | tested |
+|---|---|---|---|---|---|---|
 """
 _TAIL = """
 *Tested* means that a tiny random checkpoint, saved by transformers, gives transformers' tokens and log-probabilities in
-float32 with chunked prefill, preemption and prefix hits (`tests/families.py`, `tests/checkpoints.py`). Weights
-may be quantized, by `--quantization` or in the checkpoint (docs/quantization.md). With TP, the number of ranks must
-divide the heads and the intermediate size; EP is `--enable-expert-parallel`. Encoders are compared with
-sentence-transformers and transformers (`tests/encoders.py`): embeddings, and logits of classifiers.
+float32 with chunked prefill, preemption and prefix hits (`tests/families.py`, `tests/checkpoints.py`). Encoders are
+compared with sentence-transformers and transformers (`tests/encoders.py`): embeddings, and logits of classifiers. With
+TP, the number of ranks must divide the heads and the intermediate size; EP is `--enable-expert-parallel`. Gemma 3n's
+layers with sparse activations, which the published checkpoints have, need TP 1. *Quantization* names the settings of
+`--quantization` that build the model; formats of checkpoints (docs/quantization.md) are those of every family, but GGUF
+files of some.
 
+"""
+_REFUSED = """Refused, with the reason, are models with recurrent or
+convolution layers (Qwen3-Next, Qwen3.5, Nemotron-H, Granite 4 H, Falcon-H1, Jamba, LFM2, Kimi-Linear,
+MiniMax-Text), Llama 4 (attention in chunks), Gemma 4 with experts, and models whose attention
+does not go through transformers' interface (BLOOM, GPT-J).
 """
 
 
@@ -39,6 +51,21 @@ def is_tested(architecture: str) -> bool:
     return architecture.removesuffix("ForCausalLM") in prefixes or model_type in {kind for kind, _ in FAMILIES.values()}
 
 
+def builds(spec: ModelSpec, quantization: str) -> bool:
+    """Whether the first layers of the model can be built with `--quantization`."""
+    try:
+        build_model(
+            replace(spec, layers=spec.layers[:2]),
+            torch.bfloat16,
+            torch.device("meta"),
+            max_model_len=1,
+            quantization=quantization,
+        )
+    except ValueError:
+        return False
+    return True
+
+
 def row(architecture: str) -> str:
     """The line of one architecture, from the spec of its default configuration."""
     spec: ModelSpec = parse_model_spec({"architectures": [architecture], "head_dim": 128})
@@ -48,17 +75,20 @@ def row(architecture: str) -> str:
     mlps = " and ".join(dict.fromkeys(layer.mlp for layer in spec.layers))
     experts = any(layer.mlp == "moe" for layer in spec.layers)
     ways = ["yes", "yes" if has_stages(spec) else "no", "yes" if experts else "-"]
+    quantized = ", ".join(bits for bits in BITS if builds(spec, bits))
     proven = "yes" if is_tested(architecture) else "no"
     file = cls.__module__.rsplit(".", 1)[1]
-    return f"| `{architecture}` | `{file}.py` | {caches} | {mlps} | {' / '.join(ways)} | {proven} |\n"
+    return f"| `{architecture}` | `{file}.py` | {caches} | {mlps} | {quantized} | {' / '.join(ways)} | {proven} |\n"
 
 
 def page() -> str:
     """The text of docs/models.md."""
     wrappers = ", ".join(f"`{name}`" for name in sorted(WRAPPERS))
     rows = "".join(row(name) for name in sorted(DECODERS | ENCODERS))
+    fallback = ", ".join(f"`{name}`" for name in sorted(FALLBACK))
     text = (
-        f"Of wrappers the text part is served: {wrappers}. Other causal models run in transformers' implementation.\n"
+        f"Of wrappers the text part is served: {wrappers}.\n\nOther causal models run in transformers' implementation; "
+        f"compared with it are {fallback}. {_REFUSED}"
     )
     return _HEAD + rows + _TAIL + text
 
