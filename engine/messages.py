@@ -13,6 +13,7 @@ import msgspec
 
 from quire.worker.messages import (
     GRAMMAR_LIMITS,
+    MediaItem,
     MemoryPlan,
     PoolingInfo,
     PoolingParams,
@@ -37,6 +38,7 @@ __all__ = [
     "EngineStats",
     "FromEngine",
     "Hello",
+    "MediaItem",
     "MemoryPlan",
     "PoolingInfo",
     "PoolingParams",
@@ -97,6 +99,9 @@ class AddRequest(_Message):
     siblings: list[Choice] = []  # choices share their prompt's blocks even when prefix caching is off
     background: bool = False  # a line of a batch: yields to every request that is not (`engine/scheduler.py`)
     pooling: PoolingParams | None = None  # return a vector instead of tokens
+    media: list[
+        MediaItem
+    ] = []  # images of the prompt, by offset; the server keeps their features until the last output
 
     @property
     def choices(self) -> list[Choice]:
@@ -122,6 +127,7 @@ class AddRequest(_Message):
             others,
             self.background,
             self.pooling,
+            self.media,
         )
 
 

@@ -159,7 +159,18 @@ def test_parsers_know_only_text():
 @pytest.mark.parametrize("name", ["torch", "transformers", "numpy"])
 def test_the_server_and_the_contracts_load_no_tensors(name):
     torch_free = "quire.configs", "quire.server", "quire.engine.messages", "quire.worker.messages"
-    assert not [str(found) for found in select(*torch_free, of=(name,)) if not _fallback(found)]
+    found = [found for found in select(*torch_free, of=(name,)) if not _fallback(found) and not _media(found)]
+    assert not [str(one) for one in found]
+
+
+def test_images_load_nothing_at_the_start_of_the_server():
+    """numpy and Pillow are loaded by the first image, not with the server."""
+    users = [found for found in select("quire.server", of=("quire.server.media", "numpy", "PIL")) if found.at_start]
+    assert not [str(found) for found in users if not within(found.module, "quire.server.media")]
+
+
+def _media(found: Import) -> bool:
+    return within(found.module, "quire.server.media") and within(found.target, "numpy")
 
 
 def _fallback(found: Import) -> bool:

@@ -170,6 +170,21 @@ def longest_request(groups: Sequence[CacheGroup], num_blocks: int, block_size: i
     return low
 
 
+class MediaItem(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """An image of a prompt: the tokens that stand for it, and where its features lie.
+
+    The embeddings of the image replace those of the span's placeholders: its tokens with the model's image token id, in
+    order. A span may hold other tokens between them, such as the ends of rows.
+    """
+
+    key: str  # hash of the content and the settings of preprocessing: equal keys have equal features and embeddings
+    offset: int  # index of the span's first token
+    length: int  # tokens of the span
+    num_embeds: int  # placeholders among them
+    path: str  # safetensors file in shared memory with the features, by the names that the model's encoder expects
+    grid: tuple[int, int, int] | None = None  # (t, h, w) in placeholders, for models with three axes of positions
+
+
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request is assigned to row `row`, for the first time or again after preemption."""
 
@@ -181,6 +196,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     block_ids: list[list[int]]
     sampling: SamplingParams
     pooling: PoolingParams | None = None
+    media: list[MediaItem] = []  # by offset; spans do not overlap
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

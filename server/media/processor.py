@@ -1,0 +1,42 @@
+"""A family's preprocessing of images: a decoded image in, features for the worker and text for the prompt out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from PIL import Image
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """One image, ready for the worker.
+
+    `text` replaces the image's placeholder in the rendered prompt. A run of image tokens stands in it as one; the k-th
+    one in `text` is repeated `counts[k]` times after tokenizing, so that long runs are not tokenized.
+    """
+
+    features: dict[str, np.ndarray]  # by the names that the model's encoder in worker/models/vision expects
+    text: str
+    counts: list[int]
+    grid: tuple[int, int, int] | None = None  # (t, h, w) in image tokens, for models with three axes of positions
+
+
+class ImageProcessor(Protocol):
+    """Made once from the model's folder; called in threads, so that it changes nothing of itself."""
+
+    placeholder: ClassVar[str]  # what the chat template writes for an image
+    image_token: str  # the token that embeddings replace
+    options: ClassVar[frozenset[str]]  # names of mm_processor_kwargs that it reads
+
+    def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
+        """`config` is config.json, `preprocessor` preprocessor_config.json (or the image processor's part of
+        processor_config.json); empty if there is none. Raises ValueError naming a setting that is not supported.
+        """
+
+    def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
+        """The images of one prompt, in RGB and upright, in order: some models size them by their number.
+
+        Raises ValueError, for the client, for an image or an option that the model cannot take.
+        """
