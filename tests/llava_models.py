@@ -1,0 +1,76 @@
+"""Tiny random checkpoints of the models that read images through tiles or a Pixtral encoder, as transformers saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import VOCAB_SIZE
+from tests.families import redraw
+
+IMAGE_TOKEN_ID = 10
+SIDE, PATCH = 28, 7  # of the encoders for images of one size
+_TEXT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+_FIXED = _VISION | {"image_size": SIDE, "patch_size": PATCH}
+_PIXTRAL = _VISION | {"model_type": "pixtral", "image_size": 56, "patch_size": PATCH}
+_SIGLIP = _FIXED | {"model_type": "siglip_vision_model", "vision_use_head": False}
+_GRIDS = [[SIDE * rows, SIDE * columns] for rows in range(1, 4) for columns in range(1, 4)]
+_INTERN = _VISION | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH], "num_hidden_layers": 2}
+
+# name -> (prefix of transformers' classes, model_type of the text part, settings)
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mistral3": ("Mistral3", "mistral", {"vision_config": _PIXTRAL, "image_token_index": IMAGE_TOKEN_ID}),
+    "pixtral": (
+        "Llava",
+        "mistral",
+        {"vision_config": _PIXTRAL, "image_token_index": IMAGE_TOKEN_ID}
+        | {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
+    "llava": (
+        "Llava",
+        "llama",
+        {"vision_config": _FIXED | {"model_type": "clip_vision_model"}, "image_token_index": IMAGE_TOKEN_ID},
+    ),
+    "internvl": ("InternVL", "qwen2", {"vision_config": _INTERN, "image_token_id": IMAGE_TOKEN_ID}),
+    "internvl-6b": (  # the settings of InternViT-6B
+        "InternVL",
+        "qwen2",
+        {"image_token_id": IMAGE_TOKEN_ID}
+        | {"vision_config": _INTERN | {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": True}},
+    ),
+    "llava_onevision": (
+        "LlavaOnevision",
+        "qwen2",
+        {"vision_config": _SIGLIP, "image_token_index": IMAGE_TOKEN_ID, "image_grid_pinpoints": _GRIDS}
+        | {"vision_aspect_ratio": "anyres_max_4"},
+    ),
+    "idefics3": ("Idefics3", "llama", {"vision_config": _FIXED, "image_token_id": IMAGE_TOKEN_ID, "scale_factor": 2}),
+    "smolvlm": ("SmolVLM", "llama", {"vision_config": _FIXED, "image_token_id": IMAGE_TOKEN_ID, "scale_factor": 2}),
+}
+
+
+def build_model(name: str, folder: str | Path, **overrides: Any) -> Any:
+    """Write the checkpoint into `folder` and return transformers' model."""
+    import torch
+    import transformers
+
+    prefix, text_type, settings = MODELS[name]
+    text = {"model_type": text_type} | _TEXT
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config=text, tie_word_embeddings=False, **settings | overrides
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+    redraw(model)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,234 @@
+"""What the vision encoders are made of. Their layers are whole on every rank, and compute all patches of several images
+as one matrix: T patches of all images, C = hidden size of the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.worker.layers.activation import ACTIVATIONS, GATED
+from quire.worker.layers.linear import PLAIN, ColumnParallelLinear, LinearMethod, Part, Shard, WeightFormat
+from quire.worker.layers.norm import LayerNorm, Norm, RMSNorm
+from quire.worker.layers.rotary import apply_rotary
+
+ENCODER_ACTIVATIONS = ACTIVATIONS | {"quick_gelu": lambda x: x * torch.sigmoid(1.702 * x)}
+
+
+def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation of that name in config.json. Raises ValueError if it is not supported."""
+    if name not in ENCODER_ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act {name!r} of the vision encoder is not supported: {', '.join(ENCODER_ACTIVATIONS)}"
+        )
+    return ENCODER_ACTIVATIONS[name]
+
+
+def linear(
+    in_features: int,
+    out_features: int | Sequence[int],
+    names: str | Sequence[str],
+    weights: WeightFormat,
+    bias: bool = True,
+    method: LinearMethod | None = None,
+) -> ColumnParallelLinear:
+    """A linear layer that every rank holds whole: the tensors `names`, with `out_features` rows each, as one matrix."""
+    names = [names] if isinstance(names, str) else list(names)
+    sizes = [out_features] * len(names) if isinstance(out_features, int) else list(out_features)
+    starts = accumulate(sizes, initial=0)
+    shards = [Shard(name, size, 0, size, start) for name, size, start in zip(names, sizes, starts)]
+    return ColumnParallelLinear(in_features, shards, bias, method or weights.linear(names[0]))
+
+
+def named(norm: Norm, name: str) -> Norm:
+    """`norm` with the tensors `name`.weight and `name`.bias of the checkpoint."""
+    for key, parameter in norm.named_parameters():
+        parameter.parts = [Part(f"{name}.{key}", tuple(parameter.shape))]
+    return norm
+
+
+def table(name: str, *shape: int) -> nn.Parameter:
+    """An uninitialised parameter that holds the checkpoint's tensor `name`, which may have further dimensions of 1."""
+    parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
+    parameter.parts = [Part(name, shape)]
+    return parameter
+
+
+class PatchEmbedding(ColumnParallelLinear):
+    """Maps images `[B, 3, height, width]` to the embeddings of their patches, `[B, rows, columns, C]`: a convolution
+    whose stride is its size, as one matrix product.
+    """
+
+    def __init__(self, size: int, patch: int, name: str, bias: bool):
+        self.patch, self.name = patch, name
+        super().__init__(3 * patch * patch, [Shard(name, size, 0, size)], bias, PLAIN)
+
+    def weight_parts(self) -> list[Part]:
+        shape = (self.out_features, 3, self.patch, self.patch)
+        return [Part(f"{self.name}.weight", shape, view=partial(torch.flatten, start_dim=1))]
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        batch, _, height, width = pixels.shape
+        rows, columns = height // self.patch, width // self.patch
+        patches = pixels.view(batch, 3, rows, self.patch, columns, self.patch).permute(0, 2, 4, 1, 3, 5)
+        return super().forward(patches.reshape(batch * rows * columns, -1)).view(batch, rows, columns, -1)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Attention of every patch to all patches of its image, `[T, heads, D]` each, for images of `lengths` patches."""
+    heads = [x.transpose(0, 1) for x in (q, k, v)]
+    if len(set(lengths)) == 1:  # one call for all images
+        batched = [x.unflatten(1, (len(lengths), lengths[0])).transpose(0, 1) for x in heads]
+        return F.scaled_dot_product_attention(*batched).transpose(1, 2).flatten(0, 1)
+    images = zip(*(x.split(list(lengths), 1) for x in heads))
+    return torch.cat(
+        [F.scaled_dot_product_attention(*(x.unsqueeze(0) for x in image))[0] for image in images], 1
+    ).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """The checkpoint's names of an encoder layer's tensors, below the layer's prefix."""
+
+    norm1: str = "layer_norm1"
+    attention: str = "self_attn"
+    out: str = "out_proj"
+    norm2: str = "layer_norm2"
+    up: tuple[str, ...] = ("mlp.fc1",)  # two of a gated MLP
+    down: str = "mlp.fc2"
+    scales: tuple[str, ...] = ()  # factors `[C]` of both halves
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """The sizes of an encoder, all of whose layers are equal."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    act: str
+    eps: float
+    norm: str = "layer"  # layer or rms
+    qkv_bias: bool = True
+    bias: bool = True  # of the other linear layers
+    qk_norm: bool = False  # rms, over all heads together
+    names: LayerNames = LayerNames()
+
+    def make_norm(self, name: str) -> Norm:
+        return named((LayerNorm if self.norm == "layer" else RMSNorm)(self.hidden_size, self.eps), name)
+
+
+class SelfAttention(nn.Module):
+    """Maps x `[T, C]` to `[T, C]`. Patches attend to those of their own image."""
+
+    def __init__(self, spec: EncoderSpec, prefix: str, weights: WeightFormat):
+        super().__init__()
+        size, prefix = spec.hidden_size, f"{prefix}.{spec.names.attention}"
+        names = [f"{prefix}.{name}_proj" for name in "qkv"]
+        self.num_heads, self.norms = spec.num_heads, spec.qk_norm
+        self.qkv = linear(size, size, names, weights, spec.qkv_bias)
+        self.out = linear(size, size, f"{prefix}.{spec.names.out}", weights, spec.bias)
+        if spec.qk_norm:
+            self.q_norm = named(RMSNorm(size, 1e-6), f"{prefix}.q_norm")
+            self.k_norm = named(RMSNorm(size, 1e-6), f"{prefix}.k_norm")
+
+    def forward(self, x: torch.Tensor, lengths: Sequence[int], cos_sin: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in (q, k, v))
+        if cos_sin is not None:
+            q, k = apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
+        return self.out(attend(q, k, v, lengths).flatten(1))
+
+
+class FeedForward(nn.Module):
+    """Maps x `[T, C]` to `[T, C]`: down(activation(up(x))), with two up projections activation(first) * second."""
+
+    def __init__(self, spec: EncoderSpec, prefix: str, weights: WeightFormat):
+        super().__init__()
+        names = [f"{prefix}.{name}" for name in spec.names.up]
+        self.up = linear(spec.hidden_size, spec.intermediate_size, names, weights, spec.bias)
+        self.down = linear(spec.intermediate_size, spec.hidden_size, f"{prefix}.{spec.names.down}", weights, spec.bias)
+        act = activation(spec.act)
+        self.activate = act if len(names) == 1 else GATED.get(spec.act) or partial(_gated, act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activate(self.up(x)))
+
+
+def _gated(act: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return act(gate) * up
+
+
+class EncoderLayer(nn.Module):
+    """Attention and an MLP, each after a norm and added to its input."""
+
+    def __init__(self, spec: EncoderSpec, prefix: str, weights: WeightFormat):
+        super().__init__()
+        names = spec.names
+        self.norm1, self.norm2 = (spec.make_norm(f"{prefix}.{name}") for name in (names.norm1, names.norm2))
+        self.attention, self.mlp = SelfAttention(spec, prefix, weights), FeedForward(spec, prefix, weights)
+        self.scales = nn.ParameterList([table(f"{prefix}.{name}", spec.hidden_size) for name in names.scales])
+
+    def forward(self, x: torch.Tensor, lengths: Sequence[int], cos_sin: torch.Tensor | None = None) -> torch.Tensor:
+        first, second = self.scales if len(self.scales) else (1, 1)
+        x = x + self.attention(self.norm1(x), lengths, cos_sin) * first
+        return x + self.mlp(self.norm2(x)) * second
+
+
+class Encoder(nn.Module):
+    """The layers `prefix`.0, `prefix`.1 ..., one after another."""
+
+    def __init__(self, spec: EncoderSpec, prefix: str, weights: WeightFormat):
+        super().__init__()
+        self.layers = nn.ModuleList([EncoderLayer(spec, f"{prefix}.{i}", weights) for i in range(spec.num_layers)])
+
+    def forward(self, x: torch.Tensor, lengths: Sequence[int], cos_sin: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, lengths, cos_sin)
+        return x
+
+
+class Projector(nn.Module):
+    """Maps features `[T, in_features]` to embeddings `[T, hidden_size]`: two linear layers and an activation."""
+
+    def __init__(self, config: dict[str, Any], in_features: int, weights: WeightFormat, bias: bool = True):
+        super().__init__()
+        size, prefix = config["text_config"]["hidden_size"], "multi_modal_projector"
+        bias = config.get("multimodal_projector_bias", bias)
+        self.linear_1 = linear(in_features, size, f"{prefix}.linear_1", weights, bias)
+        self.linear_2 = linear(size, size, f"{prefix}.linear_2", weights, bias)
+        self.activate = activation(config.get("projector_hidden_act", "gelu"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear_2(self.activate(self.linear_1(x)))
+
+
+def num_used_layers(config: dict[str, Any], num_layers: int, default: int) -> int:
+    """How many of an encoder's layers compute the features that config.json selects with `vision_feature_layer`.
+
+    Raises ValueError for a list of layers.
+    """
+    layer = config.get("vision_feature_layer", default)
+    if not isinstance(layer, int):
+        raise ValueError(f"vision_feature_layer {layer} is not supported: only one layer is")
+    return layer if layer >= 0 else num_layers + 1 + layer
+
+
+def merge_patches(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """Join `factor` x `factor` neighbours of a grid `[B, rows, columns, C]`, row by row, into one vector each:
+    `[B, rows / factor * columns / factor, factor * factor * C]`.
+    """
+    batch, rows, columns, _ = x.shape
+    x = x.view(batch, rows // factor, factor, columns // factor, factor, -1).transpose(2, 3)
+    return x.reshape(batch, (rows // factor) * (columns // factor), -1)
