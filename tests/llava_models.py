@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the models that read images through tiles or a Pixtral encoder, as transformers saves them."""
+"""Tiny random checkpoints of Llava, its relatives and Idefics, as transformers saves them."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ def build_model(name: str, folder: str | Path, **overrides: Any) -> Any:
 
     prefix, text_type, settings = MODELS[name]
     text = {"model_type": text_type} | _TEXT
-    config = getattr(transformers, f"{prefix}Config")(
-        text_config=text, tie_word_embeddings=False, **settings | overrides
-    )
+    settings = settings | {"text_config": text, "tie_word_embeddings": False} | overrides
+    config = getattr(transformers, f"{prefix}Config")(**settings)
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
     redraw(model)

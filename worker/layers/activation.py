@@ -40,12 +40,18 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """The approximation of GELU in CLIP (https://arxiv.org/abs/1606.08415, section 2)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 # functions of one projection, by the names in config.json
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "gelu_new": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
     "relu2": relu2,
 }

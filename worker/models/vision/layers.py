@@ -19,16 +19,12 @@ from quire.worker.layers.linear import PLAIN, ColumnParallelLinear, LinearMethod
 from quire.worker.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.worker.layers.rotary import apply_rotary
 
-ENCODER_ACTIVATIONS = ACTIVATIONS | {"quick_gelu": lambda x: x * torch.sigmoid(1.702 * x)}
-
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """The activation of that name in config.json. Raises ValueError if it is not supported."""
-    if name not in ENCODER_ACTIVATIONS:
-        raise ValueError(
-            f"hidden_act {name!r} of the vision encoder is not supported: {', '.join(ENCODER_ACTIVATIONS)}"
-        )
-    return ENCODER_ACTIVATIONS[name]
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} of the vision encoder is not supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 def linear(
@@ -87,10 +83,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[
     if len(set(lengths)) == 1:  # one call for all images
         batched = [x.unflatten(1, (len(lengths), lengths[0])).transpose(0, 1) for x in heads]
         return F.scaled_dot_product_attention(*batched).transpose(1, 2).flatten(0, 1)
-    images = zip(*(x.split(list(lengths), 1) for x in heads))
-    return torch.cat(
-        [F.scaled_dot_product_attention(*(x.unsqueeze(0) for x in image))[0] for image in images], 1
-    ).transpose(0, 1)
+    images = zip(*(x.unsqueeze(0).split(list(lengths), 2) for x in heads))
+    return torch.cat([F.scaled_dot_product_attention(*image) for image in images], 2)[0].transpose(0, 1)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,7 @@ class LlavaTower(VisionTower):
         self.projector = Projector(config, self.encoder.hidden_size, weights)
         self.drops_class = config.get("vision_feature_select_strategy", "default") == "default"
         if self.drops_class and (self.pixtral or self.encoder.class_embedding is None):
-            raise ValueError(
-                'vision_feature_select_strategy "default" is supported with a CLIP encoder only: use "full"'
-            )
+            raise ValueError('vision_feature_select_strategy "default" needs a CLIP encoder; set it to "full"')
 
     def encode(self, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         pixels = [image["pixel_values"] for image in images]
