@@ -1,0 +1,57 @@
+"""InternVL: an image is cut into tiles, and the whole image added if there are several."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from PIL import Image
+
+from quire.server.media.pixels import PixelReader, chosen_bool, chosen_int, one_side, tiles
+from quire.server.media.processor import ProcessedImage
+
+_MOST_TILES = 64  # that a client may ask for
+
+
+class InternVLProcessor:
+    placeholder: ClassVar[str] = "<IMG_CONTEXT>"
+    image_token = "<IMG_CONTEXT>"
+    options: ClassVar[frozenset[str]] = frozenset({"crop_to_patches", "min_patches", "max_patches"})
+
+    def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
+        vision = config["vision_config"]
+        self.side = one_side("vision_config.image_size", vision.get("image_size", 448))
+        found = one_side("preprocessor_config.json: size", preprocessor.get("size") or self.side)
+        if found != self.side:
+            raise ValueError(f"preprocessor_config.json: size {found} must be the encoder's image_size, {self.side}")
+        patch = one_side("vision_config.patch_size", vision.get("patch_size", 14))
+        self.tokens = int(self.side // patch * config.get("downsample_ratio", 0.5)) ** 2
+        self.fewest, self.most = preprocessor.get("min_patches", 1), preprocessor.get("max_patches", 12)
+        self.reader = PixelReader(preprocessor)
+
+    def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
+        most = chosen_int(options, "max_patches", self.most, _MOST_TILES)
+        fewest = chosen_int(options, "min_patches", min(self.fewest, most), most)
+        cut = chosen_bool(options, "crop_to_patches", True) and most > 1
+        return [self._process(image, fewest if cut else 1, most if cut else 1) for image in images]
+
+    def _process(self, image: Image.Image, fewest: int, most: int) -> ProcessedImage:
+        columns, rows = best_grid(image.width, image.height, self.side, fewest, most)
+        parts = tiles(self.reader.resize(image, rows * self.side, columns * self.side), self.side)
+        if len(parts) > 1:
+            parts.append(self.reader.resize(image, self.side, self.side))
+        text = f"<img>{self.image_token}</img>"
+        return ProcessedImage({"pixel_values": self.reader.numbers(parts)}, text, [self.tokens * len(parts)])
+
+
+def best_grid(width: int, height: int, side: int, fewest: int, most: int) -> tuple[int, int]:
+    """Columns and rows, `fewest` to `most` tiles in all, whose shape is the closest to the image's.
+
+    Of several as close, the first, or the last one after it that has less than twice the pixels of the image.
+    """
+    best, difference = (1, 1), float("inf")
+    grids = [(c, r) for c in range(1, most + 1) for r in range(1, most // c + 1) if c * r >= fewest]
+    for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        found = abs(width / height - columns / rows)
+        if found < difference or (found == difference and width * height > 0.5 * side * side * columns * rows):
+            best, difference = (columns, rows), found
+    return best

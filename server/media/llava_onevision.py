@@ -1,0 +1,93 @@
+"""Llava-OneVision: one image is shown whole and in tiles of a higher resolution; of several each one is shown whole."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from quire.server.media.pixels import PixelReader, one_side, padded, padded_to_square, tiles
+from quire.server.media.processor import ProcessedImage
+
+_PINPOINTS = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
+
+
+class LlavaOnevisionProcessor:
+    placeholder: ClassVar[str] = "<image>"
+    image_token = "<image>"
+    options: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
+        vision = config["vision_config"]
+        self.side, patch = vision.get("image_size", 224), vision.get("patch_size", 16)
+        found = one_side("preprocessor_config.json: size", preprocessor.get("size") or self.side)
+        if found != self.side:
+            raise ValueError(f"preprocessor_config.json: size {found} must be the encoder's image_size, {self.side}")
+        self.patches = self.side // patch
+        pinpoints = config.get("image_grid_pinpoints") or _PINPOINTS
+        self.resolutions = [(height, width) for height, width in pinpoints]
+        self.most = most_tiles(config.get("vision_aspect_ratio", "anyres_max_9"))
+        self.reader = PixelReader(preprocessor)
+
+    def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
+        return [self._in_tiles(images[0])] if len(images) == 1 else [self._whole(image) for image in images]
+
+    def _whole(self, image: Image.Image) -> ProcessedImage:
+        image = self.reader.resize(padded_to_square(image, self.reader.mean), self.side, self.side)
+        features = {"pixel_values": self.reader.numbers([image])}
+        return ProcessedImage(features, self.image_token, [self.patches**2 + 1])
+
+    def _in_tiles(self, image: Image.Image) -> ProcessedImage:
+        height, width = best_resolution(image.height, image.width, self.resolutions)
+        size = fitted(image.height, image.width, height, width)
+        parts = tiles(padded(self.reader.resize(image, *size), height, width), self.side)
+        pixels = self.reader.numbers([self.reader.resize(image, self.side, self.side), *parts])
+        layout = self.layout(image.height, image.width, height // self.side, width // self.side)
+        count = self.patches**2 + layout[4] * (layout[5] + 1)
+        features = {"pixel_values": pixels, "layout": np.array(layout, np.int64)}
+        return ProcessedImage(features, self.image_token, [count])
+
+    def layout(self, height: int, width: int, rows: int, columns: int) -> tuple[int, int, int, int, int, int]:
+        """How the encoder joins the tiles of an image of `height` x `width` pixels: rows and columns of tiles, rows and
+        columns of patches that are padding on each side, rows and columns of embeddings.
+        """
+        full_height, full_width = rows * self.patches, columns * self.patches
+        top = left = 0
+        if width / height > full_width / full_height:
+            top = (full_height - int(round(height * (full_width / width), 7))) // 2
+        else:
+            left = (full_width - int(round(width * (full_height / height), 7))) // 2
+        used_height, used_width = full_height - 2 * top, full_width - 2 * left
+        ratio = math.sqrt(used_height * used_width / (self.most * self.patches**2))
+        if ratio > 1.1:
+            used_height, used_width = max(1, int(used_height // ratio)), max(1, int(used_width // ratio))
+        return rows, columns, top, left, used_height, used_width
+
+
+def most_tiles(aspect_ratio: str) -> int:
+    """N of "anyres_max_N": the embeddings of an image's tiles are reduced to about those of N tiles."""
+    match = re.fullmatch(r"anyres_max_(\d+)", aspect_ratio)
+    if not match:
+        raise ValueError(f"vision_aspect_ratio {aspect_ratio!r} is not supported: only anyres_max_N is")
+    return int(match[1])
+
+
+def best_resolution(height: int, width: int, resolutions: list[tuple[int, int]]) -> tuple[int, int]:
+    """The resolution that keeps most pixels of the image, and of several such the one with the least padding."""
+
+    def worth(resolution: tuple[int, int]) -> tuple[int, int]:
+        scale = min(resolution[1] / width, resolution[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - resolution[0] * resolution[1]
+
+    return max(resolutions, key=worth)
+
+
+def fitted(height: int, width: int, most_height: int, most_width: int) -> tuple[int, int]:
+    """The size of an image that is scaled to fit into another size."""
+    if most_width / width < most_height / height:
+        return min(math.ceil(height * (most_width / width)), most_height), most_width
+    return most_height, min(math.ceil(width * (most_height / height)), most_width)

@@ -1,0 +1,54 @@
+"""Pixtral and Mistral 3: images keep their shape; every row of tokens ends with a break."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from PIL import Image
+
+from quire.server.media.pixels import PixelReader, chosen_edge
+from quire.server.media.processor import ProcessedImage
+
+_BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
+
+
+class PixtralProcessor:
+    """A token for each square of `unit` pixels, its patches or groups of them."""
+
+    placeholder: ClassVar[str] = "[IMG]"
+    image_token = "[IMG]"
+    options: ClassVar[frozenset[str]] = frozenset({"size"})
+
+    def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
+        vision = config["vision_config"]
+        merge = config.get("spatial_merge_size", 2) if config.get("model_type") == "mistral3" else 1
+        self.unit = vision.get("patch_size", 16) * merge
+        self.reader = PixelReader(preprocessor)
+        self.longest = longest_edge(preprocessor.get("size") or {}, 1024)
+        self.limit = max(self.longest, vision.get("image_size", 1024))
+
+    def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
+        longest = chosen_edge(options, "size", self.longest, self.limit)
+        return [self._process(image, longest) for image in images]
+
+    def _process(self, image: Image.Image, longest: int) -> ProcessedImage:
+        rows, columns = grid(image.height, image.width, longest, self.unit)
+        pixels = self.reader.numbers([self.reader.resize(image, rows * self.unit, columns * self.unit)])[0]
+        text = (self.image_token + _BREAK) * (rows - 1) + self.image_token + _END
+        return ProcessedImage({"pixel_values": pixels}, text, [columns] * rows)
+
+
+def longest_edge(size: dict[str, int], default: int) -> int:
+    """The longest side of `size` of a preprocessor_config.json. Raises ValueError if it names different sides."""
+    sides = {size[key] for key in ("longest_edge", "height", "width") if size.get(key)} or {default}
+    if len(sides) > 1:
+        raise ValueError(f"preprocessor_config.json: size {size} is not supported: use longest_edge")
+    return sides.pop()
+
+
+def grid(height: int, width: int, longest: int, unit: int) -> tuple[int, int]:
+    """Rows and columns of tokens of an image, which is made smaller to fit into a square of `longest` pixels."""
+    ratio = max(height / longest, width / longest)
+    if ratio > 1:
+        height, width = max(1, int(height / ratio)), max(1, int(width / ratio))
+    return -(-height // unit), -(-width // unit)
