@@ -1,0 +1,73 @@
+"""The models that read images, by the architecture in config.json. A family's module is imported with the first image:
+this one loads neither numpy nor Pillow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.server.media.processor import ImageProcessor
+
+_HERE = "quire.server.media"
+# architecture -> module and class of its ImageProcessor
+PROCESSORS: dict[str, str] = {}
+# architecture of a model that reads images, of which quire serves the text only -> why, for the client
+TEXT_ONLY: dict[str, str] = {}
+
+
+def why_no_images(config: dict[str, Any]) -> str | None:
+    """Why the model of this config.json cannot take images, as the end of a sentence; None if it can."""
+    names = config.get("architectures") or []
+    if (why := next((TEXT_ONLY[name] for name in names if name in TEXT_ONLY), None)) is not None:
+        return why
+    if _find(config) is None:
+        return f"its architecture ({', '.join(names) or 'none is named'}) reads text only"
+    if "vision_config" not in config:
+        return "its config.json describes no vision encoder"
+    return None
+
+
+def _find(config: dict[str, Any]) -> str | None:
+    return next((PROCESSORS[name] for name in config.get("architectures") or [] if name in PROCESSORS), None)
+
+
+def load_processor(folder: str | Path) -> ImageProcessor:
+    """The processor of the model in `folder`. Raises ValueError if the model takes no images, naming a setting that is
+    not supported or a file that cannot be read.
+    """
+    config = read_config(folder)
+    if (why := why_no_images(config)) is not None:
+        raise ValueError(f"the model takes no images: {why}")
+    module, _, name = _find(config).partition(":")
+    return getattr(importlib.import_module(f"{_HERE}.{module}"), name)(config, _preprocessor(Path(folder)))
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json, or {} if there is none."""
+    return _read_json(Path(folder) / "config.json")
+
+
+def _preprocessor(folder: Path) -> dict[str, Any]:
+    """preprocessor_config.json, or the image processor's part of processor_config.json; the latter's other plain
+    settings, such as the number of tokens of an image, count where the image processor has none of that name.
+    """
+    own = _read_json(folder / "preprocessor_config.json")
+    joint = _read_json(folder / "processor_config.json")
+    plain = {name: value for name, value in joint.items() if not isinstance(value, dict)}
+    return plain | (own or joint.get("image_processor") or {})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no object")
+    return found
