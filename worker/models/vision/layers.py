@@ -175,9 +175,13 @@ class EncoderLayer(nn.Module):
         self.scales = nn.ParameterList([table(f"{prefix}.{name}", spec.hidden_size) for name in names.scales])
 
     def forward(self, x: torch.Tensor, lengths: Sequence[int], cos_sin: torch.Tensor | None = None) -> torch.Tensor:
-        first, second = self.scales if len(self.scales) else (1, 1)
-        x = x + self.attention(self.norm1(x), lengths, cos_sin) * first
-        return x + self.mlp(self.norm2(x)) * second
+        first, second = self.scales if len(self.scales) else (None, None)
+        x = _add(x, self.attention(self.norm1(x), lengths, cos_sin), first)
+        return _add(x, self.mlp(self.norm2(x)), second)
+
+
+def _add(x: torch.Tensor, change: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return x + change if scale is None else torch.addcmul(x, change, scale)
 
 
 class Encoder(nn.Module):
