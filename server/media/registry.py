@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
 _HERE = "quire.server.media"
 # architecture -> module and class of its ImageProcessor
-PROCESSORS: dict[str, str] = {}
+PROCESSORS: dict[str, str] = {
+    "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
+    "InternVLForConditionalGeneration": "internvl:InternVLProcessor",
+    "LlavaForConditionalGeneration": "llava:llava_processor",
+    "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
+    "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
+    "SmolVLMForConditionalGeneration": "idefics3:Idefics3Processor",
+}
 # architecture of a model that reads images, of which quire serves the text only -> why, for the client
 TEXT_ONLY: dict[str, str] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from functools import cache
@@ -21,6 +22,7 @@ from quire.server.media.llava import LlavaProcessor, llava_processor
 from quire.server.media.llava_onevision import LlavaOnevisionProcessor
 from quire.server.media.pixtral import PixtralProcessor
 from quire.server.media.processor import ProcessedImage
+from quire.server.media.registry import load_processor
 
 SIDE, PATCH = 28, 7
 VISION = {"image_size": SIDE, "patch_size": PATCH}
@@ -202,3 +204,20 @@ def test_long_images():
 def test_refused_settings(kind, settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         kind({"vision_config": VISION}, settings)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("Idefics3ForConditionalGeneration", Idefics3Processor),
+        ("InternVLForConditionalGeneration", InternVLProcessor),
+        ("LlavaForConditionalGeneration", LlavaProcessor),
+        ("LlavaOnevisionForConditionalGeneration", LlavaOnevisionProcessor),
+        ("Mistral3ForConditionalGeneration", PixtralProcessor),
+        ("SmolVLMForConditionalGeneration", Idefics3Processor),
+    ],
+)
+def test_architectures(architecture, kind, tmp_path):
+    config = {"architectures": [architecture], "vision_config": VISION}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert type(load_processor(tmp_path)) is kind
