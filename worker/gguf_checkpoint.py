@@ -18,6 +18,8 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class GgufCheckpoint(Checkpoint):
     """The tensors of the file that `config` (a parsed config.json) names. Blocks are uint8 `[rows, bytes]`."""
 
+    is_mapped = False  # the model multiplies the blocks in the mapping; rows in another order are copies
+
     def __init__(self, folder: str, config: dict[str, Any]):
         super().__init__(folder)
         self.config = config

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +31,7 @@ from quire.worker.models.names import TensorNames
 from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms import huge_pages
 
+_TRIM_EVERY = 256 << 20  # bytes loaded
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -70,15 +72,15 @@ def load_weights(
         return model.load(folder, load_format, seed, progress)
     with torch.inference_mode(), ExitStack() as stack:
         if load_format == "dummy":
-            placements, fill = deque(_placements(model, TensorNames())), DummyWeights(seed).fill
+            placements, fill, release = deque(_placements(model, TensorNames())), DummyWeights(seed).fill, _keep
         else:
             checkpoint = stack.enter_context(_open(folder, spec))
             names = model.tensor_names(checkpoint.position)
             placements = deque(_placements(model, names, checkpoint))
             checkpoint.check(placements, model, spec, names)
             placements = deque(sorted(placements, key=lambda p: checkpoint.position[p.part.name]))
-            fill = checkpoint.fill
-        _fill_all(model, placements, fill, progress)
+            fill, release = checkpoint.fill, checkpoint.release
+        _fill_all(model, placements, fill, release, progress)
         model.finalize()
 
 
@@ -135,20 +137,25 @@ def _fill_all(
     model: torch.nn.Module,
     placements: deque[Placement],
     fill: Callable[[Placement, bool], bool],
+    release: Callable[[torch.Tensor], None],
     progress: Callable[[float], None] | None,
 ) -> None:
     """Fill all placements. Empties the queue, which would otherwise keep the memory of repacked parameters alive.
 
     `fill` copies a slice or, if allowed, lends the file's memory to the parameter; it returns whether it did.
+    `release` is called with lent memory that is no longer used.
     """
     total = sum(p.target.nbytes for p in placements)
-    done, reported = 0, 0.0
-    layers = _IncompleteLayers(model, placements)
+    done, reported, trimmed = 0, 0.0, 0
+    layers = _IncompleteLayers(model, placements, release)
     while placements:
         placement = placements.popleft()
         layers.prepare(placement)
         layers.filled(placement, fill(placement, bool(layers.of(placement))))
         done += placement.target.nbytes
+        if done - trimmed > _TRIM_EVERY or done == total:
+            trimmed = done
+            huge_pages.trim()  # of what quantizing freed
         if progress and (done - reported * total >= total / 100 or done == total):
             reported = done / total
             progress(reported)
@@ -161,7 +168,10 @@ class _IncompleteLayers:
     reused for parameters of the same shape and dtype, and lent memory is copied only if the layer keeps it.
     """
 
-    def __init__(self, model: torch.nn.Module, placements: Collection[Placement]):
+    def __init__(
+        self, model: torch.nn.Module, placements: Collection[Placement], release: Callable[[torch.Tensor], None]
+    ):
+        self._release = release
         # by the id of a parameter, which two layers may share
         self._layers: dict[int, list[Linear]] = defaultdict(list)
         for layer in model.modules():
@@ -172,7 +182,7 @@ class _IncompleteLayers:
         # number of slices of each parameter that has none filled yet
         self._slices = Counter(id(placement.parameter) for placement in placements)
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        self._lent: set[int] = set()
+        self._lent: dict[int, int] = {}  # id of a parameter -> its address in a file's mapping
 
     def of(self, placement: Placement) -> list[Linear]:
         """The layers that use this slice."""
@@ -188,7 +198,7 @@ class _IncompleteLayers:
 
     def filled(self, placement: Placement, lent: bool) -> None:
         if lent:
-            self._lent.add(id(placement.parameter))
+            self._lent[id(placement.parameter)] = placement.parameter.data_ptr()
         for layer in self.of(placement):
             self._missing[layer] -= 1
             if not self._missing[layer]:
@@ -199,11 +209,14 @@ class _IncompleteLayers:
         layer.finalize()
         kept = {id(parameter) for parameter in layer.parameters(recurse=False)}
         for parameter in before:
-            lent = id(parameter) in self._lent
-            if id(parameter) not in kept and not lent:
+            lent = self._lent.get(id(parameter)) == parameter.data_ptr()
+            if lent:
+                mapped = parameter.data
+                if id(parameter) in kept:
+                    parameter.data = huge_pages.zeros(*mapped.shape, dtype=mapped.dtype).copy_(mapped)
+                self._release(mapped)
+            elif id(parameter) not in kept:
                 self._spare[parameter.shape, parameter.dtype].append(parameter.data)
-            elif id(parameter) in kept and lent:
-                parameter.data = huge_pages.zeros(*parameter.shape, dtype=parameter.dtype).copy_(parameter.data)
 
 
 class Checkpoint:
@@ -212,11 +225,14 @@ class Checkpoint:
     A context manager; the files are open inside it.
     """
 
+    is_mapped: ClassVar[bool] = True  # whether what the files return are views of their mappings, and read only once
+
     def __init__(self, folder: str):
         self.folder = folder
         self._stack = ExitStack()
         self._file_of: dict[str, safe_open] = {}  # tensor name -> open file
         self.position: dict[str, int] = {}  # tensor name -> position in the order of the files
+        self._views: set[int] = set()  # addresses of tensors in the mappings of the files
 
     def __enter__(self) -> Checkpoint:
         for path in _weight_files(Path(self.folder)):
@@ -278,7 +294,9 @@ class Checkpoint:
         return True.
         """
         part, parameter = placement.part, placement.parameter
-        tensor = self._file_of[part.name].get_tensor(part.name)  # a view of the mapping, not read yet
+        in_file = tensor = self._file_of[part.name].get_tensor(part.name)  # a view of the mapping, not read yet
+        if self.is_mapped:
+            self._views.add(tensor.untyped_storage().data_ptr())
         if tensor.dtype == torch.float8_e8m0fnu and parameter.dtype == torch.uint8:
             tensor = tensor.view(torch.uint8)
         if ANY_LENGTH in part.shape:
@@ -293,7 +311,15 @@ class Checkpoint:
             parameter.data = tensor
         else:
             placement.target.copy_(tensor)
+            self.release(in_file)
         return lend
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Give back the memory of a tensor that was copied, if it is a view of a file's mapping: all its pages that
+        were read stay resident otherwise.
+        """
+        if tensor.untyped_storage().data_ptr() in self._views:
+            huge_pages.drop_mapped(tensor)
 
 
 def _same_shape(found: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -327,6 +353,10 @@ def _weight_files(folder: Path) -> list[Path]:
         f"no model.safetensors or model.safetensors.index.json in {folder}"
         + (f" (found {_some(others)}, which is not supported)" if others else "")
     )
+
+
+def _keep(tensor: torch.Tensor) -> None:
+    """Nothing is lent by random weights, so that nothing is released."""
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -7,10 +7,13 @@ import gc
 import mmap
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from quire.worker.cache.allocation import Warmer
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
@@ -168,3 +171,26 @@ def test_a_warmer_stops_while_it_works_and_while_it_waits():
     time.sleep(0.1)
     warmer.stop()
     assert not warmer._thread.is_alive()
+
+
+def test_pages_of_a_file_that_were_read_are_given_back(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.arange(1 << 20), "b": torch.ones(3)}, path)
+    with safe_open(path, framework="pt") as file:
+        tensor = file.get_tensor("a")
+        total = tensor.sum()
+        assert resident_of(path) >= tensor.nbytes
+        huge_pages.drop_mapped(tensor)
+        assert resident_of(path) < 3 * mmap.PAGESIZE  # the first and the last page, which other tensors share
+        assert tensor.sum() == total
+
+
+def resident_of(path) -> int:
+    """Resident bytes of the mappings of a file."""
+    size, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            ours = line.endswith(str(path))
+        elif ours and line.startswith("Rss:"):
+            size += int(line.split()[1]) << 10
+    return size

@@ -73,6 +73,22 @@ def make_resident(address: int, size: int) -> bool:
     return _madvise()(start, address + size - start, 23) == 0  # MADV_POPULATE_WRITE
 
 
+def drop_mapped(tensor: torch.Tensor) -> None:
+    """Let go of the whole pages of a tensor that is a view of a mapped file and was not written to: they are read again
+    from the file when they are needed.
+    """
+    end = tensor.data_ptr() + tensor.nbytes
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    if (size := end // mmap.PAGESIZE * mmap.PAGESIZE - start) > 0:
+        _madvise()(start, size, mmap.MADV_DONTNEED)
+
+
+def trim() -> None:
+    """Return freed memory to the system, which an allocator keeps otherwise (glibc; elsewhere nothing happens)."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @cache
 def _madvise() -> Callable[[int, int, int], int]:
     """The C function, which releases the GIL; `mmap.madvise` takes no addresses."""
