@@ -93,6 +93,7 @@ class LayerNames:
 
     norm1: str = "layer_norm1"
     attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one tensor
     out: str = "out_proj"
     norm2: str = "layer_norm2"
     up: tuple[str, ...] = ("mlp.fc1",)  # two of a gated MLP
@@ -126,9 +127,9 @@ class SelfAttention(nn.Module):
     def __init__(self, spec: EncoderSpec, prefix: str, weights: WeightFormat):
         super().__init__()
         size, prefix = spec.hidden_size, f"{prefix}.{spec.names.attention}"
-        names = [f"{prefix}.{name}_proj" for name in "qkv"]
+        names = [f"{prefix}.{name}" for name in spec.names.qkv]
         self.num_heads, self.norms = spec.num_heads, spec.qk_norm
-        self.qkv = linear(size, size, names, weights, spec.qkv_bias)
+        self.qkv = linear(size, 3 * size // len(names), names, weights, spec.qkv_bias)
         self.out = linear(size, size, f"{prefix}.{spec.names.out}", weights, spec.bias)
         if spec.qk_norm:
             self.q_norm = named(RMSNorm(size, 1e-6), f"{prefix}.q_norm")
