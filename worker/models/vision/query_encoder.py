@@ -57,7 +57,7 @@ class QueryEncoder(nn.Module):
         self.theta, self.head_dim = spec.theta, spec.hidden_size // spec.num_heads
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        batch, num_features, size = features.shape
+        batch, num_features, _ = features.shape
         queries = self.small if num_features <= SMALL else self.large
         x = torch.cat((features, queries.expand(batch, -1, -1)), 1)
         rotation = self._rotation(x.shape[1], x.device).repeat(batch, 1)
@@ -105,8 +105,6 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_features: int
     k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
     length = q.shape[2]
     visible = torch.ones(length - num_features, length, dtype=torch.bool, device=q.device).tril(num_features)
-    of_features = F.scaled_dot_product_attention(
-        q[:, :, :num_features], k[:, :, :num_features], v[:, :, :num_features]
-    )
+    of_features = F.scaled_dot_product_attention(q[:, :, :num_features], k[:, :, :num_features], v[:, :, :num_features])
     of_queries = F.scaled_dot_product_attention(q[:, :, num_features:], k, v, visible)
     return torch.cat((of_features, of_queries), 2)

@@ -137,7 +137,7 @@ def relative_attention(
 
     The biases of all scores are never in memory at once.
     """
-    num, heads, rows, columns, dim = q.shape
+    num, heads, rows, columns, _ = q.shape
     of_rows = q @ _distances(by_row, rows).transpose(1, 2)  # [N, heads, rows, columns, rows of k]
     of_columns = (q.transpose(2, 3) @ _distances(by_column, columns).transpose(1, 2)).transpose(2, 3)
     k, v = k.flatten(2, 3), v.flatten(2, 3)
