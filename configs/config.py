@@ -105,6 +105,7 @@ class ModelConfig:
         ),
         choices=("auto", "quire", "transformers"),
     )
+    language_model_only: bool = opt(False, "leave out the encoder of a model that reads images, and refuse images")
     trust_remote_code: bool = opt(False, "let transformers run Python code from the model's folder (tokenizer only)")
     seed: int = opt(0, "seed of dummy weights; requests have their own seeds")
 

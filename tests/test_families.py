@@ -92,7 +92,7 @@ def test_the_text_of_a_wrapper(model_type, text, vision, bare, prompts, tmp_path
         language = re.compile(r"^(model\.language_model|language_model\.model)\.")
         renamed = {language.sub("", name): value for name, value in tensors.items() if language.match(name)}
         save_file(renamed, tmp_path / "model.safetensors")
-    engine = InProcessEngine(str(tmp_path), max_model_len="200")
+    engine = InProcessEngine(str(tmp_path), max_model_len="200", language_model_only=bare)
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=0)
     chosen = [prompt for prompt in prompts if 1 < len(prompt) < 130][::4]
     results = engine.generate(chosen, sampling)

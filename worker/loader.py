@@ -88,7 +88,8 @@ def check_model(config: Config, *, files: bool = True) -> None:
     """Raise the ValueError that building the model and, with `files`, loading its weights would raise. Checks shapes
     only: allocates and reads no weights.
     """
-    spec, group = read_model_spec(config.model.model, config.model.model_impl), Group()
+    options, group = config.model, Group()
+    spec = read_model_spec(options.model, options.model_impl, images=not options.language_model_only)
     group.size = config.parallel.tensor_parallel_size
     with use_groups(tp=group, ep=group if config.parallel.enable_expert_parallel else None):
         model = build_model(spec, torch.float32, torch.device("meta"))
@@ -117,13 +118,17 @@ def _placements(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | No
             part = _of_transposed(part)
         return replace(part, name=names.in_file(part.name))
 
+    def of_tower(part: Part) -> Part:
+        return replace(part, name=names.of_tower(part.name))
+
     for name, parameter in model.named_parameters():  # a shared parameter is listed once
+        find = of_tower if name.startswith("vision.") else in_file
         view = getattr(parameter, "view_of_tensor", None)
         parts = getattr(parameter, "parts", None) or [Part(name, tuple(parameter.shape), view=view)]
-        parts = list(map(in_file, parts))
+        parts = list(map(find, parts))
         others = getattr(parameter, "other_parts", ()) if checkpoint else ()
         if others and not checkpoint.holds(parts):
-            parts = next(filter(checkpoint.holds, (list(map(in_file, form)) for form in others)), parts)
+            parts = next(filter(checkpoint.holds, (list(map(find, form)) for form in others)), parts)
         yield from (Placement(part, parameter) for part in parts)
 
 
@@ -287,7 +292,10 @@ class Checkpoint:
             if names
         ]
         if problems:
-            raise ValueError(f"the weights in {self.folder} do not fit {spec.architecture}; {'; '.join(problems)}")
+            hint = ". --language-model-only leaves out the encoder of images" if spec.vision and missing else ""
+            raise ValueError(
+                f"the weights in {self.folder} do not fit {spec.architecture}; {'; '.join(problems)}{hint}"
+            )
 
     def fill(self, placement: Placement, may_lend: bool) -> bool:
         """Copy one slice and return False or, if a parameter is a whole tensor, let it use the mapping itself and

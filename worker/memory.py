@@ -239,7 +239,8 @@ def preview(config: Config) -> WorkerReady:
     Raises ValueError as the worker would.
     """
     platform = get_platform(config.device.device)
-    spec = read_model_spec(config.model.model, config.model.model_impl)
+    options = config.model
+    spec = read_model_spec(options.model, options.model_impl, images=not options.language_model_only)
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     num_ranks = tp * pp * config.parallel.data_parallel_size
     started = platform.start(

@@ -93,7 +93,7 @@ class Worker:
             config.device.cpu_level,
         )
         total, available = platform.memory(num_ranks)
-        spec = read_model_spec(config.model.model, config.model.model_impl)
+        spec = read_model_spec(config.model.model, config.model.model_impl, images=not config.model.language_model_only)
         self._join_ranks(platform)
         pooling = read_pooling(config.model.model, spec, config.model.pooling)
         limits = memory.resolve_limits(config, spec, platform)

@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quire.worker.models.config import ModelSpec, dtype_of_weights, read_config, with_quantization
-from quire.worker.models.reader import text_part
 from quire.worker.models.tied import has_own_head
+from quire.worker.models.wrappers import WRAPPERS, text_architecture, tower_class, wrapper_of
 
 if TYPE_CHECKING:
     import torch
 
     from quire.worker.models.decoder import CausalLM
+    from quire.worker.models.vision.base import VisionTower
+    from quire.worker.models.vision.spec import VisionSpec
     from quire.worker.platforms.ops import Ops
 
 _HERE = "quire.worker.models"
@@ -78,26 +80,6 @@ MODELS = {
     for suffix in ("ForCausalLM", "Model", "ForSequenceClassification")
     for name, cls in DECODERS.items()
 } | ENCODERS
-# architectures of wrappers, whose text part alone is served -> `model_type` of the text part -> its architecture
-_TEXT = {
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3n_text": "Gemma3nForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-WRAPPERS = {
-    "Gemma3ForConditionalGeneration",
-    "Gemma3nForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "LlavaOnevisionForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-}
 
 
 def model_class(architecture: str) -> type[CausalLM]:
@@ -111,22 +93,15 @@ def model_class(architecture: str) -> type[CausalLM]:
 
 def family_of(raw: dict[str, Any]) -> str:
     """Return the architecture of a parsed config.json or, of a wrapper, of its text part."""
+    if wrapper := wrapper_of(raw):
+        return text_architecture(wrapper, raw)
     names = raw.get("architectures") or []
-    wrapper = next((name for name in names if name in WRAPPERS), None)
-    if wrapper:
-        model_type = text_part(raw).get("model_type")
-        if model_type not in _TEXT:
-            raise ValueError(
-                f"{wrapper} with a text part of model_type {model_type!r} is not supported; supported: "
-                f"{', '.join(_TEXT)}"
-            )
-        return _TEXT[model_type]
     return next((name for name in names if name in MODELS), ", ".join(names) or "none named in config.json")
 
 
-def read_model_spec(folder: str, implementation: str = "auto") -> ModelSpec:
+def read_model_spec(folder: str, implementation: str = "auto", *, images: bool = True) -> ModelSpec:
     """Read `folder/config.json`. `implementation` is `--model-impl`; auto: transformers if quire has no file for
-    the architecture in config.json.
+    the architecture in config.json. Without `images` a wrapper's vision encoder is left out.
 
     Raises:
         ValueError: config.json is missing or unreadable, names no architecture that the implementation supports, or
@@ -138,7 +113,7 @@ def read_model_spec(folder: str, implementation: str = "auto") -> ModelSpec:
 
         spec = read_spec(folder, raw)
     else:
-        spec = parse_model_spec(raw)
+        spec = parse_model_spec(raw, images=images)
     if spec.tie_word_embeddings and has_own_head(folder):
         spec = replace(spec, tie_word_embeddings=False)
     return spec if spec.dtype else replace(spec, dtype=dtype_of_weights(folder))
@@ -147,15 +122,20 @@ def read_model_spec(folder: str, implementation: str = "auto") -> ModelSpec:
 def _is_foreign(raw: dict[str, Any]) -> bool:
     """Whether config.json names architectures, but none that quire has a file for."""
     names = set(raw.get("architectures") or [])
-    return bool(names) and not names & (MODELS.keys() | WRAPPERS)
+    return bool(names) and not names & (MODELS.keys() | WRAPPERS.keys())
 
 
-def parse_model_spec(raw: dict[str, Any]) -> ModelSpec:
+def parse_model_spec(raw: dict[str, Any], *, images: bool = True) -> ModelSpec:
     """Return the spec of a parsed config.json. `dtype` is "" if it names none. Raises ValueError as `read_model_spec`
     does.
     """
-    architecture = family_of(raw)
-    return model_class(architecture).read_config(architecture, raw)
+    architecture, wrapper = family_of(raw), wrapper_of(raw)
+    spec = model_class(architecture).read_config(architecture, raw)
+    tower = tower_class(wrapper) if wrapper else None
+    if tower is None:
+        return spec
+    vision = tower.read_spec(wrapper, raw) if images else None
+    return replace(spec, vision=vision, tower_prefixes=tower.prefixes)
 
 
 def build_model(
@@ -192,11 +172,21 @@ def build_model(
     try:
         with torch.device(device):
             model = cls(spec, max_model_len or spec.max_model_len, weights).eval()
+            if spec.vision and model.model.first:
+                model.vision = _build_tower(spec.vision).eval()
     finally:
         torch.set_default_dtype(default)
     if ops is not None:
         model.use(ops)
     return model
+
+
+def _build_tower(vision: VisionSpec) -> VisionTower:
+    """Build a vision encoder, whole on every rank, and in the model's dtype however the language model is stored."""
+    from quire.worker.parallel import Group, use_groups
+
+    with use_groups(tp=Group(), pp=Group(), ep=Group()):
+        return tower_class(vision.architecture)(vision.config)
 
 
 def num_parameters(spec: ModelSpec) -> int:

@@ -15,6 +15,7 @@ from quire.configs.files import damaged_weights, unreadable
 from quire.worker.cache.spec import CacheSpec, Full, Latent, LatentSizes, Window
 from quire.worker.models.moe_spec import MoESpec
 from quire.worker.models.rope import RopeSpec
+from quire.worker.models.vision.spec import VisionSpec
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -78,6 +79,8 @@ class ModelSpec:
     why_shorter: str = ""  # reason for a `max_model_len` below what the positions allow
     implementation: str = "quire"  # or transformers, which reads the model from `folder`
     folder: str = ""
+    vision: VisionSpec | None = None  # None: images are not served
+    tower_prefixes: tuple[str, ...] = ()  # beginnings of the names of a wrapper's tensors outside the language model
 
     @property
     def num_hidden_layers(self) -> int:

@@ -21,7 +21,7 @@ from quire.worker.layers.rotary import RotaryEmbedding, Rotation
 from quire.worker.models.blocks import BLOCKS, DecoderLayer
 from quire.worker.models.config import ModelSpec
 from quire.worker.models.moe import MoE
-from quire.worker.models.names import TensorNames
+from quire.worker.models.names import TensorNames, below
 from quire.worker.models.reader import ConfigReader
 from quire.worker.parallel import Exchange, pp
 from quire.worker.platforms.huge_pages import Workspace
@@ -29,6 +29,7 @@ from quire.worker.platforms.ops import FusedLayers, Ops
 
 if TYPE_CHECKING:
     from quire.worker.models.pooling import Pooler
+    from quire.worker.models.vision.base import VisionTower
 
 
 class Decoder(nn.Module):
@@ -150,6 +151,7 @@ class CausalLM(ConfigReader, nn.Module):
         self.weight_format = weights
         self.model = self.make_decoder(spec, max_model_len, weights)
         self.pooler: Pooler | None = None  # None: requests for vectors are refused
+        self.vision: VisionTower | None = None  # of the first stage, if the model reads images
         if self.model.last and spec.labels:
             self.score = self.make_classifier(spec)
         if self.model.last and spec.has_lm_head:
@@ -228,7 +230,8 @@ class CausalLM(ConfigReader, nn.Module):
 
     def tensor_names(self, names: Collection[str]) -> TensorNames:
         """The names of this model's tensors in files that hold the tensors `names`."""
-        return TensorNames(self.renames, self.ignored).placed(names, "model.embed_tokens.weight")
+        ignored = (*self.ignored, *map(below, self.spec.tower_prefixes))
+        return TensorNames(self.renames, ignored).placed(names, "model.embed_tokens.weight")
 
     def has_elsewhere(self, name: str, names: TensorNames) -> bool:
         """Return whether another rank holds the checkpoint tensor `name`, or none because the layer drafts tokens."""

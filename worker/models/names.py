@@ -17,6 +17,7 @@ _PLACES = (
     ("^", "language_model."),
     (r"^model\.", "model.language_model."),
     (r"^model\.", "language_model."),
+    (r"^model\.", "model.text_model."),
     (r"^[a-z_]+\.(?!weight|bias)", ""),  # a bare model without its head
 )
 _IGNORED = (
@@ -24,6 +25,11 @@ _IGNORED = (
     r"^mtp\.",  # layers that draft tokens
     r"^(model\.)?(vision_\w+|visual|audio_\w+|multi_modal_projector|mm_\w+|embed_vision|embed_audio)\.",  # encoders
 )
+
+
+def below(prefix: str) -> str:
+    """The pattern of names that begin with `prefix`, with "model." in front or without."""
+    return rf"^(model\.)?{re.escape(prefix.removeprefix('model.'))}"
 
 
 class TensorNames:
@@ -39,6 +45,7 @@ class TensorNames:
         `ignored` are patterns of names in the files.
         """
         self.renames, self.ignored, self.place = dict(renames or {}), ignored, place
+        self.files: Container[str] = ()  # names of the tensors in the files
         parts = "|".join(map(re.escape, sorted(self.renames, key=len, reverse=True)))
         self._parts = re.compile(rf"(?<![^.])(?:{parts})(?![^.])") if parts else None
 
@@ -53,8 +60,15 @@ class TensorNames:
         for place in _PLACES:
             found = TensorNames(self.renames, self.ignored, place)
             if found.in_file(anchor) in names:
+                found.files = names
                 return found
+        self.files = names
         return self
+
+    def of_tower(self, name: str) -> str:
+        """The name in the files of a vision encoder's tensor, which some generations of files have below "model."."""
+        bare = name.removeprefix("model.")
+        return next((found for found in (name, f"model.{name}", bare) if found in self.files), name)
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor of the files is not needed."""

@@ -8,25 +8,40 @@ import torch
 from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.models.vision.spec import VisionSpec, read_image_token_id
 
 
 class VisionTower(nn.Module):
-    """The encoder and the projector of a model that reads images, whole on every rank and in the first stage.
+    """The encoder and the projector of a model that reads images, whole on every rank and in the first stage. A family
+    is a subclass and a line in `wrappers.WRAPPERS`.
 
-    Its parameters have the checkpoint's names below `prefixes`, or those that a family maps to them.
+    Parameters list their `Part`s with names of one generation of files, e.g. "visual.merger.mlp.0.weight" or
+    "vision_tower.ln_pre.weight". The loader also finds them with "model." in front, or without it. A parameter without
+    parts is not allowed. Every parameter must be in the files; tensors below `prefixes` that no parameter uses are
+    skipped. Weights are in the model's dtype also if the language model is quantized; `--quantization` leaves them.
     """
 
-    # beginnings of the names of the checkpoint's tensors that belong to the tower
+    # beginnings of the names of the checkpoint's tensors that belong to the tower, in the same generation
     prefixes: ClassVar[tuple[str, ...]]
-    # whether the tokens of an image attend to each other in both directions, so that one step computes them all
-    bidirectional: ClassVar[bool] = False
-    # decoder layers, from the first, that add a part of their own to the hidden states of image tokens (deepstack)
-    num_deep: int = 0
+
+    @classmethod
+    def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
+        """Facts about the images of the model with this config.json. Families override it for a placeholder that the
+        file names in another way, bidirectional images, deepstack and mrope. Raises ValueError, naming the key, for
+        settings that are not supported.
+        """
+        return VisionSpec(architecture, config, read_image_token_id(config))
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         """`config` is the whole config.json."""
         super().__init__()
 
     def encode(self, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """The embeddings of each image, `[num_embeds, hidden_size * (1 + num_deep)]`, from its features."""
+        """The embeddings of each image, `[num_embeds, hidden_size * (1 + num_deep)]` in the model's dtype, from its
+        features, which are on the model's device in the dtype of the file (float32 for pixels).
+
+        The first `hidden_size` columns replace the embeddings of the image's placeholders, after the language model
+        has scaled those of the text (Gemma). With deepstack, part i of the others is added to the hidden states after
+        decoder layer i.
+        """
         raise NotImplementedError

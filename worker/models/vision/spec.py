@@ -1,0 +1,32 @@
+"""What the rest of the worker and the scheduler know about a model's vision encoder. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """Facts about the images that a model reads, made by `VisionTower.read_spec`."""
+
+    architecture: str  # of the wrapper, a key of `wrappers.WRAPPERS`
+    config: dict[str, Any]  # the whole config.json
+    image_token_id: int  # the placeholder whose embeddings the images replace
+    # whether the tokens of an image attend to each other in both directions, so that one step computes them all
+    bidirectional: bool = False
+    # decoder layers, from the first, that add a part of their own to the hidden states of image tokens (deepstack)
+    num_deep: int = 0
+    mrope: bool = False  # whether positions have three axes; `RopeSpec.mrope_section` says how they are used
+
+    def width(self, hidden_size: int) -> int:
+        """Entries of one embedding that the encoder returns."""
+        return hidden_size * (1 + self.num_deep)
+
+
+def read_image_token_id(config: dict[str, Any]) -> int:
+    """The id of the image token in a config.json. Raises ValueError if it names none."""
+    token_id = config.get("image_token_id", config.get("image_token_index"))
+    if not isinstance(token_id, int):
+        raise ValueError("config.json has no image_token_id (or image_token_index)")
+    return token_id

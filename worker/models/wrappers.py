@@ -1,0 +1,75 @@
+"""Architectures that add an encoder to a language model: where both are implemented. Torch-free until a tower is built.
+
+A family with images is one line in `WRAPPERS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.worker.models.reader import text_part
+
+if TYPE_CHECKING:
+    from quire.worker.models.vision.base import VisionTower
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """`tower` is module and class below `worker/models/vision`; without one, text alone is served. `text` is the
+    architecture of the language model, a key of `DECODERS`; by default it follows from the `model_type` of the text
+    part of config.json.
+    """
+
+    tower: str = ""
+    text: str = ""
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "Gemma3ForConditionalGeneration": Wrapper(),
+    "Gemma3nForConditionalGeneration": Wrapper(),
+    "Gemma4ForConditionalGeneration": Wrapper(),
+    "Idefics3ForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
+    "InternVLForConditionalGeneration": Wrapper("intern_vit:InternVLTower"),
+    "LlavaForConditionalGeneration": Wrapper("llava:LlavaTower"),
+    "LlavaOnevisionForConditionalGeneration": Wrapper("llava_onevision:LlavaOnevisionTower"),
+    "Mistral3ForConditionalGeneration": Wrapper("pixtral:Mistral3Tower"),
+    "SmolVLMForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
+}
+# `model_type` of the text part -> its architecture
+_TEXT = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def wrapper_of(raw: dict[str, Any]) -> str | None:
+    """The architecture of a wrapper that a parsed config.json names, or None."""
+    return next((name for name in raw.get("architectures") or [] if name in WRAPPERS), None)
+
+
+def text_architecture(wrapper: str, raw: dict[str, Any]) -> str:
+    """The architecture of a wrapper's language model. Raises ValueError if it is not supported."""
+    if WRAPPERS[wrapper].text:
+        return WRAPPERS[wrapper].text
+    model_type = text_part(raw).get("model_type")
+    if model_type not in _TEXT:
+        raise ValueError(
+            f"{wrapper} with a text part of model_type {model_type!r} is not supported; supported: {', '.join(_TEXT)}"
+        )
+    return _TEXT[model_type]
+
+
+def tower_class(wrapper: str) -> type[VisionTower] | None:
+    """The class of a wrapper's vision encoder, or None if text alone is served."""
+    if not WRAPPERS[wrapper].tower:
+        return None
+    module, name = WRAPPERS[wrapper].tower.split(":")
+    return getattr(importlib.import_module(f"quire.worker.models.vision.{module}"), name)
