@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from quire.worker.layers.linear import Linear
-from quire.worker.loader import Checkpoint, Placement
-from quire.worker.models.vision.base import VisionTower
 from quire.worker.models.vision.idefics3 import Idefics3Tower
 from quire.worker.models.vision.intern_vit import InternVLTower
 from quire.worker.models.vision.llava import LlavaTower
 from quire.worker.models.vision.llava_onevision import LlavaOnevisionTower
 from quire.worker.models.vision.pixtral import Mistral3Tower
 from tests.llava_models import PATCH, SIDE, build_model
+from tests.worker.towers import close, load_tower
 
 TOWERS = {
     "mistral3": Mistral3Tower,
@@ -28,23 +25,6 @@ TOWERS = {
     "idefics3": Idefics3Tower,
     "smolvlm": Idefics3Tower,
 }
-
-
-def load_tower(name: str, folder: str) -> VisionTower:
-    with open(f"{folder}/config.json", encoding="utf-8") as file:
-        tower = TOWERS[name](json.load(file)).eval()
-    with Checkpoint(folder) as checkpoint:
-        for parameter in tower.parameters():
-            assert checkpoint.holds(parameter.parts), parameter.parts
-            for part in parameter.parts:
-                checkpoint.fill(Placement(part, parameter), False)
-        used = {part.name for parameter in tower.parameters() for part in parameter.parts}
-        own = {name for name in checkpoint.position if name.startswith(tower.prefixes)}
-        assert used <= own and not {name for name in own - used if "layers.0" in name}
-    for module in tower.modules():
-        if isinstance(module, Linear):
-            module.finalize()
-    return tower
 
 
 def pixels(*shape: int) -> torch.Tensor:
@@ -60,13 +40,7 @@ def fixed_images(tiles: list[int]) -> Iterator[dict[str, torch.Tensor]]:
 def built(request, tmp_path):
     model = build_model(request.param, tmp_path)
     with torch.inference_mode():
-        yield model, load_tower(request.param, str(tmp_path))
-
-
-def close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(found) == len(expected)
-    for image, reference in zip(found, expected):
-        torch.testing.assert_close(image, reference, rtol=1e-4, atol=1e-4)
+        yield model, load_tower(TOWERS[request.param], str(tmp_path))
 
 
 @pytest.mark.parametrize("built", ["mistral3", "pixtral"], indirect=True)

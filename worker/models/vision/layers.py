@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ def linear(
 def named(norm: Norm, name: str) -> Norm:
     """`norm` with the tensors `name`.weight and `name`.bias of the checkpoint."""
     for key, parameter in norm.named_parameters():
-        parameter.parts = [Part(f"{name}.{key}", tuple(parameter.shape))]
+        view = getattr(parameter, "view_of_tensor", None)
+        parameter.parts = [Part(f"{name}.{key}", tuple(parameter.shape), view=view)]
     return norm
 
 
@@ -77,14 +78,20 @@ class PatchEmbedding(ColumnParallelLinear):
         return super().forward(patches.reshape(batch * rows * columns, -1)).view(batch, rows, columns, -1)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Attention of every patch to all patches of its image, `[T, heads, D]` each, for images of `lengths` patches."""
-    heads = [x.transpose(0, 1) for x in (q, k, v)]
-    if len(set(lengths)) == 1:  # one call for all images
-        batched = [x.unflatten(1, (len(lengths), lengths[0])).transpose(0, 1) for x in heads]
-        return F.scaled_dot_product_attention(*batched).transpose(1, 2).flatten(0, 1)
-    images = zip(*(x.unsqueeze(0).split(list(lengths), 2) for x in heads))
-    return torch.cat([F.scaled_dot_product_attention(*image) for image in images], 2)[0].transpose(0, 1)
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float | None = None
+) -> torch.Tensor:
+    """Attention of every patch to all patches of its image, `[T, heads, D]` each, for images of `lengths` patches.
+
+    Neighbours of equal length share a call. `scale` is D ** -0.5 by default.
+    """
+    runs = [(length, len(list(images))) for length, images in groupby(lengths)]
+    parts = zip(runs, *(x.split([length * count for length, count in runs]) for x in (q, k, v)))
+    attended = []
+    for (length, count), *part in parts:
+        batched = [x.unflatten(0, (count, length)).transpose(1, 2) for x in part]
+        attended.append(F.scaled_dot_product_attention(*batched, scale=scale).transpose(1, 2).flatten(0, 1))
+    return torch.cat(attended)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""The vision encoder of Qwen3-VL: positions are also embedded, and features of some layers join the hidden states of
+the decoder's first layers (deepstack, https://arxiv.org/abs/2406.04334).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.layers.norm import LayerNorm
+from quire.worker.models.vision.layers import EncoderSpec, LayerNames, named, table
+from quire.worker.models.vision.qwen_vl import Grid, Merger, QwenVLTower, frame_lengths, in_groups
+from quire.worker.models.vision.spec import VisionSpec
+
+_DEFAULTS = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": (8, 16, 24),
+}
+
+
+class Qwen3VLTower(QwenVLTower):
+    """An embedding has the columns of the final features, then those of each layer in `deepstack_visual_indexes`."""
+
+    defaults = _DEFAULTS
+    patch_bias = True
+
+    @classmethod
+    def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
+        deep = (cls.defaults | config["vision_config"])["deepstack_visual_indexes"]
+        return replace(super().read_spec(architecture, config), num_deep=len(deep))
+
+    def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(config, weights)
+        size, places = self.vision["hidden_size"], self.vision["num_position_embeddings"]
+        self.side = isqrt(places)
+        self.positions = table("visual.pos_embed.weight", places, size)
+        self.deep = {layer: i for i, layer in enumerate(self.vision["deepstack_visual_indexes"])}
+        names = [f"visual.deepstack_merger_list.{i}" for i in range(len(self.deep))]
+        self.deep_mergers = nn.ModuleList([self._merger(name, size * self.merge**2, weights) for name in names])
+
+    @classmethod
+    def encoder_spec(cls, vision: dict[str, Any]) -> EncoderSpec:
+        return EncoderSpec(
+            hidden_size=vision["hidden_size"],
+            intermediate_size=vision["intermediate_size"],
+            num_layers=vision["depth"],
+            num_heads=vision["num_heads"],
+            act=vision["hidden_act"],
+            eps=1e-6,
+            names=LayerNames("norm1", "attn", ("qkv",), "proj", "norm2", ("mlp.linear_fc1",), "mlp.linear_fc2"),
+        )
+
+    def make_merger(self, spec: EncoderSpec, weights: WeightFormat) -> Merger:
+        return self._merger("visual.merger", spec.hidden_size, weights)
+
+    def _merger(self, name: str, normed: int, weights: WeightFormat) -> Merger:
+        names = f"{name}.linear_fc1", f"{name}.linear_fc2"
+        norm = named(LayerNorm(normed, 1e-6), f"{name}.norm")
+        return Merger(norm, self.merge**2, self.out_size, names, self.vision["hidden_size"], weights)
+
+    def embed(self, x: torch.Tensor, cos_sin: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
+        x = x + torch.cat([self._positions(grid) for grid in grids])
+        lengths, deep = frame_lengths(grids), []
+        for i, layer in enumerate(self.encoder.layers):
+            x = layer(x, lengths, cos_sin)
+            if i in self.deep:
+                deep.append(self.deep_mergers[self.deep[i]](x))
+        return torch.cat((self.merger(x), *deep), -1)
+
+    def _positions(self, grid: Grid) -> torch.Tensor:
+        """The embeddings of the positions of a grid `[T, C]`: those of the square that was learned, stretched."""
+        frames, rows, columns = grid
+        learned = self.positions.float().view(1, self.side, self.side, -1).permute(0, 3, 1, 2)
+        stretched = F.interpolate(learned, (rows, columns), mode="bilinear", align_corners=True)
+        return in_groups(stretched[0].permute(1, 2, 0), self.merge).to(self.positions.dtype).repeat(frames, 1)
