@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 _HERE = "quire.server.media"
 # architecture -> module and class of its ImageProcessor
 PROCESSORS: dict[str, str] = {
+    "DeepseekOCRForCausalLM": "deepseek_ocr:DeepseekOCRProcessor",
+    "DeepseekOCR2ForCausalLM": "deepseek_ocr:DeepseekOCR2Processor",
+    "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr:DeepseekOCR2Processor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
     "InternVLForConditionalGeneration": "internvl:InternVLProcessor",
     "LlavaForConditionalGeneration": "llava:llava_processor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3Processor",
+    "UnlimitedOCRForCausalLM": "deepseek_ocr:UnlimitedOCRProcessor",
+    "UnlimitedOcrForConditionalGeneration": "deepseek_ocr:UnlimitedOCRProcessor",
 }
 # architecture of a model that reads images, of which quire serves the text only -> why, for the client
 TEXT_ONLY: dict[str, str] = {}
