@@ -11,9 +11,12 @@ from quire.server.api.anthropic.protocol import AnthropicErrorResponse
 from quire.server.api.ollama.protocol import OllamaErrorResponse
 from quire.server.api.openai.protocol import ErrorResponse
 from quire.server.error_shapes import is_anthropic, is_ollama
-from quire.server.http.route import Route
+from quire.server.http.route import EVENTS, NDJSON, Route
 
 _REF = "#/components/schemas/{name}"
+_RETRY_AFTER = {
+    "Retry-After": {"description": "Seconds", "required": True, "schema": {"type": "integer", "minimum": 1}}
+}
 _PARAMETER = re.compile(r"{(\w+)(?::path)?}")
 Json = dict[str, Any]
 
@@ -63,17 +66,24 @@ def _responses(route: Route, schemas: dict[int, Json]) -> Json:
     found: Json = {}
     if route.answer is not None:
         found["200"] = {"description": "OK"}
-        content: Json = {route.answer: {"schema": {"type": "string"}}} if isinstance(route.answer, str) else {}
+        content: Json = {route.answer: _text(route.answer)} if isinstance(route.answer, str) else {}
         if answers := [schemas[id(cls)] for cls in route.answers]:
             content = _json(answers[0] if len(answers) == 1 else {"anyOf": answers})
         if route.stream is not None:
-            content[route.stream] = {}
+            content[route.stream] = _text(route.stream)
         if content:
             found["200"]["content"] = content
+    error = _json(schemas[id(_error_type(route.path))])
+    unavailable = {"description": "Loading, full or shutting down", "headers": _RETRY_AFTER, "content": error}
+    found |= {"503": unavailable, "default": {"description": "Error", "content": error}}
     for status, cls in route.others.items():
         found[status] = {"description": cls.__name__, "content": _json(schemas[id(cls)])}
-    error = schemas[id(_error_type(route.path))]
-    return found | {"default": {"description": "Error", "content": _json(error)}}
+    return found
+
+
+def _text(media_type: str) -> Json:
+    """A stream has no schema: OpenAPI 3.1 describes bodies that are read whole."""
+    return {} if media_type in (EVENTS, NDJSON) else {"schema": {"type": "string"}}
 
 
 def _json(schema: Json) -> Json:

@@ -24,6 +24,7 @@ from quire.server.batches.lines import read_body, read_lines
 from quire.server.batches.store import Batch, Line, Store
 from quire.server.errors import error_body
 from quire.server.http import in_process
+from quire.server.http.sse import one_line
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -225,12 +226,15 @@ class _Run:
             await asyncio.sleep(RETRY_SECONDS)
             self.retries.append(line)
             return
-        result = b'{"id":%b,"custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":null}' % (
-            msgspec.json.encode(f"batch_req_{number}"),
-            msgspec.json.encode(line.custom_id),
-            status,
-            msgspec.json.encode(request_id),
-            answer,
+        result = one_line(
+            b'{"id":%b,"custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":null}'
+            % (
+                msgspec.json.encode(f"batch_req_{number}"),
+                msgspec.json.encode(line.custom_id),
+                status,
+                msgspec.json.encode(request_id),
+                answer,
+            )
         )
         if not await self._do(self.store.add_result, self.batch.id, line.number, result, status == 200):
             self.no_space = True

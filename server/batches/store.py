@@ -121,6 +121,13 @@ class Store:
     def path(self, file_id: str) -> Path:
         return self.folder / "files" / file_id
 
+    def open(self, file_id: str) -> BinaryIO:
+        """A file's content, which stays readable when the file is deleted. Raises NotFound."""
+        try:
+            return open(self.path(file_id), "rb")
+        except FileNotFoundError:
+            raise _no_such_file(file_id) from None
+
     def used_bytes(self) -> int:
         files, results = (
             self._db.execute(f"SELECT COALESCE(SUM({column}), 0) FROM {table}").fetchone()[0]
@@ -164,7 +171,7 @@ class Store:
         """Raises NotFound, also for a file of another owner."""
         row = self._db.execute("SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
         if row is None or (row[-1] is not None and row[-1] <= time.time()):
-            raise NotFound(f"No such file: '{file_id[:100]}'.", param="file_id", code="file_not_found")
+            raise _no_such_file(file_id)
         return File(*row)
 
     def files(self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[File]:
@@ -378,3 +385,7 @@ class Store:
         if not size:
             path.unlink()
         return size
+
+
+def _no_such_file(file_id: str) -> NotFound:
+    return NotFound(f"No such file: '{file_id[:100]}'.", param="file_id", code="file_not_found")

@@ -40,6 +40,7 @@ class PoolingSpec:
     priority: int = 0
     cache_salt: str | None = None
     tenant: str | None = None
+    background: bool = False  # yields to every request that is not; no limit of the queue counts it
     prompt_param: str = "input"
 
 
@@ -156,6 +157,7 @@ def to_request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> Generatio
         cache_salt=spec.cache_salt if spec.tenant is None else f"{spec.tenant}/{spec.cache_salt or ''}",
         arrival_time=time.time(),
         pooling=spec.params,
+        background=spec.background,
     )
 
 
@@ -191,6 +193,7 @@ def _message(request: GenerationRequest) -> AddRequest:
         priority=request.priority,
         cache_salt=request.cache_salt,
         pooling=request.pooling,
+        background=request.background,
     )
 
 

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LINE_ENDS = [(code.encode(), b"\\u%04x" % ord(code)) for code in "\x85\u2028\u2029"]
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -29,9 +30,21 @@ HEADERS = [
 ]
 
 
-def event(data: bytes) -> bytes:
-    """One event with JSON as data, which has no raw line breaks."""
-    return b"data: " + data + b"\n\n"
+def event(data: bytes, kind: str | None = None) -> bytes:
+    """One event with JSON as data."""
+    head = b"data: " if kind is None else b"event: %b\ndata: " % kind.encode()
+    return head + one_line(data) + b"\n\n"
+
+
+def one_line(data: bytes) -> bytes:
+    """JSON without the characters at which Python's `str.splitlines` ends a line, other than those that JSON escapes
+    anyway: clients split decoded streams of events and of JSON lines by it (httpx's `iter_lines`).
+    """
+    if data.isascii():
+        return data
+    for raw, escaped in _LINE_ENDS:
+        data = data.replace(raw, escaped)
+    return data
 
 
 async def to_the_end(

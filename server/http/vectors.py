@@ -26,8 +26,7 @@ from quire.server.generate.limits import (
     TokenIds,
 )
 from quire.server.generate.pooling import PoolingSpec, Vector
-from quire.server.generate.prepare import check_priority
-from quire.server.http import request_options
+from quire.server.http import admission, request_options
 from quire.server.http.sse import unless_disconnected
 from quire.server.state import ServerState
 
@@ -62,11 +61,9 @@ def admit(request: Request, body: VectorFields, state: ServerState, prefix: str)
 
     Raises Unavailable, NotFound for the model, BadRequest.
     """
-    model = state.require_ready()
-    state.require_model(body.model)
-    check_priority(request_options.priority(request, body.priority), model)
-    state.require_room()
-    return prefix + request_options.request_id(request, body.request_id)
+    return admission.admit(
+        request, state, prefix, model=body.model, priority=body.priority, request_id=body.request_id
+    )["request_id"]
 
 
 def to_spec(request: Request, body: VectorFields, request_id: str, param: str) -> PoolingSpec:
@@ -79,6 +76,7 @@ def to_spec(request: Request, body: VectorFields, request_id: str, param: str) -
         priority=request_options.priority(request, body.priority),
         cache_salt=body.cache_salt,
         tenant=request.scope.get("tenant"),
+        background=request.scope.get("background", False),
         prompt_param=param,
     )
 

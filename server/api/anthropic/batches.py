@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar, Literal
 
 import msgspec
@@ -14,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.server.api.anthropic.models import timestamp
-from quire.server.batches.store import OPEN, Batch
+from quire.server.batches.store import OPEN, Batch, Store
 from quire.server.errors import BadRequest, NotFound
 from quire.server.http.paging import owner, page_size
 from quire.server.http.read_body import require_deliberate, take
-from quire.server.http.sse import JsonResponse
+from quire.server.http.sse import JsonResponse, one_line
 from quire.server.state import ServerState
 
 ENDPOINT = "/v1/messages"
@@ -153,17 +152,17 @@ async def results(request: Request, state: ServerState) -> Response:
     batches, batch = state.require_batches(), await _batch(request, state)
     if batch.status in OPEN:
         raise BadRequest("The batch has not ended.", param="batch_id")
-    files = await batches.run(_open, batches.store.path, batch)
+    files = await batches.run(_open, batches.store, batch)
     return StreamingResponse(_results(files), media_type="application/x-jsonl")
 
 
-def _open(path: Callable[[str], Path], batch: Batch) -> list[BinaryIO]:
+def _open(store: Store, batch: Batch) -> list[BinaryIO]:
     """The files of results. Raises NotFound: each may have been deleted as a file or have expired."""
     with ExitStack() as opened:
         try:
             ids = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
-            files = [opened.enter_context(open(path(file_id), "rb")) for file_id in ids]
-        except FileNotFoundError:
+            files = [opened.enter_context(store.open(file_id)) for file_id in ids]
+        except NotFound:
             raise NotFound("The results of the batch have been deleted.", param="batch_id") from None
         opened.pop_all()
     return files
@@ -187,7 +186,7 @@ def _result(line: dict[str, Any]) -> bytes:
         result = {"type": "succeeded", "message": response["body"]}
     else:
         result = {"type": "errored", "error": response["body"]}
-    return msgspec.json.encode({"custom_id": line["custom_id"], "result": result})
+    return one_line(msgspec.json.encode({"custom_id": line["custom_id"], "result": result}))
 
 
 async def _batch(request: Request, state: ServerState) -> Batch:

@@ -11,13 +11,14 @@ from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse, M
 from quire.server.error_shapes import anthropic_body
 from quire.server.errors import ApiError
 from quire.server.generate.generation import Delta
+from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def error_event(error: ApiError) -> bytes:
-    return b"event: error\ndata: %b\n\n" % anthropic_body(error.status, error.message)
+    return sse.event(anthropic_body(error.status, error.message), "error")
 
 
 def stopped(finish_reason: str | None, stop_reason: int | str | None) -> tuple[str | None, str | None]:
@@ -154,4 +155,4 @@ class Stream:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind} | fields))
+    return sse.event(msgspec.json.encode({"type": kind} | fields), kind)

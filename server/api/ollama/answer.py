@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 
@@ -32,7 +33,7 @@ class Answer:
         """Lines of JSON. Closing it aborts the generation."""
         try:
             async for delta in stream:
-                if lines := [msgspec.json.encode(part) + b"\n" for part in self.parts(delta)]:
+                if lines := [sse.one_line(msgspec.json.encode(part)) + b"\n" for part in self.parts(delta)]:
                     yield b"".join(lines)
         finally:
             await stream.aclose()

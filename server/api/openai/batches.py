@@ -18,7 +18,17 @@ from quire.server.http.read_body import require_deliberate, take
 from quire.server.http.sse import JsonResponse
 from quire.server.state import ServerState
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+)
 MAX_WINDOW = 30 * 86400  # seconds
 _UNITS = {"m": 60, "h": 3600, "d": 86400}
 

@@ -114,7 +114,7 @@ class ChatAnswer(Answer):
         return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
             self.head,
             index,
-            msgspec.json.encode(text),
+            sse.one_line(msgspec.json.encode(text)),
             self.tail,
         )
 

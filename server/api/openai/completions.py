@@ -21,6 +21,7 @@ from quire.server.api.openai.translate import completion_spec
 from quire.server.generate import deltas
 from quire.server.generate.generation import Delta, GenerationRequest
 from quire.server.generate.prepare import prepare
+from quire.server.http import sse
 from quire.server.http.read_body import take
 from quire.server.state import ServerState
 
@@ -110,7 +111,7 @@ class CompletionAnswer(Answer):
                 b""
                 if not delta.text
                 else b'%b%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]%b'
-                % (self.head, delta.index, msgspec.json.encode(delta.text), self.tail)
+                % (self.head, delta.index, sse.one_line(msgspec.json.encode(delta.text)), self.tail)
             )
         echo = self._echo(delta.index, self.prompt_logprobs.pop(delta.index, [])) if first else ("", None)
         choice = self._output(

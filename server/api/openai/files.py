@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Literal
+from collections.abc import AsyncGenerator, Iterator
+from typing import BinaryIO, Literal
 
 import msgspec
 from python_multipart.exceptions import MultipartParseError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response, StreamingResponse
 
 from quire.server.batches.store import File
 from quire.server.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType
@@ -22,6 +22,7 @@ from quire.server.state import ServerState
 MAX_FILE_BYTES = 200 << 20
 MAX_FORM_BYTES = 1 << 16  # beside the file
 MAX_NAME = 256
+BYTES, PART_BYTES = "application/octet-stream", 1 << 18  # of content
 PURPOSES = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
 MIN_LIFE, MAX_LIFE = 3600, 30 * 86400  # seconds
 UPLOAD = {
@@ -143,8 +144,15 @@ async def retrieve_file(request: Request, state: ServerState) -> Response:
 
 async def file_content(request: Request, state: ServerState) -> Response:
     """The bytes of a file."""
-    file = await _file(request, state)
-    return FileResponse(state.require_batches().store.path(file.id), media_type="application/octet-stream")
+    batches, file = state.require_batches(), await _file(request, state)
+    content = await batches.run(batches.store.open, file.id)
+    return StreamingResponse(_parts(content), media_type=BYTES, headers={"content-length": str(file.bytes)})
+
+
+def _parts(content: BinaryIO) -> Iterator[bytes]:
+    with content:
+        while part := content.read(PART_BYTES):
+            yield part
 
 
 async def delete_file(request: Request, state: ServerState) -> Response:

@@ -10,7 +10,6 @@ from quire.server.api.openai.protocol import ChatCompletionRequest
 from quire.server.api.openai.responses.table import CONVERSATIONS, RESPONSES
 from quire.server.http.route import EVENTS, Route, page
 
-BYTES = "application/octet-stream"
 GENERATION = [
     Route(
         "POST",
@@ -34,7 +33,7 @@ _FILES = [
     ),
     Route("GET", "/v1/files/{file_id}", files.retrieve_file, answer=files.FileObject),
     Route("DELETE", "/v1/files/{file_id}", files.delete_file, answer=files.FileDeleted),
-    Route("GET", "/v1/files/{file_id}/content", files.file_content, answer=BYTES),
+    Route("GET", "/v1/files/{file_id}/content", files.file_content, answer=files.BYTES),
 ]
 _BATCHES = [
     Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, batches.BatchObject),

@@ -101,6 +101,17 @@ def test_responses_too(server):
     assert refused["response"]["body"]["error"]["param"] == "background"
 
 
+def test_a_result_is_one_line_whatever_ends_a_line_of_text(server):
+    text = "a\x85b\u2028c\u2029d\x1ee\r\n"
+    lines = [
+        line(f"r{i}", "/v1/completions") | {"body": {"prompt": text, "echo": True, "max_tokens": 1}} for i in (1, 2)
+    ]
+    batch = run(server.openai, lines, endpoint="/v1/completions")
+    content = server.openai.files.content(batch.output_file_id).text
+    assert len(content.splitlines()) == 2
+    assert json.loads(content.splitlines()[1])["response"]["body"]["choices"][0]["text"].startswith(text)
+
+
 @pytest.mark.parametrize(
     ("text", "message", "number"),
     [
@@ -165,6 +176,28 @@ def test_files_come_back_as_they_were_sent(server):
             endpoint="/v1/chat/completions",
             completion_window="24h",
         )
+
+
+def test_a_file_that_is_deleted_while_it_is_read(server, monkeypatch):
+    """Between the look at the database and the file, and with the file open."""
+    client, content, store = server.openai, os.urandom(3 << 20), server.state.batches.store
+    file, open_file = client.files.create(file=content, purpose="vision"), type(store).open
+
+    def open_late(self, file_id):
+        self.path(file_id).unlink()
+        return open_file(self, file_id)
+
+    def open_early(self, file_id):
+        opened = open_file(self, file_id)
+        self.delete_file(file_id, "")
+        return opened
+
+    monkeypatch.setattr(type(store), "open", open_early)
+    assert client.files.content(file.id).content == content
+    file = client.files.create(file=content, purpose="vision")
+    monkeypatch.setattr(type(store), "open", open_late)
+    with pytest.raises(openai.NotFoundError, match="No such file"):
+        client.files.content(file.id)
 
 
 def test_lists_have_pages(server):

@@ -21,6 +21,7 @@ from quire.server.api.openai.responses.output import Output
 from quire.server.error_shapes import INTERNAL
 from quire.server.errors import ApiError, BadRequest, EngineError
 from quire.server.generate.generation import Delta
+from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Answer:
 
 def _encoded(kind: str, number: int, fields: dict[str, Any]) -> bytes:
     data = msgspec.json.encode({"type": kind, "sequence_number": number} | fields)
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+    return sse.event(data, kind)
 
 
 def last_event(status: str, body: bytes, number: int) -> bytes:
