@@ -9,7 +9,7 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.families import redraw
 
 IMAGE_TOKEN_ID = 10
-SIDE, PATCH = 28, 7  # of the encoders for images of one size
+SIDE, PATCH = 30, 7  # of the encoders for images of one size; a patch does not divide it, as with SigLIP
 _TEXT = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,

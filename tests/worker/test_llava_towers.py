@@ -86,11 +86,11 @@ def test_tiles_without_padding(built):
     model, tower = built
     side = SIDE // PATCH
     images = list(fixed_images([1 + 2, 1 + 9, 1]))
-    images[0]["layout"] = torch.tensor([1, 2, 1, 0, side - 2, 2 * side])  # 14 x 50 in 28 x 56
+    images[0]["layout"] = torch.tensor([1, 2, 1, 0, side - 2, 2 * side])  # 15 x 55 in 30 x 60
     images[1]["layout"] = torch.tensor([3, 3, 0, 0, 8, 8])
     expected = [
         model.get_image_features(image["pixel_values"][None], image_sizes=torch.tensor([size])).pooler_output[0]
-        for image, size in zip(images, [(14, 50), (84, 84)])
+        for image, size in zip(images, [(15, 55), (90, 90)])
     ]
     one = model.get_image_features(
         images[2]["pixel_values"].expand(2, -1, -1, -1)[:, None],

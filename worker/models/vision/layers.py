@@ -60,7 +60,7 @@ def table(name: str, *shape: int) -> nn.Parameter:
 
 class PatchEmbedding(ColumnParallelLinear):
     """Maps images `[B, 3, height, width]` to the embeddings of their patches, `[B, rows, columns, C]`: a convolution
-    whose stride is its size, as one matrix product.
+    whose stride is its size, as one matrix product. Pixels beyond the last whole patch are not seen.
     """
 
     def __init__(self, size: int, patch: int, name: str, bias: bool):
@@ -74,7 +74,8 @@ class PatchEmbedding(ColumnParallelLinear):
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         batch, _, height, width = pixels.shape
         rows, columns = height // self.patch, width // self.patch
-        patches = pixels.view(batch, 3, rows, self.patch, columns, self.patch).permute(0, 2, 4, 1, 3, 5)
+        pixels = pixels[:, :, : rows * self.patch, : columns * self.patch]
+        patches = pixels.reshape(batch, 3, rows, self.patch, columns, self.patch).permute(0, 2, 4, 1, 3, 5)
         return super().forward(patches.reshape(batch * rows * columns, -1)).view(batch, rows, columns, -1)
 
 
