@@ -95,3 +95,20 @@ def test_an_image_token_must_be_named():
     with pytest.raises(ValueError, match="image_token_id"):
         parse_model_spec(raw)
     assert parse_model_spec(raw, images=False).vision is None
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_onevision"])
+def test_names_of_older_siglip_and_clip(name, tmp_path):
+    """The files on the Hub have these encoders in a further module, with parts that are not used."""
+    save_model(name, tmp_path / "saved")
+
+    def older(name: str) -> str:
+        return name.replace("vision_tower.", "vision_tower.vision_model.")
+
+    (tmp_path / "older").mkdir()
+    other = renamed(str(tmp_path / "saved"), tmp_path / "older", older)
+    tensors = load_file(f"{other}/model.safetensors")
+    tensors["vision_tower.vision_model.head.probe"] = torch.ones(3)
+    save_file(tensors, f"{other}/model.safetensors")
+    expected, found = values(load(str(tmp_path / "saved"))), values(load(other))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -66,9 +66,13 @@ class TensorNames:
         return self
 
     def of_tower(self, name: str) -> str:
-        """The name in the files of a vision encoder's tensor, which some generations of files have below "model."."""
+        """The name in the files of a vision encoder's tensor, which some generations of files have below "model.", and
+        older ones of SigLIP and CLIP in a further module.
+        """
         bare = name.removeprefix("model.")
-        return next((found for found in (name, f"model.{name}", bare) if found in self.files), name)
+        deeper = re.sub(r"^vision_tower\.", "vision_tower.vision_model.", bare)
+        candidates = (name, f"model.{bare}", bare, deeper, f"model.{deeper}")
+        return next((found for found in candidates if found in self.files), name)
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor of the files is not needed."""
