@@ -110,3 +110,11 @@ def chosen_edge(options: dict[str, Any], name: str, default: int, limit: int) ->
     if not isinstance(value, dict) or set(value) != {"longest_edge"}:
         raise ValueError(f'mm_processor_kwargs.{name} must be {{"longest_edge": N}}, not {value!r}')
     return chosen_int(value, "longest_edge", default, limit)
+
+
+def chosen_detail(options: dict[str, Any]) -> str:
+    """The option `detail` of OpenAI's images: low, high or auto. Raises ValueError for another value."""
+    value = options.get("detail", "auto")
+    if value not in ("low", "high", "auto"):
+        raise ValueError(f"mm_processor_kwargs.detail must be low, high or auto, not {value!r}")
+    return value

@@ -1,0 +1,89 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images keep their shape; a number of pixels limits them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from quire.server.media.pixels import MAX_PIXELS, PixelReader, chosen_detail, chosen_int
+from quire.server.media.processor import ProcessedImage
+
+MAX_RATIO = 200  # of an image's sides
+_LOW_DETAIL = 512 * 512  # pixels
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # names of the limits in `size`
+
+
+class QwenVLProcessor:
+    """A token for each square of `merge` x `merge` patches."""
+
+    placeholder: ClassVar[str] = "<|image_pad|>"
+    image_token = "<|image_pad|>"
+    options: ClassVar[frozenset[str]] = frozenset({"min_pixels", "max_pixels", "size", "detail"})
+
+    def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
+        vision = config["vision_config"]
+        self.reader = PixelReader(preprocessor)
+        self.patch = preprocessor.get("patch_size") or vision.get("patch_size", 14)
+        self.merge = preprocessor.get("merge_size") or vision.get("spatial_merge_size", 2)
+        size = preprocessor.get("size") or {}
+        defaults = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
+        self.limits = {
+            name: preprocessor.get(name) or size.get(edge) or size.get(name) or defaults[name]
+            for name, edge in _EDGES.items()
+        }
+
+    def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
+        limits = self._limits(options)
+        return [self._process(image, *limits) for image in images]
+
+    def _limits(self, options: dict[str, Any]) -> tuple[int, int]:
+        """The fewest and the most pixels of an image."""
+        size = options.get("size", {})
+        if not isinstance(size, dict) or not set(size) <= set(_EDGES.values()):
+            raise ValueError(
+                f"mm_processor_kwargs.size must have shortest_edge and longest_edge in pixels, not {size!r}"
+            )
+        given = {name: size[edge] for name, edge in _EDGES.items() if edge in size} | options
+        least, most = (chosen_int(given, name, self.limits[name], MAX_PIXELS) for name in _EDGES)
+        if chosen_detail(options) == "low":
+            most = min(most, _LOW_DETAIL)
+            least = min(least, most)
+        if least > most:
+            raise ValueError(f"mm_processor_kwargs: min_pixels {least} is more than max_pixels {most}")
+        return least, most
+
+    def _process(self, image: Image.Image, least: int, most: int) -> ProcessedImage:
+        height, width = smart_size(image.height, image.width, self.patch * self.merge, least, most)
+        pixels = self.reader.numbers([self.reader.resize(image, height, width)])
+        grid = 1, height // self.patch, width // self.patch
+        features = {"pixel_values": self._patches(pixels), "grid": np.asarray(grid)}
+        frames, rows, columns = grid[0], grid[1] // self.merge, grid[2] // self.merge
+        return ProcessedImage(features, self.image_token, [frames * rows * columns], (frames, rows, columns))
+
+    def _patches(self, pixels: np.ndarray) -> np.ndarray:
+        """The patches of an image `[1, 3, height, width]`, token by token: `[T, 3, 1, patch ** 2]`."""
+        patch, merge = self.patch, self.merge
+        rows, columns = pixels.shape[2] // (patch * merge), pixels.shape[3] // (patch * merge)
+        squares = pixels.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
+        return np.ascontiguousarray(squares).reshape(-1, 3, 1, patch * patch)
+
+
+def smart_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """Multiples of `unit` near the sides of an image, with a product from `least` to `most` as far as they allow that.
+
+    Raises ValueError for an image that is too long for its width, or the other way round.
+    """
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_RATIO:
+        raise ValueError(f"one side is {ratio:.0f} times as long as the other, and the limit is {MAX_RATIO}")
+    rows, columns = round(height / unit), round(width / unit)
+    if rows * columns * unit**2 > most:
+        factor = math.sqrt(height * width / most)
+        rows, columns = (max(1, math.floor(side / factor / unit)) for side in (height, width))
+    elif rows * columns * unit**2 < least:
+        factor = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * factor / unit) for side in (height, width))
+    return rows * unit, columns * unit
