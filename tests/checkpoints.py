@@ -116,7 +116,10 @@ MOE_CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
     ),
     "qwen3-moe": ("Qwen3Moe", _EXPERTS | {"head_dim": 32, "num_experts": 8, "norm_topk_prob": True}),
-    "olmoe": ("Olmoe", {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
+    "olmoe": (
+        "Olmoe",
+        {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "clip_qkv": 0.8},
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -167,7 +170,7 @@ MOE_CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan-moe": (
         "HunYuanMoEV1",
-        {"num_experts": 4, "moe_topk": 2, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 32},
+        {"num_experts": 4, "moe_topk": [1, 2], "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 32},
     ),
     "minimax-m2": (
         "MiniMaxM2",

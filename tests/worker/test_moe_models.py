@@ -218,7 +218,7 @@ def test_mxfp4_experts_of_gpt_oss(checkpoint, tmp_path, kernels):  # noqa: F811
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
+        ("hunyuan-moe", {"moe_topk": [1, 2, 2]}, "num_experts_per_tok has 3 numbers for 2 layers"),
         ("gpt-oss", {"swiglu_limit": 10.0}, "swiglu_limit 10.0 is not supported"),
         ("glm4-moe", {"n_group": 3}, "n_group 3 must divide the 8 experts"),
         ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts"),

@@ -113,9 +113,10 @@ class SelfAttention(nn.Module):
 
 
 class WholeNormAttention(SelfAttention):
-    """Normalises q and k over all heads together, before they are split."""
+    """Normalises q and k over all heads together, before they are split. May bound q, k and v."""
 
     def make_norms(self, spec: ModelSpec, kind: LayerSpec, prefix: str) -> None:
+        self.clip = kind.clip_qkv
         heads, dim, view = self.qkv_proj.num_heads, kind.head_dim, rope_view(spec, kind)
         (q, k, _), group = self.qkv_proj.shards, tp()
         self.sizes = kind.num_heads * dim, kind.num_kv_heads * dim
@@ -142,6 +143,8 @@ class WholeNormAttention(SelfAttention):
         scales = torch.rsqrt(means + self.eps)
         qkv[:, :q] = qk[:, :q] * scales[:, :1] * self.q_norm.weight
         qkv[:, q : q + k] = qk[:, q:] * scales[:, 1:] * self.k_norm.weight
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
         return super().write_cache(qkv, rotation, meta)
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:

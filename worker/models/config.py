@@ -42,6 +42,7 @@ class LayerSpec:
     v_norm: bool = False  # whether heads of v are normalised, without a weight
     key_is_value: bool = False  # whether v is the output of k_proj, before its norm
     kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
+    clip_qkv: float | None = None  # bound of the entries of q, k and v, after the norms of q and k; "whole" norms only
     moe: MoESpec | None = None  # the experts, if `mlp` is "moe"
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.worker.models.config import LayerSpec
 from quire.worker.models.decoder import CausalLM
 from quire.worker.models.moe_reader import MOE_DEFAULTS, MoEFamily, routing
 from quire.worker.models.moe_spec import MoESpec
 from quire.worker.models.reader import COMMON_DEFAULTS
+
+_PER_LAYER = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")  # one number, or one per layer
 
 
 class HunyuanMoe(MoEFamily, CausalLM):
@@ -35,15 +38,17 @@ class HunyuanMoe(MoEFamily, CausalLM):
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
         values["attention_out_bias"] = values["attention_bias"]
-        for key in ("num_experts", "num_experts_per_tok"):  # one number, or one per layer
-            numbers = values[key] if isinstance(values[key], list) else [values[key]]
-            if len(set(numbers)) != 1:
-                raise ValueError(f"{key} that differs from layer to layer is not supported: {numbers}")
-            values[key] = numbers[0]
+        for key in _PER_LAYER:
+            if isinstance(values[key], list) and len(values[key]) != values["num_hidden_layers"]:
+                raise ValueError(f"{key} has {len(values[key])} numbers for {values['num_hidden_layers']} layers")
+
+    @classmethod
+    def layer(cls, values: dict[str, Any], index: int, kind: str, layer: LayerSpec) -> LayerSpec:
+        own = {key: values[key][index] for key in _PER_LAYER if isinstance(values[key], list)}
+        return super().layer(values | own, index, kind, layer)
 
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:
-        size = values["moe_intermediate_size"]
-        size = size[0] if isinstance(size, list) else size or values["intermediate_size"]
+        size = values["moe_intermediate_size"] or values["intermediate_size"]
         formula = routing(values, weights="normalized", float32=True)
         return MoESpec(formula, size, shared_size=values["intermediate_size"])

@@ -1,4 +1,4 @@
-"""OLMoE: q and k are normalised over all heads; every layer has experts."""
+"""OLMoE: q and k are normalised over all heads, and clipped with v; every layer has experts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ class Olmoe(MoEFamily, CausalLM):
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
-        if values["clip_qkv"] is not None:
-            raise ValueError(f"clip_qkv {values['clip_qkv']!r} is not supported, only null")
         values["attention_out_bias"] = values["attention_bias"]
 
     @classmethod
