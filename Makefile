@@ -7,7 +7,9 @@ ARGS ?=
 SERVE_STAMP := $(VENV)/.installed-serve
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: serve test lint install install-dev clean
+JOBS ?= 2
+
+.PHONY: serve test quick lint install install-dev clean
 
 install: $(SERVE_STAMP)
 
@@ -25,8 +27,12 @@ $(DEV_STAMP): $(SERVE_STAMP)
 serve: $(SERVE_STAMP)
 	$(VENV)/bin/quire serve $(MODEL) $(ARGS)
 
+# a file at a time in each of $(JOBS) processes
 test: $(DEV_STAMP)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+quick: $(DEV_STAMP)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(VENV)/bin/ruff check .

@@ -14,6 +14,8 @@ from quire.worker.cpu import build
 from tests.server.test_launch import server_process
 from tests.test_recovery import SCRIPT, TINY, ask, crowd
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = [
     "Tell me a story about a fox.",
     "Write a paragraph about the sea.",
@@ -69,7 +71,6 @@ def kernels():
         build.build(level, build.cache_folder())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("asked", [None, True], ids=["by default", "as asked"])
 def test_texts_do_not_depend_on_the_crowd(tmp_path, asked):
     settings = TINY | {"dtype": "auto", "max_num_seqs": STREAMS, "max_num_batched_tokens": 512, "deterministic": asked}

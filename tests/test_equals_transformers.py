@@ -11,6 +11,8 @@ from quire.engine.messages import SamplingParams
 from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, TOKENIZER_SIZE, greedy, load_reference
 from tests.in_process import InProcessEngine
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 20
 LENGTHS = [1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 47, 64, 65, 90, 100, 127, 128, 200, 300, 450, 600, 700]
 

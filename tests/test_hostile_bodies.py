@@ -36,6 +36,8 @@ from quire.server.api.openai.protocol import (
 from quire.server.generate.limits import MAX_PROMPTS
 from tests.server.conftest import poll
 
+pytestmark = pytest.mark.slow
+
 PATHS = {
     "ChatCompletionRequest": CHAT,
     "CompletionRequest": "/v1/completions",
@@ -304,6 +306,5 @@ def check(url: tuple[str, psutil.Process], number: int, threads: int) -> None:
     assert after[0] - before[0] < SERVER_MIB and after[1] - before[1] < ENGINE_MIB, (before, after)
 
 
-@pytest.mark.slow
 def test_generated_bodies_hurt_nobody(url):
     check(url, NUMBER, 2)

@@ -71,6 +71,7 @@ def ask(client, *contents: str, system: str | None = None) -> str:
     )
 
 
+@pytest.mark.slow
 def test_it_is_the_only_model(client):
     assert [model.id for model in client.models.list()] == ["quire-tiny"]
 

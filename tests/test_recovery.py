@@ -25,6 +25,8 @@ import pytest
 from tests.server.conftest import poll, write_model_folder
 from tests.server.test_launch import CHAT, HELLO, ServerProcess, gone, server_process
 
+pytestmark = pytest.mark.slow
+
 # No limit to the number of deaths, so that one server can live through all rounds.
 SCRIPT = """
 import json, sys
@@ -210,7 +212,6 @@ PLACEMENTS = {
 SUITE_ROUNDS = {"uniproc": 2, "tp2": 2, "pp2": 1, "dp2": 1}  # every start costs seconds
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300 + 90 * (ROUNDS or 0))
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_deaths(checkpoint, tmp_path, name):
@@ -333,7 +334,6 @@ def test_a_hung_step_leaves_its_stack_in_the_log(model_folder, tmp_path):
         assert "Current thread" in stacks and 'engine/executor/fake.py", line' in stacks and "in step" in stacks
 
 
-@pytest.mark.slow
 def test_a_rank_that_hangs(checkpoint, tmp_path):
     """The other ranks wait for it, and their stacks show where."""
     with server_process(
@@ -369,7 +369,6 @@ def temporary_files() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.slow
 def test_a_killed_server_leaves_nothing(checkpoint, tmp_path, temporary_files):
     with server_process(
         checkpoint("qwen3"), tmp_path, temporary=temporary_files, **TINY | {"tensor_parallel_size": 2}

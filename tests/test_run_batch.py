@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "quire", "run-batch"]
 
 
@@ -22,7 +24,6 @@ def request(custom_id: str, url: str = "/v1/chat/completions", **body) -> dict:
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_answers_in_the_order_of_the_input(tmp_path):
     lines = [
         request(f"{i}", messages=[{"role": "user", "content": f"What is {i % 10} plus 3?"}], temperature=0)

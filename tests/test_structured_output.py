@@ -211,6 +211,7 @@ def test_depth_and_chunks(checkpoint, expected, settings):
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_several_ranks(checkpoint, expected, layout):
     engine = start(InProcessEngine(checkpoint("qwen3"), **SETTINGS | {layout: 2, "debug_check_ranks": True}))

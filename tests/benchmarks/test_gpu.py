@@ -14,6 +14,8 @@ from benchmarks import gpu, gpu_models, gpu_report
 from quire.server.text.tokenizer import Tokenizer
 from quire.worker.models import num_parameters, parse_model_spec, read_model_spec
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 COPY, MATMUL = 4.3e12, 0.78e15  # of an H200
 
@@ -123,7 +125,6 @@ def test_model_folders_are_complete(tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_everything_runs_on_a_cpu(tmp_path):
     environment = os.environ | {
         "PYTHON": sys.executable,

@@ -15,6 +15,8 @@ from tests.checkpoints import CHECKPOINTS
 from tests.families import build_family
 from tests.in_process import InProcessEngine, Result
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "dtype": "float32",
     "device": "cpu",
@@ -82,7 +84,6 @@ def alone(folder: str) -> list[Result]:
         engine.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
 def test_every_architecture_over_two_ranks(checkpoint, tmp_path, settings):
     run_all(checkpoint, tmp_path, list(CHECKPOINTS), **settings)
@@ -91,7 +92,6 @@ def test_every_architecture_over_two_ranks(checkpoint, tmp_path, settings):
 FORMS = ["cohere", "gemma3", "glm4", "gpt2", "granite_swa", "hunyuan", "olmo2", "phi3", "starcoder2"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "names"),
     [({"tensor_parallel_size": 2}, [*FORMS, "gemma4", "gemma4-k-is-v"]), ({"pipeline_parallel_size": 2}, FORMS)],
@@ -102,7 +102,6 @@ def test_every_form_over_two_ranks(tmp_path, settings, names):
     run_all(cache(lambda name: build_family(name, tmp_path / f"model-{name}")), tmp_path, names, **settings)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"pipeline_parallel_size": 2}],
@@ -112,7 +111,6 @@ def test_mixtures_of_experts_over_two_ranks(checkpoint, tmp_path, settings):
     run_all(checkpoint, tmp_path, ["qwen2-moe", "gpt-oss", "deepseek-v3"], **settings)
 
 
-@pytest.mark.slow
 def test_four_ranks(checkpoint, tmp_path):
     """Two stages of two ranks each. With one step in flight no steps overlap; with five they may."""
     run_all(
@@ -129,7 +127,6 @@ def test_three_stages_of_unequal_size(checkpoint, tmp_path):
     run_all(checkpoint, tmp_path, ["llama2"], pipeline_parallel_size=3)
 
 
-@pytest.mark.slow
 def test_ranks_that_drift_apart_are_noticed(checkpoint):
     engine = ParallelEngine(checkpoint("qwen3"), tensor_parallel_size=2)
     try:

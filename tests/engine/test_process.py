@@ -30,6 +30,8 @@ from quire.engine.messages import (
 )
 from tests.engine.harness import VOCAB, fake_config
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +83,7 @@ group_mixes = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(engine_settings, group_mixes, workload())
 def test_any_schedule_gives_what_each_request_gets_alone(configuration, mix, requests):

@@ -313,6 +313,7 @@ def folder(tmp_path_factory):
 FAKE = ["--distributed-executor-backend", "fake", "--max-model-len", "256"]
 
 
+@pytest.mark.slow
 def test_startup_stages_come_in_order(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("QUIRE_FAKE", "load_delay=1")
     assert (

@@ -113,6 +113,7 @@ def test_work_of_a_client_that_left_is_dropped():
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_strangers_template_does_not_stop_the_loop(model_folder):
     with running_server(model_folder, trust_request_chat_template=True) as server, ThreadPoolExecutor(4) as pool:
         server.wait_ready()

@@ -244,6 +244,7 @@ def test_the_soft_limit_is_raised(model_folder, tmp_path):
         assert soft == min(hard, 1 << 20) > 300
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="Linux only")
 @pytest.mark.parametrize("begin", [b"", b"GET /v1/models HTTP/1.1\r\nHost:"], ids=["idle", "slowloris"])
 def test_more_idle_connections_than_descriptors(model_folder, tmp_path, begin):
@@ -280,6 +281,7 @@ def test_connections_that_cannot_be_accepted_are_reported_once(caplog):
     assert messages == [f"cannot accept connections: [Errno {errno.EMFILE}] Too many"]
 
 
+@pytest.mark.slow
 def test_all_connections_answering(own_server):
     """Only probes are accepted in addition."""
     with limits(own_server, max_connections=3):

@@ -99,6 +99,7 @@ def test_offline_has_one_engine():
         offline_config("m", {"data_parallel_size": 2})
 
 
+@pytest.mark.slow
 def test_two_engines_serve_and_one_may_die(model_folder, tmp_path):
     async def ask(http: httpx.AsyncClient, number: int) -> str:
         answer = await http.post(

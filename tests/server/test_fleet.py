@@ -31,6 +31,8 @@ from tests.server.test_launch import (
     server_process,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def frontends(server: ServerProcess) -> list[psutil.Process]:
     """The frontend processes in order of their numbers, once these are known."""

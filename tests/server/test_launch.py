@@ -24,6 +24,8 @@ import pytest
 from tests.server.conftest import poll
 from tests.server.test_chat import HELLO, events
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 SCRIPT = """
 import json, sys

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 FOLDERS = ("cli", "configs", "engine", "quire", "server", "worker")
 
@@ -93,7 +95,6 @@ def test_the_wheel_has_one_top_level_package_and_every_file(wheel):
                 assert f"quire/{inside}" in names
 
 
-@pytest.mark.slow
 def test_the_command_works_next_to_modules_of_the_user(installed, users_folder):
     where = run(installed / "python", "-c", "import quire; print(quire.__file__)", cwd="/", env=environment())
     assert Path(where.strip()).is_relative_to(installed.parent)
@@ -101,7 +102,6 @@ def test_the_command_works_next_to_modules_of_the_user(installed, users_folder):
     assert "serve a model" in run(installed / "python", "-m", "quire", "--help", cwd=users_folder, env=environment())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"pipeline_parallel_size": 2}], ids=["one rank", "two ranks"])
 def test_a_script_works_next_to_modules_of_the_user(installed, users_folder, settings):
     settings |= {"device": "cpu", "max_model_len": 64, "kv_cache_memory_bytes": 2**24}
@@ -109,7 +109,6 @@ def test_a_script_works_next_to_modules_of_the_user(installed, users_folder, set
     assert "generated 4" in run(installed / "python", "script.py", cwd=users_folder, env=environment())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("frontends", [1, 2])
 def test_a_server_works_next_to_modules_of_the_user(installed, users_folder, frontends):
     """Ready by the probe of the container's health check, which runs a file of the installed package by itself."""

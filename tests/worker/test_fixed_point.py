@@ -14,6 +14,8 @@ from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
 from tests.worker.test_kernels import dense_attention, installed, random_quantized, usable_levels
 
+pytestmark = pytest.mark.slow
+
 FIXED, FLOATS = 0, 3  # paths of 6 rows and more (AVX2: 9); of float32 outputs from 33 on
 
 

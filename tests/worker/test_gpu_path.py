@@ -27,6 +27,7 @@ pytestmark = [
 SETTINGS = dict(block_size=4, num_gpu_blocks_override=60, max_num_batched_tokens=16, max_num_seqs=3, max_model_len="60")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_tokens_are_those_of_torch(name, checkpoint, monkeypatch):
     prompts = [[7, 8, 9], [(5 * i) % 480 + 4 for i in range(21)], [11], [30, 31]]

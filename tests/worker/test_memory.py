@@ -199,6 +199,7 @@ def test_preview_needs_no_weights(tmp_path, folder):
     ).keys()
 
 
+@pytest.mark.slow
 def test_importing_the_plan_does_not_import_transformers():
     code = "import sys, quire.worker.memory, quire.worker.worker; print('transformers' in sys.modules)"
     assert (

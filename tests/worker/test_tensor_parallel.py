@@ -154,6 +154,7 @@ def _process(rank: int, port: int, folder: str, out: str) -> None:
         shutdown_distributed()
 
 
+@pytest.mark.slow
 def test_two_processes_over_gloo(checkpoint, tmp_path):
     folder = checkpoint("qwen3")
     expected = logits_of(build(folder))

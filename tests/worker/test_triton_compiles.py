@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles(capability):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

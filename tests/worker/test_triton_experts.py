@@ -40,6 +40,7 @@ def test_wide_tiles():
     check(ids, 40, 24, 2, "silu", True)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_routing(data):

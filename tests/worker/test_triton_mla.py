@@ -11,7 +11,7 @@ from tests.worker.attention_cases import dense, make_case
 from tests.worker.interpreter import needs_loops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else [needs_loops]
+pytestmark = [pytest.mark.slow, *([pytest.mark.gpu] if DEVICE == "cuda" else [needs_loops])]
 
 CASES = [
     # query lens, context lens, heads, rank, rope dim, page size, splits

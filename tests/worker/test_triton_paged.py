@@ -13,7 +13,7 @@ from quire.worker.cuda import triton_paged
 from tests.worker.interpreter import needs_loops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else [needs_loops]
+pytestmark = [pytest.mark.slow, *([pytest.mark.gpu] if DEVICE == "cuda" else [needs_loops])]
 
 
 def dense(q, k_cache, v_cache, block_table, query_lens, seq_lens, scale, window, soft_cap):

@@ -17,7 +17,7 @@ from tests.worker.interpreter import needs_loops
 from tests.worker.test_sampler import make_batch, make_sampler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = [pytest.mark.slow, *([pytest.mark.gpu] if DEVICE == "cuda" else [])]
 
 
 @pytest.fixture(autouse=True)
@@ -218,7 +218,6 @@ def test_filters_are_the_twins(size, candidates, monkeypatch, twin_weights):
 
 
 @needs_loops
-@pytest.mark.slow
 def test_a_large_vocabulary(monkeypatch, twin_weights):
     """Qwen3's, with the tiles that a GPU uses: what is collected suffices for usual settings, not for a flat
     distribution.

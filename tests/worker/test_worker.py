@@ -137,6 +137,7 @@ def _serve_rank_1(folder: str, init_method: str, steps, outputs) -> None:
     worker.shutdown()
 
 
+@pytest.mark.slow
 def test_two_ranks_sample_the_same_tokens_as_one(checkpoint, tmp_path):
     folder, init_method = checkpoint("qwen3"), f"file://{tmp_path}/rendezvous"
     context = multiprocessing.get_context("spawn")

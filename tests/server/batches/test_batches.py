@@ -270,6 +270,7 @@ def test_keys_see_their_own_files_only(model_folder, tmp_path):
         running.stop()
 
 
+@pytest.mark.slow
 def test_a_window_that_ends_expires_the_rest(model_folder, tmp_path):
     running = RunningServer(make_config(model_folder, batch_dir=str(tmp_path))).wait_ready()
     try:
@@ -288,6 +289,7 @@ def test_a_window_that_ends_expires_the_rest(model_folder, tmp_path):
         running.stop()
 
 
+@pytest.mark.slow
 def test_a_killed_server_continues_without_doing_a_line_twice(model_folder, tmp_path):
     """kill -9 in the middle of a batch, several times."""
     port, folder = free_port(), str(tmp_path / "batches")
