@@ -220,6 +220,7 @@ class EngineCore:
             self.config.cache.enable_prefix_caching and not (ready.pooling and ready.pooling.whole_prompts),
             ready.groups,
             ready.max_num_batched_tokens,
+            bool(ready.media and ready.media.whole),
         )
         self.scheduler = Scheduler(self.config.scheduler, ready, kv, self.config.parallel.pipeline_parallel_size)
         self.report_progress("warming up", 0.0)

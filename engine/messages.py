@@ -13,6 +13,7 @@ import msgspec
 
 from quire.worker.messages import (
     GRAMMAR_LIMITS,
+    MediaInfo,
     MediaItem,
     MemoryPlan,
     PoolingInfo,
@@ -38,6 +39,7 @@ __all__ = [
     "EngineStats",
     "FromEngine",
     "Hello",
+    "MediaInfo",
     "MediaItem",
     "MemoryPlan",
     "PoolingInfo",

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import msgspec
 
-from quire.engine.messages import AddRequest, Choice, RequestTiming
+from quire.engine.messages import AddRequest, Choice, MediaItem, RequestTiming
 
 
 class Status(Enum):
@@ -43,6 +43,7 @@ class Request:
         "group",
         "key",
         "max_total_tokens",
+        "media",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_given_back",
@@ -91,6 +92,7 @@ class Request:
         self.pooling = message.pooling
         self.pools_all = pools_all
         self.cache_salt = message.cache_salt
+        self.media = message.media
         self.group = group
         self.queued_time = time.time()
         self.key = (*self.rank, arrival, sequence)  # order of service; unique
@@ -136,6 +138,10 @@ class Request:
         if self.pools_all:
             return False
         return self.sampling.prompt_logprobs is None or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
+
+    def images(self, start: int, end: int) -> list[MediaItem]:
+        """The images whose spans overlap tokens [start, end)."""
+        return [item for item in self.media if item.offset < end and item.offset + item.length > start]
 
     def finish_reason(self) -> str | None:
         """Return "stop" if the last output is an EOS or stop id that counts, "length" if no further token fits, else

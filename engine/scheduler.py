@@ -25,11 +25,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from quire.configs.config import SchedulerConfig
+from quire.engine.encoder_cache import EncoderCache
 from quire.engine.kv.manager import KVCacheManager, Match
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
 from quire.engine.stats import Counts
-from quire.engine.validation import check_request
+from quire.engine.validation import check_media, check_request
 from quire.worker.messages import NewRequest, StepInput, StepOutput, TokenLogprobs, WorkerReady, longest_request
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
@@ -80,6 +81,8 @@ class Scheduler:
         )
         self.vocab_size = ready.vocab_size
         self.pooling = ready.pooling
+        self.media = media = ready.media
+        self.images = EncoderCache(media.cache_size, media.encoder_budget) if media else EncoderCache()
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.requests: dict[tuple[bytes, str], Request] = {}
@@ -103,6 +106,8 @@ class Scheduler:
             if (client, choice.request_id) in self.requests:
                 raise ValueError(f"request_id {choice.request_id!r} is already in use")
         check_request(message, self.max_model_len, self.vocab_size, self.pooling)
+        # an image that is computed whole always fits beside the tokens of the other running requests
+        check_media(message, self.media, self.token_budget - self.max_running + 1)
         pools_all = message.pooling is not None and self.pooling.reads_all
         first, arrival = self._num_added + 1, time.monotonic() - message.age
         requests = [
@@ -139,8 +144,9 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Choose the requests of the next step and advance their counters. Returns None if nothing can run."""
-        step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], []), [])
+        step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], [], [], []), [])
         self.kv.start_step()
+        self.images.start_step()
         if self.waiting and self.running and self.running.last.rank > self.waiting.first.rank:
             self._preempt_for_waiting()
         for _ in range(self.num_groups):  # stop at the first group that has work
@@ -151,6 +157,9 @@ class Scheduler:
         self._admit_waiting(step)
         if not step.requests:
             return None
+        encode, evict = self.images.take_step()
+        step.input.encode.extend(encode)
+        step.input.evict.extend(evict)
         self._num_steps += 1
         self._in_flight.append(step)
         self.counts.iteration_tokens.append(step.num_tokens)
@@ -161,7 +170,7 @@ class Scheduler:
         batch: dict[Request, int] = {}  # number of tokens per request, in batch order
         new_blocks: dict[Request, list[list[int]]] = {}  # new block ids per request and group
         others = [request for request in self.running if not request.background]
-        self._schedule_some(others, self.token_budget, batch, new_blocks)
+        self._schedule_some(others, self.token_budget, self.token_budget, batch, new_blocks)
         num_tokens = sum(batch.values())
         if others or (self.waiting and not self.waiting.first.background):
             background_budget = max(num_tokens // BACKGROUND_SHARE, 1)
@@ -170,7 +179,8 @@ class Scheduler:
         self._background_budget = min(background_budget, self.token_budget - num_tokens)
         if len(others) < len(self.running):
             background = [request for request in self.running if request.background]
-            self._schedule_some(background, self._background_budget, batch, new_blocks)
+            room = self.token_budget - num_tokens
+            self._schedule_some(background, self._background_budget, room, batch, new_blocks)
             self._background_budget -= sum(batch.values()) - num_tokens
         for request, num_new in batch.items():
             self._add_to_step(step, request, num_new, new_blocks.get(request, []))
@@ -179,11 +189,12 @@ class Scheduler:
         self,
         requests: list[Request],
         budget: int,
+        room: int,
         batch: dict[Request, int],
         new_blocks: dict[Request, list[list[int]]],
     ) -> None:
         """Schedule decodes first, so that a long prompt never delays another request's next token, then prefills with
-        the remaining budget.
+        the remaining budget. Only an image that is computed whole may exceed the budget, up to `room` tokens.
         """
         prefills = []
         for request in requests:
@@ -191,7 +202,7 @@ class Scheduler:
                 continue
             num_tokens = len(request.token_ids) + request.num_in_flight
             num_new = num_tokens - request.num_computed_tokens
-            if num_new > 1:
+            if num_new > 1 or (num_new and request.media and request.num_computed_tokens < request.num_prompt_tokens):
                 prefills.append(request)
             elif (
                 num_new == 1
@@ -202,12 +213,15 @@ class Scheduler:
             ):
                 batch[request] = 1
                 budget -= 1
+                room -= 1
         for request in prefills:
             if request.status is Status.RUNNING and budget > 0:
-                num_new = self._chunk_size(request, budget, alone=len(self.running) == 1)
-                if self._allocate(request, request.num_computed_tokens + num_new, batch, new_blocks):
+                start = request.num_computed_tokens
+                num_new = self._chunk_size(request, start, budget, room, alone=len(self.running) == 1)
+                if num_new and self._allocate(request, start + num_new, batch, new_blocks):
                     batch[request] = num_new
                     budget -= num_new
+                    room -= num_new
 
     def _allocate(
         self, request: Request, num_tokens: int, batch: dict[Request, int], new_blocks: dict[Request, list[list[int]]]
@@ -255,14 +269,18 @@ class Scheduler:
             if self.kv.num_missing(request, matched) + reserve > self.kv.pool.num_free:
                 return
             num_tokens = step.num_tokens
-            self._admit(step, request, matched, budget)
+            start, room = matched.num_blocks * self.kv.block_size, self.token_budget - num_tokens
+            num_new = self._chunk_size(request, start, budget, room, alone=not self.running)
+            if not num_new:  # its first image must wait
+                return
+            self._admit(step, request, matched, num_new)
             if request.background:
                 self._background_budget -= step.num_tokens - num_tokens
             reserve += self._num_expected_blocks(request)
 
-    def _admit(self, step: Step, request: Request, matched: Match, budget: int) -> None:
+    def _admit(self, step: Step, request: Request, matched: Match, num_new: int) -> None:
         """Move a request from waiting to running, with a row, the blocks of its cached prefix, and its first chunk of
-        at most `budget` tokens.
+        `num_new` tokens.
         """
         self.waiting.remove(request)
         request.status = Status.RUNNING
@@ -270,7 +288,6 @@ class Scheduler:
         self.kv.attach(request, matched)
         if request.num_cached_tokens < 0:
             self._count_first_scheduling(request)
-        num_new = self._chunk_size(request, budget, alone=not self.running)
         block_ids = self.kv.allocate(request, request.num_computed_tokens + num_new)
         assert block_ids is not None, "admitted without enough free blocks"
         self.running.add(request)
@@ -282,19 +299,37 @@ class Scheduler:
                 [list(ids) for ids in request.block_ids],
                 request.sampling,
                 request.pooling,
+                request.media,
             )
         )
         self._add_to_step(step, request, num_new, [])
 
-    def _chunk_size(self, request: Request, budget: int, alone: bool) -> int:
-        """Number of tokens of a request to run in this step."""
-        num_new = min(request.num_tokens + request.num_in_flight - request.num_computed_tokens, budget)
+    def _chunk_size(self, request: Request, start: int, budget: int, room: int, alone: bool) -> int:
+        """Number of tokens of a request, whose first `start` tokens are computed, to run in this step. 0 if it must
+        wait for an image: `_end_at_images` says why.
+        """
+        num_new = min(request.num_tokens + request.num_in_flight - start, budget)
         if self.long_prefill_token_threshold and not alone:
             num_new = min(num_new, self.long_prefill_token_threshold)
         if request.sampling.prompt_logprobs is not None and not alone:
             num_new = min(num_new, SCORED_CHUNK)
-        start = request.num_computed_tokens
-        return self.kv.chunk_end(request, start + num_new) - start
+        end = self.kv.chunk_end(request, start, start + num_new)
+        return (self._end_at_images(request, start, end, start + room) if request.media else end) - start
+
+    def _end_at_images(self, request: Request, start: int, end: int, limit: int) -> int:
+        """Return where a chunk of tokens [start, end) ends: before the first image that cannot be encoded in this step
+        or, if images are computed whole, that does not fit into the chunk. Such an image may extend a chunk that begins
+        with it, up to token `limit`.
+        """
+        for item in request.images(start, end):
+            last = item.offset + item.length
+            if self.media.whole and last > end:
+                if item.offset > start or last > limit:
+                    return max(item.offset, start)
+                end = last
+            if not self.images.request(item):
+                return max(item.offset, start)
+        return end
 
     def _add_to_step(self, step: Step, request: Request, num_new: int, new_blocks: list[list[int]]) -> None:
         """Add a chunk to the step and count it as computed: later steps run after it."""
@@ -312,6 +347,9 @@ class Scheduler:
         step.num_tokens += num_new
         if start < request.num_prompt_tokens:
             self._count_prefill(request, start, min(end, request.num_prompt_tokens))
+            for item in request.images(start, end):
+                keep = self.images.hold if item.offset + item.length > end else self.images.release
+                keep(item.key, request)
         if end >= (request.num_published + 1) * self.kv.block_size:
             step.published[request] = self.kv.publish(request)
 
@@ -369,6 +407,8 @@ class Scheduler:
 
     def _free_row(self, request: Request) -> None:
         self.running.remove(request)
+        for item in request.media:
+            self.images.release(item.key, request)
         heappush(self.free_rows, request.row)
         request.row = -1
 
@@ -528,6 +568,8 @@ class Scheduler:
             request.num_in_flight -= 1
 
     def _fail(self, request: Request, message: str, now: float, outputs: Outputs) -> None:
+        for item in request.media:
+            self.images.forget(item.key)  # it may be the error
         if request.status is not Status.FINISHED:
             self._remove(request, discard=True)
             outputs.setdefault(request.client, []).append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from quire.engine.messages import AddRequest
-from quire.worker.messages import LOGPROBS_MODES, PoolingInfo, SamplingParams
+from quire.worker.messages import LOGPROBS_MODES, MediaInfo, MediaItem, PoolingInfo, SamplingParams
 
 # number of bad words times the length of the longest: the number of tokens that workers compare per step
 MAX_BAD_WORDS_SIZE = 1 << 18
@@ -51,6 +51,41 @@ def _check_task(message: AddRequest, pooling: PoolingInfo | None) -> None:
         raise ValueError(f"second_start is {message.pooling.second_start}, but must be within the prompt")
     if message.sampling.max_tokens or message.sampling.prompt_logprobs is not None or message.siblings:
         raise ValueError("a pooling request has max_tokens 0, no prompt_logprobs and one choice")
+
+
+def check_media(message: AddRequest, media: MediaInfo | None, longest_span: int) -> None:
+    """Raise ValueError, naming the image and the limit, for images that the model cannot read. `longest_span` is the
+    most tokens that an image may take in a prompt of a model that computes its images whole.
+    """
+    if not message.media:
+        return
+    if media is None:
+        raise ValueError("this model does not read images")
+    end = 0
+    for i, item in enumerate(message.media, 1):
+        span = message.prompt_token_ids[item.offset : item.offset + item.length]
+        if item.offset < end or item.length < 1 or len(span) < item.length:
+            raise ValueError(f"image {i}: its tokens {item.offset} to {item.offset + item.length} are misplaced")
+        end = item.offset + item.length
+        _check_image(i, item, span, media, longest_span)
+
+
+def _check_image(i: int, item: MediaItem, span: list[int], media: MediaInfo, longest_span: int) -> None:
+    if (placeholders := span.count(media.image_token_id)) != item.num_embeds or not placeholders:
+        raise ValueError(f"image {i} has {item.num_embeds} embeddings, but {placeholders} placeholders")
+    if item.num_embeds > media.cache_size:
+        raise ValueError(
+            f"image {i} has {item.num_embeds} tokens, but may have at most {media.cache_size}: send a smaller image"
+        )
+    if media.whole and item.length > longest_span:
+        raise ValueError(
+            f"image {i} has {item.length} tokens, but may have at most {longest_span}, because one step must compute "
+            "it and a token of every other request: raise --max-num-batched-tokens or send a smaller image"
+        )
+    if media.has_grids:
+        t, h, w = item.grid or (0, 0, 0)
+        if t * h * w != item.num_embeds:
+            raise ValueError(f"image {i} has a grid of {item.grid}, but {item.num_embeds} tokens")
 
 
 def check_sampling(sampling: SamplingParams, max_model_len: int, vocab_size: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from quire.configs.config import Config
 from quire.engine.executor.base import get_executor, steps_in_flight
 from quire.engine.kv.manager import KVCacheManager
-from quire.engine.messages import AddRequest, SamplingParams, TokenLogprobs
+from quire.engine.messages import AddRequest, MediaItem, SamplingParams, TokenLogprobs
 from quire.engine.scheduler import Scheduler
 from quire.worker.messages import WorkerReady
 
@@ -45,6 +45,7 @@ class InProcessEngine:
             self.config.cache.enable_prefix_caching,
             self.ready.groups,
             self.ready.max_num_batched_tokens,
+            bool(self.ready.media and self.ready.media.whole),
         )
         self.scheduler = Scheduler(self.config.scheduler, self.ready, kv, self.config.parallel.pipeline_parallel_size)
 
@@ -53,12 +54,23 @@ class InProcessEngine:
         prompts: list[list[int]],
         sampling: SamplingParams | list[SamplingParams],
         outputs: list[list[int]] | None = None,
+        media: list[list[MediaItem]] | None = None,
     ) -> list[Result]:
-        """Run all prompts at once until they finish. `outputs` are tokens from before a resubmission."""
+        """Run all prompts at once until they finish. `outputs` are tokens from before a resubmission, `media` the
+        images of each prompt.
+        """
         params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         results = {str(i): Result() for i in range(len(prompts))}
         for i, (prompt, one) in enumerate(zip(prompts, params)):
-            early = self.scheduler.add(AddRequest(str(i), prompt, one, output_token_ids=outputs[i] if outputs else []))
+            early = self.scheduler.add(
+                AddRequest(
+                    str(i),
+                    prompt,
+                    one,
+                    output_token_ids=outputs[i] if outputs else [],
+                    media=media[i] if media else [],
+                )
+            )
             if early:
                 self._collect(results, early)
         in_flight: deque = deque()

@@ -185,6 +185,16 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     grid: tuple[int, int, int] | None = None  # (t, h, w) in placeholders, for models with three axes of positions
 
 
+class MediaInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The images that a model reads, and how many embeddings of images workers handle."""
+
+    image_token_id: int  # the placeholder that embeddings replace
+    cache_size: int  # embeddings that workers keep, and so the most that one image may have
+    encoder_budget: int  # embeddings that one step computes; a single image may have more
+    whole: bool = False  # tokens of an image attend to each other in both directions: one step computes its span
+    has_grids: bool = False  # positions have three axes, so that items need a `grid`
+
+
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request is assigned to row `row`, for the first time or again after preemption."""
 
@@ -213,6 +223,9 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     new_blocks: list[list[list[int]]]
     # ascending batch positions whose chunk ends at their last known token, so that the next token is sampled
     samples: list[int]
+    # images to encode before the forward pass; their embeddings are kept until their keys are in `evict`
+    encode: list[MediaItem] = []
+    evict: list[str] = []  # keys of embeddings to drop before `encode`, also of images that could not be encoded
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -256,3 +269,4 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     works_idle: bool = False  # whether `Worker.work_idle` has work to do
     groups: list[CacheGroup] = msgspec.field(default_factory=lambda: [CacheGroup()])
     pooling: PoolingInfo | None = None  # None: the model only generates text
+    media: MediaInfo | None = None  # None: requests with images are refused

@@ -11,15 +11,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from quire.configs.config import Config
 from quire.engine.executor.base import Executor, ReportProgress
 from quire.worker.messages import (
     CacheGroup,
+    MediaInfo,
+    MediaItem,
     MemoryPlan,
     NewRequest,
     SamplingParams,
@@ -50,6 +53,16 @@ def next_token(state: int, sampling: SamplingParams, num_outputs: int, vocab_siz
     return (mixed >> 14) % vocab_size
 
 
+def with_images(token_ids: list[int], media: Sequence[MediaItem]) -> list[int]:
+    """Replace the tokens of images by numbers that depend on the image and on the place in it."""
+    token_ids = list(token_ids)
+    for item in media:
+        content = crc32(item.key.encode())
+        for i in range(item.length):
+            token_ids[item.offset + i] += 1000 + content * (i + 1)
+    return token_ids
+
+
 def token_logprobs(token_id: int, num_logprobs: int, vocab_size: int) -> TokenLogprobs:
     """Return log-probabilities of an invented distribution in which `token_id` is the most likely token.
 
@@ -62,11 +75,16 @@ def token_logprobs(token_id: int, num_logprobs: int, vocab_size: int) -> TokenLo
 
 
 def expected_tokens(
-    prompt_token_ids: list[int], sampling: SamplingParams, max_model_len: int, vocab_size: int, eos_chance: float = 0.0
+    prompt_token_ids: list[int],
+    sampling: SamplingParams,
+    max_model_len: int,
+    vocab_size: int,
+    eos_chance: float = 0.0,
+    media: Sequence[MediaItem] = (),
 ) -> list[int]:
     """Return the tokens that one request generates alone: the reference output for any schedule."""
     state, outputs = 0, []
-    for token_id in prompt_token_ids:
+    for token_id in with_images(prompt_token_ids, media):
         state = extend(state, token_id)
     while len(outputs) < sampling.max_tokens and len(prompt_token_ids) + len(outputs) < max_model_len:
         token_id = next_token(state, sampling, len(outputs), vocab_size, eos_chance)
@@ -90,6 +108,9 @@ class FakeOptions:
     fail_at_step: float = 0.0  # the result of this step raises (the engine's warm-up request takes steps 1 and 2)
     fail_on_token: float = -1.0  # the first step of a prompt with this token raises
     groups: str = "full"  # cache groups of the simulated model, e.g. "full+window:24+state"
+    # images that the simulated model reads: image token id, cache size and encoder budget, e.g. "5:64:16" or, if an
+    # image is computed whole, "5:64:16:whole". An image whose key begins with "unreadable" cannot be encoded.
+    images: str = ""
 
     @classmethod
     def from_text(cls, text: str) -> FakeOptions:
@@ -103,8 +124,14 @@ class FakeOptions:
         kinds = (text.partition(":") for text in self.groups.split("+"))
         return [CacheGroup(kind, int(window or 0)) for kind, _, window in kinds]
 
+    def media_info(self) -> MediaInfo | None:
+        if not self.images:
+            return None
+        token_id, size, budget, *whole = self.images.split(":")
+        return MediaInfo(int(token_id), int(size), int(budget), bool(whole))
 
-_READ: dict[str, Any] = {"validate": lambda text: text not in ("0", "false"), "groups": str}
+
+_READ: dict[str, Any] = {"validate": lambda text: text not in ("0", "false"), "groups": str, "images": str}
 
 
 @dataclass(slots=True)
@@ -116,6 +143,7 @@ class _Row:
     states: list[int]  # states[p] covers tokens 0 .. p
     token_ids: list[int]
     block_ids: list[list[int]] = field(default_factory=list)  # per cache group
+    media: list[MediaItem] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -146,8 +174,9 @@ class FakeExecutor(Executor):
 
     def __init__(self, config: Config, options: FakeOptions | None = None):
         self.options = options or FakeOptions.from_text(os.environ.get("QUIRE_FAKE", ""))
-        self.ready = _sizes(config, self.options.cache_groups())
+        self.ready = _sizes(config, self.options.cache_groups(), self.options.media_info())
         self.num_steps = 0
+        self._images: dict[str, int] = {}  # encoded images, by key: number of embeddings
         self._rows: dict[int, _Row] = {}
         # Contents of each slot of each page: the hash of a token's context or, in the first slot of a state page, of
         # all tokens that the state has processed. Entries include the group, because any group may use a page.
@@ -177,6 +206,7 @@ class FakeExecutor(Executor):
         if self.options.validate:
             self._check_shape(step)
         self.num_steps += 1
+        self._encode(step)
         for new in step.new:
             self._rows[new.row] = self._enter(new)
         batch = [self._rows[row] for row in step.rows]
@@ -185,7 +215,8 @@ class FakeExecutor(Executor):
                 ids[:] = added or ids if group.kind == "state" else ids + added
         if self.options.validate:
             self._write_and_check(step, batch)
-        output = StepOutput(step.step, *self._sample(step, batch), self._prompt_logprobs(step, batch))
+        errors = self._check_images(step, batch)
+        output = StepOutput(step.step, *self._sample(step, batch), self._prompt_logprobs(step, batch), errors or None)
         self._free_at = max(self._free_at, time.monotonic()) + self.options.step_delay
         fails = step.step == self.options.fail_at_step or any(
             self.options.fail_on_token in new.token_ids[: new.num_prompt_tokens] for new in step.new
@@ -195,16 +226,44 @@ class FakeExecutor(Executor):
         )
 
     def _enter(self, new: NewRequest) -> _Row:
-        row = _Row(new.sampling, new.num_prompt_tokens, [], [], [list(ids) for ids in new.block_ids])
-        self._append(row, new.token_ids)
+        row = _Row(new.sampling, new.num_prompt_tokens, [], [], [list(ids) for ids in new.block_ids], new.media)
+        self._append(row, new.token_ids, new.media)
         return row
 
-    def _append(self, row: _Row, token_ids: Iterable[int]) -> None:
+    def _append(self, row: _Row, token_ids: Sequence[int], media: Sequence[MediaItem] = ()) -> None:
         state = row.states[-1] if row.states else 0
-        for token_id in token_ids:
+        row.token_ids.extend(token_ids)
+        for token_id in with_images(token_ids, media) if media else token_ids:
             state = extend(state, token_id)
             row.states.append(state)
-            row.token_ids.append(token_id)
+
+    def _encode(self, step: StepInput) -> None:
+        """Drop and encode images as the step says, within the limits of `MediaInfo`."""
+        for key in step.evict:
+            del self._images[key]
+        added = [item.num_embeds for item in step.encode]
+        for item in step.encode:
+            assert item.key not in self._images, f"{item.key} is encoded twice"
+            self._images[item.key] = item.num_embeds
+        if step.encode:
+            assert sum(self._images.values()) <= self.ready.media.cache_size, f"{self._images} do not fit"
+            assert len(added) == 1 or sum(added) <= self.ready.media.encoder_budget, f"a step encodes {added}"
+
+    def _check_images(self, step: StepInput, batch: list[_Row]) -> dict[int, str]:
+        """Check that the images of the step's tokens are there. Returns the errors of those that are unreadable."""
+        errors = {}
+        for i, row in enumerate(batch):
+            start, end = step.num_computed[i], step.num_computed[i] + step.num_scheduled[i]
+            for item in row.media:
+                last = item.offset + item.length
+                if item.offset >= end or last <= start:
+                    continue
+                assert item.key in self._images, f"step {step.step}: image {item.key} is not encoded"
+                if self.ready.media.whole:
+                    assert start <= item.offset and last <= end, f"a chunk cuts the image {item.key}"
+                if item.key.startswith("unreadable"):
+                    errors[i] = f"image {item.key} cannot be read"
+        return errors
 
     def _sample(
         self, step: StepInput, batch: list[_Row]
@@ -330,7 +389,7 @@ class FakeExecutor(Executor):
         return ids[block] * self.ready.block_size + offset
 
 
-def _sizes(config: Config, groups: list[CacheGroup]) -> WorkerReady:
+def _sizes(config: Config, groups: list[CacheGroup], media: MediaInfo | None) -> WorkerReady:
     path = Path(config.model.model, "config.json")
     vocab_size = json.loads(path.read_text())["vocab_size"] if config.model.model and path.exists() else 1000
     max_model_len = 4096 if config.model.max_model_len == "auto" else int(config.model.max_model_len)
@@ -346,4 +405,5 @@ def _sizes(config: Config, groups: list[CacheGroup]) -> WorkerReady:
         plan,
         [("executor", "fake", "requested")],
         groups=groups,
+        media=media,
     )

@@ -50,7 +50,8 @@ class Match:
 class KVCacheManager:
     """The only writer of the block fields of requests.
 
-    `chunk` is the maximum number of tokens of one request that a step computes.
+    `chunk` is the maximum number of tokens of one request that a step computes. With `whole_images`, tokens of an image
+    attend to each other in both directions, so that no prefix hit ends inside one.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         groups: Sequence[CacheGroup] = (CacheGroup(),),
         chunk: int = 2048,
+        whole_images: bool = False,
     ):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = tuple(groups)
         self.chunk = chunk
+        self.whole_images = whole_images
         self.pool = BlockPool(num_blocks)
         # a published block is looked up by its group's tag and its hash
         self._tags = [bytes([g]) for g in range(len(self.groups))]
@@ -124,7 +127,7 @@ class KVCacheManager:
             found[g] = self._find(g, hashes)
             if self.groups[g].kind == "full":
                 hashes = hashes[: len(found[g])]
-        num_blocks = self._agreed(found, len(hashes))
+        num_blocks = self._agreed(request, found, len(hashes))
         return (
             Match(num_blocks, [self._to_hold(g, found[g], num_blocks) for g in range(len(self.groups))])
             if num_blocks
@@ -144,12 +147,13 @@ class KVCacheManager:
             self.pool.watched.add(block_id)
         return ids[: len(hashes)]
 
-    def _agreed(self, found: dict[int, list[int]], longest: int) -> int:
+    def _agreed(self, request: Request, found: dict[int, list[int]], longest: int) -> int:
         """Return the largest number of blocks, at most `longest`, from which every group can continue."""
         others = [g for g, group in enumerate(self.groups) if group.kind != "full"]
-        if not others:
+        cut = self._cut_images(request, longest) if self.whole_images else set()
+        if not others and not cut:
             return longest
-        fits = [True] * (longest + 1)
+        fits = [n not in cut for n in range(longest + 1)]
         for g in others:
             run = 0  # number of consecutive cached blocks
             for n in range(1, longest + 1):
@@ -161,6 +165,14 @@ class KVCacheManager:
                 )
                 fits[n] = fits[n] and run >= needed
         return max(n for n in range(longest + 1) if fits[n])
+
+    def _cut_images(self, request: Request, longest: int) -> set[int]:
+        """Numbers of blocks, at most `longest`, that end inside an image."""
+        cut: set[int] = set()
+        for item in request.media:
+            end = min(self.num_blocks(item.offset + item.length), longest + 1)
+            cut.update(range(item.offset // self.block_size + 1, end))
+        return cut
 
     def _to_hold(self, g: int, ids: list[int], num_blocks: int) -> list[int]:
         """Block ids of group g that a request holds after a hit of `num_blocks` blocks."""
@@ -195,16 +207,16 @@ class KVCacheManager:
 
     # ---- allocation
 
-    def chunk_end(self, request: Request, end: int) -> int:
-        """Return where a chunk that could end at token `end` ends. With a state group, a prompt's chunk stops at its
-        last block boundary, to leave a checkpoint there.
+    def chunk_end(self, request: Request, start: int, end: int) -> int:
+        """Return where a chunk of tokens [start, end) ends. With a state group, a prompt's chunk stops at its last
+        block boundary, to leave a checkpoint there.
         """
         if not self._has_state or not self.enable_prefix_caching or end > request.num_prompt_tokens:
             return end
         # a hit excludes the last token, so a checkpoint after it would never be found
         last = end - (end == request.num_prompt_tokens)
         boundary = last // self.block_size * self.block_size
-        return boundary if boundary > request.num_computed_tokens else end
+        return boundary if boundary > start else end
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """Return whether the request's blocks already hold its first `num_tokens` tokens."""
@@ -373,7 +385,19 @@ class KVCacheManager:
         hashes, size = request.block_hashes, self.block_size
         for i in range(len(hashes), num_full):
             parent = hashes[i - 1] if i else self._root(request)
-            hashes.append(sha256(parent + array("I", request.token_ids[i * size : (i + 1) * size]).tobytes()).digest())
+            content = array("I", request.token_ids[i * size : (i + 1) * size]).tobytes()
+            images = self._images(request, i) if request.media else b""
+            hashes.append(sha256(parent + content + images).digest())
+
+    def _images(self, request: Request, i: int) -> bytes:
+        """What block i depends on besides its tokens: the images that overlap it, and where. Images of equal size have
+        equal placeholders.
+        """
+        start = i * self.block_size
+        items = request.images(start, start + self.block_size)
+        return (
+            msgspec.msgpack.encode([(item.key, item.offset - start, item.length) for item in items]) if items else b""
+        )
 
     def _root(self, request: Request) -> bytes:
         """The start of the hash chain: everything besides tokens that the values depend on.

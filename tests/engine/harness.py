@@ -16,6 +16,7 @@ from quire.engine.messages import (
     EngineOutput,
     FromEngine,
     Hello,
+    MediaItem,
     SamplingParams,
     StepOutputs,
     ToEngine,
@@ -87,6 +88,7 @@ class Engine:
         cache_salt: str | None = None,
         siblings: list[Choice] | None = None,
         background: bool = False,
+        media: list[MediaItem] | None = None,
         **sampling: Any,
     ) -> AddRequest:
         message = AddRequest(
@@ -99,6 +101,7 @@ class Engine:
             cache_salt,
             siblings or [],
             background,
+            media=media or [],
         )
         self.put(message, client)
         return message
@@ -151,6 +154,7 @@ class Engine:
         )
         assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable and scheduler.kv.usage == 0
         assert scheduler.kv.reset_prefix_cache()
+        assert not any(entry.holders for entry in scheduler.images._entries.values())
 
 
 def assert_invariants(engine: Engine) -> None:
