@@ -67,7 +67,7 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 @pytest.mark.parametrize(
     ("model_type", "text", "vision"),
     [
-        ("gemma3", "gemma3", {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}),
+        ("gemma3", "gemma3", {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 14}),
         ("mistral3", "ministral3", {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8}),
     ],
 )

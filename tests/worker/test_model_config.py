@@ -11,7 +11,7 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from quire.worker.models import DECODERS, model_class, num_parameters, parse_model_spec, read_model_spec
+from quire.worker.models import DECODERS, WRAPPED, model_class, num_parameters, parse_model_spec, read_model_spec
 from quire.worker.models.config import kv_bytes_per_token
 from tests.checkpoints import CHECKPOINTS
 
@@ -90,9 +90,12 @@ def default_config(architecture: str, **settings):
 WITH_DEFAULTS = [architecture for architecture in DECODERS if architecture != "Glm4MoeForCausalLM"]
 
 
-@pytest.mark.parametrize("architecture", WITH_DEFAULTS)
+@pytest.mark.parametrize("architecture", [*WITH_DEFAULTS, *WRAPPED])
 def test_defaults_are_those_of_transformers(architecture):
-    compare(parse_model_spec({"architectures": [architecture]}), default_config(architecture))
+    config = default_config(architecture)
+    if architecture in WRAPPED and not hasattr(config, "tie_word_embeddings"):
+        config.tie_word_embeddings = False  # a key of the wrapper
+    compare(parse_model_spec({"architectures": [architecture]}), config)
 
 
 # what these have beyond other models, the index of sparse attention, is not served

@@ -92,6 +92,8 @@ def test_every_rank_of_the_first_stage_has_the_whole_encoder(folder):
 
 def test_an_image_token_must_be_named():
     raw = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral"}}
+    assert parse_model_spec(raw).vision is None
+    raw["vision_config"] = {"model_type": "pixtral"}
     with pytest.raises(ValueError, match="image_token_id"):
         parse_model_spec(raw)
     assert parse_model_spec(raw, images=False).vision is None

@@ -74,12 +74,18 @@ ENCODERS = {
     for prefix, cls in (("Bert", "Bert"), ("Roberta", "Roberta"), ("XLMRoberta", "XLMRoberta"))
     for suffix in ("Model", "ForMaskedLM", "ForSequenceClassification")
 }
+# language models that come with an encoder only (`wrappers.py`)
+WRAPPED = {
+    "Qwen2VLForCausalLM": "qwen_vl:Qwen2VL",
+    "Qwen3VLForCausalLM": "qwen_vl:Qwen3VL",
+    "Qwen3VLMoeForCausalLM": "qwen_vl:Qwen3VLMoe",
+}
 # a decoder may also come without its output head (embedding models), or with a classifier in its place
 MODELS = {
     name.replace("ForCausalLM", suffix): cls
     for suffix in ("ForCausalLM", "Model", "ForSequenceClassification")
     for name, cls in DECODERS.items()
-} | ENCODERS
+} | (ENCODERS | WRAPPED)
 
 
 def model_class(architecture: str) -> type[CausalLM]:
@@ -131,7 +137,7 @@ def parse_model_spec(raw: dict[str, Any], *, images: bool = True) -> ModelSpec:
     """
     architecture, wrapper = family_of(raw), wrapper_of(raw)
     spec = model_class(architecture).read_config(architecture, raw)
-    tower = tower_class(wrapper) if wrapper else None
+    tower = tower_class(wrapper) if wrapper and raw.get("vision_config") else None
     if tower is None:
         return spec
     vision = tower.read_spec(wrapper, raw) if images else None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Wrapper:
     """`tower` is module and class below `worker/models/vision`; without one, text alone is served. `text` is the
-    architecture of the language model, a key of `DECODERS`; by default it follows from the `model_type` of the text
+    architecture of the language model, a key of `MODELS`; by default it follows from the `model_type` of the text
     part of config.json.
     """
 
@@ -27,14 +27,18 @@ class Wrapper:
 
 
 WRAPPERS: dict[str, Wrapper] = {
-    "Gemma3ForConditionalGeneration": Wrapper(),
+    "Gemma3ForConditionalGeneration": Wrapper("gemma3:Gemma3Tower"),
     "Gemma3nForConditionalGeneration": Wrapper(),
-    "Gemma4ForConditionalGeneration": Wrapper(),
+    "Gemma4ForConditionalGeneration": Wrapper("gemma4:Gemma4Tower"),
     "Idefics3ForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
     "InternVLForConditionalGeneration": Wrapper("intern_vit:InternVLTower"),
     "LlavaForConditionalGeneration": Wrapper("llava:LlavaTower"),
     "LlavaOnevisionForConditionalGeneration": Wrapper("llava_onevision:LlavaOnevisionTower"),
     "Mistral3ForConditionalGeneration": Wrapper("pixtral:Mistral3Tower"),
+    "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl:Qwen2VLTower", "Qwen2VLForCausalLM"),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl:Qwen2_5VLTower", "Qwen2VLForCausalLM"),
+    "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl:Qwen3VLTower", "Qwen3VLForCausalLM"),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl:Qwen3VLTower", "Qwen3VLMoeForCausalLM"),
     "SmolVLMForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
 }
 # `model_type` of the text part -> its architecture
