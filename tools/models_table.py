@@ -83,12 +83,16 @@ def row(architecture: str) -> str:
 
 def page() -> str:
     """The text of docs/models.md."""
-    wrappers = ", ".join(f"`{name}`" for name in sorted(WRAPPERS))
+    seeing, text_only = (
+        ", ".join(f"`{name}`" for name, wrapper in sorted(WRAPPERS.items()) if bool(wrapper.tower) is images)
+        for images in (True, False)
+    )
     rows = "".join(row(name) for name in sorted(DECODERS | ENCODERS))
     fallback = ", ".join(f"`{name}`" for name in sorted(FALLBACK))
     text = (
-        f"Of wrappers the text part is served: {wrappers}.\n\nOther causal models run in transformers' implementation; "
-        f"compared with it are {fallback}. {_REFUSED}"
+        f"Models that read images: {seeing}. Of these the text part alone is served: {text_only}.\n\n"
+        "Other causal models run in transformers' implementation; compared with it are "
+        f"{fallback}. {_REFUSED}"
     )
     return _HEAD + rows + _TAIL + text
 
