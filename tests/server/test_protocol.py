@@ -191,6 +191,7 @@ def test_meaningful_but_unsupported_is_refused(cls, base, name, value):
             "safety_identifier": "s",
             "prompt_cache_key": "k",
             "prediction": {},
+            "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
             "parallel_tool_calls": True,
         },
         {

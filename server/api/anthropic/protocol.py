@@ -81,7 +81,7 @@ class Tool(msgspec.Struct, kw_only=True):
     type: Name | None = None  # only "custom": the others are tools that Anthropic runs
     strict: bool | None = None
 
-    harmless: ClassVar = frozenset({"cache_control", "eager_input_streaming", "input_examples"})
+    harmless: ClassVar = frozenset({"cache_control", "eager_input_streaming"})
     unsupported: ClassVar[dict[str, tuple]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 
 
@@ -98,7 +98,7 @@ class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: NonNegative | None = None
 
-    harmless: ClassVar = frozenset({"display"})
+    harmless: ClassVar = frozenset()
     unsupported: ClassVar = _NOTHING
 
 

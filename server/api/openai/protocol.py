@@ -90,10 +90,8 @@ HARMLESS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "prompt_cache_options",
         "guided_decoding_backend",  # one library serves every structure
         "prediction",
-        "moderation",
     }
 )
 UNSUPPORTED: dict[str, tuple] = {
@@ -127,6 +125,7 @@ UNSUPPORTED: dict[str, tuple] = {
     "return_progress": (False,),
     "stream_interval": (),
     "mm_processor_kwargs": (),
+    "moderation": (),  # a client that asks for it relies on it
 }
 # of conversations; a text completion has neither
 TOOLS_AND_REASONING: dict[str, tuple] = {
@@ -151,6 +150,13 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = frozenset({"include_obfuscation"})
     unsupported: ClassVar[dict[str, tuple]] = {}
+
+
+class PromptCacheOptions(msgspec.Struct, kw_only=True):
+    """Nothing of it is served: every prefix is cached."""
+
+    harmless: ClassVar = frozenset({"mode", "ttl"})
+    unsupported: ClassVar[dict[str, tuple]] = {"prewarm": (False,), "comparison_response_id": ()}
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -221,6 +227,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: all that the context holds
     truncation_side: Literal["left", "right"] | None = None
     # the queue and the cache
+    prompt_cache_options: PromptCacheOptions | None = None
     priority: Int64 | None = None  # lower runs first
     cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None

@@ -466,3 +466,11 @@ def test_async_client_streams(plain):
             return text
 
     assert asyncio.run(read()) == "Hello"
+
+
+def test_what_the_sdk_has_and_this_server_has_not(server):
+    with pytest.raises(openai.NotFoundError, match="makes no compacted items"):
+        server.openai.responses.compact(model=MODEL, input="hi")
+    for fields in ({"moderation": {"model": "m"}}, {"prompt_cache_options": {"prewarm": True}}):
+        with pytest.raises(openai.BadRequestError, match="not supported"):
+            server.openai.responses.create(model=MODEL, input="hi", **fields)

@@ -7,7 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.server.api.openai.protocol import HARMLESS, MAX_MESSAGES, MAX_PARTS, UNSUPPORTED, Effort, TemplateKwargs
+from quire.server.api.openai.protocol import (
+    HARMLESS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    UNSUPPORTED,
+    Effort,
+    PromptCacheOptions,
+    TemplateKwargs,
+)
 from quire.server.api.openai.tools import MAX_GRAMMAR, MAX_TOOLS, CallId, Description, Schema, ToolName
 from quire.server.generate.limits import (
     INT64_MAX,
@@ -186,10 +194,11 @@ class ResponsePrompt(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     chat_template_kwargs: TemplateKwargs | None = None  # beside OpenAI's own, as in chat
 
     harmless: ClassVar = HARMLESS
-    unsupported: ClassVar[dict[str, tuple]] = {"personality": ()}
+    unsupported: ClassVar[dict[str, tuple]] = {"personality": (), "moderation": ()}
 
 
 class InputTokensRequest(ResponsePrompt, kw_only=True):

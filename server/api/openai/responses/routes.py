@@ -25,6 +25,14 @@ CANCEL_SECONDS = 10.0  # that another process has to cancel one
 _TRUE, _FALSE = ("true", "1"), ("false", "0", "")
 
 
+async def no_compaction(request: Request, state: ServerState) -> Response:
+    """OpenAI's answer is encrypted, for its own models."""
+    raise NotFound(
+        'POST /v1/responses/compact is not available: this server makes no compacted items. truncation: "auto" leaves '
+        "out the oldest turns of a conversation that is too long."
+    )
+
+
 async def retrieve_response(request: Request, state: ServerState) -> Response:
     """A stored response, or its events: with `stream`, those after number `starting_after`."""
     response_id = request.path_params["response_id"]

@@ -23,6 +23,7 @@ RESPONSES = [
         protocol.InputTokensRequest,
         objects.InputTokens,
     ),
+    Route("POST", "/v1/responses/compact", routes.no_compaction),
     Route("GET", _STORED, routes.retrieve_response, answer=objects.ResponseObject, stream=EVENTS, query=_STREAM),
     Route("DELETE", _STORED, routes.delete_response, answer=objects.DeletedObject),
     Route("POST", f"{_STORED}/cancel", routes.cancel_response, answer=objects.ResponseObject),
