@@ -38,8 +38,8 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
-    """At most `budget` tokens of thoughts, then the tokens `forced`. Thoughts last from after `begin`, or from the
-    first output token if the prompt has `opened` them, until `end`.
+    """At most `budget` tokens in each block of thoughts, then the tokens `forced`. A block lasts from after `begin`, or
+    from the first output token if the prompt has `opened` it, until `end`.
     """
 
     budget: int

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import NewRequest, SamplingParams, ThinkingBudget
 from quire.worker.platforms.cpu import CpuPlatform
-from quire.worker.sampling.thinking import LATEST_BEGIN, EndOfThinking
+from quire.worker.sampling.thinking import EndOfThinking
 from tests.worker.test_sampler import make_batch
 
 VOCAB_SIZE, MAX_LEN = 12, 64
@@ -21,26 +21,36 @@ def budget(size: int, opened: bool = True, begin=(BEGIN,), end=(END,), forced=(E
     return ThinkingBudget(size, opened, begin, end, forced)
 
 
-def find(tokens: list[int], sequence: tuple[int, ...], start: int = 0) -> int:
-    """Index of the first occurrence from `start` on, or -1."""
-    for i in range(start, len(tokens) - len(sequence) + 1):
-        if tuple(tokens[i : i + len(sequence)]) == sequence:
-            return i
-    return -1
+def ends_with(tokens: list[int], marker: tuple[int, ...]) -> bool:
+    return tuple(tokens[-len(marker) :]) == marker
 
 
 def expected(outputs: list[int], thinking: ThinkingBudget) -> int | None:
-    """The token that must follow `outputs`; None: any."""
-    start = 0
-    if not thinking.opened:
-        begin = find(outputs[: LATEST_BEGIN + len(thinking.begin)], thinking.begin)
-        if begin < 0:
-            return None
-        start = begin + len(thinking.begin)
-    number = len(outputs) - start - thinking.budget
-    if not 0 <= number < len(thinking.forced) or find(outputs[: start + thinking.budget], thinking.end) >= 0:
-        return None
-    return thinking.forced[number]
+    """The token that must follow `outputs`, in which every forced token was forced; None: any."""
+    start = 0 if thinking.opened else None  # of the block that is open
+    searched = 0  # markers may not begin before this output
+    for count in range(len(outputs) + 1):
+        if start is not None and count >= start + thinking.budget:
+            if count == len(outputs):
+                return thinking.forced[count - start - thinking.budget]
+            if count - start - thinking.budget == len(thinking.forced) - 1:
+                start, searched = None, start + thinking.budget
+        elif (
+            start is not None and tuple(outputs[max(start, searched) : count + 1][-len(thinking.end) :]) == thinking.end
+        ):
+            start, searched = None, count + 1
+        if start is None and tuple(outputs[searched : count + 1][-len(thinking.begin) :]) == thinking.begin:
+            start = searched = count + 1
+    return None
+
+
+def written(script: list[int], thinking: ThinkingBudget) -> list[int]:
+    """The outputs of a model that wants to write `script`."""
+    outputs: list[int] = []
+    for token in script:
+        forced = expected(outputs, thinking)
+        outputs.append(token if forced is None else forced)
+    return outputs
 
 
 def apply(requests: list[tuple[list[int], list[int], ThinkingBudget | None]]) -> list[int | None]:
@@ -66,18 +76,18 @@ def apply(requests: list[tuple[list[int], list[int], ThinkingBudget | None]]) ->
     return forced
 
 
-tokens = st.lists(st.sampled_from([BEGIN, END, OTHER, 4]), max_size=24)
-markers = st.sampled_from([(BEGIN,), (BEGIN, 4), (4, 4)])
+scripts = st.lists(st.sampled_from([BEGIN, END, OTHER, 4]), max_size=24)
 thinkings = st.builds(
-    ThinkingBudget, st.integers(0, 12), st.booleans(), markers, st.sampled_from([(END,), (END, 4)]),
-    st.sampled_from([(END,), (5, END, 6), (END, 4)]),
+    ThinkingBudget, st.integers(0, 12), st.booleans(), st.sampled_from([(BEGIN,), (BEGIN, OTHER), (OTHER, BEGIN, OTHER)]),
+    st.sampled_from([(END,), (END, 4)]), st.sampled_from([(END, 4), (5, END, 4), (5, END, 4, 6, 7)]),
 )  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(tokens.filter(bool), tokens, st.none() | thinkings), min_size=1, max_size=4))
+@given(st.lists(st.tuples(scripts.filter(bool), scripts, thinkings), min_size=1, max_size=4))
 def test_the_definition(requests):
-    assert apply(requests) == [None if thinking is None else expected(out, thinking) for _, out, thinking in requests]
+    requests = [(prompt, written(script, thinking), thinking) for prompt, script, thinking in requests]
+    assert apply(requests) == [expected(outputs, thinking) for _, outputs, thinking in requests]
 
 
 @pytest.mark.parametrize("opened", [True, False])
@@ -101,6 +111,18 @@ def test_no_budget_at_all():
 
 def test_thoughts_that_have_ended_are_left_alone():
     assert apply([([9], [OTHER, END, 5, 5], budget(4))]) == [None]
+
+
+def test_every_block_has_a_budget():
+    thinking = budget(2, opened=False, forced=(5, END))
+    after_content = [BEGIN, OTHER, OTHER, 5, END, OTHER, OTHER, OTHER, OTHER, OTHER, BEGIN, OTHER, OTHER]
+    assert apply([([9], after_content, thinking), ([9], [*after_content, 5], thinking)]) == [5, END]
+    begun_twice = [BEGIN, BEGIN, OTHER, 5]  # the second marker is a thought
+    assert apply([([9], begun_twice, thinking), ([9], [*begun_twice, END], thinking)]) == [END, None]
+
+
+def test_rows_without_a_budget_are_left_alone():
+    assert apply([([9], [OTHER, OTHER], None), ([9], [OTHER, OTHER], budget(2))]) == [None, END]
 
 
 def test_a_budget_beyond_the_context():

@@ -9,11 +9,10 @@ from quire.worker.batch.request_table import check_token_ids
 from quire.worker.messages import SamplingParams, ThinkingBudget
 from quire.worker.sampling.processors import EXCLUDED, LogitsProcessor
 
-LATEST_BEGIN = 8  # output tokens after which thoughts that have not begun are no longer waited for
-
 
 class EndOfThinking(LogitsProcessor):
-    """thinking: after `budget` tokens of thoughts, the next tokens are `forced`, unless `end` has come by itself.
+    """thinking: after `budget` tokens of a block of thoughts, the next tokens are `forced`, unless `end` has come by
+    itself. Every block of an output has the whole budget.
 
     Output tokens of a request whose thoughts begin by themselves, with budget 3 and one token in each marker:
 
@@ -21,8 +20,9 @@ class EndOfThinking(LogitsProcessor):
         <begin>  t       t  t  forced[0]   forced[1]      ...
                  ^ start       ^ start + budget
 
-    Which rows may have to be forced in a step follows from counts (the step's positions), so other steps cost nothing;
-    whether they have to depends on the tokens, which only the device's table has.
+    Token k of `forced` is due where a block began `budget + k` tokens ago and has not ended within its budget. A block
+    that began earlier cannot be open: its end was forced. So a step looks at the last `budget` tokens, on the device,
+    which alone has them; steps before output `budget` cost nothing.
     """
 
     def read(self, sampling: SamplingParams) -> ThinkingBudget | None:
@@ -41,8 +41,8 @@ class EndOfThinking(LogitsProcessor):
         for i, row in enumerate(batch.rows):
             thinking = self.rows.get(row)
             if thinking is not None:
-                num_after = batch.positions[i] - self.table.num_prompt_tokens[row] - thinking.budget
-                if 0 <= num_after < _latest_start(thinking) + len(thinking.forced):
+                num_outputs = batch.positions[i] - self.table.num_prompt_tokens[row]
+                if num_outputs >= thinking.budget + (0 if thinking.opened else len(thinking.begin)):
                     due.append(i)
         return due
 
@@ -58,36 +58,48 @@ class EndOfThinking(LogitsProcessor):
         prompts = [self.table.num_prompt_tokens[row] for row in rows]
         counts = [batch.positions[i] - prompt for i, prompt in zip(which, prompts)]  # output tokens so far
         index, row_ids, prompt, count = self._send([which, rows, prompts, counts])
-        column = torch.arange(min(_latest_start(thinking) + thinking.budget, max(counts)), device=logits.device)
+        num_begin, num_end, num_forced = len(thinking.begin), len(thinking.end), len(thinking.forced)
+        budget, device = thinking.budget, logits.device
+        # A block is looked for at `num_starts` places; forced token k is due for one that began at number
+        # num_starts - 1 - k. Blocks before the last num_forced places only show that a begin marker is within thoughts.
+        num_nested = min(num_forced - 1, budget)
+        num_starts = num_forced + num_nested
+        first = count - budget - (num_starts - 1) - num_begin  # the first output to look at; negative: before any
+        position = first[:, None] + torch.arange(num_begin + num_starts - 1 + budget, device=device)
         tokens = self.table.token_table[
-            row_ids[:, None], (prompt[:, None] + column).clamp(max=self.table.max_model_len - 1)
+            row_ids[:, None], (prompt[:, None] + position).clamp(0, self.table.max_model_len - 1)
         ]
-        tokens = tokens.masked_fill(column >= count[:, None], -1)
+        tokens = tokens.masked_fill(position < 0, -1)
 
+        place = torch.arange(num_starts, device=device)
+        begun = self._matches(tokens[:, : num_begin + num_starts - 1], thinking.begin)
         if thinking.opened:
-            start, thinks = torch.zeros_like(count), torch.ones_like(count, dtype=torch.bool)
-        else:
-            begins = self._matches(tokens[:, : _latest_start(thinking)], thinking.begin)
-            start, thinks = begins.int().argmax(1) + len(thinking.begin), begins.any(1)
-        used_up = start + thinking.budget
-        ends = self._matches(tokens, thinking.end)
-        position = torch.arange(ends.shape[1], device=logits.device) + len(thinking.end)
-        thinks &= ~(ends & (position <= used_up[:, None])).any(1)
+            begun = begun | (first[:, None] + num_begin + place == 0)
+        ends = self._matches(tokens[:, num_begin:], thinking.end)
+        num_ends = torch.nn.functional.pad(ends.int().cumsum(1), (1, 0))  # that begin before each place
 
-        number = count - used_up  # of the token to force
+        def ended(start: torch.Tensor, num_tokens: int) -> torch.Tensor:
+            """Whether an end marker is among the `num_tokens` tokens from each place on."""
+            after = start + max(num_tokens - num_end + 1, 0)
+            return (
+                num_ends[:, after.clamp(max=num_ends.shape[1] - 1)]
+                > num_ends[:, start.clamp(max=num_ends.shape[1] - 1)]
+            )
+
+        due = begun & ~ended(place, budget)
+        for distance in range(1, num_nested + 1):
+            within = begun[:, :-distance] & ~ended(place[:-distance], distance)
+            due[:, distance:] &= ~within
+        due = due[:, num_nested:]
+
+        number = num_forced - 1 - due.int().argmax(1)  # of the token to force
         forced = self._send(list(thinking.forced))
-        thinks &= (number >= 0) & (number < len(forced))
         only = torch.full_like(logits[:1], EXCLUDED).expand(len(which), -1).clone()
-        only.scatter_(1, forced[number.clamp(0, len(forced) - 1)][:, None], 0.0)
-        logits[index] = torch.where(thinks[:, None], only, logits[index])
+        only.scatter_(1, forced[number][:, None], 0.0)
+        logits[index] = torch.where(due.any(1, keepdim=True), only, logits[index])
 
     def _matches(self, tokens: torch.Tensor, sequence: tuple[int, ...]) -> torch.Tensor:
         """Where in tokens `[R, W]` the sequence begins: bool `[R, max(W - len(sequence) + 1, 1)]`."""
         if tokens.shape[1] < len(sequence):
             return torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
         return (tokens.unfold(1, len(sequence), 1) == self._send(list(sequence))).all(2)
-
-
-def _latest_start(thinking: ThinkingBudget) -> int:
-    """Output tokens before the first thought, at most."""
-    return 0 if thinking.opened else LATEST_BEGIN + len(thinking.begin)
