@@ -23,7 +23,12 @@ def called_tools(tools: Sequence[Tool], choice: ToolChoice) -> tuple[base.Tool, 
         return ()
     restricted = choice.names is not None and len(choice.names) < len(tools)
     return tuple(
-        base.Tool(tool.name, _parameters(tool), tool.strict or tool.grammar is not None or restricted)
+        base.Tool(
+            tool.name,
+            _parameters(tool),
+            strict=tool.strict or tool.grammar is not None or restricted,
+            best_effort=not tool.strict and tool.grammar is None,
+        )
         for tool in tools
         if choice.names is None or tool.name in choice.names
     )

@@ -22,7 +22,7 @@ from quire.server.parsers.tools.base import (
     Format,
     Tool,
     ToolFormat,
-    arguments_schema,
+    arguments,
     json_schema,
     needs_structure,
     sequence,
@@ -90,7 +90,7 @@ def _message(channel: str) -> Format:
 def _call(tool: Tool, required: bool) -> Format:
     """A call up to its `<|call|>`, which ends generation and is no text of the grammar."""
     header = f"{_CHANNEL}commentary to=functions.{tool.name} <|constrain|>json{_MESSAGE}"
-    return sequence(text(header), json_schema(arguments_schema(tool, required)))
+    return sequence(text(header), arguments(tool, required, json_schema))
 
 
 def read_harmony(reader: Reader, opened: bool = False) -> Wait[None]:

@@ -11,6 +11,7 @@ import re
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import msgspec
@@ -19,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quire.engine.messages import GRAMMAR_LIMITS
 from quire.server.structured.lark import StructureError, to_lark
 from quire.server.structured.schema import children, normalize
-from quire.server.structured.structure import Structure
+from quire.server.structured.structure import BEST_EFFORT, Structure
 
 MAX_SECONDS = 4.0  # of one structure
 MAX_MEMORY = 2 << 30  # bytes of address space
@@ -35,10 +36,13 @@ class Vocabulary(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The grammar, or why there is none."""
+    """The grammar, or why there is none. `unenforced`: the names of best-effort parts that the grammar leaves free, and
+    why.
+    """
 
     grammar: str | None
     error: str | None = None
+    unenforced: list[tuple[str, str]] = []
 
 
 class _Tokens:
@@ -72,11 +76,30 @@ class Compiler:
     def compile(self, structure: Structure) -> Answer:
         """The grammar if it compiles within the limits."""
         try:
+            return self._compile_parts(structure)
+        except RecursionError:
+            return Answer(None, "it is nested too deeply")
+
+    def _compile_parts(self, structure: Structure) -> Answer:
+        answer = self._compile(_resolved(structure, lambda part: True))
+        if answer.grammar is not None or structure.kind != "structural_tag":
+            return answer
+        errors: dict[str, str] = {}
+
+        def compiles(part: dict[str, Any]) -> bool:
+            alone = self._compile(Structure(kind="structural_tag", value=part["elements"][0]))
+            if alone.error is not None:
+                errors[part["name"]] = alone.error
+            return alone.error is None
+
+        resolved = _resolved(structure, compiles)
+        return msgspec.structs.replace(self._compile(resolved), unenforced=list(errors.items())) if errors else answer
+
+    def _compile(self, structure: Structure) -> Answer:
+        try:
             grammar = to_lark(structure, self.vocabulary.specials, self.vocabulary.eos_ids)
         except StructureError as error:
             return Answer(None, str(error))
-        except RecursionError:
-            return Answer(None, "it is nested too deeply")
         if (error := self._error(grammar)) is None:
             return Answer(grammar)
         if structure.kind == "json_schema":
@@ -109,6 +132,23 @@ class Compiler:
                     path, schema, error, found = f"{path}/{step}", child, inner, True
                     break
         return f"at {path}: {error}"
+
+
+def _resolved(structure: Structure, enforced: Callable[[dict[str, Any]], bool]) -> Structure:
+    """The structure with the first or the second element of every best-effort part."""
+
+    def resolved(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolved(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if node.get("type") == BEST_EFFORT and node.keys() == {"type", "elements", "name"}:
+            return node["elements"][0 if enforced(node) else 1]
+        return {key: value if key == "json_schema" else resolved(value) for key, value in node.items()}
+
+    if structure.kind != "structural_tag":
+        return structure
+    return msgspec.structs.replace(structure, value=resolved(structure.value))
 
 
 def _alone(structure: Structure, schema: dict[str, Any], definitions: dict[str, Any]) -> Structure:

@@ -31,6 +31,7 @@ MAX_WAITING = 256  # structures that wait for a process
 TIMEOUT = 5.0  # seconds until a process that does not answer is killed; its own limit is a little lower
 START_TIMEOUT = 30.0  # seconds for the first answer, which waits for the process to start
 CACHE_BYTES = 2**24  # of structures and their grammars
+_Answer = tuple[str | None, str | None, list[tuple[str, str]]]  # of a process: see compile_process.Answer
 
 
 async def constrain(requests: Sequence[GenerationRequest], state: ServerState) -> None:
@@ -137,7 +138,9 @@ class Structures:
             return _Refusal("it takes too much time or memory to compile")
         with self._lock:
             self._processes.append(process)
-        grammar, error = answer
+        grammar, error, unenforced = answer
+        for name, reason in unenforced:
+            logger.warning("tool %s: its parameters cannot be enforced, any are accepted: %s", name, reason)
         return _Refusal(error) if grammar is None else grammar
 
 
@@ -163,8 +166,8 @@ class _Process:
         self._started = False
         self._greeting = vocabulary
 
-    def ask(self, structure: bytes) -> tuple[str | None, str | None] | None:
-        """(grammar, error), or None if the process died or did not answer in time."""
+    def ask(self, structure: bytes) -> _Answer | None:
+        """None if the process died or did not answer in time."""
         frames = [structure] if self._started else [self._greeting, structure]
         timeout, self._started = TIMEOUT if self._started else START_TIMEOUT, True
         try:
@@ -178,7 +181,7 @@ class _Process:
             data = self._child.stdout.read(size) if size else b""
         except OSError:
             return None
-        return msgspec.msgpack.decode(data, type=tuple[str | None, str | None]) if data else None
+        return msgspec.msgpack.decode(data, type=_Answer) if data else None
 
     def end(self) -> None:
         self._child.kill()

@@ -8,6 +8,10 @@ import msgspec
 
 MAX_BYTES = 2**18  # of a structure as msgpack
 
+# Type of a part of a structural tag that the server makes, with "elements" and a "name": its first element, or the
+# second if the first cannot be enforced.
+BEST_EFFORT = "best_effort"
+
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
 

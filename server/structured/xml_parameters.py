@@ -9,6 +9,14 @@ from typing import Any
 
 from quire.server.structured.lark import ANY_TEXT, Builder, StructureError, quoted
 from quire.server.structured.text_grammar import before_tag, lark_of
+from quire.server.structured.written_values import (
+    alternatives,
+    beginning,
+    constants,
+    is_text,
+    plain_terminal,
+    terminal_of_texts,
+)
 
 # style -> what comes before a value, with the property's name and whether the value is a plain text; and after it
 _FORMS = {
@@ -28,6 +36,8 @@ def parameters(schema: Any, style: str, path: str, builder: Builder) -> str:
     if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
         raise StructureError(f"{path}: parameters need the schema of an object")
     required = schema.get("required", [])
+    if not isinstance(required, list):
+        raise StructureError(f"{path} at #: required: must be a list of strings")
     space = builder.terminal(_SPACE)
     if not schema.get("properties") and schema.get("additionalProperties", True) is not False and not required:
         return f"({space} {_any_element(style, path, builder)})* {space}"
@@ -56,41 +66,75 @@ def _value_tag(style: str, builder: Builder) -> str:
     return f"{builder.terminal(_SPACE)} {builder.literal('<arg_value>')}" if style == "glm_xml" else ""
 
 
-def _text(after: str, path: str, builder: Builder) -> str:
-    """Any text up to and with `after`."""
+def _text(after: str, path: str, builder: Builder, body: str = ANY_TEXT) -> str:
+    """A text of the terminal `body` up to and with `after`."""
     pieces = builder.pieces(after)
     if len(pieces) == 1 and isinstance(pieces[0], str):
-        return builder.rule(ANY_TEXT, f"[suffix={quoted(after)}]")
+        return builder.rule(builder.terminal(body), f"[suffix={quoted(after)}]")
     if isinstance(pieces[0], int):
-        return f"{builder.terminal(ANY_TEXT)} {builder.literal(after)}"
+        return f"{builder.terminal(body)} {builder.literal(after)}"
     raise StructureError(f"{path}: this vocabulary cannot end a text at {after!r}")
 
 
-def _is_text(schema: dict[str, Any]) -> bool:
-    """Whether the parsers take the value for a text, as it is."""
-    if "type" in schema:
-        return schema["type"] in ("string", ["string"])
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
-
-
 def _element(name: str, schema: Any, style: str, path: str, builder: Builder) -> str:
-    before, after = _FORMS[style]
-    is_text = isinstance(schema, dict) and _is_text(schema)
-    opening = builder.literal(before.format(name=name, text="true" if is_text else "false"))
-    opening = f"{opening} {_value_tag(style, builder)}"
-    if not is_text:
-        space = builder.terminal(_SPACE)
-        return f"{opening} {space} {builder.json(schema, f'{path} ')} {space} {builder.literal(after)}"
+    after = _FORMS[style][1]
+    found = list(alternatives(schema, schema, path))
+    if style != "deepseek_xml" and any(one is True or one == {} for one in found):
+        return f"{_opening(name, style, 'true', builder)} {_text(after, path, builder)}"
+    texts = [one for one in found if is_text(one)]
+    others = [one for one in found if not is_text(one)]
+    if not texts:
+        return f"{_opening(name, style, 'false', builder)} {_json([schema], schema, path, after, builder)}"
+    opening = _opening(name, style, "true", builder)
     if (grammar := lark_of(schema)) is not None:
         text = builder.text_grammar(grammar, before_tag, f"{path} ")
         newlines = (r'"\n"', r'"\n"?') if style == "qwen_xml" else ("", "")  # which its parser takes for the tags'
         return f"{opening} {newlines[0]} {text} {newlines[1]} {builder.literal(after)}"
-    if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        choices = " | ".join(builder.literal(value) for value in values if isinstance(value, str))
-        if not choices:
-            raise StructureError(f"{path}: enum: no value is a string")
-        space = builder.terminal(_SPACE)
-        return f"{opening} {space} ({choices}) {space} {builder.literal(after)}"
-    return f"{opening} {_text(after, path, builder)}"
+    bodies = [_terminal(text, path, builder) for text in texts]
+    if style == "deepseek_xml":  # the tag says which it is
+        as_text = f"{opening} {_texts(bodies, style, path, builder)}"
+        if not others:
+            return as_text
+        as_json = _json(others, schema, path, after, builder)
+        return f"({as_text} | {_opening(name, style, 'false', builder)} {as_json})"
+    terminals = [plain_terminal(one) for one in others]
+    bodies += filter(None, terminals)
+    others = [one for one, terminal in zip(others, terminals) if terminal is None]
+    if not others:
+        return f"{opening} {_texts(bodies, style, path, builder)}"
+    # the first character tells a text from JSON
+    begins = sorted({beginning(one, path) for one in others})
+    bodies = [" & ".join([f"({body})", *(f"~({begin})" for begin in begins)]) for body in bodies]
+    return f"{opening} ({_texts(bodies, style, path, builder)} | {_json(others, schema, path, after, builder)})"
+
+
+def _opening(name: str, style: str, flag: str, builder: Builder) -> str:
+    """What comes before a value; `flag`: whether it is a text, for formats that say so."""
+    return f"{builder.literal(_FORMS[style][0].format(name=name, text=flag))} {_value_tag(style, builder)}"
+
+
+def _texts(bodies: list[str], style: str, path: str, builder: Builder) -> str:
+    """A text of one of the terminals, up to and with what ends it."""
+    after = _FORMS[style][1]
+    if ANY_TEXT in bodies:
+        return _text(after, path, builder)
+    body = " | ".join(f"({body})" for body in bodies)
+    if style != "qwen_xml":
+        return _text(after, path, builder, body)
+    return f'"\\n" {_text(chr(10) + after, path, builder, body)}'  # its parser takes newlines for the tags'
+
+
+def _terminal(schema: dict[str, Any], path: str, builder: Builder) -> str:
+    for value in constants(schema) or ():
+        if any(isinstance(piece, int) for piece in builder.pieces(value)):
+            raise StructureError(f"{path}: enum: {value[:50]!r} has the text of a special token")
+    return terminal_of_texts(schema, path)
+
+
+def _json(schemas: list[Any], root: Any, path: str, after: str, builder: Builder) -> str:
+    """JSON for one of the schemas, whose definitions are in `root`, up to and with what ends it."""
+    whole = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    if isinstance(root, dict) and isinstance(whole, dict):
+        whole = {**whole, **_definitions(root)}
+    space = builder.terminal(_SPACE)
+    return f"{space} {builder.json(whole, f'{path} ')} {space} {builder.literal(after)}"

@@ -445,3 +445,16 @@ def test_a_custom_tool_with_a_grammar(pair):
         assert script.requests[-1].sampling.grammar
     form["grammar"] = {"syntax": "lark", "definition": "start: /a(?=b)/"}
     assert "look-around" in refused(server, tools=[tool])["message"]
+
+
+def test_a_schema_that_cannot_be_enforced(pair, caplog):
+    server, script = pair
+    script.says(CALL)
+    unenforceable = {"type": "object", "properties": {"city": {"not": {"minLength": 3}}}}
+    function = WEATHER["function"] | {"parameters": unenforceable}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        answer = ask(server, tools=[{"type": "function", "function": function}, TIME], tool_choice=choice)
+        assert answer.choices[0].message.tool_calls[0].function.name == "weather"
+    assert "tool weather: its parameters cannot be enforced" in caplog.text and "city: not: " in caplog.text
+    strict = {"type": "function", "function": function | {"strict": True}}
+    assert "city: not: " in refused(server, tools=[strict], tool_choice="required")["message"]

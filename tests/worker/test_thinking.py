@@ -78,7 +78,8 @@ def apply(requests: list[tuple[list[int], list[int], ThinkingBudget | None]]) ->
 
 scripts = st.lists(st.sampled_from([BEGIN, END, OTHER, 4]), max_size=24)
 thinkings = st.builds(
-    ThinkingBudget, st.integers(0, 12), st.booleans(), st.sampled_from([(BEGIN,), (BEGIN, OTHER), (OTHER, BEGIN, OTHER)]),
+    ThinkingBudget, st.integers(0, 12), st.booleans(),
+    st.sampled_from([(BEGIN,), (BEGIN, OTHER), (OTHER, BEGIN, OTHER)]),
     st.sampled_from([(END,), (END, 4)]), st.sampled_from([(END, 4), (5, END, 4), (5, END, 4, 6, 7)]),
 )  # fmt: skip
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.server.parsers.reader import Reader, Wait
 from quire.server.parsers.recognition import HasToken
+from quire.server.structured.structure import BEST_EFFORT
 
 Format = dict[str, Any]  # a part of a structural tag, in xgrammar's JSON form
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. `parameters` is the JSON Schema of its arguments."""
+    """A function that the model may call. `parameters` is the JSON Schema of its arguments; with `best_effort`, any
+    arguments are accepted if it cannot be enforced.
+    """
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
     strict: bool = False
+    best_effort: bool = False
 
 
 class ToolFormat(ABC):
@@ -60,9 +64,15 @@ def needs_structure(tools: Sequence[Tool], required: bool, parallel: bool) -> bo
     return required or not parallel or any(tool.strict for tool in tools)
 
 
-def arguments_schema(tool: Tool, required: bool) -> dict[str, Any]:
-    """The schema to enforce: any object for tools that are not strict, if the model calls them by its own choice."""
-    return {"type": "object", **tool.parameters} if required or tool.strict else {"type": "object"}
+def arguments(tool: Tool, required: bool, write: Callable[[dict[str, Any]], Format]) -> Format:
+    """The arguments of a call; `write` gives the format of an object by its schema. Any object for tools that are not
+    strict, if the model calls them by its own choice.
+    """
+    free = write({"type": "object"})
+    if not (required or tool.strict):
+        return free
+    enforced = write({**tool.parameters, "type": "object"})
+    return {"type": BEST_EFFORT, "elements": [enforced, free], "name": tool.name} if tool.best_effort else enforced
 
 
 def text(value: str) -> Format:
@@ -150,7 +160,7 @@ def json_calls(
     return [
         tag(
             f'{opening}{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ',
-            json_schema(arguments_schema(tool, required)),
+            arguments(tool, required, json_schema),
             "}" + closing,
         )
         for tool in tools

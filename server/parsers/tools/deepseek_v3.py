@@ -17,7 +17,7 @@ from quire.server.parsers.recognition import HasToken
 from quire.server.parsers.tools.base import (
     Tool,
     ToolFormat,
-    arguments_schema,
+    arguments,
     json_schema,
     needs_structure,
     section_of_calls,
@@ -68,7 +68,7 @@ class DeepseekV31(ToolFormat):
         tags = [
             tag(
                 self.before_name + tool.name + self.before_arguments,
-                json_schema(arguments_schema(tool, required)),
+                arguments(tool, required, json_schema),
                 self.after_arguments,
             )
             for tool in tools

@@ -20,7 +20,7 @@ from quire.server.parsers.tools.base import (
     Format,
     Tool,
     ToolFormat,
-    arguments_schema,
+    arguments,
     json_schema,
     marked_calls,
     needs_structure,
@@ -70,8 +70,7 @@ class Gemma4(ToolFormat):
             return None
         begin, end, _ = self.markers
         tags = [
-            tag(f"{begin}call:{tool.name}{{", self._members(arguments_schema(tool, required)), "}" + end)
-            for tool in tools
+            tag(f"{begin}call:{tool.name}{{", arguments(tool, required, self._members), "}" + end) for tool in tools
         ]
         return marked_calls(tags, begin, separator="", required=required, parallel=parallel)
 

@@ -15,7 +15,7 @@ from quire.server.parsers.recognition import HasToken
 from quire.server.parsers.tools.base import (
     Tool,
     ToolFormat,
-    arguments_schema,
+    arguments,
     json_schema,
     needs_structure,
     section_of_calls,
@@ -66,7 +66,7 @@ class KimiK2(ToolFormat):
         tags = [
             tag(
                 f"{_CALL}functions.{tool.name}:",
-                sequence(index, text(_ARGUMENTS), json_schema(arguments_schema(tool, required))),
+                sequence(index, text(_ARGUMENTS), arguments(tool, required, json_schema)),
                 _CALL_END,
             )
             for tool in tools

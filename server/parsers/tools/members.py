@@ -17,7 +17,8 @@ def members(schema: Mapping[str, Any], member: Member, separator: str, free: For
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return text("") if schema.get("additionalProperties") is False else free
-    names = schema.get("required", ())
+    names = schema.get("required")
+    names = names if isinstance(names, list) else ()
     required = [name for name in properties if name in names]
     optional = [name for name in properties if name not in names]
     formats = {name: member(name, with_definitions(properties[name], schema)) for name in properties}

@@ -18,7 +18,7 @@ from quire.server.parsers.recognition import HasToken
 from quire.server.parsers.tools.base import (
     Tool,
     ToolFormat,
-    arguments_schema,
+    arguments,
     json_calls,
     json_schema,
     marked_calls,
@@ -76,7 +76,7 @@ class Mistral(ToolFormat):
         tags = [
             tag(
                 _BEGIN + tool.name,
-                sequence(call_id, text(_ARGUMENTS), json_schema(arguments_schema(tool, required))),
+                sequence(call_id, text(_ARGUMENTS), arguments(tool, required, json_schema)),
                 "",
             )
             for tool in tools

@@ -5,7 +5,7 @@ of Gemma 3 when a prompt asks for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.server.parsers import json_text, literals
@@ -14,9 +14,10 @@ from quire.server.parsers.literals import json_string
 from quire.server.parsers.reader import Cut, Malformed, Reader, Wait
 from quire.server.parsers.recognition import HasToken
 from quire.server.parsers.tools.base import (
+    Format,
     Tool,
     ToolFormat,
-    arguments_schema,
+    arguments,
     first_calls,
     json_schema,
     needs_structure,
@@ -71,11 +72,13 @@ class Pythonic(ToolFormat):
             return None
         tags = []
         for tool in tools:
-            schema = arguments_schema(tool, required)
-            keywords = members(schema, lambda name, value: tag(f"{name}=", json_schema(value), ""), ", ", _ANY_KEYWORDS)
-            tags.append(tag(f"{tool.name}(", keywords, ")"))
+            tags.append(tag(f"{tool.name}(", arguments(tool, required, _keywords), ")"))
         calls = tag("[", separated(tags, ", ", parallel), "]")
         return first_calls(calls, "".join(self.first), self.markers, required=required)
+
+
+def _keywords(schema: Mapping[str, Any]) -> Format:
+    return members(schema, lambda name, value: tag(f"{name}=", json_schema(value), ""), ", ", _ANY_KEYWORDS)
 
 
 class Llama4Pythonic(Pythonic):

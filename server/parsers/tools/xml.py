@@ -13,7 +13,7 @@ from quire.server.parsers.tools.base import (
     Format,
     Tool,
     ToolFormat,
-    arguments_schema,
+    arguments,
     json_schema,
     marked_calls,
     needs_structure,
@@ -143,6 +143,6 @@ class XmlCalls(ToolFormat):
         opening, name_end, closing = self.call
         return tag(
             f"{opening}{tool.name}{name_end}{self.layout[1]}",
-            json_schema(arguments_schema(tool, required), self.style),
+            arguments(tool, required, lambda schema: json_schema(schema, self.style)),
             f"{self.layout[2]}{closing}{self.layout[3]}",
         )

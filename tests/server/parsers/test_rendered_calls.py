@@ -105,6 +105,20 @@ def test_the_grammar_rejects_wrong_calls(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "schema", [{"properties": {"city": {"type": "string", "not": {}}}}, {"properties": {"city": {}}, "required": 5}]
+)
+def test_a_schema_that_cannot_be_enforced_frees_only_its_tool(name, schema):
+    tools = [Tool("now", schema, best_effort=True), *(tool for tool in TOOLS if tool.name != "now")]
+    tag = tool_format(name).structure(tools, required=True, parallel=False)
+    lenient = Structure(kind="structural_tag", value=tag)
+    render = RENDERERS[name]
+    assert accepts(lenient, json_for_python(name, render([("now", {"city": 1, "other": [2]})])))
+    assert not accepts(lenient, json_for_python(name, render([("get_weather", {"days": "many"})])))
+    assert not accepts(lenient, render([("other", {})]))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_without_required_the_grammar_accepts_text(name):
     text = "Just text, 1 < 2."
     if name == "gpt_oss":
