@@ -11,7 +11,6 @@ from typing import Any
 
 from quire.server.parsers.reader import Reader, Wait
 from quire.server.parsers.recognition import HasToken
-from quire.server.structured.structure import BEST_EFFORT
 
 Format = dict[str, Any]  # a part of a structural tag, in xgrammar's JSON form
 
@@ -72,7 +71,7 @@ def arguments(tool: Tool, required: bool, write: Callable[[dict[str, Any]], Form
     if not (required or tool.strict):
         return free
     enforced = write({**tool.parameters, "type": "object"})
-    return {"type": BEST_EFFORT, "elements": [enforced, free], "name": tool.name} if tool.best_effort else enforced
+    return {"type": "best_effort", "elements": [enforced, free], "name": tool.name} if tool.best_effort else enforced
 
 
 def text(value: str) -> Format:
