@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+# preprocessor_config.json, where the defaults would make many tokens
+PREPROCESSORS = {
+    "mistral3": {"size": {"longest_edge": 56}},
+    "pixtral": {"size": {"longest_edge": 56}},
+    "idefics3": {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}},
+    "smolvlm": {"size": {"longest_edge": 2 * SIDE}, "do_image_splitting": False},
+}
+
+
 def build_model(name: str, folder: str | Path, **overrides: Any) -> Any:
     """Write the checkpoint into `folder` and return transformers' model."""
     import torch
@@ -72,4 +82,5 @@ def build_model(name: str, folder: str | Path, **overrides: Any) -> Any:
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
     redraw(model)
     model.save_pretrained(folder)
+    Path(folder, "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS.get(name, {})))
     return model

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
-from quire.server.media.pixels import HALF, PixelReader, chosen_bool, chosen_edge, tiles
+from quire.server.media.pixels import HALF, PixelReader, chosen_bool, chosen_detail, chosen_edge, tiles
 from quire.server.media.processor import ProcessedImage
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
@@ -15,9 +15,11 @@ _LONGEST = 4096  # pixels to which images are resized at most
 
 
 class Idefics3Processor:
+    """With `detail` low, only the whole image is shown."""
+
     placeholder: ClassVar[str] = "<image>"
     image_token = "<image>"
-    options: ClassVar[frozenset[str]] = frozenset({"size", "max_image_size", "do_image_splitting"})
+    options: ClassVar[frozenset[str]] = frozenset({"size", "max_image_size", "do_image_splitting", "detail"})
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
         vision = config["vision_config"]
@@ -38,7 +40,7 @@ class Idefics3Processor:
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
         self._check_tile(chosen_edge(options, "max_image_size", self.side, _LONGEST))
         longest = chosen_edge(options, "size", self.longest, _LONGEST)
-        splits = chosen_bool(options, "do_image_splitting", self.splits)
+        splits = chosen_bool(options, "do_image_splitting", self.splits and chosen_detail(options) != "low")
         return [self._process(image, longest, splits) for image in images]
 
     def _process(self, image: Image.Image, longest: int, splits: bool) -> ProcessedImage:

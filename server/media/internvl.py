@@ -6,16 +6,18 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
-from quire.server.media.pixels import PixelReader, chosen_bool, chosen_int, one_side, tiles
+from quire.server.media.pixels import PixelReader, chosen_bool, chosen_detail, chosen_int, one_side, tiles
 from quire.server.media.processor import ProcessedImage
 
 _MOST_TILES = 64  # that a client may ask for
 
 
 class InternVLProcessor:
+    """With `detail` low, only the whole image is shown."""
+
     placeholder: ClassVar[str] = "<IMG_CONTEXT>"
     image_token = "<IMG_CONTEXT>"
-    options: ClassVar[frozenset[str]] = frozenset({"crop_to_patches", "min_patches", "max_patches"})
+    options: ClassVar[frozenset[str]] = frozenset({"crop_to_patches", "min_patches", "max_patches", "detail"})
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
         vision = config["vision_config"]
@@ -31,7 +33,7 @@ class InternVLProcessor:
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
         most = chosen_int(options, "max_patches", self.most, _MOST_TILES)
         fewest = chosen_int(options, "min_patches", min(self.fewest, most), most)
-        cut = chosen_bool(options, "crop_to_patches", True) and most > 1
+        cut = chosen_bool(options, "crop_to_patches", chosen_detail(options) != "low") and most > 1
         return [self._process(image, fewest if cut else 1, most if cut else 1) for image in images]
 
     def _process(self, image: Image.Image, fewest: int, most: int) -> ProcessedImage:

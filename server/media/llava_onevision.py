@@ -9,16 +9,18 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from quire.server.media.pixels import PixelReader, one_side, padded, padded_to_square, tiles
+from quire.server.media.pixels import PixelReader, chosen_detail, one_side, padded, padded_to_square, tiles
 from quire.server.media.processor import ProcessedImage
 
 _PINPOINTS = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
 
 
 class LlavaOnevisionProcessor:
+    """With `detail` low, a single image is shown as one of several."""
+
     placeholder: ClassVar[str] = "<image>"
     image_token = "<image>"
-    options: ClassVar[frozenset[str]] = frozenset()
+    options: ClassVar[frozenset[str]] = frozenset({"detail"})
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
         vision = config["vision_config"]
@@ -33,7 +35,9 @@ class LlavaOnevisionProcessor:
         self.reader = PixelReader(preprocessor)
 
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
-        return [self._in_tiles(images[0])] if len(images) == 1 else [self._whole(image) for image in images]
+        if len(images) == 1 and chosen_detail(options) != "low":
+            return [self._in_tiles(images[0])]
+        return [self._whole(image) for image in images]
 
     def _whole(self, image: Image.Image) -> ProcessedImage:
         image = self.reader.resize(padded_to_square(image, self.reader.mean), self.side, self.side)

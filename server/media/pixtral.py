@@ -6,18 +6,21 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
-from quire.server.media.pixels import PixelReader, chosen_edge
+from quire.server.media.pixels import PixelReader, chosen_detail, chosen_edge
 from quire.server.media.processor import ProcessedImage
 
+_LOW = 512  # pixels of the longest side
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 
 
 class PixtralProcessor:
-    """A token for each square of `unit` pixels, its patches or groups of them."""
+    """A token for each square of `unit` pixels, its patches or groups of them. With `detail` low, images are made to
+    fit into OpenAI's 512 pixels.
+    """
 
     placeholder: ClassVar[str] = "[IMG]"
     image_token = "[IMG]"
-    options: ClassVar[frozenset[str]] = frozenset({"size"})
+    options: ClassVar[frozenset[str]] = frozenset({"size", "detail"})
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
         vision = config["vision_config"]
@@ -28,7 +31,8 @@ class PixtralProcessor:
         self.limit = max(self.longest, vision.get("image_size", 1024))
 
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
-        longest = chosen_edge(options, "size", self.longest, self.limit)
+        low = chosen_detail(options) == "low"
+        longest = chosen_edge(options, "size", min(self.longest, _LOW) if low else self.longest, self.limit)
         return [self._process(image, longest) for image in images]
 
     def _process(self, image: Image.Image, longest: int) -> ProcessedImage:

@@ -180,6 +180,22 @@ def test_refused_options(kind, options, message):
         processor([noise(30, 20)], options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "high", "low"),
+    [
+        (PixtralProcessor, {}, 86 * 143, 44 * 74),  # 600 x 1000 and 307 x 512 pixels in patches of 7
+        (InternVLProcessor, {}, 7 * 4, 4),
+        (LlavaOnevisionProcessor, {}, 16 + 8 * (12 + 1), 17),
+        (Idefics3Processor, {"size": {"longest_edge": 56}}, 5 * 4, 4),
+    ],
+)
+def test_detail(kind, settings, high, low):
+    processor = kind({"vision_config": VISION, "image_grid_pinpoints": GRIDS}, settings)
+    images = [noise(1000, 600)]
+    found = [sum(processor(images, {"detail": detail})[0].counts) for detail in ("auto", "high", "low")]
+    assert found == [high, high, low]
+
+
 def test_long_images():
     """An image of one row of pixels makes tokens, or is refused before it takes memory."""
     image = noise(30_000, 1)
