@@ -9,6 +9,7 @@ larger base), proportional (only the high frequencies of all rotate). cos and si
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ class RotaryEmbedding(nn.Module):
     row, sin in the second.
 
     The first `rotary_dim` / 2 pairs rotate; the others, whose angle is 0, keep their values (`views.RotaryRows` orders
-    the entries of a head in this way). `query_scale` `[max_positions]`, or None, holds factors of q.
+    the entries of a head in this way). `query_scale` `[max_positions]`, or None, holds factors of q. `axes` has the
+    axis by which each of the D / 2 pairs turns, of models whose positions have three.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class RotaryEmbedding(nn.Module):
         theta: float,
         scaling: dict[str, Any] | None,
         rotary_dim: int | None = None,
+        axes: Sequence[int] = (),
     ):
         super().__init__()
         inv_freq, magnitude = inverse_frequencies(rotary_dim or head_dim, theta, scaling, max_positions)
@@ -39,9 +42,14 @@ class RotaryEmbedding(nn.Module):
         cos, sin = F.pad(angles.cos() * magnitude, kept, value=1.0), F.pad(angles.sin() * magnitude, kept)
         self.register_buffer("cos_sin_cache", torch.cat((cos, sin), -1), persistent=False)
         self.register_buffer("query_scale", _query_scale(max_positions, scaling), persistent=False)
+        doubled = torch.tensor([*axes, *axes], dtype=torch.int64) if axes else None  # of cos, and of sin
+        self.register_buffer("axes", doubled, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of tokens at `positions` `[T]`."""
+        """The rotation of tokens at `positions` `[T]`, or `[3, T]` on three axes (time, row, column)."""
+        if positions.dim() == 2:
+            cos_sin = self.cos_sin_cache.gather(0, positions[self.axes].T)
+            return Rotation(cos_sin, torch.arange(len(cos_sin), device=positions.device))
         scale = None if self.query_scale is None else self.query_scale[positions]
         return Rotation(self.cos_sin_cache, positions, scale)
 

@@ -111,7 +111,9 @@ class RotaryEmbeddings(nn.Module):
         used = {layer.rope: layer for layer in spec.layers}
         self.tables = nn.ModuleDict(
             {
-                name: RotaryEmbedding(rope.head_dim, max_model_len, rope.theta, rope.scaling, rope.rotary_dim)
+                name: RotaryEmbedding(
+                    rope.head_dim, max_model_len, rope.theta, rope.scaling, rope.rotary_dim, rope.axes
+                )
                 for name, rope in spec.ropes.items()
                 if name in used
             }
@@ -127,7 +129,9 @@ class RotaryEmbeddings(nn.Module):
         return any(table.query_scale is not None for table in self.tables.values())
 
     def forward(self, positions: torch.Tensor) -> dict[str | None, Rotation]:
-        """The rotations of tokens at `positions` `[T]`, by name; None is that of layers without rotary embedding."""
+        """The rotations of tokens at `positions` `[T]` or `[3, T]`, by name; None is that of layers without rotary
+        embedding.
+        """
         rotations: dict[str | None, Rotation] = {name: table(positions) for name, table in self.tables.items()}
         if self.still is not None:
             rotations[None] = Rotation(self.still, torch.zeros_like(positions))

@@ -17,7 +17,7 @@ class VisionSpec:
     bidirectional: bool = False
     # decoder layers, from the first, that add a part of their own to the hidden states of image tokens (deepstack)
     num_deep: int = 0
-    mrope: bool = False  # whether positions have three axes; `RopeSpec.mrope_section` says how they are used
+    mrope: bool = False  # whether positions have three axes; `RopeSpec.axes` says how they are used
 
     def width(self, hidden_size: int) -> int:
         """Entries of one embedding that the encoder returns."""
