@@ -13,6 +13,8 @@ from tests import families
 from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, TOKENIZER_SIZE, VOCAB_SIZE, greedy, load_reference
 from tests.test_equals_transformers import LENGTHS, engine_for
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 20
 
 _BASE = {

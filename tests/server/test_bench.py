@@ -21,6 +21,8 @@ from quire.cli.bench.connection import Client
 from tests.server.fake_openai import MODEL, FakeOpenAI
 from tests.server.light_model import write_light_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server():

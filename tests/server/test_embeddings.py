@@ -15,6 +15,8 @@ from quire.server.generate.pooling import special_frame
 from tests.embedders import TEXTS, build_embedder, reference_embeddings
 from tests.server.conftest import MODEL, running_server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -13,6 +13,8 @@ from quire.cli import health
 from quire.cli import main as cli
 from tests.server.test_launch import ServerProcess, free_port
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(health.__file__)
 
 

@@ -21,6 +21,8 @@ from tests.embedders import (
 from tests.encoders import build_encoder
 from tests.server.conftest import MODEL, running_server
 
+pytestmark = pytest.mark.slow
+
 QUERY, DOCUMENTS = "What is the capital of France?", ["The capital of France is Paris.", "engine", TEXTS[2], TEXTS[3]]
 
 

@@ -11,6 +11,8 @@ import pytest
 from quire.configs.sources import embedded_model
 from tests.server.conftest import RunningServer, make_config, poll
 
+pytestmark = pytest.mark.slow
+
 ASK = [{"role": "user", "content": "Spell banana."}]
 TOOL = {
     "type": "function",
