@@ -6,7 +6,7 @@ of them, so their context is limited to that.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.worker.models.decoder import CausalLM
 from quire.worker.models.mla import MLA_DEFAULTS, MLAFamily
@@ -15,35 +15,36 @@ from quire.worker.models.moe_spec import MoESpec, RoutingSpec
 from quire.worker.models.reader import COMMON_DEFAULTS
 from quire.worker.models.rope import RopeSpec
 
+# keys of config.json, with defaults of DeepSeek V2
+V2_DEFAULTS = (
+    COMMON_DEFAULTS
+    | MOE_DEFAULTS
+    | {
+        "vocab_size": 102400,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "num_experts": 64,
+        "num_experts_per_tok": None,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
+        "mlp_layer_types": None,
+        "moe_layer_freq": 1,
+    }
+)
 
-class DeepseekV2(MLAFamily, MoEFamily, CausalLM):
-    config_defaults = (
-        COMMON_DEFAULTS
-        | MLA_DEFAULTS
-        | MOE_DEFAULTS
-        | {
-            "model_type": "deepseek_v2",
-            "vocab_size": 102400,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 2048,
-            "num_experts": 64,
-            "num_experts_per_tok": None,
-            "moe_intermediate_size": 1407,
-            "n_shared_experts": 2,
-            "topk_method": "greedy",
-            "n_group": None,
-            "topk_group": None,
-            "mlp_layer_types": None,
-            "moe_layer_freq": 1,
-        }
-    )
-    renames = {"mlp.shared_expert": "mlp.shared_experts"}
+
+class V2Experts(MoEFamily):
+    """Reads the keys of the experts of DeepSeek V2; a mixin of `CausalLM`."""
+
+    renames: ClassVar[dict[str, str]] = {"mlp.shared_expert": "mlp.shared_experts"}
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
         super().complete(values, raw)
         values["num_experts_per_tok"] = values["num_experts_per_tok"] or 6
-        values["rope_interleaved"] = True
 
     @classmethod
     def is_sparse(cls, values: dict[str, Any], index: int) -> bool:
@@ -66,6 +67,15 @@ class DeepseekV2(MLAFamily, MoEFamily, CausalLM):
     def moe(cls, values: dict[str, Any]) -> MoESpec:
         size = values["moe_intermediate_size"]
         return MoESpec(cls.routing(values), size, shared_size=size * (values["n_shared_experts"] or 0))
+
+
+class DeepseekV2(V2Experts, MLAFamily, CausalLM):
+    config_defaults = V2_DEFAULTS | MLA_DEFAULTS | {"model_type": "deepseek_v2"}
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        super().complete(values, raw)
+        values["rope_interleaved"] = True
 
 
 class DeepseekV3(DeepseekV2):
