@@ -21,8 +21,6 @@ class DeepseekOCR(V2Experts, CausalLM):
         "first_k_dense_replace": 1,
         "use_mla": False,
     }
-    # the encoder of images
-    ignored = (r"^model\.(sam_model|vision_model|qwen2_model|projector|image_newline|view_seperator)\b",)
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
@@ -30,3 +28,7 @@ class DeepseekOCR(V2Experts, CausalLM):
         if values["use_mla"]:
             raise ValueError("use_mla true is not supported for DeepSeek-OCR")
         values["head_dim"] = None  # config.json has sizes of latent attention's heads, all 0
+
+
+class UnlimitedOCR(DeepseekOCR):
+    config_defaults = DeepseekOCR.config_defaults | {"model_type": "unlimited-ocr", "max_position_embeddings": 32768}

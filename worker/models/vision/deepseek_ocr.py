@@ -19,7 +19,9 @@ from quire.worker.models.vision.base import VisionTower
 from quire.worker.models.vision.layers import Encoder, EncoderSpec, LayerNames, linear, named, table
 from quire.worker.models.vision.query_encoder import QueryEncoder, QuerySpec
 from quire.worker.models.vision.sam import Sam, SamSpec, resized
+from quire.worker.models.vision.spec import VisionSpec, read_image_token_id
 
+_IMAGE_TOKEN_ID = 128815  # which the Hub's config.json does not name
 _MAX_PIXELS = 4 << 20  # of the squares that are encoded at once
 _CLIP_NAMES = LayerNames(qkv=("qkv_proj",))
 
@@ -51,6 +53,10 @@ class _Tower(VisionTower):
     """`features` of an image: `pixel_values`, the view `[1, side, side, 3]` as bytes, and for a larger image also
     `pixel_values_local`, the tiles `[n, side, side, 3]` row by row, and `grid`, their columns and rows.
     """
+
+    @classmethod
+    def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
+        return VisionSpec(architecture, config, read_image_token_id({"image_token_id": _IMAGE_TOKEN_ID} | config))
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config, weights)
@@ -128,7 +134,7 @@ class DeepseekOCRTower(_Tower):
         self.newline = table("model.image_newline", text_part(config)["hidden_size"])
 
     def sam_spec(self, vision: dict[str, Any]) -> SamSpec:
-        return sam_spec(vision, 1024)
+        return sam_spec(vision, clip_spec(vision)[0].hidden_size)
 
     def make_encoder(self, vision: dict[str, Any], weights: WeightFormat) -> int:
         spec, side = clip_spec(vision)
