@@ -26,7 +26,7 @@ class Reading:
         return SimpleNamespace(logits=reading.logits(self.tensors, token_ids[0].tolist(), list(pages))[None])
 
 
-@pytest.fixture(params=["deepseek_ocr", "unlimited_ocr", "deepseek_ocr2"])
+@pytest.fixture(params=["deepseek_ocr", "deepseek_ocr2"])
 def model(request, tmp_path):
     return Reading(tmp_path) if request.param == "deepseek_ocr" else build_model(request.param, tmp_path)
 

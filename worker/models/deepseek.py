@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (Kimi K2 has the same architecture) and GLM-4.7-Flash: latent attention and mixtures of experts.
+"""DeepSeek with plain attention, V2 and V3 (also Kimi K2) and GLM-4.7-Flash with latent attention; mixtures of experts.
 
 V3.2 and GLM-5 add an index that chooses `index_topk` keys per token. Up to that many tokens of context it chooses all
 of them, so their context is limited to that.
@@ -67,6 +67,32 @@ class V2Experts(MoEFamily):
     def moe(cls, values: dict[str, Any]) -> MoESpec:
         size = values["moe_intermediate_size"]
         return MoESpec(cls.routing(values), size, shared_size=size * (values["n_shared_experts"] or 0))
+
+
+class Deepseek(V2Experts, CausalLM):
+    """DeepSeek MoE and the language models of the DeepSeek-OCR family: V2's experts with plain attention."""
+
+    config_defaults = V2_DEFAULTS | {
+        "model_type": "deepseek",
+        "vocab_size": 129280,
+        "hidden_size": 1280,
+        "intermediate_size": 6848,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 10,
+        "max_position_embeddings": 8192,
+        "moe_intermediate_size": 896,
+        "first_k_dense_replace": 1,
+        "use_mla": False,
+    }
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        super().complete(values, raw)
+        if values["use_mla"]:
+            raise ValueError("use_mla true is not supported for DeepSeek with plain attention")
+        values["head_dim"] = None  # DeepSeek-OCR's config.json has sizes of heads of latent attention, which are 0
+        if "reference_sliding_attention" in (raw.get("layer_types") or []):
+            raise ValueError("Unlimited-OCR is not supported: its sliding window applies to output tokens only")
 
 
 class DeepseekV2(V2Experts, MLAFamily, CausalLM):

@@ -27,9 +27,9 @@ class Wrapper:
 
 
 WRAPPERS: dict[str, Wrapper] = {
-    "DeepseekOCR2ForCausalLM": Wrapper("deepseek_ocr:DeepseekOCR2Tower", "DeepseekOCRForCausalLM"),
-    "DeepseekOCRForCausalLM": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekOCRForCausalLM"),
-    "DeepseekOcr2ForConditionalGeneration": Wrapper("deepseek_ocr:DeepseekOCR2Tower", "DeepseekOCRForCausalLM"),
+    "DeepseekOCR2ForCausalLM": Wrapper("deepseek_ocr:DeepseekOCR2Tower", "DeepseekForCausalLM"),
+    "DeepseekOCRForCausalLM": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekForCausalLM"),
+    "DeepseekOcr2ForConditionalGeneration": Wrapper("deepseek_ocr:DeepseekOCR2Tower", "DeepseekForCausalLM"),
     "Gemma3ForConditionalGeneration": Wrapper("gemma3:Gemma3Tower"),
     "Gemma3nForConditionalGeneration": Wrapper(),
     "Gemma4ForConditionalGeneration": Wrapper("gemma4:Gemma4Tower"),
@@ -43,8 +43,8 @@ WRAPPERS: dict[str, Wrapper] = {
     "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl:Qwen3VLTower", "Qwen3VLForCausalLM"),
     "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl:Qwen3VLTower", "Qwen3VLMoeForCausalLM"),
     "SmolVLMForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
-    "UnlimitedOCRForCausalLM": Wrapper("deepseek_ocr:DeepseekOCRTower", "UnlimitedOCRForCausalLM"),
-    "UnlimitedOcrForConditionalGeneration": Wrapper("deepseek_ocr:DeepseekOCRTower", "UnlimitedOCRForCausalLM"),
+    "UnlimitedOCRForCausalLM": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekForCausalLM"),
+    "UnlimitedOcrForConditionalGeneration": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekForCausalLM"),
 }
 # `model_type` of the text part -> its architecture
 _TEXT = {
