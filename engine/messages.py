@@ -13,9 +13,14 @@ import msgspec
 
 from quire.worker.messages import (
     GRAMMAR_LIMITS,
+<<<<<<< HEAD
     MediaInfo,
+=======
+    MAX_NGRAM_COMPARISONS,
+>>>>>>> 0e4c00c (sampling: exclude tokens that would repeat a sequence of tokens)
     MediaItem,
     MemoryPlan,
+    NoRepeatNgram,
     PoolingInfo,
     PoolingParams,
     SamplingParams,
@@ -27,6 +32,7 @@ from quire.worker.messages import (
 
 __all__ = [
     "GRAMMAR_LIMITS",
+    "MAX_NGRAM_COMPARISONS",
     "STACKS_FOLDER",
     "STACKS_SUFFIX",
     "AbortRequests",
@@ -42,6 +48,7 @@ __all__ = [
     "MediaInfo",
     "MediaItem",
     "MemoryPlan",
+    "NoRepeatNgram",
     "PoolingInfo",
     "PoolingParams",
     "Progress",

@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from quire.engine.messages import AddRequest
+<<<<<<< HEAD
 from quire.worker.messages import LOGPROBS_MODES, MediaInfo, MediaItem, PoolingInfo, SamplingParams
+=======
+from quire.worker.messages import LOGPROBS_MODES, MAX_NGRAM_COMPARISONS, NoRepeatNgram, PoolingInfo, SamplingParams
+>>>>>>> 0e4c00c (sampling: exclude tokens that would repeat a sequence of tokens)
 
 # number of bad words times the length of the longest: the number of tokens that workers compare per step
 MAX_BAD_WORDS_SIZE = 1 << 18
@@ -99,6 +103,8 @@ def check_sampling(sampling: SamplingParams, max_model_len: int, vocab_size: int
         if len(token_ids) > limit:
             raise ValueError(f"{name} has {len(token_ids)} entries, but may have at most {limit}")
         _check_token_ids(name, token_ids, vocab_size)
+    if sampling.no_repeat_ngram is not None:
+        _check_ngram(sampling.no_repeat_ngram, max_model_len, vocab_size)
     _check_bad_words(sampling.bad_words_ids or [], max_model_len, vocab_size)
     if (thinking := sampling.thinking) is not None:
         for name, token_ids in (("begin", thinking.begin), ("end", thinking.end), ("forced", thinking.forced)):
@@ -122,6 +128,20 @@ def _check_bad_words(words: list[list[int]], max_model_len: int, vocab_size: int
         )
     for word in words:
         _check_token_ids("bad_words", word, vocab_size)
+
+
+def _check_ngram(ngram: NoRepeatNgram, max_model_len: int, vocab_size: int) -> None:
+    if ngram.size < 1 or ngram.window < 0:
+        raise ValueError(
+            f"no_repeat_ngram has size {ngram.size} and window {ngram.window}, which must be at least 1 and 0"
+        )
+    window = min(ngram.window or max_model_len, max_model_len)
+    if ngram.size * window > MAX_NGRAM_COMPARISONS:
+        raise ValueError(
+            f"no_repeat_ngram_size {ngram.size} in a window of {window} tokens: the product must not exceed "
+            f"{MAX_NGRAM_COMPARISONS}; choose a smaller window (no_repeat_ngram_window_size)"
+        )
+    _check_token_ids("whitelist_token_ids", ngram.exempt, vocab_size)
 
 
 def _check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:

@@ -49,6 +49,19 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     forced: tuple[int, ...]
 
 
+# size of a sequence that must not occur again times the tokens among which it is searched: compared in every step
+MAX_NGRAM_COMPARISONS = 1 << 21
+
+
+class NoRepeatNgram(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A sequence of `size` tokens does not occur twice within the last `window` tokens; 0: in all."""
+
+    size: int
+    window: int = 0
+    exempt: tuple[int, ...] = ()  # tokens that may end a sequence that occurs again
+    reads_prompt: bool = True  # whether sequences in the prompt count
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """How one sequence is sampled. The server fills in every default, so that a request can be replayed after a
     restart: `seed` is always a number.
@@ -69,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    no_repeat_ngram: NoRepeatNgram | None = None
     bad_words_ids: list[list[int]] | None = None  # token sequences; a token that would complete one is excluded
     stop_token_ids: list[int] = []  # end the output and are reported as `stop_reason`
     # end the output unless `ignore_eos`; banned below `min_tokens`, as stop_token_ids are

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from quire.engine.messages import NoRepeatNgram
 from quire.server.generate.limits import (
     MAX_CHOSEN_IDS,
     AllowedTokenIds,
@@ -50,6 +51,9 @@ class GenerationOptions(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_CHOSEN_IDS)] | None = None
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWords | None = None
+    no_repeat_ngram_size: NonNegative | None = None
+    no_repeat_ngram_window_size: NonNegative | None = None
+    no_repeat_ngram: NoRepeatNgram | None = None  # the same, of a logits processor of another server
     # where to stop
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None

@@ -15,6 +15,7 @@ import msgspec
 from quire.configs.config import Config
 from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest, ContextLengthExceeded
+from quire.server.generate.ngrams import chosen_ngram
 from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.state import ModelInfo
 
@@ -81,6 +82,13 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
         repetition_penalty=pick("repetition_penalty"),
         logit_bias=_logit_bias(options, model),
         allowed_token_ids=_distinct_ids(options.allowed_token_ids, "allowed_token_ids", model),
+        no_repeat_ngram=chosen_ngram(
+            options.no_repeat_ngram,
+            options.no_repeat_ngram_size,
+            options.no_repeat_ngram_window_size,
+            model.max_model_len,
+            model.vocab_size,
+        ),
         bad_words_ids=_bad_words_ids(options, tokenizer, model),
         stop_token_ids=_distinct_ids(options.stop_token_ids, "stop_token_ids", model) or [],
         eos_token_ids=model.eos_token_ids,

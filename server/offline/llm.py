@@ -32,6 +32,7 @@ from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS, template_me
 from quire.server.errors import ApiError, BadRequest
 from quire.server.generate import deltas, pooling
 from quire.server.generate.generation import Generation, GenerationRequest
+from quire.server.generate.ngrams import NgramArguments, of_vllm
 from quire.server.generate.pooling import Vector
 from quire.server.generate.prepare import prepare
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
@@ -104,6 +105,8 @@ class SamplingParams:
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_window_size: int = 0
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -116,6 +119,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    extra_args: dict[str, Any] | None = None  # of the processor for DeepSeek-OCR: ngram_size, window_size ...
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -127,12 +131,14 @@ class SamplingParams:
         fields = {
             one.name: value
             for one in dataclass_fields(self)
-            if one.name != "structured_outputs" and (value := getattr(self, one.name)) is not None
+            if one.name not in ("structured_outputs", "extra_args") and (value := getattr(self, one.name)) is not None
         }
         for name, value in fields.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name}: must be a finite number, got {value}")
-        return _converted(fields, GenerationOptions)
+        options = _converted(fields, GenerationOptions)
+        options.no_repeat_ngram = of_vllm(_ngram_arguments(self.extra_args))
+        return options
 
 
 @dataclass(slots=True)
@@ -493,6 +499,18 @@ def _converted(value: Any, cls: type[T], path: str = "") -> T:
         return msgspec.convert(value, cls)
     except msgspec.ValidationError as error:
         raise ValueError(path + bad_request(error, value).message) from None
+
+
+def _ngram_arguments(given: dict[str, Any] | None) -> NgramArguments | None:
+    if given is None:
+        return None
+    for name in given.keys() - NgramArguments.__struct_fields__:
+        known = ", ".join(NgramArguments.__struct_fields__)
+        raise ValueError(f"extra_args.{name} is not supported; supported: {known}")
+    lists = {
+        name: list(value) if isinstance(value, set | frozenset | tuple) else value for name, value in given.items()
+    }
+    return _converted(lists, NgramArguments, "extra_args.")
 
 
 def _template_messages(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

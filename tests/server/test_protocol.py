@@ -158,7 +158,6 @@ def test_param_is_the_dotted_path(data, param):
                 ("prompt_embeds", "x"),
                 ("dry_multiplier", 0.8),
                 ("lora_path", "x"),
-                ("vllm_xargs", {}),
             ]
         ],
         (CompletionRequest, TEXT, "tools", [{"type": "function"}]),

@@ -17,7 +17,7 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import NewRequest, SamplingParams
 from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling import processors as module
-from quire.worker.sampling.processors import logits_processors
+from quire.worker.sampling.processors import LogitsProcessor, logits_processors
 from tests.worker.test_sampler import make_batch
 
 VOCAB_SIZE = 20
@@ -29,7 +29,7 @@ class Setup:
 
     def __init__(self, requests: list[tuple[list[int], list[int], SamplingParams]]):
         self.table = RequestTable(len(requests) + 1, 64, 16, VOCAB_SIZE, CpuPlatform())
-        self.processors = logits_processors(self.table, CpuPlatform())
+        self.processors = self.make_processors()
         self.lengths = []
         for row, (prompt, outputs, sampling) in enumerate(requests):
             self.table.num_prompt_tokens[row] = len(prompt)
@@ -38,6 +38,9 @@ class Setup:
             self.lengths.append(len(prompt + outputs))
             for processor in self.processors:
                 processor.add(row, NewRequest(row, prompt + outputs, len(prompt), [[1]], sampling))
+
+    def make_processors(self) -> list[LogitsProcessor]:
+        return logits_processors(self.table, CpuPlatform())
 
     def process(self, logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor:
         rows = list(range(len(self.lengths))) if rows is None else rows

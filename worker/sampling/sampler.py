@@ -19,6 +19,7 @@ from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling.arithmetic import RandomRows
 from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.logprobs import Entries, entries, is_normalized
+from quire.worker.sampling.ngrams import RepeatedNgrams
 from quire.worker.sampling.processors import logits_processors
 from quire.worker.sampling.thinking import EndOfThinking
 
@@ -131,7 +132,11 @@ class Sampler:
     def __init__(self, table: RequestTable, platform: Platform) -> None:
         self.table, self.platform = table, platform
         self.params = SamplingRows(table.max_num_reqs, table.vocab_size, platform)
-        self.processors = [*logits_processors(table, platform), EndOfThinking(table, platform)]
+        self.processors = [
+            *logits_processors(table, platform),
+            RepeatedNgrams(table, platform),
+            EndOfThinking(table, platform),
+        ]
         self.logprobs = LogprobRows(table.vocab_size)
         self.grammars = GrammarRows(table, platform)
         for state in (self.params, *self.processors, self.logprobs, self.grammars):

@@ -50,6 +50,7 @@ from quire.server.generate.limits import (
     TokenIds,
     TopP,
 )
+from quire.server.generate.ngrams import NgramArguments
 from quire.server.generate.tools import EFFORTS
 from quire.server.structured.structure import MAX_BYTES
 
@@ -105,7 +106,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "xtc_probability": (0,),
     "top_n_sigma": (),
     "logits_processors": (),
-    "custom_logit_processor": (),
     "logprob_token_ids": (),
     "logprobs_mode": (),
     "repetition_detection": (),
@@ -118,7 +118,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "lora_path": (),
     "kv_transfer_params": (),
     "ec_transfer_params": (),
-    "vllm_xargs": (),
     "return_hidden_states": (False,),
     "return_prompt_text": (False,),
     "return_meta_info": (False,),
@@ -196,6 +195,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     )
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWords | None = None
+    no_repeat_ngram_size: NonNegative | None = None  # 0 is off
+    no_repeat_ngram_window_size: NonNegative | None = None  # last tokens that are searched; 0: all
+    vllm_xargs: NgramArguments | None = None
+    custom_logit_processor: Text | None = None  # SGLang's for DeepSeek-OCR
+    custom_params: NgramArguments | None = None
     # where to stop
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None

@@ -17,6 +17,7 @@ from quire.server.api.openai.protocol import (
 from quire.server.api.openai.structure import structure_of
 from quire.server.api.openai.tools import MessageToolCall, choice_of, template_call, tools_of
 from quire.server.errors import BadRequest
+from quire.server.generate.ngrams import of_sglang, of_vllm
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.tools import Reasoning
 
@@ -35,6 +36,8 @@ _SAME = (
     "repetition_penalty",
     "allowed_token_ids",
     "bad_words",
+    "no_repeat_ngram_size",
+    "no_repeat_ngram_window_size",
     "min_tokens",
     "stop",
     "stop_token_ids",
@@ -91,8 +94,14 @@ def _options(body: GenerationFields, max_tokens: int | None, logprobs: int | Non
     except ValueError:
         raise BadRequest("logit_bias: keys must be token ids.", param="logit_bias") from None
     same = {name: getattr(body, name) for name in _SAME}
+    ngram = of_vllm(body.vllm_xargs) or of_sglang(body.custom_logit_processor, body.custom_params)
     return GenerationOptions(
-        n=body.n or 1, max_tokens=max_tokens, logprobs=logprobs, logit_bias=logit_bias or None, **same
+        n=body.n or 1,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        logit_bias=logit_bias or None,
+        no_repeat_ngram=ngram,
+        **same,
     )
 
 

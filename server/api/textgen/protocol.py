@@ -28,6 +28,7 @@ from quire.server.generate.limits import (
     TokenIds,
     TopP,
 )
+from quire.server.generate.ngrams import NgramArguments
 
 _NOTHING: dict[str, tuple] = {}
 
@@ -73,6 +74,7 @@ class SamplingParameters(msgspec.Struct, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
+    custom_params: NgramArguments | None = None  # of custom_logit_processor
     stop: Stop | Stops | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
@@ -87,7 +89,6 @@ class SamplingParameters(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {
         "structural_tag": (),
         "no_stop_trim": (False,),
-        "custom_params": (),
         "stop_regex": (),
         "logit_bias": (),
         "stream_interval": (),
@@ -103,6 +104,7 @@ class TextRequest(msgspec.Struct, kw_only=True):
     input_ids: Annotated[list[TokenId | TokenIds], Meta(min_length=1, max_length=MAX_IDS)] | None = None
     sampling_params: SamplingParameters | None = None
     stream: bool | None = None
+    custom_logit_processor: Text | None = None  # that for DeepSeek-OCR
     rid: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
     priority: Int64 | None = None
 
@@ -120,7 +122,6 @@ class TextRequest(msgspec.Struct, kw_only=True):
         "lora_path": (),
         "input_embeds": (),
         "session_params": (),
-        "custom_logit_processor": (),
         "bootstrap_host": (),
     }
 

@@ -12,6 +12,7 @@ from quire.server.api.textgen.protocol import SamplingParameters, TextRequest
 from quire.server.errors import ApiError, BadRequest
 from quire.server.generate.deltas import Choice
 from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.ngrams import of_sglang
 from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import sse
 from quire.server.structured.structure import Structure
@@ -34,6 +35,7 @@ def spec(body: TextRequest, **identity: Any) -> GenerationSpec:
         repetition_penalty=given.repetition_penalty,
         frequency_penalty=given.frequency_penalty,
         presence_penalty=given.presence_penalty,
+        no_repeat_ngram=of_sglang(body.custom_logit_processor, given.custom_params),
         stop=given.stop or None,
         stop_token_ids=given.stop_token_ids,
         ignore_eos=given.ignore_eos,

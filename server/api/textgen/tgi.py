@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.server.api.textgen.protocol import Parameters, TextRequest
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, BadRequest
 from quire.server.generate.deltas import Choice
 from quire.server.generate.generation import Delta, GenerationRequest
 from quire.server.generate.request import GenerationOptions, GenerationSpec
@@ -21,6 +21,8 @@ DEFAULT_MAX_TOKENS = 100
 def spec(body: TextRequest, **identity: Any) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
     given = body.parameters or Parameters()
+    if body.custom_logit_processor is not None:
+        raise BadRequest("custom_logit_processor needs text or input_ids.", param="custom_logit_processor")
     greedy = given.do_sample is False or (given.do_sample is None and given.temperature is None)
     options = GenerationOptions(
         max_tokens=given.max_new_tokens,

@@ -23,12 +23,14 @@ from quire.server.generate.limits import (
     CacheSalt,
     Int64,
     MinP,
+    NonNegative,
     Penalty,
     RepetitionPenalty,
     Temperature,
     Text,
     TopP,
 )
+from quire.server.generate.ngrams import NgramArguments
 
 Name = Annotated[str, Meta(max_length=256)]
 Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
@@ -224,6 +226,9 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    no_repeat_ngram_size: NonNegative | None = None
+    no_repeat_ngram_window_size: NonNegative | None = None
+    vllm_xargs: NgramArguments | None = None
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
 

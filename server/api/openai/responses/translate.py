@@ -16,6 +16,7 @@ from quire.server.api.openai.responses.protocol import (
 )
 from quire.server.api.openai.tools import function_tool, known_names, require_distinct, required
 from quire.server.errors import BadRequest
+from quire.server.generate.ngrams import of_vllm
 from quire.server.generate.prepare import encode_conversation
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.tools import Reasoning, Tool, ToolChoice
@@ -31,6 +32,8 @@ _SAME = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "no_repeat_ngram_size",
+    "no_repeat_ngram_window_size",
 )
 
 
@@ -42,6 +45,7 @@ def spec(body: ResponsesRequest, history: list[InputItem], state: ServerState, *
         options=GenerationOptions(
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
+            no_repeat_ngram=of_vllm(body.vllm_xargs),
             **{name: getattr(body, name) for name in _SAME},
         ),
         structure=_structure(body.text and body.text.format),
