@@ -13,11 +13,8 @@ import msgspec
 
 from quire.worker.messages import (
     GRAMMAR_LIMITS,
-<<<<<<< HEAD
-    MediaInfo,
-=======
     MAX_NGRAM_COMPARISONS,
->>>>>>> 0e4c00c (sampling: exclude tokens that would repeat a sequence of tokens)
+    MediaInfo,
     MediaItem,
     MemoryPlan,
     NoRepeatNgram,

@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from quire.engine.messages import AddRequest
-<<<<<<< HEAD
-from quire.worker.messages import LOGPROBS_MODES, MediaInfo, MediaItem, PoolingInfo, SamplingParams
-=======
-from quire.worker.messages import LOGPROBS_MODES, MAX_NGRAM_COMPARISONS, NoRepeatNgram, PoolingInfo, SamplingParams
->>>>>>> 0e4c00c (sampling: exclude tokens that would repeat a sequence of tokens)
+from quire.worker.messages import (
+    LOGPROBS_MODES,
+    MAX_NGRAM_COMPARISONS,
+    MediaInfo,
+    MediaItem,
+    NoRepeatNgram,
+    PoolingInfo,
+    SamplingParams,
+)
 
 # number of bad words times the length of the longest: the number of tokens that workers compare per step
 MAX_BAD_WORDS_SIZE = 1 << 18
