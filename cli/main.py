@@ -26,6 +26,7 @@ SECTIONS = {
     "parallel": "Parallelism",
     "device": "Device",
     "server": "HTTP server",
+    "media": "Images",
 }
 EPILOG = (
     "Every flag is also a YAML key for --config (max_model_len: 4096) and an environment variable "
@@ -122,7 +123,7 @@ def _add_flag(group, option: Option, visible: bool) -> None:
         keywords["metavar"] = _metavar(option)
         if option.repeat:
             keywords |= {"action": _Extend, "nargs": "+"}
-    group.add_argument(option.flag, **keywords).full_help = text
+    group.add_argument(*option.flags, **keywords).full_help = text
 
 
 def _metavar(option: Option) -> str:

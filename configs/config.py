@@ -27,13 +27,15 @@ def opt(
     above: float | None = None,
     maximum: float | None = None,
     secret: bool = False,
+    other_name: str | None = None,
 ):
     """A dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`; `repeat`
     fields take several values.
 
-    `unit` is "bytes" (suffixes allowed) or "length" (a number of tokens, or auto). `minimum`, `above` (exclusive) and
-    `maximum` bound a number. `hidden_choices` are accepted but not advertised; `aliases` are other spellings of
-    choices; a `secret` value is never printed. `configs/options.py` checks all of this.
+    `unit` is "bytes" (suffixes allowed), "length" (a number of tokens, or auto) or "mapping" (`image=4`, or a JSON
+    object; the value is JSON). `minimum`, `above` (exclusive) and `maximum` bound a number. `hidden_choices` are
+    accepted but not advertised; `aliases` are other spellings of choices, `other_name` one of the setting itself; a
+    `secret` value is never printed. `configs/options.py` checks all of this.
     """
     metadata = {
         "help": help,
@@ -48,6 +50,7 @@ def opt(
         "above": above,
         "maximum": maximum,
         "secret": secret,
+        "other_name": other_name,
     }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -274,8 +277,8 @@ class ServerConfig:
     max_body_size: int | None = opt(
         None,
         (
-            "maximum size of a request body in bytes (default: 2M, or 32 per token of the context if that is more; "
-            "suffixes K, M, G)"
+            "maximum size of a request body in bytes (default: 2M, 32M for models that read images, or 32 per token of "
+            "the context if that is more; suffixes K, M, G)"
         ),
         metavar="BYTES",
         unit="bytes",
@@ -359,6 +362,44 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaConfig:
+    """Images of requests, for models that read them."""
+
+    allowed_media_domains: list[str] = opt(
+        [],
+        "hosts from which images may be loaded by http(s) URL: names, *.example.org for those below one, or * for any; "
+        "never private addresses (default: none)",
+        repeat=True,
+        other_name="allow_media_domains",
+    )
+    allowed_local_media_path: str | None = opt(
+        None, "folder below which images may be loaded by file:// URL (default: none may)", metavar="DIR"
+    )
+    limit_mm_per_prompt: str | None = opt(
+        None, 'maximum number of images of a prompt, as image=4 or {"image": 4} (default: 32)', unit="mapping"
+    )
+    mm_processor_kwargs: str | None = opt(
+        None,
+        'options of the model\'s image processor, as JSON, such as {"max_pixels": 1003520}; requests may override them',
+        unit="mapping",
+    )
+    mm_processor_cache_gb: float = opt(
+        1.0,
+        "GiB of preprocessed images to keep, in shared memory, per frontend; images of running requests count",
+        above=0,
+    )
+    max_image_bytes: int = opt(
+        20 << 20,
+        "maximum size of an image as it is encoded (suffixes K, M, G)",
+        metavar="BYTES",
+        unit="bytes",
+        minimum=1024,
+    )
+    max_image_pixels: int = opt(1 << 26, "maximum width times height of an image", minimum=1024, maximum=1 << 27)
+    media_timeout: float = opt(5.0, "seconds for loading an image by URL, redirects included", above=0, maximum=600)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All sections. Give a component its own section, not this."""
 
@@ -368,6 +409,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
 
     @classmethod
     def from_flat(cls, **values: Any) -> Config:

@@ -8,6 +8,7 @@ spelling that the user used.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 import typing
@@ -48,14 +49,24 @@ class Option:
     above: float | None
     maximum: float | None
     secret: bool
+    other_name: str | None
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def flags(self) -> list[str]:
+        """The flag, and the one of the setting's other name."""
+        return ["--" + name.replace("_", "-") for name in (self.name, self.other_name) if name]
+
+    @property
     def variable(self) -> str:
         return "QUIRE_" + self.name.upper()
+
+    @property
+    def variables(self) -> list[str]:
+        return ["QUIRE_" + name.upper() for name in (self.name, self.other_name) if name]
 
     def parse(self, value: Any, spelling: str) -> Any:
         """Convert `value`, text or already of the right type, to the field's type.
@@ -83,6 +94,8 @@ class Option:
 
     def _convert(self, value: Any) -> Any:
         text = value.strip() if isinstance(value, str) else value
+        if self.unit == "mapping":
+            return parse_mapping(text)
         if self.type is bool:
             return parse_bool(text)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -112,6 +125,8 @@ class Option:
             return "auto or a number of tokens (4096, 32k, 32K)"
         if self.unit == "bytes":
             return "a number of bytes (500M, 4G, 1.5g; capital letters are powers of 1024)"
+        if self.unit == "mapping":
+            return 'name=value, or a JSON object ({"name": value})'
         return {
             bool: "true, false or auto" if self.optional else "true or false",
             int: "a whole number",
@@ -139,6 +154,22 @@ def parse_count(value: Any) -> int:
     if number != int(number):
         raise ValueError(value)
     return int(match[1]) if match[1].isdigit() and not match[2] else int(number)
+
+
+def parse_mapping(value: Any) -> str:
+    """`image=4,video=0`, a JSON object as text, or a mapping -> JSON."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith("{") else dict(_pair(pair) for pair in value.split(","))
+    if not isinstance(value, Mapping):
+        raise TypeError(value)
+    return json.dumps(value)
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (name.strip() and equals):
+        raise ValueError(text)
+    return name.strip(), json.loads(value)
 
 
 def positive(number: int) -> int:
@@ -195,9 +226,10 @@ def _value_type(hint: Any) -> tuple[type, bool, bool]:
 def find_option(name: str, spelling: str | None = None) -> Option:
     """The option that `name` means (dashes or underscores). Raises ValueError with the nearest name otherwise."""
     options = all_options()
-    option = options.get(name.replace("-", "_"))
+    plain = name.replace("-", "_")
+    option = options.get(plain) or next((one for one in options.values() if one.other_name == plain), None)
     if option is None:
-        raise ValueError(f"unknown setting {spelling or name}{advice(name.replace('-', '_'), options)}")
+        raise ValueError(f"unknown setting {spelling or name}{advice(plain, options)}")
     return option
 
 

@@ -57,7 +57,7 @@ def _set(settings: Settings, option: Option, value: Any, spelling: str, source: 
 
 
 def _add_environment(settings: Settings, environ: Mapping[str, str]) -> None:
-    variables = {option.variable: option for option in all_options().values()}
+    variables = {variable: option for option in all_options().values() for variable in option.variables}
     for variable in sorted(environ):
         if not variable.startswith("QUIRE_") or variable in _OTHER_VARIABLES:
             continue

@@ -16,6 +16,7 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineStats, PoolingInfo, Ready
 from quire.server.errors import BadRequest, NotFound, Unavailable
 from quire.server.http.threads import Threads
+from quire.server.media.service import Images
 from quire.server.structured.service import Structures
 
 if TYPE_CHECKING:
@@ -89,8 +90,10 @@ class ServerState:
     num_reserved: int = 0  # choices of admitted HTTP requests, until their answers have ended
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
+    images: Images = None  # made from the settings
 
     def __post_init__(self) -> None:
+        self.images = Images(self.config)
         self.idle.set()
 
     def progress(self, phase: str, fraction: float) -> None:

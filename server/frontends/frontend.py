@@ -99,6 +99,7 @@ class Frontend:
                 await self.state.batches.close()
             if self.state.responses is not None:
                 await self.state.responses.close()
+            self.state.images.close()
 
     async def _load_routes(self) -> ASGIApp:
         app = await in_thread(lambda: importlib.import_module("quire.server.app"))
@@ -129,7 +130,9 @@ class Frontend:
         from quire.server.generate.sampling import read_sampling_defaults
 
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
-        self.state.tokenizer, self.state.formats = await load_tokenizer(self.config, tokenizer_folder)
+        self.state.tokenizer, self.state.formats = await load_tokenizer(
+            self.config, tokenizer_folder, self.state.images, model_folder
+        )
         if not self.state.tokenizer.chat_templates:
             logger.warning(
                 "the model has no chat template: /v1/chat/completions will return 400; set one with --chat-template"

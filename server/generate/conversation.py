@@ -9,6 +9,7 @@ from quire.engine.messages import ThinkingBudget
 from quire.server.errors import BadRequest
 from quire.server.generate.formats import Formats
 from quire.server.generate.generic_tools import with_generic_tools
+from quire.server.generate.images import Illustrated, Placeholders, after_results
 from quire.server.generate.parse import Parsing
 from quire.server.generate.request import Conversation
 from quire.server.generate.thinking import Thinking, resolve
@@ -39,6 +40,7 @@ class Rendered:
     text: str
     template: ChatTemplate
     thinking: Thinking
+    illustrated: Illustrated | None = None  # for a prompt with images, whose `text` it has
 
 
 def render_conversation(conversation: Conversation, state: ServerState) -> Rendered:
@@ -47,25 +49,33 @@ def render_conversation(conversation: Conversation, state: ServerState) -> Rende
     tools = [tool.for_template() for tool in conversation.tools]
     if conversation.tool_choice.mode == "none" and state.config.server.exclude_tools_when_tool_choice_none:
         tools = []
+    images = conversation.images
     try:
         template = state.tokenizer.template(conversation.chat_template, tools or None)
         messages, tools = _fit_to(template, conversation, tools, state)
+        thinking = resolve(conversation.reasoning, template, state.formats)
+        documents, variables = conversation.documents, thinking.variables | conversation.chat_template_kwargs
+        if images:
+            placeholders = Placeholders(state.images.placeholder, template)
+            messages, tools, documents, variables = map(placeholders.hide, (messages, tools, documents, variables))
         add_generation_prompt = conversation.add_generation_prompt
         if add_generation_prompt is None:
             add_generation_prompt = not conversation.continue_final_message
-        thinking = resolve(conversation.reasoning, template, state.formats)
         text = state.tokenizer.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             tools=tools or None,
-            documents=conversation.documents,
+            documents=documents,
             chat_template=conversation.chat_template,
-            variables=thinking.variables | conversation.chat_template_kwargs,
+            variables=variables,
         )
     except ValueError as error:
         raise BadRequest(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="messages") from error
-    return Rendered(text, template, thinking)
+    if not images:
+        return Rendered(text, template, thinking)
+    illustrated = Illustrated.join(placeholders.split(text), images, state, "messages")
+    return Rendered(illustrated.text, template, thinking, illustrated)
 
 
 def check_conversation(conversation: Conversation, state: ServerState) -> None:
@@ -93,7 +103,7 @@ def _fit_to(
     template: ChatTemplate, conversation: Conversation, tools: list[dict[str, Any]], state: ServerState
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Messages and tools in a form that the template prints. Raises BadRequest if it cannot print them."""
-    messages = conversation.messages
+    messages = after_results(conversation.messages)
     if "developer" not in template.source:  # templates older than the role know it as system
         messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
     has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
@@ -181,7 +191,7 @@ def _opened(prompt: str, conversation: Conversation, formats: Formats) -> bool:
 
 def _text_of(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _closed(prompt: str, formats: Formats) -> bool:

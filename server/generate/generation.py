@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.engine.messages import AddRequest, Choice, EngineOutput, PoolingParams, SamplingParams, TokenLogprobs
+from quire.engine.messages import (
+    AddRequest,
+    Choice,
+    EngineOutput,
+    MediaItem,
+    PoolingParams,
+    SamplingParams,
+    TokenLogprobs,
+)
 from quire.server.engines.client import OutputStream
 from quire.server.engines.handle import EngineHandle
 from quire.server.errors import BadRequest
@@ -21,8 +29,17 @@ from quire.server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.server.generate.parse import Parsing
+    from quire.server.media.inputs import Lease
 
 SLICE = 64  # tokens of a pile that are turned into text before others get their turn
+
+
+@dataclass(slots=True)
+class Attached:
+    """An image of a prompt, and the lease that keeps its features until the last output."""
+
+    item: MediaItem
+    lease: Lease
 
 
 @dataclass(slots=True)
@@ -50,6 +67,12 @@ class GenerationRequest:
     parsing: Parsing | None = None  # None: the text is the answer
     visible_ids: frozenset[int] = frozenset()  # special tokens that are shown although special tokens are not
     pooling: PoolingParams | None = None  # ask for a vector (`pooling.py`) instead of text
+    media: list[Attached] = field(default_factory=list)
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Tokens of the prompt that embeddings of images replace."""
+        return sum(one.item.num_embeds for one in self.media)
 
 
 @dataclass(slots=True)
@@ -129,13 +152,14 @@ class Generation:
 
     async def aclose(self) -> None:
         """Abort what still runs. Idempotent."""
-        if self._stream is None:
-            return
-        for _ in range(len(self._choices)):
-            self._choices.popitem()
-            if self._metrics is not None:
-                self._metrics.observe_abort()
-        await self._stream.aclose()
+        if self._stream is not None:
+            for _ in range(len(self._choices)):
+                self._choices.popitem()
+                if self._metrics is not None:
+                    self._metrics.observe_abort()
+            await self._stream.aclose()
+        for one in self.request.media:
+            one.lease.release()
 
     def _start(self) -> None:
         request = self.request
@@ -154,6 +178,7 @@ class Generation:
             cache_salt=request.cache_salt,
             siblings=siblings,
             background=request.background,
+            media=[one.item for one in request.media],
         )
         try:
             self._stream = self._client.generate(message)

@@ -49,7 +49,8 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Several results are one message: many templates want user and assistant in turn."""
     out: list[dict[str, Any]] = []
     for message in messages:
-        if out and message["role"] == out[-1]["role"] == "user" and _text(message).startswith("Result"):
+        results = isinstance(message.get("content"), str) and message["content"].startswith("Result")
+        if out and message["role"] == out[-1]["role"] == "user" and results and isinstance(out[-1]["content"], str):
             out[-1] = {**out[-1], "content": f"{_text(out[-1])}\n{_text(message)}"}
         else:
             out.append(message)
@@ -58,4 +59,4 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _text(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)

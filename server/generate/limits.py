@@ -16,6 +16,7 @@ MAX_STOP, MAX_STOP_CHARS = 64, 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 256, 128
 MAX_CHOSEN_IDS = 2**14  # entries of allowed_token_ids, and of logit_bias
+MAX_IMAGE_CHARS = 2**28
 MAX_TEMPLATE = 2**18  # characters of a chat template
 MAX_TEMPLATE_KWARGS, MAX_TEMPLATE_KWARGS_BYTES = 64, 2**16
 
@@ -29,6 +30,17 @@ MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=1000)]
 Bias = Annotated[float, Meta(ge=-1e6, le=1e6, description="values beyond -100 and 100 count as -100 and 100")]
+# an image by URL or as base64; --max-body-size is usually the lower limit
+ImageText = Annotated[str, Meta(min_length=1, max_length=MAX_IMAGE_CHARS)]
+ImageName = Annotated[str, Meta(min_length=1, max_length=256)]
+ProcessorOption = bool | Int64 | Annotated[float, Meta(ge=-1e300, le=1e300)] | Annotated[str, Meta(max_length=64)]
+ProcessorOptions = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=64)],
+        ProcessorOption | Annotated[dict[Annotated[str, Meta(max_length=64)], ProcessorOption], Meta(max_length=16)],
+    ],
+    Meta(max_length=32),
+]
 TokenId = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.engine.messages import SamplingParams
-from quire.server.errors import BadRequest
-from quire.server.generate.conversation import Reading, read_answer, render_conversation
-from quire.server.generate.generation import GenerationRequest
+from quire.server.errors import BadRequest, ContextLengthExceeded
+from quire.server.generate.conversation import Reading, Rendered, read_answer, render_conversation
+from quire.server.generate.generation import Attached, GenerationRequest
+from quire.server.generate.images import Illustrated
 from quire.server.generate.infill import ending_with, infill_prompts
 from quire.server.generate.limits import MAX_CHOICES, MAX_PROMPTS
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
@@ -36,8 +37,10 @@ def prepare(spec: GenerationSpec, state: ServerState) -> list[GenerationRequest]
     check_options(spec.options)
     sampling = to_sampling_params(spec, state.model, state.tokenizer)
     reading = Reading(structure=spec.structure)
+    illustrated = None
     if isinstance(spec.prompts, Conversation):
         rendered = render_conversation(spec.prompts, state)
+        illustrated = rendered.illustrated
         may_truncate = spec.options.truncate_prompt_tokens is not None
         prompts = encode_texts(
             [rendered.text], state, bool(spec.add_special_tokens), "messages", may_truncate=may_truncate
@@ -47,10 +50,21 @@ def prepare(spec: GenerationSpec, state: ServerState) -> list[GenerationRequest]
     elif spec.suffix is not None:
         prompts, infill = infill_prompts(spec, state)
         sampling = msgspec.structs.replace(sampling, stop_token_ids=ending_with(sampling, infill))
+    elif spec.images:
+        (text,) = spec.prompts
+        illustrated = Illustrated.join(text.split(state.images.placeholder), spec.images, state, spec.prompt_param)
+        prompts = encode_texts([illustrated.text], state, spec.add_special_tokens is not False, spec.prompt_param)
     else:
         prompts = prompt_ids(spec, state)
     texts = _kept_texts(spec)
-    return [_request(spec, sampling, ids, text, reading, state) for ids, text in zip(prompts, texts, strict=True)]
+    requests = []
+    for ids, text in zip(prompts, texts, strict=True):
+        media = []
+        if illustrated is not None:
+            ids, media = _expand(illustrated, ids, spec, state)
+        requests.append(_request(spec, sampling, ids, text, reading, state))
+        requests[-1].media = media
+    return requests
 
 
 def check_options(options: GenerationOptions) -> None:
@@ -89,8 +103,13 @@ def prompt_ids(spec: GenerationSpec, state: ServerState) -> list[list[int]]:
 
 def encode_conversation(conversation: Conversation, state: ServerState, add_special_tokens: bool) -> list[int]:
     """Token ids of the rendered template, of any number. Raises BadRequest naming the option at fault."""
-    text = render_conversation(conversation, state).text
-    return encode_texts([text], state, add_special_tokens, "messages", may_truncate=True)[0]
+    return encode_rendered(render_conversation(conversation, state), state, add_special_tokens)
+
+
+def encode_rendered(rendered: Rendered, state: ServerState, add_special_tokens: bool) -> list[int]:
+    """Token ids of a rendered template, of any number. Raises BadRequest."""
+    (ids,) = encode_texts([rendered.text], state, add_special_tokens, "messages", may_truncate=True)
+    return ids if rendered.illustrated is None else rendered.illustrated.expand(ids, "messages")[0]
 
 
 def encode_texts(
@@ -117,6 +136,26 @@ def _kept_texts(spec: GenerationSpec) -> list[str | None]:
 
 
 # ---- one prompt -> one request
+
+
+def _expand(
+    illustrated: Illustrated, ids: list[int], spec: GenerationSpec, state: ServerState
+) -> tuple[list[int], list[Attached]]:
+    """The ids with those of the images, and where each of these is. Raises BadRequest."""
+    if spec.options.truncate_prompt_tokens is not None:
+        raise BadRequest(
+            "truncate_prompt_tokens is not available for a prompt with images.", param="truncate_prompt_tokens"
+        )
+    model, num_tokens = state.model, illustrated.num_tokens
+    total = len(ids) + num_tokens - sum(owner is not None for owner in illustrated.owners)
+    if total >= model.max_model_len:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {model.max_model_len} tokens. However, your {spec.prompt_param} "
+            f"resulted in {total} tokens, of which {len(illustrated.images)} images take {num_tokens}.",
+            param=spec.prompt_param,
+        )
+    ids, items = illustrated.expand(ids, spec.prompt_param)
+    return ids, [Attached(item, one) for item, one in zip(items, illustrated.leases, strict=True)]
 
 
 def _request(

@@ -30,6 +30,7 @@ from quire.server.generate.limits import (
     TopP,
 )
 from quire.server.generate.tools import Reasoning, Tool, ToolChoice
+from quire.server.media.inputs import ImageInput
 from quire.server.structured.structure import Structure
 
 
@@ -73,7 +74,9 @@ class GenerationOptions(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Conversation:
-    """A prompt that a chat template renders. `messages` have the form that templates expect."""
+    """A prompt that a chat template renders. `messages` have the form that templates expect; an image is the part
+    {"type": "image", "image": ImageInput}.
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool | None = None
@@ -85,6 +88,18 @@ class Conversation:
     tool_choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
     reasoning: Reasoning = field(default_factory=Reasoning)
     parse: bool = True  # tell reasoning and tool calls from content; False: the answer is the text alone
+    processor_options: dict[str, Any] | None = None  # how the model's image processor sizes images
+
+    @property
+    def images(self) -> list[ImageInput]:
+        """In the order in which the template prints them."""
+        return [
+            part["image"]
+            for message in self.messages
+            if isinstance(message.get("content"), list)
+            for part in message["content"]
+            if part["type"] == "image"
+        ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,6 +118,8 @@ class GenerationSpec:
     add_special_tokens: bool | None = None  # default: True for texts, False for conversations
     # the texts' continuations belong between them and this one; for models that were trained to fill in
     suffix: str | None = None
+    images: list[ImageInput] = field(default_factory=list)  # of one text, which holds their placeholders
+    processor_options: dict[str, Any] | None = None  # as in `Conversation`
     context: list[tuple[str, str]] = field(default_factory=list)  # with a suffix: (name, text) of other files
     echo: bool = False  # the answer begins with the prompt, and with its log-probabilities if `logprobs` is set
     priority: int = 0

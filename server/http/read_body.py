@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from quire.server.errors import ApiError, PayloadTooLarge, UnsupportedMediaType
 from quire.server.http import sse
 from quire.server.http.parse_body import parse
-from quire.server.http.threads import SMALL
+from quire.server.http.threads import SMALL, Later
 from quire.server.state import ServerState
 
 logger = logging.getLogger("quire.requests")
@@ -23,13 +23,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
 
 MIN_BODY_BYTES = 2 * 2**20  # default limit of a body
+MIN_BYTES_WITH_IMAGES = 32 * 2**20  # the same for models that read images
 BYTES_PER_TOKEN = 32  # default limit per token of a long context; JSON encodes a character in up to 6 bytes
 _MAX_NAMES = 1000  # maximum number of logged unknown names
 
 
-async def take(request: Request, cls: type[T], state: ServerState, use: Callable[[T], R]) -> R:
-    """The result of `use(body)`, with `body` parsed as `cls`. The event loop frees the parts of a large body that `use`
-    keeps. Unknown fields are noted for the response's `Warning` header.
+async def take(request: Request, cls: type[T], state: ServerState, use: Callable[[T], R | Later[R]]) -> R:
+    """The result of `use(body)`, with `body` parsed as `cls`, or of what it leaves for later. The event loop frees the
+    parts of a large body that `use` keeps. Unknown fields are noted for the response's `Warning` header.
 
     Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, the errors of `use`, and ClientGone if the client
     disconnects, which cancels work that still waits for a thread.
@@ -43,28 +44,42 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
         raise UnsupportedMediaType("Compressed bodies are not accepted.")
     raw = await read_body(request, max_body_bytes(state))
 
-    def work() -> tuple[R | None, list[str], ApiError | None]:
-        try:
-            parsed, unknown = parse(raw, cls, strict=state.config.server.strict_params)
-            return use(parsed), unknown, None
-        except ApiError as error:  # drop the frames that hold the parsed body, because freeing a large body is slow
-            error.__traceback__ = error.__context__ = error.__cause__ = None
-            return None, [], error
+    unknown: list[str] = []
+
+    def work() -> R | Later[R]:
+        parsed, found = parse(raw, cls, strict=state.config.server.strict_params)
+        unknown.extend(found)
+        return use(parsed)
 
     # a template in the request is a program: its run time does not depend on its size
     size = max(len(raw), SMALL) if state.config.server.trust_request_chat_template else len(raw)
-    if state.threads.takes_long(size):
-        used, unknown, refusal = await sse.unless_disconnected(request, state.threads.run(size, work))
-    else:
-        used, unknown, refusal = await state.threads.run(size, work)
+    used = await _run(request, state, size, work)
     if (connection := request.scope.get("state", {}).get("connection")) is not None:
         connection.forget_body()
-    if refusal is not None:
-        raise refusal
+    while isinstance(used, Later):
+        await sse.unless_disconnected(request, used.awaited())
+        used = await _run(request, state, size, used.then)
     if unknown:
         request.scope["unknown_parameters"] = unknown
         _log_once(unknown, state)
     return used
+
+
+async def _run(request: Request, state: ServerState, size: int, work: Callable[[], R]) -> R:
+    """The result of `work`, whose errors keep no large body alive. Raises as it does."""
+
+    def guarded() -> tuple[R | None, ApiError | None]:
+        try:
+            return work(), None
+        except ApiError as error:  # drop the frames that hold the parsed body, because freeing a large body is slow
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            return None, error
+
+    running = state.threads.run(size, guarded)
+    result, refusal = await (sse.unless_disconnected(request, running) if state.threads.takes_long(size) else running)
+    if refusal is not None:
+        raise refusal
+    return result
 
 
 def require_deliberate(request: Request) -> None:
@@ -87,7 +102,8 @@ def _content_type(request: Request) -> str:
 
 def max_body_bytes(state: ServerState) -> int:
     limit = state.config.server.max_body_size
-    return limit or max(MIN_BODY_BYTES, BYTES_PER_TOKEN * (state.model.max_model_len if state.model else 0))
+    least = MIN_BODY_BYTES if state.images.why_not else MIN_BYTES_WITH_IMAGES
+    return limit or max(least, BYTES_PER_TOKEN * (state.model.max_model_len if state.model else 0))
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -17,6 +18,14 @@ PER_TURN = 4 * SMALL  # bytes of small inputs per event loop iteration
 LARGE = 2**18  # bytes from which work gets separate threads, so that other work does not wait for it
 # seconds until a thread must release the GIL to the loop; Python's default is 5 ms
 SWITCH_INTERVAL = 0.001
+
+
+@dataclass(slots=True)
+class Later(Generic[T]):
+    """Work that cannot begin before `awaited()` has ended, which runs on the loop."""
+
+    awaited: Callable[[], Awaitable[None]]
+    then: Callable[[], T]
 
 
 class Threads:

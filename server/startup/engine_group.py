@@ -22,10 +22,13 @@ from quire.server.state import ModelInfo, known_token_ids
 if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.engines.client import EngineClient
     from quire.server.generate.formats import Formats
+    from quire.server.media.service import Images
     from quire.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 
+# of a model that reads images and has no chat template, such as DeepSeek-OCR: its messages, one after another
+PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 TERMINATE_TIMEOUT = 5.0  # seconds for an engine to exit
 
 
@@ -138,10 +141,11 @@ class EngineGroup:
             engine.kill()
 
 
-async def load_tokenizer(config: Config, folder: str) -> tuple[Tokenizer, Formats]:
-    """The tokenizer, and the formats of thoughts and calls that go with its chat template.
+async def load_tokenizer(config: Config, folder: str, images: Images, model_folder: str) -> tuple[Tokenizer, Formats]:
+    """The tokenizer, and the formats of thoughts and calls that go with its chat template; `images` learns what the
+    model does with images.
 
-    Raises ValueError for missing or malformed files, and for a parser that does not exist.
+    Raises ValueError for missing or malformed files, and for a parser or an option that does not exist.
     """
 
     def load() -> tuple[Tokenizer, Formats]:
@@ -152,6 +156,9 @@ async def load_tokenizer(config: Config, folder: str) -> tuple[Tokenizer, Format
             folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code
         )
         _ = tokenizer.max_token_chars  # compute now, not during the first request
+        images.open(model_folder, tokenizer)
+        if images.why_not is None and not tokenizer.chat_templates:
+            tokenizer.chat_templates = {"default": PLAIN}
         return tokenizer, choose_formats(config.server, tokenizer)
 
     return await in_thread(load)

@@ -90,7 +90,9 @@ class Runtime:
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         self._sampling_defaults = read_sampling_defaults(self.config, model_folder)
-        self.state.tokenizer, self.state.formats = await load_tokenizer(self.config, tokenizer_folder)
+        self.state.tokenizer, self.state.formats = await load_tokenizer(
+            self.config, tokenizer_folder, self.state.images, model_folder
+        )
         self._open()
 
     def on_death(self, engine: int) -> None:
@@ -118,6 +120,7 @@ class Runtime:
         if self.state.client is not None:
             await self.state.client.close()
         self.state.structures.close()
+        self.state.images.close()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await self.engines.terminate()

@@ -32,6 +32,7 @@ MAX_SECONDS = 1.0  # CPU seconds for a template sent with a request
 MAX_CHARS = 2**24  # output limit of such a template
 _MAX_POWER_BITS = 2**16
 _SHOWN_LINE = 200  # characters of a template's line in an error
+_IMAGE_PARTS: tuple[dict[str, Any], ...] = ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}})
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first
 
 
@@ -169,6 +170,7 @@ class ChatTemplate:
         except Exception as error:  # the compiler's own limits, such as RecursionError for deep nesting
             raise ValueError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         self.accepts_text, self.accepts_parts = self._probe_content()
+        self._image_parts: dict[str, dict[str, Any]] = {}
 
     def render(
         self,
@@ -304,11 +306,27 @@ class ChatTemplate:
             if not self.accepts_text:
                 message["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, (list, tuple)):
-            texts = [_part_text(part) for part in content]
-            message["content"] = (
-                [{"type": "text", "text": t} for t in texts] if self.accepts_parts else "\n".join(texts)
-            )
+            if self.accepts_parts:
+                message["content"] = [
+                    part if _is_image(part) else {"type": "text", "text": _part_text(part)} for part in content
+                ]
+            else:
+                message["content"] = "\n".join(_part_text(part) for part in content)
         return message
+
+    def image_part(self, placeholder: str) -> dict[str, Any]:
+        """The part of a message's content for which the template writes the placeholder of an image: a text part that
+        holds it, for a template that knows no images.
+        """
+        if placeholder not in self._image_parts:
+            for part in _IMAGE_PARTS if self.accepts_parts else ():
+                content = [part, {"type": "text", "text": "qzprobe"}]
+                if (self._attempt([{"role": "user", "content": content}]) or "").count(placeholder) == 1:
+                    self._image_parts[placeholder] = part
+                    break
+            else:
+                self._image_parts[placeholder] = {"type": "text", "text": placeholder}
+        return self._image_parts[placeholder]
 
     def _fit_calls(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message with its tool calls, and the id of the call that it answers, in the form the template takes."""
@@ -352,8 +370,15 @@ class ChatTemplate:
         if not content:
             raise ValueError("continue_final_message is set, but the last message has no text to continue")
         part = content[-1]
+        if part["type"] != "text":
+            raise ValueError("continue_final_message is set, but the last message ends with an image")
         final, part["text"] = part["text"], part["text"] + _CONTINUE_TAG
         return [*messages[:-1], last], final
+
+
+def _is_image(part: Any) -> bool:
+    """Whether `part` is one that `image_part` may return."""
+    return part in _IMAGE_PARTS
 
 
 def _part_text(part: Any) -> str:

@@ -54,11 +54,19 @@ async def respond(
 class Answer(ABC):
     """The answer to one request. A subclass writes the objects of its endpoint."""
 
-    def __init__(self, body: GenerationFields, state: ServerState, answer_id: str, prompts: list[list[int]]):
+    def __init__(
+        self,
+        body: GenerationFields,
+        state: ServerState,
+        answer_id: str,
+        prompts: list[list[int]],
+        num_image_tokens: int = 0,
+    ):
         self.body, self.state, self.id, self.prompts = body, state, answer_id, prompts
         self.created = int(time.time())
         self.model = state.names[0]
         self.n = body.n or 1
+        self.num_image_tokens = num_image_tokens
         self.counter = deltas.Counter(sum(map(len, prompts)), self.n)
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
@@ -114,6 +122,7 @@ class Answer(ABC):
             counter.num_completion_tokens,
             counter.num_cached_tokens,
             counter.num_reasoning_tokens,
+            self.num_image_tokens,
         )
 
     def chunk_usage(self, choices: list[Any], usage: Usage | None) -> Usage | msgspec.UnsetType | None:

@@ -23,9 +23,11 @@ from quire.server.api.openai.protocol import (
 from quire.server.api.openai.translate import chat_spec
 from quire.server.generate import deltas
 from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.images import after_images
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
 from quire.server.http.read_body import take
+from quire.server.http.threads import Later
 from quire.server.parsers.events import Content
 from quire.server.state import ServerState
 
@@ -34,20 +36,25 @@ ID_PREFIX = "chatcmpl-"
 
 async def chat_completions(request: Request, state: ServerState) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
-    body, one = await take(request, ChatCompletionRequest, state, lambda body: (body, _prepare(request, body, state)))
+    body, one = await take(request, ChatCompletionRequest, state, lambda body: _prepare(request, body, state))
     answer = ChatAnswer(body, state, ID_PREFIX + request.scope["request_id"], one)
     return await respond(request, state, answer, [one], "messages")
 
 
-def _prepare(request: Request, body: ChatCompletionRequest, state: ServerState) -> GenerationRequest:
+Prepared = tuple[ChatCompletionRequest, GenerationRequest]
+
+
+def _prepare(request: Request, body: ChatCompletionRequest, state: ServerState) -> Prepared | Later[Prepared]:
     identity = admit(request, body, state, ID_PREFIX)
-    (one,) = prepare(chat_spec(body, **identity), state)
-    body.messages, body.documents, body.chat_template_kwargs = (
-        [],
-        None,
-        None,
-    )  # freed here, in the thread: it takes long
-    return one
+    spec = chat_spec(body, **identity)
+
+    def finish() -> Prepared:
+        (one,) = prepare(spec, state)
+        # freed here, in the thread: it takes long
+        body.messages, body.documents, body.chat_template_kwargs, spec.prompts = [], None, None, []
+        return body, one
+
+    return after_images(spec, state, spec.tenant, finish)
 
 
 class ChatAnswer(Answer):
@@ -56,7 +63,7 @@ class ChatAnswer(Answer):
     body: ChatCompletionRequest
 
     def __init__(self, body: ChatCompletionRequest, state: ServerState, answer_id: str, one: GenerationRequest):
-        super().__init__(body, state, answer_id, [one.prompt_token_ids])
+        super().__init__(body, state, answer_id, [one.prompt_token_ids], one.num_image_tokens)
         self.parsed = one.parsing is not None
         self.writer = EventWriter(body, state.config.server.reasoning_field)
         self.formatter = Formatter(

@@ -35,10 +35,13 @@ from quire.server.generate.limits import (
     Bias,
     CacheSalt,
     Count,
+    ImageName,
+    ImageText,
     Int64,
     MinP,
     NonNegative,
     Penalty,
+    ProcessorOptions,
     RepetitionPenalty,
     Stop,
     Stops,
@@ -123,7 +126,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "return_meta_info": (False,),
     "return_progress": (False,),
     "stream_interval": (),
-    "mm_processor_kwargs": (),
     "moderation": (),  # a client that asks for it relies on it
 }
 # of conversations; a text completion has neither
@@ -237,14 +239,27 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
 
 
+class ImageUrl(msgspec.Struct, kw_only=True):
+    """`url` is a data: URL, or one that the server's settings allow; it may be left out for a part whose `uuid` is
+    cached.
+    """
+
+    url: ImageText | None = None
+    detail: Literal["low", "high", "auto"] | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {}
+
+
 class ContentPart(msgspec.Struct, kw_only=True):
     type: Name
     text: Text | None = None
     refusal: Text | None = None
+    image_url: ImageUrl | ImageText | None = None
+    uuid: ImageName | None = None  # under which an image is cached
 
     harmless: ClassVar = frozenset({"cache_control", "annotations"})
     unsupported: ClassVar[dict[str, tuple]] = {
-        "image_url": (),
         "input_audio": (),
         "audio_url": (),
         "video_url": (),
@@ -296,6 +311,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template: Template | None = None  # only with --trust-request-chat-template
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Documents | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None  # how images are sized
     # tools; `functions` and `function_call` are their older form
     tools: Tools | None = None
     tool_choice: Choice | None = None
@@ -334,7 +350,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     suffix: Text | None = None  # for models with tokens for filling in the middle
 
     harmless: ClassVar = HARMLESS
-    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | TOOLS_AND_REASONING
+    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | TOOLS_AND_REASONING | {"mm_processor_kwargs": ()}
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -351,10 +367,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: Template | None = None  # only with --trust-request-chat-template
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Documents | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
     tools: Tools | None = None
 
     harmless: ClassVar = HARMLESS
-    unsupported: ClassVar[dict[str, tuple]] = {"mm_processor_kwargs": ()}
+    unsupported: ClassVar[dict[str, tuple]] = {}
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -372,6 +389,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
+    image_tokens: int | UnsetType = UNSET  # of a prompt with images
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -386,12 +404,19 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> Usage:
+    def of(
+        cls,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: int,
+        reasoning_tokens: int = 0,
+        image_tokens: int = 0,
+    ) -> Usage:
         return cls(
             prompt_tokens,
             completion_tokens,
             prompt_tokens + completion_tokens,
-            PromptTokensDetails(cached_tokens),
+            PromptTokensDetails(cached_tokens, image_tokens or UNSET),
             CompletionTokensDetails(reasoning_tokens),
         )
 

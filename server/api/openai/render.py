@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api.openai.protocol import ChatCompletionRequest
 from quire.server.api.openai.translate import conversation
-from quire.server.generate.conversation import render_conversation
-from quire.server.generate.prepare import encode_texts
+from quire.server.generate.conversation import Rendered, render_conversation
+from quire.server.generate.images import after_images
+from quire.server.generate.prepare import encode_rendered
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
+from quire.server.http.threads import Later
 from quire.server.state import ServerState
+
+R = TypeVar("R")
 
 
 class RenderedPrompt(msgspec.Struct, kw_only=True):
@@ -29,23 +36,28 @@ class AppliedTemplate(msgspec.Struct):
 async def render(request: Request, state: ServerState) -> Response:
     """The prompt as text and as token ids, of any length."""
 
-    def work(body: ChatCompletionRequest) -> RenderedPrompt:
-        text = _text(body, state)
-        (ids,) = encode_texts([text], state, bool(body.add_special_tokens), "messages", may_truncate=True)
+    def show(rendered: Rendered, body: ChatCompletionRequest) -> RenderedPrompt:
+        ids = encode_rendered(rendered, state, bool(body.add_special_tokens))
         return RenderedPrompt(
-            prompt=text, prompt_token_ids=ids, count=len(ids), max_model_len=state.model.max_model_len
+            prompt=rendered.text, prompt_token_ids=ids, count=len(ids), max_model_len=state.model.max_model_len
         )
 
-    return JsonResponse(await take(request, ChatCompletionRequest, state, work))
+    return JsonResponse(await _rendered(request, state, show))
 
 
 async def apply_template(request: Request, state: ServerState) -> Response:
     """The prompt as text."""
-    text = await take(request, ChatCompletionRequest, state, lambda body: _text(body, state))
-    return JsonResponse(AppliedTemplate(text))
+    return JsonResponse(await _rendered(request, state, lambda rendered, body: AppliedTemplate(rendered.text)))
 
 
-def _text(body: ChatCompletionRequest, state: ServerState) -> str:
-    state.require_ready()
-    state.require_model(body.model)
-    return render_conversation(conversation(body), state).text
+async def _rendered(request: Request, state: ServerState, show: Callable[[Rendered, ChatCompletionRequest], R]) -> R:
+    """What `show` makes of the rendered conversation. Images stand in its text with one token per run."""
+
+    def work(body: ChatCompletionRequest) -> R | Later[R]:
+        state.require_ready()
+        state.require_model(body.model)
+        prompt = conversation(body)
+        tenant = request.scope.get("tenant")
+        return after_images(prompt, state, tenant, lambda: show(render_conversation(prompt, state), body))
+
+    return await take(request, ChatCompletionRequest, state, work)

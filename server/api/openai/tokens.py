@@ -9,28 +9,38 @@ from starlette.responses import Response
 from quire.server.api.openai.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from quire.server.api.openai.translate import conversation
 from quire.server.errors import BadRequest
+from quire.server.generate.images import after_images
 from quire.server.generate.prepare import encode_conversation, encode_texts
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
+from quire.server.http.threads import Later
 from quire.server.state import ServerState
 
 
 async def tokenize(request: Request, state: ServerState) -> Response:
     """Token ids of a prompt or a conversation."""
-    return JsonResponse(await take(request, TokenizeRequest, state, lambda body: _tokenized(body, state)))
+    tenant = request.scope.get("tenant")
+    return JsonResponse(await take(request, TokenizeRequest, state, lambda body: _tokenized(body, state, tenant)))
 
 
-def _tokenized(body: TokenizeRequest, state: ServerState) -> bytes:
-    model = state.require_ready()
+def _tokenized(body: TokenizeRequest, state: ServerState, tenant: str | None) -> bytes | Later[bytes]:
+    state.require_ready()
     state.require_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("Give exactly one of prompt and messages.", param="prompt")
     if body.messages is not None:
-        ids = encode_conversation(conversation(body), state, bool(body.add_special_tokens))
-    else:
-        ids = encode_texts([body.prompt], state, body.add_special_tokens is not False, "prompt", may_truncate=True)[0]
+        prompt = conversation(body)
+        special = bool(body.add_special_tokens)
+        return after_images(
+            prompt, state, tenant, lambda: _answer(encode_conversation(prompt, state, special), body, state)
+        )
+    ids = encode_texts([body.prompt], state, body.add_special_tokens is not False, "prompt", may_truncate=True)[0]
+    return _answer(ids, body, state)
+
+
+def _answer(ids: list[int], body: TokenizeRequest, state: ServerState) -> bytes:
     strings = [state.tokenizer.vocabulary_entry(token_id) for token_id in ids] if body.return_token_strs else None
-    return msgspec.json.encode(TokenizeResponse(len(ids), model.max_model_len, ids, strings))
+    return msgspec.json.encode(TokenizeResponse(len(ids), state.model.max_model_len, ids, strings))
 
 
 async def detokenize(request: Request, state: ServerState) -> Response:

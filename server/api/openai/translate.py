@@ -10,6 +10,7 @@ from quire.server.api.openai.protocol import (
     CompletionRequest,
     ContentPart,
     GenerationFields,
+    ImageUrl,
     Message,
     ReasoningSwitch,
     TokenizeRequest,
@@ -20,6 +21,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate.ngrams import of_sglang, of_vllm
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.tools import Reasoning
+from quire.server.media.inputs import ImageInput
 
 COMPLETION_MAX_TOKENS = 16
 # fields of a message that templates get as they are
@@ -151,6 +153,7 @@ def conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
         body.chat_template,
         body.chat_template_kwargs or {},
         body.documents,
+        processor_options=body.mm_processor_kwargs,
     )
     if isinstance(body, TokenizeRequest):
         out.tools = tools_of(body.tools, None)
@@ -163,16 +166,16 @@ def conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
 
 
 def template_message(message: Message, path: str) -> dict[str, Any]:
-    """A message in the form that templates expect; only text. Beside calls, content may be None. Raises BadRequest."""
+    """A message in the form that templates expect, text and images. Beside calls, content may be
+    None. Raises BadRequest.
+    """
     if message.role not in ROLES:
         raise BadRequest(
             f"{path}.role must be one of {', '.join(ROLES)}, not '{message.role[:100]}'.", param=f"{path}.role"
         )
-    content: str | list[dict[str, str]] | None
+    content: str | list[dict[str, Any]] | None
     if isinstance(message.content, list):
-        content = [
-            {"type": "text", "text": _part_text(part, f"{path}.content.{i}")} for i, part in enumerate(message.content)
-        ]
+        content = [_part(part, f"{path}.content.{i}") for i, part in enumerate(message.content)]
     else:
         content = message.refusal if message.content is None else message.content
     calls = _calls(message, path)
@@ -218,10 +221,24 @@ def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
     return other if value is None else value
 
 
+def _part(part: ContentPart, path: str) -> dict[str, Any]:
+    if part.type == "image_url":
+        return {"type": "image", "image": _image(part, path)}
+    return {"type": "text", "text": _part_text(part, path)}
+
+
+def _image(part: ContentPart, path: str) -> ImageInput:
+    given = ImageUrl(url=part.image_url) if isinstance(part.image_url, str) else part.image_url or ImageUrl()
+    if given.url is None and part.uuid is None:
+        param = f"{path}.image_url"
+        raise BadRequest(f"Missing required parameter: {param}.", param=param, code="missing_required_parameter")
+    return ImageInput(param=f"{path}.image_url", url=given.url, detail=given.detail, uuid=part.uuid)
+
+
 def _part_text(part: ContentPart, path: str) -> str:
     if part.type not in ("text", "refusal"):
         raise BadRequest(
-            f"{path}.type: content of type '{part.type[:100]}' is not supported, only text.",
+            f"{path}.type: content of type '{part.type[:100]}' is not supported, only text and image_url.",
             param=f"{path}.type",
             code="unsupported_parameter",
         )

@@ -1,0 +1,40 @@
+"""Which addresses the server may connect to on behalf of a client: those of the public internet."""
+
+from __future__ import annotations
+
+import ipaddress
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+
+
+def is_public(text: str) -> bool:
+    """Whether `text`, an address as the resolver returns it, is of the public internet, and so is every IPv4 address
+    that it stands for.
+    """
+    try:
+        address = ipaddress.ip_address(text)  # with a zone ("fe80::1%eth0") it is never global
+    except ValueError:
+        return False
+    return all(_is_public(one) for one in (address, *_embedded(address)))
+
+
+def _is_public(address: Address) -> bool:
+    return address.is_global and not (
+        address.is_multicast
+        or address.is_reserved
+        or address.is_private
+        or address.is_loopback
+        or address.is_link_local
+        or address.is_unspecified
+    )
+
+
+def _embedded(address: Address) -> list[ipaddress.IPv4Address]:
+    """The IPv4 addresses to which packets for an IPv6 address may go: mapped, 6to4, Teredo, NAT64."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    if any(address in network for network in _NAT64):
+        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return [one for one in found if one is not None]

@@ -1,0 +1,77 @@
+"""The bytes of an image, from anywhere -> an RGB image, upright. Runs in threads.
+
+Formats are few, because each decoder is code that strangers reach. Sizes are checked before pixels are decoded.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from PIL import Image, ImageOps
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# a scan of a progressive JPEG costs as much as the whole image and may have two bytes; encoders write about ten
+MAX_SCANS = 100
+_SCAN = b"\xff\xda"
+WHITE = (255, 255, 255)
+
+
+def decode(data: bytes, max_pixels: int) -> Image.Image:
+    """The first frame, in RGB, turned as EXIF says. Transparent parts are white, as in vLLM.
+
+    Raises ValueError, for the client, if the bytes are no image of `FORMATS`, are damaged, or have more than
+    `max_pixels` pixels.
+    """
+    if data.count(_SCAN) > MAX_SCANS and data[:2] == b"\xff\xd8":
+        raise ValueError(f"the JPEG has more than {MAX_SCANS} scans")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_size(image, max_pixels)
+            return to_rgb(image)
+    except Image.UnidentifiedImageError:
+        raise ValueError(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
+    except Image.DecompressionBombError:
+        raise ValueError(f"it has more than {max_pixels} pixels (--max-image-pixels)") from None
+    except ValueError:
+        raise
+    except Exception as error:  # decoders raise anything for damaged files: OSError, SyntaxError, struct.error ...
+        raise ValueError(f"it cannot be decoded: {str(error)[:200] or type(error).__name__}") from None
+
+
+def _check_size(image: Image.Image, max_pixels: int) -> None:
+    width, height = image.size
+    if width * height > max_pixels:
+        raise ValueError(
+            f"it has {width} x {height} pixels, which is more than {max_pixels} in all (--max-image-pixels)"
+        )
+    if not (width and height):
+        raise ValueError("it has no pixels")
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """A new image in RGB, upright. Raises ValueError for numbers that are no brightness."""
+    image.load()
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "RGB":
+        return image.copy()
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        behind = Image.new("RGBA", image.size, (*WHITE, 255))
+        return Image.alpha_composite(behind, image).convert("RGB")
+    if image.mode.startswith("I") or image.mode == "F":
+        return _from_numbers(image)
+    return image.convert("RGB")
+
+
+def _from_numbers(image: Image.Image) -> Image.Image:
+    """Of 16 or more bits per pixel, as brightness from 0 to 65,535, or to 255 if no number is larger. Pillow would
+    clip them.
+    """
+    values = np.asarray(image)
+    low, high = float(values.min()), float(values.max())
+    if not (low >= 0 and high <= 65535):
+        raise ValueError("its pixels are numbers below 0 or above 65535")
+    if high > 255 or image.mode.startswith("I;16"):
+        values = values / 257
+    return Image.fromarray(np.rint(values).astype(np.uint8), "L").convert("RGB")

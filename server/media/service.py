@@ -1,0 +1,290 @@
+"""Images of requests -> preprocessed images in shared memory, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from quire.configs.config import Config
+from quire.server.errors import BadRequest, Unavailable
+from quire.server.media import sources
+from quire.server.media.inputs import ImageInput, Lease
+from quire.server.media.registry import load_processor, read_config, why_no_images
+from quire.server.media.store import ImageStore
+
+if TYPE_CHECKING:
+    from quire.server.media.fetch import Fetcher
+    from quire.server.media.processor import ImageProcessor
+    from quire.server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("quire.images")
+
+MAX_IMAGES = 32  # per prompt, by default
+MAX_WAITING = 256  # prompts whose images wait or are being preprocessed
+MAX_NAMES = 2**14  # uuids that are remembered
+NUM_THREADS = min(4, os.cpu_count() or 1)
+
+
+class Images:
+    """Belongs to one event loop. Loads Pillow and numpy only for models that read images."""
+
+    def __init__(self, config: Config):
+        self._config = config.media
+        self._on_cluster = config.parallel.distributed_executor_backend == "ray"
+        # why the model takes no images, as the end of a sentence; None if it does
+        self.why_not: str | None = "it is loading"
+        self.max_images = _max_images(self._config.limit_mm_per_prompt)
+        self._default_options: dict[str, Any] = json.loads(self._config.mm_processor_kwargs or "{}")
+        self._processor: ImageProcessor | None = None
+        self.image_token_id = -1
+        self._store = ImageStore(int(self._config.mm_processor_cache_gb * 2**30))
+        self._threads: ThreadPoolExecutor | None = None
+        self._fetcher: Fetcher | None = None
+        self._num_waiting = 0
+        self._mutex = threading.Lock()  # of what follows
+        self._contents: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()  # (tenant, uuid) -> digest
+        self.num_images = self.num_hits = 0
+        self.seconds = 0.0  # of preprocessing, over all threads
+
+    @property
+    def placeholder(self) -> str:
+        """What the chat template writes for an image."""
+        return self._processor.placeholder
+
+    @property
+    def image_token(self) -> str:
+        """The text of the token that embeddings replace."""
+        return self._processor.image_token
+
+    def open(self, folder: str, tokenizer: Tokenizer) -> None:
+        """Read what the model in `folder` does with images; may take a second. Raises ValueError for options in the
+        settings that it does not know.
+        """
+        self.why_not = why_no_images(read_config(folder))
+        if self.why_not is None and self._on_cluster:
+            self.why_not = "ranks on a Ray cluster do not share the memory in which images are handed over"
+        if self.why_not is not None:
+            return
+        try:
+            processor = load_processor(folder)
+        except ValueError as error:
+            self.why_not = str(error)
+            logger.warning("images are refused: %s", error)
+            return
+        token_id = tokenizer.token_to_id(processor.image_token)
+        if token_id is None:
+            self.why_not = f"its tokenizer has no token {processor.image_token}"
+            return
+        if unknown := sorted(set(self._default_options) - processor.options):
+            raise ValueError(f"--mm-processor-kwargs: {_unknown(unknown[0], processor)}")
+        self._processor, self.image_token_id = processor, token_id
+
+    async def load(
+        self, images: Sequence[ImageInput], options: dict[str, Any] | None, tenant: str | None, param: str
+    ) -> None:
+        """Give every image of a prompt its `lease`. `options` are the request's mm_processor_kwargs, checked; `param`
+        is the field that holds the prompt. Images are shared by content; the uuids of different tenants are different.
+
+        Raises BadRequest naming the image, Unavailable if too much is under way.
+        """
+        self._check(images, param)
+        if self._num_waiting >= MAX_WAITING:
+            raise Unavailable("Too many images are being preprocessed.", retry_after=1)
+        self._num_waiting += 1
+        try:
+            data = await asyncio.gather(*(self._fetch(image) for image in images))
+            options = self._default_options | (options or {})
+            by_number = getattr(self._processor, "sized_by_number", False)
+            groups = [range(len(images))] if by_number else [range(i, i + 1) for i in range(len(images))]
+            work = [
+                functools.partial(self._prepare, [images[i] for i in group], [data[i] for i in group], options, tenant)
+                for group in groups
+            ]
+            self._threads = self._threads or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="images")
+            loop = asyncio.get_running_loop()
+            await asyncio.gather(*(loop.run_in_executor(self._threads, one) for one in work))
+        finally:
+            self._num_waiting -= 1
+
+    def close(self) -> None:
+        """Remove the files. Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
+
+    def _check(self, images: Sequence[ImageInput], param: str) -> None:
+        if self.why_not is not None:
+            raise BadRequest(
+                f"{images[0].param}: this model takes no images: {self.why_not}.",
+                param=images[0].param,
+                code="unsupported_parameter",
+            )
+        if len(images) > self.max_images:
+            raise BadRequest(
+                f"{param}: the prompt has {len(images)} images, and this server's limit is {self.max_images} "
+                "(--limit-mm-per-prompt).",
+                param=param,
+            )
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Raises BadRequest for a request's mm_processor_kwargs that the model does not know."""
+        param = "mm_processor_kwargs"
+        if self.why_not is not None and options:
+            raise BadRequest(
+                f"{param}: this model takes no images: {self.why_not}.", param=param, code="unsupported_parameter"
+            )
+        if unknown := sorted(set(options) - self._processor.options if options else ()):
+            raise BadRequest(f"{param}: {_unknown(unknown[0], self._processor)}.", param=param)
+
+    async def _fetch(self, image: ImageInput) -> bytes | None:
+        """The bytes of an image that has to be loaded by URL."""
+        if image.url is None or not image.url[:8].lower().startswith(("http:", "https:")):
+            return None
+        if not self._config.allowed_media_domains:
+            raise _refused(image, "images by http(s) URL need a server with --allowed-media-domains; send a data: URL")
+        from quire.server.media.fetch import Fetcher, Refused
+
+        config = self._config
+        self._fetcher = self._fetcher or Fetcher(
+            config.allowed_media_domains, config.max_image_bytes, config.media_timeout
+        )
+        try:
+            return await self._fetcher.fetch(image.url)
+        except Refused as error:
+            raise _refused(image, str(error)) from None
+
+    # ---- in a thread
+
+    def _prepare(
+        self, images: list[ImageInput], fetched: list[bytes | None], options: dict[str, Any], tenant: str | None
+    ) -> None:
+        """Give `images`, which are preprocessed together, their leases."""
+        started = time.perf_counter()
+        content = [self._content(image, data) for image, data in zip(images, fetched, strict=True)]
+        digests = [self._digest(image, data, tenant) for image, data in zip(images, content, strict=True)]
+        options = options | self._detail(images)
+        keys = _keys(digests, options)
+        leases = [self._store.lease(key) for key in keys]
+        num_hits = sum(lease is not None for lease in leases)
+        if None in leases:
+            leases = self._process(images, content, keys, options)
+        for image, lease in zip(images, leases, strict=True):
+            image.lease = lease
+        with self._mutex:
+            self.num_images += len(images)
+            self.num_hits += num_hits
+            self.seconds += time.perf_counter() - started
+
+    def _process(
+        self, images: list[ImageInput], content: list[bytes | None], keys: list[str], options: dict[str, Any]
+    ) -> list[Lease]:
+        pictures = [self._decode(image, data) for image, data in zip(images, content, strict=True)]
+        try:
+            processed = self._processor(pictures, options)
+        except ValueError as error:
+            raise _refused(images[0], str(error)) from None
+        return [self._store.add(key, one) for key, one in zip(keys, processed, strict=True)]
+
+    def _content(self, image: ImageInput, fetched: bytes | None) -> bytes | None:
+        """The encoded image; None for a picture, and for a uuid alone."""
+        limit, url = self._config.max_image_bytes, image.url
+        try:
+            if fetched is not None:
+                return fetched
+            if image.base64 is not None:
+                return sources.from_base64(image.base64, limit)
+            if url is None:
+                return None
+            scheme = url[:8].partition(":")[0].lower()
+            if scheme == "data":
+                return sources.from_data_url(url, limit)
+            if scheme == "file":
+                return sources.from_file(url, self._config.allowed_local_media_path, limit)
+        except ValueError as error:
+            raise _refused(image, str(error)) from None
+        raise _refused(image, "its URL begins with none of data:, http:, https: and file:")
+
+    def _digest(self, image: ImageInput, content: bytes | None, tenant: str | None) -> bytes:
+        """Of the content, under which `image.uuid` will be found from now on."""
+        name = tenant, image.uuid
+        if image.picture is not None:
+            digest = _digest_of_picture(image.picture)
+        elif content is not None:
+            digest = hashlib.blake2b(content, digest_size=32).digest()
+        elif (digest := self._contents.get(name)) is None:
+            raise _refused(
+                image, f"no image with the uuid '{image.uuid[:100]}' is cached: send it again, with its data"
+            )
+        if image.uuid is not None:
+            with self._mutex:
+                self._contents[name] = digest
+                if len(self._contents) > MAX_NAMES:
+                    self._contents.popitem(last=False)
+        return digest
+
+    def _decode(self, image: ImageInput, content: bytes | None) -> Any:
+        from quire.server.media.decode import decode, to_rgb
+
+        try:
+            if image.picture is not None:
+                return to_rgb(image.picture)
+            if content is None:
+                raise _refused(
+                    image, f"the image with the uuid '{image.uuid[:100]}' is no longer cached: send it with its data"
+                )
+            return decode(content, self._config.max_image_pixels)
+        except ValueError as error:
+            raise _refused(image, str(error)) from None
+
+    def _detail(self, images: list[ImageInput]) -> dict[str, Any]:
+        """The option that stands for `detail`, for models that have one."""
+        given = {image.detail for image in images if image.detail not in (None, "auto")}
+        if not given or "detail" not in self._processor.options:
+            return {}
+        if len(given) > 1:
+            raise _refused(images[0], "the images of a prompt must have the same detail for this model")
+        return {"detail": given.pop()}
+
+
+def _keys(digests: list[bytes], options: dict[str, Any]) -> list[str]:
+    """Equal keys stand for equal features. `digests` are of images that are preprocessed together."""
+    settings = json.dumps([options, len(digests)], sort_keys=True).encode()
+    return [hashlib.blake2b(digest + settings, digest_size=16).hexdigest() for digest in digests]
+
+
+def _digest_of_picture(picture: Any) -> bytes:
+    about = json.dumps([picture.mode, picture.size, picture.getexif().get(274)]).encode()
+    state = hashlib.blake2b(about, digest_size=32)
+    if picture.palette is not None:
+        state.update(picture.palette.tobytes())
+    state.update(repr(picture.info.get("transparency")).encode())
+    state.update(picture.tobytes())
+    return state.digest()
+
+
+def _max_images(limit: str | None) -> int:
+    """Raises ValueError naming the setting."""
+    given = json.loads(limit or "{}").get("image", MAX_IMAGES)
+    given = given.get("count", MAX_IMAGES) if isinstance(given, dict) else given
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise ValueError(f"--limit-mm-per-prompt: image must be a whole number of at least 0, not {given!r}")
+    return given
+
+
+def _unknown(name: str, processor: ImageProcessor) -> str:
+    known = ", ".join(sorted(processor.options)) or "none"
+    return f"this model's image processor has no option '{name[:100]}'; it has: {known}"
+
+
+def _refused(image: ImageInput, why: str) -> BadRequest:
+    return BadRequest(f"{image.param}: the image cannot be used: {why}.", param=image.param)

@@ -1,0 +1,82 @@
+"""The encoded bytes of an image: from a data URL or base64, from a file of this machine, or loaded by `fetch.py`."""
+
+from __future__ import annotations
+
+import binascii
+import os
+import stat
+from urllib.parse import unquote, urlsplit
+
+_SLICE = 2**20  # characters that are decoded at once: decoding holds the interpreter
+_SPACES = str.maketrans("", "", " \t\r\n")
+
+
+def from_base64(text: str, max_bytes: int) -> bytes:
+    """Raises ValueError, for the client."""
+    if len(text) * 3 // 4 > max_bytes + 3:
+        raise too_large(max_bytes)
+    if any(space in text for space in " \t\r\n"):
+        text = text.translate(_SPACES)
+    text = text.rstrip("=")
+    text += "=" * (-len(text) % 4)
+    try:
+        return b"".join(
+            binascii.a2b_base64(text[i : i + _SLICE], strict_mode=True) for i in range(0, len(text), _SLICE)
+        )
+    except ValueError:  # binascii.Error is one
+        raise ValueError("it is not valid base64") from None
+
+
+def from_data_url(url: str, max_bytes: int) -> bytes:
+    """The content of "data:image/png;base64,...". Raises ValueError, for the client."""
+    head, comma, data = url.partition(",")
+    kind, *parameters = head.partition(":")[2].split(";")
+    if not comma or "base64" not in (one.strip().lower() for one in parameters):
+        raise ValueError("its data URL has not the form data:image/png;base64,...")
+    if kind and not kind.strip().lower().startswith(("image/", "application/octet-stream")):
+        raise ValueError(f"its data URL holds {kind[:100]}, not an image")
+    return from_base64(data, max_bytes)
+
+
+def from_file(url: str, root: str | None, max_bytes: int) -> bytes:
+    """The content of the file that a file:// URL names, which must lie below `root`. Raises ValueError, for the client;
+    the text does not tell whether other files exist.
+    """
+    if root is None:
+        raise ValueError("images by file:// URL need a server with --allowed-local-media-path")
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise ValueError("its file:// URL names a host")
+    refused = ValueError("there is no such file below --allowed-local-media-path")
+    root = os.path.realpath(root)
+    try:
+        path = os.path.realpath(unquote(parts.path))
+        if not _is_below(path, root):
+            raise refused
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        raise refused from None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not _is_below(_opened(descriptor, path), root):
+            raise refused
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise too_large(max_bytes)
+    return data
+
+
+def _is_below(path: str, root: str) -> bool:
+    return os.path.commonpath([path, root]) == root and path != root
+
+
+def _opened(descriptor: int, path: str) -> str:
+    """Where the open file is: a folder on the way may have become a link since the path was resolved."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # no /proc
+        return os.path.realpath(path)
+
+
+def too_large(max_bytes: int) -> ValueError:
+    return ValueError(f"it has more than {max_bytes} bytes (--max-image-bytes)")
