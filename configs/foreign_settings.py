@@ -31,7 +31,6 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "interleave_mm_strings": "images and texts of a message always keep their order",
     "media_io_kwargs": "not supported: images are decoded alike for all models; --mm-processor-kwargs sizes them",
     "skip_mm_profiling": "not supported",
-    "language_model_only": "not supported: the vision encoder is always loaded",
     "kv_cache_dtype": "not supported yet: the KV cache has the dtype of the activations",
     "cpu_offload_gb": "not supported: use a smaller model, or share it among GPUs with --tensor-parallel-size",
     "swap_space": "not needed: a preempted request is computed again instead of swapped",

@@ -121,6 +121,7 @@ class DeepseekOCRProcessor:
 class UnlimitedOCRProcessor(DeepseekOCRProcessor):
     most = 32
     cuts_several = False
+    sized_by_number: ClassVar[bool] = True
 
 
 class DeepseekOCR2Processor(DeepseekOCRProcessor):

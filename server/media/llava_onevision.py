@@ -21,6 +21,7 @@ class LlavaOnevisionProcessor:
     placeholder: ClassVar[str] = "<image>"
     image_token = "<image>"
     options: ClassVar[frozenset[str]] = frozenset({"detail"})
+    sized_by_number: ClassVar[bool] = True
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
         vision = config["vision_config"]

@@ -28,7 +28,10 @@ class ImageProcessor(Protocol):
 
     placeholder: ClassVar[str]  # what the chat template writes for an image
     image_token: str  # the token that embeddings replace
-    options: ClassVar[frozenset[str]]  # names of mm_processor_kwargs that it reads
+    # names of mm_processor_kwargs that it reads; `detail` among them gets the images' detail, low or high
+    options: ClassVar[frozenset[str]]
+    # whether an image's features depend on the number of images; if not (or not set), it may be given some of them only
+    sized_by_number: ClassVar[bool] = False
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
         """`config` is config.json, `preprocessor` preprocessor_config.json (or the image processor's part of
@@ -36,7 +39,7 @@ class ImageProcessor(Protocol):
         """
 
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
-        """The images of one prompt, in RGB and upright, in order: some models size them by their number.
+        """The images of one prompt, in RGB and upright, in order; each on its own unless `sized_by_number`.
 
         Raises ValueError, for the client, for an image or an option that the model cannot take.
         """

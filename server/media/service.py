@@ -40,10 +40,11 @@ class Images:
 
     def __init__(self, config: Config):
         self._config = config.media
+        self._text_only = config.model.language_model_only
         self._on_cluster = config.parallel.distributed_executor_backend == "ray"
         # why the model takes no images, as the end of a sentence; None if it does
         self.why_not: str | None = "it is loading"
-        self.max_images = _max_images(self._config.limit_mm_per_prompt)
+        self.max_images = MAX_IMAGES
         self._default_options: dict[str, Any] = json.loads(self._config.mm_processor_kwargs or "{}")
         self._processor: ImageProcessor | None = None
         self.image_token_id = -1
@@ -67,10 +68,13 @@ class Images:
         return self._processor.image_token
 
     def open(self, folder: str, tokenizer: Tokenizer) -> None:
-        """Read what the model in `folder` does with images; may take a second. Raises ValueError for options in the
-        settings that it does not know.
+        """Read what the model in `folder` does with images; may take a second. Raises ValueError for a wrong setting,
+        such as options that the model does not know.
         """
+        self.max_images = _max_images(self._config.limit_mm_per_prompt)
         self.why_not = why_no_images(read_config(folder))
+        if self.why_not is None and self._text_only:
+            self.why_not = "the server was started with --language-model-only"
         if self.why_not is None and self._on_cluster:
             self.why_not = "ranks on a Ray cluster do not share the memory in which images are handed over"
         if self.why_not is not None:

@@ -56,11 +56,13 @@ def from_file(url: str, root: str | None, max_bytes: int) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (OSError, ValueError):
         raise refused from None
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or not _is_below(_opened(descriptor, path), root):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _is_below(_opened(descriptor, path), root):
             raise refused
-        data = file.read(max_bytes + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(max_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > max_bytes:
         raise too_large(max_bytes)
     return data

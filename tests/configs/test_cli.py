@@ -422,3 +422,29 @@ def test_a_reader_that_has_seen_enough_is_no_error(command, unbuffered):
         ["bash", "-c", script], cwd=PRESETS.parent, env=environment, capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("flag", ["--allowed-media-domains", "--allow-media-domains", "--allow_media_domains"])
+def test_a_setting_with_two_names(served, tmp_path, monkeypatch, flag):
+    assert served("m", flag, "a.example", "b.example")[0].media.allowed_media_domains == ["a.example", "b.example"]
+    (tmp_path / "f.yaml").write_text("allow-media-domains: [c.example]")
+    assert served("m", "--config", str(tmp_path / "f.yaml"))[0].media.allowed_media_domains == ["c.example"]
+    monkeypatch.setenv("QUIRE_ALLOW_MEDIA_DOMAINS", "d.example")
+    assert served("m")[0].media.allowed_media_domains == ["d.example"]
+    assert config_from({"model": "m", "allow_media_domains": ["e"]}).media.allowed_media_domains == ["e"]
+
+
+@pytest.mark.parametrize(
+    "text", ["image=4,video=0", " image = 4 , video=0", '{"image": 4, "video": 0}', {"image": 4, "video": 0}]
+)
+def test_mappings(served, tmp_path, text):
+    wanted = '{"image": 4, "video": 0}'
+    if isinstance(text, str):
+        assert served("m", "--limit-mm-per-prompt", text)[0].media.limit_mm_per_prompt == wanted
+    (tmp_path / "f.yaml").write_text(yaml.safe_dump({"limit_mm_per_prompt": text}))
+    assert served("m", "--config", str(tmp_path / "f.yaml"))[0].media.limit_mm_per_prompt == wanted
+
+
+@pytest.mark.parametrize("text", ["4", "image", "image=", "=4", "{image: 4}", "[1]", '{"image": 4'])
+def test_wrong_mappings(refused, text):
+    assert "--limit-mm-per-prompt: expected name=value, or a JSON object" in refused("m", "--limit-mm-per-prompt", text)

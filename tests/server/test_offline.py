@@ -222,8 +222,8 @@ def test_wrong_messages_are_named(llm):
         llm.chat([{"role": "user", "content": "x"}, {"role": "user", "content": 3}], GREEDY)
     with pytest.raises(ValueError, match=r"messages.0.tool_calls.0.function"):
         llm.chat([{"role": "assistant", "content": "x", "tool_calls": [{}]}], GREEDY)
-    with pytest.raises(ValueError, match=r"messages.0.content.0.image_url is not supported"):
-        llm.chat([{"role": "user", "content": [{"type": "text", "text": "x", "image_url": "y"}]}], GREEDY)
+    with pytest.raises(ValueError, match=r"messages.0.content.0.image_uri is not supported"):
+        llm.chat([{"role": "user", "content": [{"type": "text", "text": "x", "image_uri": "y"}]}], GREEDY)
     with pytest.raises(ValueError, match="must not be empty"):
         llm.chat([], GREEDY)
     with pytest.raises(ValueError, match="chat template is not valid"):

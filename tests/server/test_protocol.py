@@ -108,8 +108,8 @@ NESTED = [
         "messages.0.content.1.type",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages.0.content.0.image_url",
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}]},
+        "messages.0.content.0.input_audio",
     ),
     ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": 1}]}]}, "messages.0.tool_calls.0.id"),
     ({"messages": [{"role": "assistant", "content": "a", "reasoning_content": 5}]}, "messages.0.reasoning_content"),
