@@ -177,6 +177,7 @@ class Frontend:
             from quire.server.metrics.pool import make_metrics
 
             state.model = model_info(self.config, ready.worker, state.tokenizer, self.sampling_defaults)
+            state.images.check_worker(ready.worker.media)
             state.metrics = make_metrics(self.config, state.names[0], ready.worker)
         else:  # a new engine may have chosen another context length
             state.model = dataclasses.replace(

@@ -23,6 +23,7 @@ from quire.server.media.registry import load_processor, read_config, why_no_imag
 from quire.server.media.store import ImageStore
 
 if TYPE_CHECKING:
+    from quire.engine.messages import MediaInfo
     from quire.server.media.fetch import Fetcher
     from quire.server.media.processor import ImageProcessor
     from quire.server.text.tokenizer import Tokenizer
@@ -92,6 +93,13 @@ class Images:
         if unknown := sorted(set(self._default_options) - processor.options):
             raise ValueError(f"--mm-processor-kwargs: {_unknown(unknown[0], processor)}")
         self._processor, self.image_token_id = processor, token_id
+
+    def check_worker(self, media: MediaInfo | None) -> None:
+        """Refuse images that the engine would refuse. `media` is what its workers read."""
+        if self.why_not is None and media is None:
+            self.why_not = "the engine reads none with this model"
+        elif self.why_not is None and media.image_token_id != self.image_token_id:
+            self.why_not = f"its image token is {media.image_token_id}, but {self.image_token_id} in its tokenizer"
 
     async def load(
         self, images: Sequence[ImageInput], options: dict[str, Any] | None, tenant: str | None, param: str

@@ -104,7 +104,9 @@ class Runtime:
         if state.client.ready is None or state.tokenizer is None:
             return
         if state.model is None:
-            state.model = model_info(self.config, state.client.ready.worker, state.tokenizer, self._sampling_defaults)
+            worker = state.client.ready.worker
+            state.model = model_info(self.config, worker, state.tokenizer, self._sampling_defaults)
+            state.images.check_worker(worker.media)
         self._ready.set()
 
     def _observe_stats(self, stats: EngineStats) -> None:

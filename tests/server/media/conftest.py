@@ -17,6 +17,7 @@ from tests.server.conftest import RunningServer, running_server
 
 NUM_TOKENS = 16  # of an image
 IMAGE_ID = 500
+FAKE = f"images={IMAGE_ID}:4096:1024"
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' }}"
     "{%- if message['content'] is string %}{{- message['content'] }}{%- else %}"
@@ -63,7 +64,7 @@ def seeing(seeing_folder, media_root) -> Iterator[RunningServer]:
         "allowed_media_domains": ["images.example"],
         "api_key": ["none", "other"],
     }
-    with running_server(seeing_folder, max_model_len="256", **settings) as running:
+    with running_server(seeing_folder, fake=FAKE, max_model_len="256", **settings) as running:
         running.http.headers["Authorization"] = "Bearer none"
         yield running.wait_ready()
 
