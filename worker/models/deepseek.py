@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from quire.worker.models.config import ModelSpec
 from quire.worker.models.decoder import CausalLM
 from quire.worker.models.mla import MLA_DEFAULTS, MLAFamily
 from quire.worker.models.moe_reader import MOE_DEFAULTS, MoEFamily, routing, sigmoid_routing
@@ -86,13 +87,17 @@ class Deepseek(V2Experts, CausalLM):
     }
 
     @classmethod
+    def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
+        if any(name.startswith("UnlimitedO") for name in raw.get("architectures") or []):
+            raise ValueError("Unlimited-OCR is not supported: its sliding window applies to output tokens only")
+        return super().read_config(architecture, raw)
+
+    @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
         super().complete(values, raw)
         if values["use_mla"]:
             raise ValueError("use_mla true is not supported for DeepSeek with plain attention")
         values["head_dim"] = None  # DeepSeek-OCR's config.json has sizes of heads of latent attention, which are 0
-        if "reference_sliding_attention" in (raw.get("layer_types") or []):
-            raise ValueError("Unlimited-OCR is not supported: its sliding window applies to output tokens only")
 
 
 class DeepseekV2(V2Experts, MLAFamily, CausalLM):

@@ -16,7 +16,9 @@ from quire.worker.layers.linear import WeightFormat
 from quire.worker.layers.norm import LayerNorm
 from quire.worker.models.vision.layers import PatchEmbedding, linear, named, table
 
-_SCORES = 1 << 24  # scores of one call of attention, which bounds the memory of their biases
+# scores of one call of attention, which bounds the memory of their biases; from 768 queries on, torch on CPU computes
+# larger blocks: these are 1024 queries of 12 heads over a page
+_SCORES = 48 << 20
 
 
 @dataclass(frozen=True)
