@@ -15,14 +15,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tokenizers import AddedToken
 
+from quire.server.generate.images import Illustrated
 from quire.server.media.idefics3 import Idefics3Processor
+from quire.server.media.inputs import PreparedImage
 from quire.server.media.internvl import InternVLProcessor
 from quire.server.media.llava import LlavaProcessor, llava_processor
 from quire.server.media.llava_onevision import LlavaOnevisionProcessor
 from quire.server.media.pixtral import PixtralProcessor
 from quire.server.media.processor import ProcessedImage
 from quire.server.media.registry import load_processor
+from tests.checkpoints import _byte_level
 
 SIDE, PATCH = 28, 7
 VISION = {"image_size": SIDE, "patch_size": PATCH}
@@ -178,6 +182,31 @@ def test_refused_options(kind, options, message):
     assert set(options) <= processor.options
     with pytest.raises(ValueError, match=re.escape(message)):
         processor([noise(30, 20)], options)
+
+
+@pytest.mark.parametrize("kind", [PixtralProcessor, InternVLProcessor, LlavaOnevisionProcessor, Idefics3Processor])
+def test_expanded_ids(kind):
+    """Runs repeated after tokenizing are what a tokenizer makes of the whole text."""
+    processor = kind(
+        {"vision_config": VISION, "image_grid_pinpoints": GRIDS},
+        {"size": {"longest_edge": 56}} if kind in (PixtralProcessor, Idefics3Processor) else {},
+    )
+    images = processor([noise(90, 50), noise(30, 60)], {})
+    special = set(re.findall(r"<[^<>]+>|\[[A-Z_]+\]", "".join(image.text for image in images)))
+    tokenizer = _byte_level()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in sorted(special)])
+    token_id = tokenizer.token_to_id(processor.image_token)
+    prepared = [PreparedImage(str(i), "", 0, one.text, one.counts, None) for i, one in enumerate(images)]
+    inputs = [SimpleNamespace(lease=SimpleNamespace(image=one)) for one in prepared]
+    model = SimpleNamespace(image_token=processor.image_token, image_token_id=token_id)
+    joined = Illustrated.join(["A b: ", " and ", "?"], inputs, SimpleNamespace(images=model), "messages")
+    ids, items = joined.expand(tokenizer.encode(joined.text).ids, "messages")
+    texts = [expanded(image, processor.image_token) for image in images]
+    assert ids == tokenizer.encode(f"A b: {texts[0]} and {texts[1]}?").ids
+    for item, image in zip(items, images, strict=True):
+        span = ids[item.offset : item.offset + item.length]
+        assert span.count(token_id) == item.num_embeds == sum(image.counts)
+        assert span[0] == span[-1] == token_id  # all of them
 
 
 @pytest.mark.parametrize(
