@@ -51,6 +51,8 @@ class Installer:
         else:
             self._pip("PyTorch", ["torch"])
             self._pip("quire and the packages that serving needs", ["-e", quire])
+        if packages := without_dependencies(self.extra or ""):
+            self._pip(f"{', '.join(packages)} without dependencies", ["--no-deps", *packages])
         self.marker.unlink()
         say(note_on_torch(self.venv))
 
@@ -131,6 +133,14 @@ class Installer:
                     say(f"  {progress}")
         process.wait()
         return "".join(output)
+
+
+def without_dependencies(extras: str) -> list[str]:
+    """The packages of `extras` (separated by commas) that pyproject.toml wants without those that they require."""
+    import tomllib  # needs Python 3.11, which main() has checked
+
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["quire"]
+    return [package for extra in extras.split(",") for package in table["without-dependencies"].get(extra, [])]
 
 
 def read_lines(process: subprocess.Popen, lines: queue.Queue[str | None]) -> None:

@@ -77,17 +77,29 @@ class TestLangChainResponses(TestLangChain):
 
 
 class TestInstructor:
-    @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA"])
-    def test_modes(self, url, mode):
+    @pytest.fixture
+    def client(self, url):
         instructor = pytest.importorskip("instructor")
         import openai
 
-        client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="unused"), mode=instructor.Mode[mode])
-        messages = [{"role": "user", "content": DESCRIBE}]
-        person = client.chat.completions.create(
-            model=NAME, response_model=Person, messages=messages, max_retries=0, temperature=0, max_tokens=200
+        return lambda mode: instructor.from_openai(
+            openai.OpenAI(base_url=url, api_key="unused"), mode=instructor.Mode[mode]
         )
-        assert isinstance(person, Person)
+
+    @pytest.fixture
+    def ask(self):
+        messages = [{"role": "user", "content": DESCRIBE}]
+        return {"model": NAME, "messages": messages, "max_retries": 0, "temperature": 0}
+
+    @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"])
+    @pytest.mark.filterwarnings("ignore:Mode.*is deprecated:DeprecationWarning")
+    def test_modes(self, client, ask, mode):
+        person = client(mode).create(response_model=Person, **ask)
+        *_, last = client(mode).create_partial(response_model=Person, **ask)
+        assert person.model_dump() == last.model_dump() == ANNA.model_dump()  # of a subclass
+
+    def test_a_list_of_objects(self, client, ask):
+        assert ANNA in list(client("JSON_SCHEMA").create_iterable(response_model=Person, **ask))
 
 
 class TestPydanticAI:

@@ -84,6 +84,14 @@ def test_a_line_for_each_phase_and_no_noise(venv, capsys):
     assert install.main([str(folder), "dev"]) == 0 and pip_calls(folder)[2].endswith("-e .[dev]")
 
 
+def test_packages_without_their_dependencies(venv, capsys):
+    folder = venv(GOOD)
+    assert install.main([str(folder), "dev,clients"]) == 0
+    calls = pip_calls(folder)
+    assert calls[0].endswith("-e .[dev,clients]") and calls[1].endswith("-c constraints.txt --no-deps instructor>=1.17")
+    assert "installing instructor>=1.17 without dependencies" in capsys.readouterr().out
+
+
 def test_a_silent_pip_does_not_look_dead(venv, capsys, monkeypatch):
     monkeypatch.setattr(install, "QUIET_SECONDS", 0.5)
     folder = venv("echo 'Collecting torch'; sleep 3")
