@@ -6,7 +6,7 @@ No function here needs weights, so `quire check` calls the same functions with s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,8 +17,8 @@ from quire.worker.batch.graphs import padded_sizes
 from quire.worker.cache.spec import CachePlan, plan_cache
 from quire.worker.layers.linear import split_kv_heads
 from quire.worker.layers.mla import EXPANDED_BYTES
-from quire.worker.messages import CacheGroup, MemoryPlan, WorkerReady, longest_request, most_blocks
-from quire.worker.models import describe, read_model_spec, weight_bytes
+from quire.worker.messages import CacheGroup, MediaInfo, MemoryPlan, WorkerReady, longest_request, most_blocks
+from quire.worker.models import describe, encoder_bytes_per_embed, read_model_spec, weight_bytes
 from quire.worker.models.config import LayerSpec, ModelSpec, cache_specs
 from quire.worker.models.decoder import stage_layers
 from quire.worker.models.moe_spec import MoESpec
@@ -27,6 +27,7 @@ from quire.worker.platforms.base import Platform
 from quire.worker.platforms.platform import get_platform
 
 Choice = tuple[str, str, str]  # setting, value, reason
+_LARGEST_IMAGE = 16384  # embeddings: Qwen2-VL's largest, 12.8 million pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,29 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
 
 
 def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None) -> int:
-    """Bytes of the weights on each rank, estimated before loading; with `quantization`, their quantized size."""
-    return weight_bytes(spec, dtype, quantization) // world_size
+    """Bytes of the weights on each rank, estimated before loading; with `quantization`, their quantized size. An
+    encoder of images is whole on every rank.
+    """
+    text = weight_bytes(replace(spec, vision=None), dtype, quantization)
+    return text // world_size + weight_bytes(spec, dtype, quantization) - text
+
+
+def media_info(spec: ModelSpec, limits: Limits) -> MediaInfo | None:
+    """The images that requests may have, and how many embeddings are computed and kept."""
+    if spec.vision is None:
+        return None
+    size = max(limits.max_num_batched_tokens, min(limits.max_model_len, _LARGEST_IMAGE))
+    budget, vision = limits.max_num_batched_tokens, spec.vision
+    return MediaInfo(vision.image_token_id, size, budget, vision.bidirectional, vision.mrope)
+
+
+def estimate_images(spec: ModelSpec, limits: Limits) -> int:
+    """Bytes of the embeddings that are kept, and of what encoding the largest batch, or the largest image, needs."""
+    media = media_info(spec, limits)
+    if media is None:
+        return 0
+    kept = spec.vision.width(spec.hidden_size) * limits.dtype.itemsize
+    return media.cache_size * (kept + encoder_bytes_per_embed(spec, limits.dtype))
 
 
 def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
@@ -181,6 +203,7 @@ def plan_memory(
     weights: int,
     activations: int,
     graphs: int = 0,
+    images: int = 0,
 ) -> tuple[MemoryPlan, int, list[Choice]]:
     """Return (plan, number of KV blocks including the null block, choices) for one rank. `available` is the memory that
     the rank may use in total: its weights plus free memory.
@@ -190,7 +213,7 @@ def plan_memory(
     block = bytes_per_block(config, spec, limits)
     utilization = config.cache.gpu_memory_utilization
     budget = min(int(total * utilization), available) if device != "cpu" else int(available * utilization)
-    others = weights + activations + graphs
+    others = weights + activations + graphs + images
     kv_bytes, choices = _kv_cache_bytes(
         config, limits, cache_plan(config, spec, limits).groups, block, budget - others, available - others
     )
@@ -198,13 +221,15 @@ def plan_memory(
     if num_blocks < 2:
         raise ValueError(
             f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} "
-            f"may be used; weights take {_size(weights)}, activations {_size(activations + graphs)}, and a KV cache "
-            f"needs at least {_size(2 * block)}. Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) "
-            f"or --max-num-seqs ({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
+            f"may be used; weights take {_size(weights)}, activations {_size(activations + graphs)}, "
+            f"{f'images {_size(images)}, ' if images else ''}and a KV cache needs at least {_size(2 * block)}. "
+            f"Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) or --max-num-seqs "
+            f"({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
         )
     used = num_blocks * block
     reserve = max(available - others - used, 0)
-    return MemoryPlan(device, total, available, weights, activations, used, reserve, block, graphs), num_blocks, choices
+    plan = MemoryPlan(device, total, available, weights, activations, used, reserve, block, graphs, images)
+    return plan, num_blocks, choices
 
 
 def fit_model_len(
@@ -262,6 +287,7 @@ def preview(config: Config) -> WorkerReady:
         weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization),
         activations=estimate_activations(spec, limits, tp),
         graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
+        images=estimate_images(spec, limits),
     )
     return report(
         spec, platform, limits, plan, num_blocks, started + choices, cache_plan(config, spec, limits).groups, pp
@@ -295,6 +321,7 @@ def report(
         plan=plan,
         choices=[describe.choice(spec), *limits.choices, *fitted, *choices],
         groups=list(groups),
+        media=media_info(spec, limits),
     )
 
 

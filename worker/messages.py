@@ -266,6 +266,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     reserve: int
     bytes_per_block: int
     graphs: int = 0  # estimate of what CUDA graphs will need
+    images: int = 0  # estimate of the embeddings of images that are kept, and of what one encoder batch needs
 
 
 class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -15,6 +15,7 @@ from quire.worker.batch.graphs import CudaGraphs, Replay
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import Failed, Output, SplitOutput, halves
+from quire.worker.images.step_images import StepImages
 from quire.worker.messages import StepInput, StepOutput, TokenLogprobs
 from quire.worker.parallel import tp
 from quire.worker.pipeline import SingleStage
@@ -110,6 +111,7 @@ class ModelRunner:
         table.register(self.prompt_logprobs)
         self.pooling = Pooling(table, platform, model)
         table.register(self.pooling)
+        self.images = StepImages(model, table, platform, self.stage) if model.spec.vision is not None else None
         self.logits = Workspace(torch.float32)  # logits of one step; no tensor refers to them after sampling
         self.forward: Callable[[InputBatch], torch.Tensor] = self.run_eagerly
 
@@ -122,6 +124,9 @@ class ModelRunner:
         """
         self.stage.await_token_ids(step, self.table)
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend)
+        if self.images is not None:
+            self.images.encode(step)
+            self.images.prepare(batch)
         before, self._reached = self.group.num_exchanges, _FORWARD
         try:
             return self._run(batch)
@@ -163,7 +168,8 @@ class ModelRunner:
         should have computed.
         """
         self.platform.release_memory()
-        parts = halves(step, whole_prompts=self.model.spec.is_encoder)
+        uncut = self.images.uncut(step) if self.images is not None else []
+        parts = halves(step, whole_prompts=self.model.spec.is_encoder, uncut=uncut)
         if parts is None:
             return Failed(step)
         first, second = parts
@@ -178,6 +184,8 @@ class ModelRunner:
             if self.table.errors
             else {}
         )
+        if self.images is not None:
+            errors |= self.images.errors(step)
         scored, pools = self.prompt_logprobs.needed(step), self.pooling.needed(step)
         keeps_all = scored or pools
         if self.stage.last and step.samples:
@@ -252,4 +260,5 @@ class ModelRunner:
             batch.attn,
             self.stage.receive_hidden(len(batch.input_ids)),
             batch.needed_rows,
+            **({} if batch.images is None else {"images": batch.images}),
         )

@@ -41,6 +41,12 @@ class SingleStage:
     def send_token_ids(self, token_ids: torch.Tensor) -> None:
         """Send the sampled ids `[S]` int64 to the first stage, for `RequestTable.append`. On the last stage only."""
 
+    def tell_last(self, flags: torch.Tensor) -> torch.Tensor:
+        """Return the flags of the first stage on the last one, and `flags` on the others, before the hidden states of a
+        step. All stages must call it.
+        """
+        return flags
+
     def finish(self, table: RequestTable) -> None:
         """Receive all outstanding token ids. Call it between runs over different tables."""
 
@@ -58,6 +64,7 @@ class PipelineStage(SingleStage):
         self.depth, self.hidden_size, self.dtype, self.device = depth, hidden_size, dtype, device
         # (send handle, tensor that must stay alive until the send completes)
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._told: deque[tuple[Any, torch.Tensor]] = deque()  # the same for flags
         # on the first stage: steps whose token ids are outstanding, oldest first
         self._awaited: deque[InputBatch] = deque()
 
@@ -76,22 +83,27 @@ class PipelineStage(SingleStage):
         )
 
     def send_hidden(self, batch: InputBatch, hidden: torch.Tensor) -> None:
-        self._send(self.stages, hidden, self.stages.rank + 1)
+        self._send(self._sent, self.stages, hidden, self.stages.rank + 1)
         if self.first and batch.step.samples:
             self._awaited.append(batch)
 
     def send_token_ids(self, token_ids: torch.Tensor) -> None:
-        self._send(self.tokens, token_ids, 0)
+        self._send(self._sent, self.tokens, token_ids, 0)
+
+    def tell_last(self, flags: torch.Tensor) -> torch.Tensor:
+        if self.first:
+            self._send(self._told, self.stages, flags, self.stages.size - 1)
+        return self.stages.receive(flags, 0) if self.last else flags
 
     def finish(self, table: RequestTable) -> None:
         while self._awaited:
             self._receive_token_ids(table)
 
-    def _send(self, group: Group, tensor: torch.Tensor, to: int) -> None:
+    def _send(self, sent: deque[tuple[Any, torch.Tensor]], group: Group, tensor: torch.Tensor, to: int) -> None:
         tensor = tensor.contiguous()
-        self._sent.append((group.send(tensor, to), tensor))
-        if len(self._sent) > self.depth:
-            self._sent.popleft()[0].wait()
+        sent.append((group.send(tensor, to), tensor))
+        if len(sent) > self.depth:
+            sent.popleft()[0].wait()
 
     def _receive_token_ids(self, table: RequestTable) -> None:
         batch = self._awaited.popleft()

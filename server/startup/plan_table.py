@@ -23,6 +23,9 @@ def plan_table(ready: WorkerReady) -> str:
         ),
         ("reserve", plan.reserve, "left to others"),
     ]
+    if plan.images:
+        note = f"{ready.media.cache_size:,} embeddings kept, and the largest image while it is encoded"
+        rows.insert(2, ("images", plan.images, note))
     if plan.graphs:
         rows.insert(2, ("CUDA graphs", plan.graphs, "at most, as batch sizes come up"))
     lines = [

@@ -80,7 +80,7 @@ class NoAttention(AttentionBackend):
 class Model(torch.nn.Module):
     """An embedding and a head."""
 
-    spec = SimpleNamespace(is_encoder=False)
+    spec = SimpleNamespace(is_encoder=False, vision=None)
 
     def __init__(self, device):
         super().__init__()

@@ -37,11 +37,11 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Plan:
+class Plan:
     """The pieces of this step for each window and layout of the caches, and the gather buffers that layers share."""
 
-    starts: list[int]
-    lengths: list[int]
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     pieces: dict[tuple[Any, ...], list[_Piece]] = field(default_factory=dict)
     workspace: list[torch.Tensor] | None = None
 
@@ -57,7 +57,7 @@ class CpuPagedAttention(AttentionBackend):
         return None
 
     def build(self, meta: AttentionMetadata) -> None:
-        meta.extra = _Plan(meta.query_start_loc.tolist(), meta.seq_lens.tolist())
+        meta.extra = Plan(meta.query_start_loc.tolist(), meta.seq_lens.tolist())
 
     def forward(
         self,
@@ -70,7 +70,7 @@ class CpuPagedAttention(AttentionBackend):
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        plan: _Plan = meta.extra
+        plan: Plan = meta.extra
         kind = sliding_window, k_cache.stride(), v_cache.stride()
         pieces = plan.pieces.get(kind)
         if pieces is None:
@@ -86,7 +86,46 @@ class CpuPagedAttention(AttentionBackend):
         return out
 
 
-def _pieces(plan: _Plan, rows: _Rows, window: int | None) -> list[_Piece]:
+def attend_span(
+    plan: Plan,
+    span: tuple[int, int, int],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of tokens that attend to each other in both directions, whose keys are in the cache: `span` is the
+    request, the first token and the last + 1. A window limits how far they see back. The other arguments and the result
+    are those of `AttentionBackend.forward`, for these tokens; `plan` is kept from layer to layer.
+    """
+    i, start, stop = span
+    kind = span, window, k_cache.stride(), v_cache.stride()
+    if kind not in plan.pieces:
+        rows = _Rows(block_table, k_cache, v_cache)
+        first_key = max(0, start - window + 1) if window else 0
+        mask = None
+        if window and stop - first_key > window:
+            queries = torch.arange(start, stop, device=rows.device)[:, None]
+            mask = torch.arange(first_key, stop, device=rows.device) > queries - window
+        plan.pieces[kind] = [
+            _Piece(
+                slice(0, stop - start),
+                rows.of_sequence(i, first_key, stop),
+                1,
+                stop - start,
+                stop - first_key,
+                mask,
+            )
+        ]
+    (piece,) = plan.pieces[kind]
+    return _attend(q, *_gather(plan, piece, k_cache, v_cache), piece, scale, soft_cap, sinks)
+
+
+def _pieces(plan: Plan, rows: _Rows, window: int | None) -> list[_Piece]:
     decodes, pieces = [], []
     for i, length in enumerate(plan.lengths):
         num_queries = plan.starts[i + 1] - plan.starts[i]
@@ -208,7 +247,7 @@ def _prefill_pieces(
 
 
 def _gather(
-    plan: _Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Tensor
+    plan: Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[n, num_kv_heads, keys, head_dim]`, gathered into the plan's buffers: new buffers would cost a
     page fault per page in every layer. The values of a latent cache are columns of the keys.

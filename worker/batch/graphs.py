@@ -71,7 +71,8 @@ class CudaGraphs:
         """Run the forward pass as `eager` does. The result is valid until the next call."""
         self._num_steps += 1
         num_reqs = len(batch.step.rows)
-        if batch.attn[0].max_query_len > 1 or num_reqs > self.sizes[-1] or batch.needed_rows is not None:
+        special = batch.needed_rows is not None or batch.images is not None
+        if batch.attn[0].max_query_len > 1 or num_reqs > self.sizes[-1] or special:
             return self.eager(batch)
         size = self.sizes[bisect_left(self.sizes, num_reqs)]
         if size not in self._graphs and self._worth_recording(size):

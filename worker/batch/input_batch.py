@@ -16,6 +16,7 @@ import torch
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, GroupedMetadata
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import StepInput
+from quire.worker.models.vision.embeds import ImageEmbeds
 from quire.worker.platforms.base import Platform
 
 
@@ -97,12 +98,13 @@ class InputBatch:
 
     step: StepInput
     input_ids: torch.Tensor  # [T] int32
-    positions: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, or [3, T] in a step with images of a model whose positions have three axes
     query_start_loc: list[int]  # [R + 1], on the host
     attn: GroupedMetadata
     sampling: SamplingBatch
     # ascending indices of the tokens whose hidden states are needed; None: all
     needed_rows: torch.Tensor | None = None
+    images: ImageEmbeds | None = None  # on the first stage, if the step computes placeholders of images
 
 
 def prepare_inputs(

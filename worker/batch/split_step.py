@@ -7,6 +7,7 @@ own request or of a request whose blocks it shares. Only the tables must not be 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -35,18 +36,22 @@ class Part:
     positions: list[int]
 
 
-def halves(step: StepInput, whole_prompts: bool = False) -> tuple[Part, Part] | None:
+def halves(
+    step: StepInput, whole_prompts: bool = False, uncut: Sequence[tuple[int, int]] = ()
+) -> tuple[Part, Part] | None:
     """Split a step into two parts with about half the tokens each. Returns None for a single token or, with
-    `whole_prompts`, a single request.
+    `whole_prompts`, a single request. A single request is not split within a span of `uncut`, given as [start, stop) of
+    its chunk.
     """
     if len(step.rows) > 1:
         ends = list(accumulate(step.num_scheduled))
         cut = min(range(1, len(ends)), key=lambda i: abs(2 * ends[i - 1] - ends[-1]))
         return _requests(step, 0, cut), _requests(step, cut, len(ends))
     (row,), (computed,), (scheduled,) = step.rows, step.num_computed, step.num_scheduled
-    if scheduled == 1 or whole_prompts:
+    cuts = [cut for cut in range(1, scheduled) if not any(start < cut < stop for start, stop in uncut)]
+    if not cuts or whole_prompts:
         return None
-    first = scheduled // 2
+    first = min(cuts, key=lambda cut: abs(cut - scheduled // 2))
     return (
         Part(StepInput(step.step, [], [row], [computed], [first], [[]], []), [0]),
         Part(StepInput(step.step, [], [row], [computed + first], [scheduled - first], [[]], step.samples), [0]),

@@ -214,6 +214,11 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None =
     return others + sum(linear.method.num_bytes(linear) for linear in linears)
 
 
+def encoder_bytes_per_embed(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes that one embedding of an image needs while it is encoded, estimated (`VisionTower.bytes_per_embed`)."""
+    return _without_memory(spec, dtype).vision.bytes_per_embed()
+
+
 def _without_memory(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None) -> CausalLM:
     import torch
 

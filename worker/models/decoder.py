@@ -30,6 +30,7 @@ from quire.worker.platforms.ops import FusedLayers, Ops
 if TYPE_CHECKING:
     from quire.worker.models.pooling import Pooler
     from quire.worker.models.vision.base import VisionTower
+    from quire.worker.models.vision.embeds import ImageEmbeds
 
 
 class Decoder(nn.Module):
@@ -77,11 +78,15 @@ class Decoder(nn.Module):
             self._ops = self._ops if self._fused else None
         return self._fused
 
-    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def embed(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, images: ImageEmbeds | None = None
+    ) -> torch.Tensor:
         """Input of the first layer, `[T, H]`."""
         x = self.embed_tokens(input_ids)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
+        if images is not None:
+            images.write(x)
         return x if self.spec.learned_positions is None else x + self.embed_positions(positions)
 
     def forward(
@@ -91,14 +96,18 @@ class Decoder(nn.Module):
         attn: GroupedMetadata,
         hidden: torch.Tensor | None = None,
         needed_rows: torch.Tensor | None = None,
+        images: ImageEmbeds | None = None,
     ) -> torch.Tensor:
-        x, residual = self.embed(input_ids, positions) if self.first else hidden, None
-        if fused := self.fused_layers():
+        x, residual = self.embed(input_ids, positions, images) if self.first else hidden, None
+        deep = images is not None and images.num_deep(self.spec.hidden_size) > 0
+        if positions.dim() == 1 and not deep and (fused := self.fused_layers()):
             return fused.run(x, positions, attn, needed_rows)
         rotations = self.rotary_emb(positions)
         *layers, last = self.layers.values()
-        for layer in layers:
+        for i, layer in enumerate(layers):
             x, residual = layer(x, residual, rotations[layer.rope], attn)
+            if deep:
+                images.add_deep(x, i)
         x, residual = last(x, residual, rotations[last.rope], attn, needed_rows)
         return self.norm.add(x, residual)[0] if self.last else x + residual
 
@@ -134,7 +143,7 @@ class RotaryEmbeddings(nn.Module):
         """
         rotations: dict[str | None, Rotation] = {name: table(positions) for name, table in self.tables.items()}
         if self.still is not None:
-            rotations[None] = Rotation(self.still, torch.zeros_like(positions))
+            rotations[None] = Rotation(self.still, positions.new_zeros(positions.shape[-1]))
         return rotations
 
 
@@ -178,14 +187,15 @@ class CausalLM(ConfigReader, nn.Module):
         attn: GroupedMetadata,
         hidden: torch.Tensor | None = None,
         needed_rows: torch.Tensor | None = None,
+        images: ImageEmbeds | None = None,
     ) -> torch.Tensor:
-        """Map input_ids and positions `[T]` to hidden states `[T, H]`. A pipeline stage other than the first takes the
-        previous stage's result as `hidden`, and may overwrite it.
+        """Map input_ids `[T]` and positions `[T]` or `[3, T]` to hidden states `[T, H]`. A pipeline stage other than
+        the first takes the previous stage's result as `hidden`, and may overwrite it.
 
         `needed_rows`, on the last stage: ascending indices `[S]` of the tokens whose result is needed, never empty; the
         result is then `[S, H]`. The last layer computes only keys and values for the other tokens.
         """
-        return self.model(input_ids, positions, attn, hidden, needed_rows)
+        return self.model(input_ids, positions, attn, hidden, needed_rows, images)
 
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         """Map hidden `[S, H]`, of the positions to sample, to `[S, vocab_size]` float32, possibly in `workspace`.

@@ -26,6 +26,7 @@ from quire.worker.models.mlp import MLP
 from quire.worker.models.per_layer import PerLayerGate, PerLayerInputs, refuse_stages, replicated
 from quire.worker.models.reader import pattern, shared_layer
 from quire.worker.models.rope import RopeSpec, read_ropes_by_kind
+from quire.worker.models.vision.embeds import ImageEmbeds
 from quire.worker.parallel import tp
 
 _HALF = 2.0**-0.5
@@ -152,8 +153,9 @@ class Gemma3nDecoder(Decoder):
         attn: GroupedMetadata,
         hidden: torch.Tensor | None = None,
         needed_rows: torch.Tensor | None = None,
+        images: ImageEmbeds | None = None,
     ) -> torch.Tensor:
-        x = self.embed(input_ids, positions)
+        x = self.embed(input_ids, positions, images)
         inputs, rotations, last = self.inputs(input_ids, x), self.rotary_emb(positions), list(self.layers)[-1]
         streams = torch.stack([x, *(like(project(x), x) for project in self.altup_projections)])
         for name, layer in self.layers.items():

@@ -20,6 +20,7 @@ from quire.worker.models.gemma import Gemma
 from quire.worker.models.per_layer import PerLayerGate, PerLayerInputs, refuse_stages
 from quire.worker.models.reader import FULL, SLIDING, pattern, shared_layer
 from quire.worker.models.rope import RopeSpec, read_rope
+from quire.worker.models.vision.embeds import ImageEmbeds
 
 
 class Gemma4Layer(SandwichLayer):
@@ -63,8 +64,11 @@ class Gemma4Decoder(Decoder):
         attn: GroupedMetadata,
         hidden: torch.Tensor | None = None,
         needed_rows: torch.Tensor | None = None,
+        images: ImageEmbeds | None = None,
     ) -> torch.Tensor:
-        x = self.embed(input_ids, positions) if self.first else hidden
+        x = self.embed(input_ids, positions, images) if self.first else hidden
+        if images is not None:
+            input_ids = input_ids.index_fill(0, images.rows, self.spec.raw.get("pad_token_id") or 0)
         inputs = self.inputs(input_ids, x) if self.inputs is not None else None
         rotations, last = self.rotary_emb(positions), list(self.layers)[-1]
         for name, layer in self.layers.items():

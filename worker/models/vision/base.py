@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
 from quire.worker.models.vision.spec import VisionSpec, read_image_token_id
+
+_PIXEL_BYTES = 3 * 16 * 16 * 4  # of a patch
 
 
 class VisionTower(nn.Module):
@@ -23,6 +25,7 @@ class VisionTower(nn.Module):
 
     # beginnings of the names of the checkpoint's tensors that belong to the tower, in the same generation
     prefixes: ClassVar[tuple[str, ...]]
+    patches_per_embed: int = 1  # patches of an image that make one embedding
 
     @classmethod
     def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
@@ -35,6 +38,15 @@ class VisionTower(nn.Module):
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         """`config` is the whole config.json."""
         super().__init__()
+
+    def bytes_per_embed(self) -> int:
+        """Bytes that one embedding needs while it is encoded, estimated: pixels, the inputs and outputs of the widest
+        layer, and as much again for the stream, its norms and attention.
+        """
+        layers = [module for module in self.modules() if isinstance(module, Linear)]
+        widest = max(layer.in_features + layer.out_features for layer in layers)
+        itemsize = next(self.parameters()).element_size()
+        return self.patches_per_embed * (2 * itemsize * widest + _PIXEL_BYTES)
 
     def encode(self, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """The embeddings of each image, `[num_embeds, hidden_size * (1 + num_deep)]` in the model's dtype, from its

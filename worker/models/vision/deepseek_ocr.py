@@ -54,6 +54,8 @@ class _Tower(VisionTower):
     `pixel_values_local`, the tiles `[n, side, side, 3]` row by row, and `grid`, their columns and rows.
     """
 
+    patches_per_embed = 16  # of SAM
+
     @classmethod
     def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
         return VisionSpec(architecture, config, read_image_token_id({"image_token_id": _IMAGE_TOKEN_ID} | config))

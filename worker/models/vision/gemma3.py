@@ -51,6 +51,7 @@ class Gemma3Tower(VisionTower):
                 "patches of a side"
             )
         self.pool = self.encoder.side // per_side
+        self.patches_per_embed = self.pool**2
         self.norm = named(
             OffsetRMSNorm(vision["hidden_size"], vision["layer_norm_eps"]), f"{_PROJECTOR}.mm_soft_emb_norm"
         )

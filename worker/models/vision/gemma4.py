@@ -109,7 +109,7 @@ class Gemma4Tower(VisionTower):
     def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
         spec = VisionSpec(architecture, config, read_image_token_id({"image_token_id": 258880} | config))
         both = config["text_config"].get("use_bidirectional_attention") == "vision"
-        return replace(spec, bidirectional=both)
+        return replace(spec, bidirectional=both, full_layers_causal=both)
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config, weights)
@@ -118,6 +118,7 @@ class Gemma4Tower(VisionTower):
             raise ValueError("vision_config.num_key_value_heads is supported only if it is num_attention_heads")
         size, places, tower = vision["hidden_size"], vision["position_embedding_size"], "vision_tower"
         self.size, self.eps, self.pool = size, vision["rms_norm_eps"], vision["pooling_kernel_size"]
+        self.patches_per_embed = self.pool**2
         self.head_dim, self.theta = vision["head_dim"], (vision["rope_parameters"] or {}).get("rope_theta", 100.0)
         name = f"{tower}.patch_embedder"
         self.patches = linear(3 * vision["patch_size"] ** 2, size, f"{name}.input_proj", weights, False, PLAIN)

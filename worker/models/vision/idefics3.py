@@ -43,6 +43,7 @@ class Idefics3Tower(VisionTower):
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config, weights)
         self.encoder, self.merge = _Encoder(_DEFAULTS | config["vision_config"], weights), config.get("scale_factor", 2)
+        self.patches_per_embed = self.merge**2
         size = self.encoder.hidden_size * self.merge**2
         name = "model.connector.modality_projection.proj"
         self.projection = linear(size, config["text_config"]["hidden_size"], name, weights, bias=False)

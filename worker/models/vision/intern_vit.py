@@ -105,6 +105,7 @@ class InternVLTower(VisionTower):
             raise ValueError('vision_feature_select_strategy: InternVL is supported with "default" only')
         self.encoder = InternViT(config, weights)
         self.merge = round(1 / config.get("downsample_ratio", 0.5))
+        self.patches_per_embed = self.merge**2
         size = self.encoder.hidden_size * self.merge**2
         self.norm = named(LayerNorm(size, 1e-5), "multi_modal_projector.layer_norm")
         self.projector = Projector(config, size, weights)

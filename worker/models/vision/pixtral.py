@@ -96,6 +96,7 @@ class Mistral3Tower(VisionTower):
         super().__init__(config, weights)
         self.encoder = PixtralEncoder(config, weights)
         size, self.merge = self.encoder.hidden_size, config.get("spatial_merge_size", 2)
+        self.patches_per_embed = self.merge**2
         name = "multi_modal_projector"
         self.norm = named(RMSNorm(size, config["text_config"].get("rms_norm_eps", 1e-6)), f"{name}.norm")
         merger = f"{name}.patch_merger.merging_layer"

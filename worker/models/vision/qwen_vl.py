@@ -75,6 +75,7 @@ class QwenVLTower(VisionTower):
         self.vision = vision = self.defaults | config["vision_config"]
         spec = self.encoder_spec(vision)
         self.merge, self.head_dim = vision["spatial_merge_size"], spec.hidden_size // spec.num_heads
+        self.patches_per_embed = self.merge**2
         shape = vision["patch_size"], vision["temporal_patch_size"]
         self.patches = PatchEmbedding(spec.hidden_size, *shape, self.patch_bias)
         self.encoder = Encoder(spec, "visual.blocks", weights)

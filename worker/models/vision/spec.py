@@ -15,6 +15,7 @@ class VisionSpec:
     image_token_id: int  # the placeholder whose embeddings the images replace
     # whether the tokens of an image attend to each other in both directions, so that one step computes them all
     bidirectional: bool = False
+    full_layers_causal: bool = False  # whether they do so only in layers with a window
     # decoder layers, from the first, that add a part of their own to the hidden states of image tokens (deepstack)
     num_deep: int = 0
     mrope: bool = False  # whether positions have three axes; `RopeSpec.axes` says how they are used

@@ -1,0 +1,76 @@
+"""Attention of a step in which the tokens of some images attend to each other in both directions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from quire.worker.attention.torch_paged import Plan, attend_span
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Tokens [start, stop) of the request at batch position `i`, all of which are in this step."""
+
+    i: int
+    start: int
+    stop: int
+
+
+class SpanAttention(AttentionBackend):
+    """`inner`, whose results for the tokens of `spans` are replaced: they also see the later tokens of their span. A
+    window limits only how far they see back.
+
+    The spans are computed one by one, so that other tokens get the same bits as without them. Made for one step.
+    """
+
+    name = "image_spans"
+
+    def __init__(self, inner: AttentionBackend, spans: list[ImageSpan]):
+        self.inner, self.spans = inner, spans
+        self._plan = Plan()  # of all layers
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        return "is made for steps with images, around another backend"
+
+    def build(self, meta: AttentionMetadata) -> None:
+        self.inner.build(meta)
+
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        self.inner.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = self.inner.forward(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, sinks)
+        starts, lengths = meta.host_lengths()
+        for span in self.spans:
+            # index in the step of the request's token 0
+            origin = starts[span.i + 1] - lengths[span.i]
+            tokens = slice(origin + span.start, origin + span.stop)
+            out[tokens] = attend_span(
+                self._plan,
+                (span.i, span.start, span.stop),
+                q[tokens],
+                k_cache,
+                v_cache,
+                meta.block_table,
+                scale,
+                sliding_window,
+                soft_cap,
+                sinks,
+            )
+        return out
