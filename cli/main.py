@@ -229,6 +229,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "bench": _imported("quire.cli.bench.main", "main", "measure a running server, or this machine offline"),
     "health": _imported("quire.cli.health", "main", "report whether a running server is ready, by the exit status"),
     "check": check,
+    "quantize": _imported("quire.cli.quantize", "main", "write a model with fewer bits per weight to a folder"),
     "build-kernels": _imported(
         "quire.worker.cpu.build", "main", "compile the native CPU kernels ahead of time, for a wheel or an image"
     ),

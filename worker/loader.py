@@ -72,11 +72,11 @@ def load_weights(
         return model.load(folder, load_format, seed, progress)
     with torch.inference_mode(), ExitStack() as stack:
         if load_format == "dummy":
-            placements, fill, release = deque(_placements(model, TensorNames())), DummyWeights(seed).fill, _keep
+            placements, fill, release = deque(placements_of(model, TensorNames())), DummyWeights(seed).fill, _keep
         else:
             checkpoint = stack.enter_context(_open(folder, spec))
             names = model.tensor_names(checkpoint.position)
-            placements = deque(_placements(model, names, checkpoint))
+            placements = deque(placements_of(model, names, checkpoint))
             checkpoint.check(placements, model, spec, names)
             placements = deque(sorted(placements, key=lambda p: checkpoint.position[p.part.name]))
             fill, release = checkpoint.fill, checkpoint.release
@@ -96,7 +96,7 @@ def check_model(config: Config, *, files: bool = True) -> None:
     if files and spec.implementation == "quire" and config.model.load_format != "dummy":
         with _open(config.model.model, spec) as checkpoint:
             names = model.tensor_names(checkpoint.position)
-            checkpoint.check(_placements(model, names, checkpoint), model, spec, names)
+            checkpoint.check(placements_of(model, names, checkpoint), model, spec, names)
 
 
 def _open(folder: str, spec: ModelSpec) -> Checkpoint:
@@ -108,7 +108,7 @@ def _open(folder: str, spec: ModelSpec) -> Checkpoint:
     return Checkpoint(folder)
 
 
-def _placements(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | None = None) -> Iterable[Placement]:
+def placements_of(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | None = None) -> Iterable[Placement]:
     """The slices of all parameters. A parameter that the files may hold in several forms takes the first that they do
     hold.
     """
@@ -255,13 +255,16 @@ class Checkpoint:
         self._file_of.clear()
         self._stack.close()
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor `name`: a view of the file's mapping, which is not read yet."""
+        return self._file_of[name].get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
     def holds(self, parts: Iterable[Part]) -> bool:
         """Whether the files have the tensors of `parts`, in their shapes."""
-        return all(
-            part.name in self._file_of
-            and tuple(self._file_of[part.name].get_slice(part.name).get_shape()) == part.shape
-            for part in parts
-        )
+        return all(part.name in self._file_of and self.shape(part.name) == part.shape for part in parts)
 
     def check(
         self, placements: Iterable[Placement], model: CausalLM, spec: ModelSpec, tensor_names: TensorNames

@@ -194,7 +194,7 @@ class ListedExperts(nn.Module):
 
     def __init__(self, hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFormat):
         super().__init__()
-        self.local, self.weigh_inputs = local_experts(moe), moe.weigh_inputs
+        self.local, self.weigh_inputs, self.biased = local_experts(moe), moe.weigh_inputs, moe.bias
         parts = FusedParts(moe, hidden_size, prefix, *local_slice(moe))
         # with expert parallelism, an expert is not split
         with use_groups(tp=Group() if ep().size > 1 else None):

@@ -13,6 +13,7 @@ from quire.worker.models.wrappers import WRAPPERS, text_architecture, tower_clas
 if TYPE_CHECKING:
     import torch
 
+    from quire.worker.layers.linear import WeightFormat
     from quire.worker.models.decoder import CausalLM
     from quire.worker.models.vision.base import VisionTower
     from quire.worker.models.vision.spec import VisionSpec
@@ -152,13 +153,14 @@ def build_model(
     max_model_len: int | None = None,
     quantization: str | None = None,
     ops: Ops | None = None,
+    weights: WeightFormat | None = None,
 ) -> CausalLM:
     """Build this rank's share of the model (`worker.parallel`) with uninitialised weights of `dtype` on `device`.
 
     `max_model_len` bounds the positions of the rotary tables; by default it is the spec's. With `quantization`
     (`layers/quantization/int_at_load.py`) the weights are quantized after they are loaded; a checkpoint may also hold
-    them quantized. `ops` are the platform's operations; the default is plain torch. Raises ValueError for an unknown
-    architecture or weight format, and for sizes that the number of ranks does not divide.
+    them quantized; `weights` overrides both. `ops` are the platform's operations; the default is plain torch. Raises
+    ValueError for an unknown architecture or weight format, and for sizes that the number of ranks does not divide.
     """
     import torch
 
@@ -173,7 +175,7 @@ def build_model(
     stored = checkpoint_format(spec.raw)
     if quantization and stored:
         raise ValueError(f"--quantization {quantization}: the weights are quantized already; omit it")
-    weights = IntAtLoad(quantization) if quantization else stored or PLAIN_WEIGHTS
+    weights = weights or (IntAtLoad(quantization) if quantization else stored or PLAIN_WEIGHTS)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
