@@ -56,12 +56,22 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
     used = await _run(request, state, size, work)
     if (connection := request.scope.get("state", {}).get("connection")) is not None:
         connection.forget_body()
-    while isinstance(used, Later):
-        await sse.unless_disconnected(request, used.awaited())
-        used = await _run(request, state, size, used.then)
+    used = await _rest(request, state, size, used)
     if unknown:
         request.scope["unknown_parameters"] = unknown
         _log_once(unknown, state)
+    return used
+
+
+async def in_turns(request: Request, state: ServerState, size: int, work: Callable[[], R | Later[R]]) -> R:
+    """The result of `work`, or of what it leaves for later, for a part of a body of `size` bytes. Raises as `take`."""
+    return await _rest(request, state, size, await _run(request, state, size, work))
+
+
+async def _rest(request: Request, state: ServerState, size: int, used: R | Later[R]) -> R:
+    while isinstance(used, Later):
+        await sse.unless_disconnected(request, used.awaited())
+        used = await _run(request, state, size, used.then)
     return used
 
 

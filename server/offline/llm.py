@@ -32,6 +32,7 @@ from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS, template_me
 from quire.server.errors import ApiError, BadRequest
 from quire.server.generate import deltas, pooling
 from quire.server.generate.generation import Generation, GenerationRequest
+from quire.server.generate.limits import ProcessorOptions
 from quire.server.generate.ngrams import NgramArguments, of_vllm
 from quire.server.generate.pooling import Vector
 from quire.server.generate.prepare import prepare
@@ -39,6 +40,7 @@ from quire.server.generate.request import Conversation, GenerationOptions, Gener
 from quire.server.generate.tools import Tool, ToolChoice
 from quire.server.http.parse_body import bad_request
 from quire.server.offline import pooled
+from quire.server.offline.images import ImageTurns, has_images, images_of_prompt, take_pictures
 from quire.server.startup.runtime import Runtime
 from quire.server.structured.service import constrain
 from quire.server.structured.structure import Structure
@@ -202,16 +204,17 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue every prompt, in order. A prompt is a text, a list of token ids, or {"prompt": text} or
-        {"prompt_token_ids": ids}, each with an optional "cache_salt"; one prompt or a list. `sampling_params` are for
-        all prompts, one each, or the model's defaults.
+        {"prompt_token_ids": ids}, each with an optional "cache_salt"; one prompt or a list. The images of a text, which
+        has the model's placeholder for each, are its "multi_modal_data": {"image": one PIL.Image.Image or a list},
+        optionally with "mm_processor_kwargs" and "multi_modal_uuids". `sampling_params` are for all prompts, one each,
+        or the model's defaults.
 
-        Raises ValueError for an invalid prompt or parameter, before anything runs; RuntimeError if the engine fails.
+        Raises ValueError for an invalid prompt or parameter, before anything runs unless its prompt has images;
+        RuntimeError if the engine fails.
         """
-        inputs = [_prompt_and_salt(prompt) for prompt in _as_list(prompts)]
+        inputs = [_plain_and_fields(prompt) for prompt in _as_list(prompts)]
         options = self._options(sampling_params, len(inputs))
-        specs = [
-            self._spec([prompt], one, cache_salt) for (prompt, cache_salt), one in zip(inputs, options, strict=True)
-        ]
+        specs = [self._spec([prompt], one, **fields) for (prompt, fields), one in zip(inputs, options, strict=True)]
         return self._run(self._generate(specs, use_tqdm))
 
     def chat(
@@ -225,15 +228,17 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several.
 
         `chat_template` stands in for the model's. `tools` are in OpenAI's form; the texts have calls and thoughts as
-        the model writes them. Raises as `generate` does.
+        the model writes them. Images are parts of OpenAI's type image_url, or {"type": "image_pil", "image_pil":
+        PIL.Image.Image}; `mm_processor_kwargs` say how the model sizes them. Raises as `generate` does.
         """
         conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
         options = self._options(sampling_params, len(conversations))
-        known = _tools(tools)
+        known, processor_options = _tools(tools), _processor_options(mm_processor_kwargs)
         specs = [
             self._spec(
                 Conversation(
@@ -245,6 +250,7 @@ class LLM:
                     tools=known,
                     tool_choice=ToolChoice("auto" if known else "none"),
                     parse=False,
+                    processor_options=processor_options,
                 ),
                 one,
             )
@@ -323,8 +329,9 @@ class LLM:
         self,
         prompts: list[str] | list[list[int]] | Conversation,
         how: tuple[GenerationOptions, Structure | None],
-        cache_salt: str | None = None,
+        **fields: Any,
     ) -> GenerationSpec:
+        """`fields` are others of the spec."""
         options, structure = how
         return GenerationSpec(
             request_id=str(next(self._ids)),
@@ -332,7 +339,8 @@ class LLM:
             options=options,
             structure=structure,
             default_max_tokens=COMPLETION_MAX_TOKENS,
-            cache_salt=cache_salt,
+            prompt_param="messages" if isinstance(prompts, Conversation) else "prompt",
+            **fields,
         )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -352,20 +360,34 @@ class LLM:
     # ---- on the loop
 
     async def _generate(self, specs: list[GenerationSpec], use_tqdm: bool) -> list[RequestOutput]:
-        """Run all requests at once; the engine queues what does not fit. The first failure aborts the others."""
-        requests = [request for spec in specs for request in prepare(spec, self._runtime.state)]
-        await constrain(requests, self._runtime.state)
+        """Run all requests at once; the engine queues what does not fit. The first failure aborts the others. Those
+        with images are prepared when it is their turn.
+        """
+        state = self._runtime.state
+        requests = [None if has_images(spec) else prepare(spec, state)[0] for spec in specs]
+        await constrain([request for request in requests if request is not None], state)
         self._runtime.require_alive()
+        turns = ImageTurns(state)
         with _Progress(len(requests), use_tqdm) as progress:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
-                        group.create_task(self._one(spec, request, progress))
+                        group.create_task(
+                            self._with_images(spec, turns, progress)
+                            if request is None
+                            else self._one(spec, request, progress)
+                        )
                         for spec, request in zip(specs, requests, strict=True)
                     ]
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
+
+    async def _with_images(self, spec: GenerationSpec, turns: ImageTurns, progress: _Progress) -> RequestOutput:
+        async with turns.turn(spec):
+            requests = prepare(spec, self._runtime.state)
+            await constrain(requests, self._runtime.state)
+            return await self._one(spec, requests[0], progress)
 
     async def _embed(
         self,
@@ -520,16 +542,26 @@ def _template_messages(conversation: Sequence[dict[str, Any]]) -> list[dict[str,
     messages = []
     for i, fields in enumerate(conversation):
         path = f"messages.{i}"
+        content, pictures = take_pictures(fields.get("content"), f"{path}.content")
+        fields = fields | ({"content": content} if pictures else {})
         message = _converted(fields, Message, f"{path}.")
         _refuse_unknown(fields, Message, path)
         if isinstance(message.content, list):
             for k, part in enumerate(fields["content"]):
                 _refuse_unknown(part, ContentPart, f"{path}.content.{k}")
         try:
-            messages.append(template_message(message, path))
+            out = template_message(message, path)
         except BadRequest as error:
             raise ValueError(error.message) from None
+        for k, image in pictures.items():
+            out["content"][k] = {"type": "image", "image": image}
+        messages.append(out)
     return messages
+
+
+def _processor_options(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Raises ValueError."""
+    return None if given is None else _converted(given, ProcessorOptions, "mm_processor_kwargs.")
 
 
 def _tools(definitions: Sequence[dict[str, Any]] | None) -> list[Tool]:
@@ -556,20 +588,30 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _plain(prompts: Prompt | Sequence[Prompt]) -> list[str] | list[list[int]]:
     """Prompts that are all texts, or all token ids. Raises ValueError."""
-    plain = [_prompt_and_salt(prompt)[0] for prompt in _as_list(prompts)]
+    inputs = [_plain_and_fields(prompt) for prompt in _as_list(prompts)]
+    if any(fields["images"] for _, fields in inputs):
+        raise ValueError("prompts: images are not supported here, only text")
+    plain = [prompt for prompt, _ in inputs]
     if not plain or len({type(prompt) for prompt in plain}) != 1:
         raise ValueError("prompts: give texts, or lists of token ids, at least one; not both")
     return plain
 
 
-def _prompt_and_salt(prompt: Prompt) -> tuple[str | list[int], str | None]:
-    """A prompt as text or token ids, and its cache_salt. Raises ValueError."""
+def _plain_and_fields(prompt: Prompt) -> tuple[str | list[int], dict[str, Any]]:
+    """A prompt as text or token ids, and other fields of its spec. Raises ValueError."""
     if not isinstance(prompt, dict):
-        return prompt if isinstance(prompt, str) else list(prompt), None
-    known = {"prompt", "prompt_token_ids", "cache_salt"}
+        return prompt if isinstance(prompt, str) else list(prompt), {"images": []}
+    known = {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"}
     if unknown := sorted(set(prompt) - known):
         raise ValueError(f"prompts: unknown key {unknown[0]!r}; a prompt has {', '.join(sorted(known))}")
     given = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
     if len(given) != 1:
         raise ValueError("prompts: give exactly one of prompt and prompt_token_ids")
-    return given[0] if isinstance(given[0], str) else list(given[0]), prompt.get("cache_salt")
+    images = images_of_prompt(prompt)
+    if images and not isinstance(given[0], str):
+        raise ValueError("prompts: images need a prompt given as text, with the model's placeholder for each")
+    return given[0] if isinstance(given[0], str) else list(given[0]), {
+        "cache_salt": prompt.get("cache_salt"),
+        "images": images,
+        "processor_options": _processor_options(prompt.get("mm_processor_kwargs")),
+    }

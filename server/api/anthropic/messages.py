@@ -10,9 +10,11 @@ from quire.server.api.anthropic.protocol import CountTokensRequest, MessageRespo
 from quire.server.api.anthropic.translate import conversation, spec
 from quire.server.generate import deltas
 from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.images import after_images
 from quire.server.generate.prepare import encode_conversation, prepare
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take
+from quire.server.http.threads import Later
 from quire.server.parsers.events import Content
 from quire.server.state import ServerState
 
@@ -21,7 +23,7 @@ ID_PREFIX = "msg_"
 
 async def create_message(request: Request, state: ServerState) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
-    body, one = await take(request, MessagesRequest, state, lambda body: (body, _prepare(request, body, state)))
+    body, one = await take(request, MessagesRequest, state, lambda body: _prepare(request, body, state))
     generation = await admission.generate(request, state, [one], "messages")
     message = MessageResponse(
         id=ID_PREFIX + request.scope["request_id"],
@@ -38,11 +40,19 @@ async def create_message(request: Request, state: ServerState) -> Response:
     return await state.threads.run(deltas.answer_size([choice]), lambda: _whole(message, choice, one))
 
 
-def _prepare(request: Request, body: MessagesRequest, state: ServerState) -> GenerationRequest:
+Prepared = tuple[MessagesRequest, GenerationRequest]
+
+
+def _prepare(request: Request, body: MessagesRequest, state: ServerState) -> Prepared | Later[Prepared]:
     identity = admission.admit(request, state, ID_PREFIX, model=body.model)
-    (one,) = prepare(spec(body, state.formats.reasoning is not None, **identity), state)
-    body.messages = []  # freed here, in the thread: it takes long
-    return one
+    wanted = spec(body, state.formats.reasoning is not None, **identity)
+
+    def finish() -> Prepared:
+        (one,) = prepare(wanted, state)
+        body.messages, wanted.prompts = [], []  # freed here, in the thread: it takes long
+        return body, one
+
+    return after_images(wanted, state, wanted.tenant, finish)
 
 
 def _whole(message: MessageResponse, choice: deltas.Choice, one: GenerationRequest) -> Response:
@@ -54,11 +64,12 @@ def _whole(message: MessageResponse, choice: deltas.Choice, one: GenerationReque
 
 async def count_tokens(request: Request, state: ServerState) -> Response:
     """The size of a prompt, without an answer."""
-    return sse.JsonResponse(await take(request, CountTokensRequest, state, lambda body: _counted(body, state)))
 
+    def work(body: CountTokensRequest) -> TokenCount | Later[TokenCount]:
+        state.require_ready()
+        state.require_model(body.model)
+        prompt = conversation(body, state.formats.reasoning is not None)
+        count = lambda: TokenCount(len(encode_conversation(prompt, state, False)))  # noqa: E731
+        return after_images(prompt, state, request.scope.get("tenant"), count)
 
-def _counted(body: CountTokensRequest, state: ServerState) -> TokenCount:
-    state.require_ready()
-    state.require_model(body.model)
-    prompt = conversation(body, state.formats.reasoning is not None)
-    return TokenCount(len(encode_conversation(prompt, state, False)))
+    return sse.JsonResponse(await take(request, CountTokensRequest, state, work))

@@ -11,6 +11,7 @@ from quire.server.generate.limits import (
     MAX_STOP,
     AtLeastMinusOne,
     CacheSalt,
+    ImageText,
     NonNegative,
     Stop,
     Temperature,
@@ -39,6 +40,24 @@ class TextBlock(_Block, tag="text"):
     harmless: ClassVar = _BLOCK | {"citations"}
 
 
+class _Source(msgspec.Struct, kw_only=True, tag_field="type"):
+    harmless: ClassVar = frozenset({"type"})
+    unsupported: ClassVar = _NOTHING
+
+
+class Base64Source(_Source, tag="base64"):
+    data: ImageText
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp", "image/tiff"] | None = None
+
+
+class UrlSource(_Source, tag="url"):
+    url: ImageText
+
+
+class ImageBlock(_Block, tag="image"):
+    source: Base64Source | UrlSource
+
+
 class ThinkingBlock(_Block, tag="thinking"):
     thinking: Text
     signature: Text | None = None
@@ -58,11 +77,11 @@ class ToolUse(_Block, tag="tool_use"):
 
 class ToolResult(_Block, tag="tool_result"):
     tool_use_id: Name
-    content: Text | Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)] | None = None
+    content: Text | Annotated[list[TextBlock | ImageBlock], Meta(max_length=MAX_BLOCKS)] | None = None
     is_error: bool | None = None
 
 
-Block = TextBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult
+Block = TextBlock | ImageBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from quire.server.api.anthropic.protocol import (
+    Base64Source,
+    ImageBlock,
     InputMessage,
     MessagesRequest,
     PromptFields,
@@ -19,6 +21,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate import tools as neutral
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
+from quire.server.media.inputs import ImageInput
 from quire.server.structured.structure import Structure
 
 
@@ -65,6 +68,44 @@ def _text(content: str | list[TextBlock] | None) -> str:
     return "\n".join(block.text for block in content)
 
 
+Illustrated = list[tuple[TextBlock | ImageBlock, str]]  # blocks, and where in the request they are
+
+
+def _content(blocks: Illustrated) -> str | list[dict[str, Any]]:
+    """One text, or the parts of a content with images; texts that follow each other are one part."""
+    parts: list[dict[str, Any]] = []
+    for block, path in blocks:
+        if isinstance(block, ImageBlock):
+            parts.append({"type": "image", "image": _image(block, path)})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += f"\n{block.text}"
+        else:
+            parts.append({"type": "text", "text": block.text})
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        return parts[0]["text"]
+    return parts
+
+
+def _image(block: ImageBlock, path: str) -> ImageInput:
+    source = block.source
+    if isinstance(source, Base64Source):
+        return ImageInput(param=f"{path}.source.data", base64=source.data)
+    return ImageInput(param=f"{path}.source.url", url=source.url)
+
+
+def _result(result: ToolResult, path: str) -> str | list[dict[str, Any]]:
+    """The content of a tool's result; that of a failure begins with "Error: "."""
+    if isinstance(result.content, list) and result.content:
+        content = _content([(block, f"{path}.content.{i}") for i, block in enumerate(result.content)])
+    else:
+        content = result.content or ""
+    if not result.is_error:
+        return content
+    if isinstance(content, str):
+        return f"Error: {content}"
+    return [{"type": "text", "text": "Error: "}, *content]
+
+
 def _messages(message: InputMessage, path: str) -> list[dict[str, Any]]:
     """A message as templates expect it; results of tools become messages of their own."""
     if isinstance(message.content, str):
@@ -74,23 +115,23 @@ def _messages(message: InputMessage, path: str) -> list[dict[str, Any]]:
 
 def _user(message: InputMessage, path: str) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
-    texts: list[TextBlock] = []
+    said: Illustrated = []
 
     def flush() -> None:
-        if texts:
-            out.append({"role": message.role, "content": _text(texts)})
-            texts.clear()
+        if said:
+            out.append({"role": message.role, "content": _content(said)})
+            said.clear()
 
     for i, block in enumerate(message.content):
-        if isinstance(block, TextBlock):
-            texts.append(block)
+        where = f"{path}.content.{i}"
+        if isinstance(block, TextBlock) or (isinstance(block, ImageBlock) and message.role == "user"):
+            said.append((block, where))
         elif isinstance(block, ToolResult) and message.role == "user":
             flush()
-            result = _text(block.content)
-            result = f"Error: {result}" if block.is_error else result
+            result = _result(block, where)
             out.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
         else:
-            raise _misplaced(block, message.role, f"{path}.content.{i}")
+            raise _misplaced(block, message.role, where)
     flush()
     return out or [{"role": message.role, "content": ""}]
 

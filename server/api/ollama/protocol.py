@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from quire.server.generate.limits import (
     MAX_PROMPTS,
+    ImageText,
     Int64,
     MinP,
     Penalty,
@@ -22,13 +23,14 @@ from quire.server.generate.limits import (
     TopP,
 )
 
-MAX_MESSAGES, MAX_CALLS, MAX_TOOLS, MAX_FIELDS = 10_000, 1024, 1024, 4096
+MAX_MESSAGES, MAX_CALLS, MAX_TOOLS, MAX_FIELDS, MAX_IMAGES = 10_000, 1024, 1024, 4096, 1024
 Name = Annotated[str, Meta(max_length=256)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:/-]+$(?![\s\S])")]
 Json = Annotated[dict[str, Any], Meta(max_length=MAX_FIELDS)]
 KeepAlive = Annotated[str, Meta(max_length=64)] | float | None
 Think = bool | Literal["low", "medium", "high", "max"] | None
 Format = Literal["", "json"] | Json | None
+Images = Annotated[list[ImageText], Meta(max_length=MAX_IMAGES, description="images in base64")]
 _NOTHING: dict[str, tuple] = {}
 # how Ollama loads a model; here `quire serve` has decided it
 _LOADING = frozenset(
@@ -87,7 +89,6 @@ class _Generation(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {
         "logprobs": (False,),
         "top_logprobs": (0,),
-        "images": ([],),
     }
 
 
@@ -111,13 +112,14 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
     thinking: Text | None = None
+    images: Images | None = None  # before the text
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_CALLS)] | None = None
     tool_name: Name | None = None  # of a result
     tool_call_id: Name | None = None
     name: Name | None = None
 
     harmless: ClassVar = frozenset()
-    unsupported: ClassVar[dict[str, tuple]] = {"images": ([],)}
+    unsupported: ClassVar = _NOTHING
 
 
 class DefinedFunction(msgspec.Struct, kw_only=True):
@@ -143,12 +145,15 @@ class ChatRequest(_Generation, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None  # none: load the model
     tools: Annotated[list[ChatTool], Meta(max_length=MAX_TOOLS)] | None = None
 
+    unsupported: ClassVar[dict[str, tuple]] = _Generation.unsupported | {"images": ([],)}
+
 
 class GenerateRequest(_Generation, kw_only=True):
     """POST /api/generate"""
 
     prompt: Text | None = None  # none: load the model
     system: Text | None = None
+    images: Images | None = None  # before the prompt; with `raw`, at the placeholders in it
     raw: bool | None = None  # the prompt is used without a template
 
     unsupported: ClassVar[dict[str, tuple]] = _Generation.unsupported | {

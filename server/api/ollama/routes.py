@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,11 +16,14 @@ from quire.server.api.ollama.protocol import ChatRequest, EmbeddingsRequest, Emb
 from quire.server.api.ollama.translate import chat_spec, generate_spec
 from quire.server.errors import ApiError, BadRequest, NotFound
 from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.images import after_images
 from quire.server.generate.pooling import Vector, embed_params
 from quire.server.generate.prepare import prepare
+from quire.server.generate.request import GenerationSpec
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take
 from quire.server.http.route import NDJSON, Route
+from quire.server.http.threads import Later
 from quire.server.http.vectors import VectorFields, to_requests, vectors
 from quire.server.state import ServerState
 
@@ -28,15 +31,16 @@ ID_PREFIX = "ollama-"
 HEADERS = [(b"content-type", NDJSON.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 FAR_AWAY = "2318-12-31T00:00:00Z"  # a served model stays
 
+B = TypeVar("B", ChatRequest, GenerateRequest)
+Work = tuple[B, GenerationRequest | None] | Later[tuple[B, GenerationRequest | None]]
+
 
 async def chat(request: Request, state: ServerState) -> Response:
     """Answer a conversation."""
 
-    def work(body: ChatRequest) -> tuple[ChatRequest, GenerationRequest | None]:
+    def work(body: ChatRequest) -> Work[ChatRequest]:
         identity = _admit(request, state, body)
-        one = prepare(chat_spec(body, **identity), state)[0] if body.messages else None
-        body.messages = None  # freed here, in the thread: it takes long
-        return body, one
+        return _prepare(body, chat_spec(body, **identity) if body.messages else None, state)
 
     return await _respond(request, state, *await take(request, ChatRequest, state, work))
 
@@ -44,11 +48,28 @@ async def chat(request: Request, state: ServerState) -> Response:
 async def generate(request: Request, state: ServerState) -> Response:
     """Answer or continue a text."""
 
-    def work(body: GenerateRequest) -> tuple[GenerateRequest, GenerationRequest | None]:
+    def work(body: GenerateRequest) -> Work[GenerateRequest]:
         identity = _admit(request, state, body)
-        return body, prepare(generate_spec(body, **identity), state)[0] if body.prompt else None
+        return _prepare(body, generate_spec(body, **identity) if body.prompt or body.images else None, state)
 
     return await _respond(request, state, *await take(request, GenerateRequest, state, work))
+
+
+def _prepare(body: B, spec: GenerationSpec | None, state: ServerState) -> Work[B]:
+    """`spec` is None for a request that only loads the model."""
+    if spec is None:
+        return body, None
+
+    def finish() -> tuple[B, GenerationRequest]:
+        (one,) = prepare(spec, state)
+        spec.prompts, spec.images = [], []  # freed here, in the thread: it takes long
+        if isinstance(body, ChatRequest):
+            body.messages = None
+        else:
+            body.images = None
+        return body, one
+
+    return after_images(spec, state, spec.tenant, finish)
 
 
 def _admit(request: Request, state: ServerState, body: ChatRequest | GenerateRequest) -> dict[str, Any]:
@@ -204,6 +225,7 @@ async def show(request: Request, state: ServerState) -> Response:
     capabilities = ["completion"] if model.pooling is None or not model.pooling.tasks else ["embedding", "completion"]
     capabilities += ["tools"] if formats.tools else []
     capabilities += ["thinking"] if formats.reasoning else []
+    capabilities += ["vision"] if state.images.why_not is None else []
     return sse.JsonResponse(
         {
             "modelfile": "",

@@ -9,6 +9,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.tools import Reasoning, Tool, ToolChoice
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
+from quire.server.media.inputs import ImageInput
 from quire.server.structured.structure import Structure
 
 
@@ -33,10 +34,12 @@ def generate_spec(body: GenerateRequest, **identity: Any) -> GenerationSpec:
     if body.raw:
         if body.system:
             raise BadRequest("system needs the template, which raw leaves out.", param="system")
-        return _spec(body, [body.prompt], "prompt", identity)
+        raw = _spec(body, [body.prompt or ""], "prompt", identity)
+        raw.images = _images(body.images, "images")
+        return raw
     system = [{"role": "system", "content": body.system}] if body.system else []
-    prompt = Conversation([*system, {"role": "user", "content": body.prompt}], reasoning=_reasoning(body))
-    return _spec(body, prompt, "prompt", identity)
+    question = {"role": "user", "content": _content(body.prompt, body.images, "images")}
+    return _spec(body, Conversation([*system, question], reasoning=_reasoning(body)), "prompt", identity)
 
 
 def _spec(
@@ -84,9 +87,22 @@ def _reasoning(body: ChatRequest | GenerateRequest) -> Reasoning:
     return Reasoning(effort=body.think)
 
 
+def _content(text: str | None, images: list[str] | None, path: str) -> str | list[dict[str, Any]]:
+    """The text, or the parts of a content with images. `path` is the field that holds them."""
+    if not images:
+        return text or ""
+    parts = [{"type": "image", "image": image} for image in _images(images, path)]
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
+def _images(images: list[str] | None, path: str) -> list[ImageInput]:
+    return [ImageInput(param=f"{path}.{i}", base64=image) for i, image in enumerate(images or ())]
+
+
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:
     """A message in the form that templates expect."""
-    out: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    content = _content(message.content, message.images, f"{path}.images")
+    out: dict[str, Any] = {"role": message.role, "content": content}
     if message.thinking:
         out["reasoning_content"] = out["reasoning"] = message.thinking
     if message.tool_calls:

@@ -231,7 +231,7 @@ def test_models_in_anthropics_form(plain):
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "'x'"),
         ({"tools": TOOLS[:1] * 2}, 400, "invalid_request_error", "same name"),
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, None, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, None, "source.type"),
         ({"messages": [{"role": "robot", "content": "x"}]}, 400, "invalid_request_error", "role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}]},

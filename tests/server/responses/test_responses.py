@@ -426,7 +426,7 @@ def user(*parts):
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
         ({"context_management": [{"type": "compaction"}]}, "context_management", "not supported"),
         ({"background": True, "store": False}, "background", "stored"),
-        ({"input": user({"type": "input_image", "image_url": "data:"})}, "input.0.content.0.image_url", "not supp"),
+        ({"input": user({"type": "input_image", "image_url": "data:"})}, "input.0.content.0.image_url", "no images"),
         ({"input": user({"type": "input_file"})}, "input.0.content.0.type", "input_file"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0.type", "web_search_call"),
         ({"input": [{"content": "x"}]}, "input.0.role", "Missing"),

@@ -6,9 +6,10 @@ import logging
 import sqlite3
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -31,19 +32,25 @@ from quire.server.api.openai.responses.protocol import (
     TextFormat,
 )
 from quire.server.api.openai.responses.store import Stored
-from quire.server.api.openai.responses.translate import conversation, spec, wants_logprobs
+from quire.server.api.openai.responses.translate import conversation, spec, truncate, wants_logprobs
 from quire.server.errors import BadRequest, NotFound
 from quire.server.generate import deltas
 from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.images import after_images
 from quire.server.generate.prepare import encode_conversation, prepare
 from quire.server.http import admission, sse
 from quire.server.http.paging import owner
-from quire.server.http.read_body import take
+from quire.server.http.read_body import in_turns, take
+from quire.server.http.threads import Later
 from quire.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
 ID_PREFIX = "resp_"
+
+B = TypeVar("B", bound=ResponsePrompt)
+R = TypeVar("R")
+Work = tuple[B, R] | Later[tuple[B, R]]  # at once, or after images have been loaded
 
 
 @dataclass(slots=True)
@@ -59,7 +66,7 @@ async def create_response(request: Request, state: ServerState) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
     key = uuid.uuid4().hex  # ids that clients choose may occur twice
 
-    def work(body: ResponsesRequest, history: History | None) -> _Prepared:
+    def work(body: ResponsesRequest, history: History | None) -> Work[ResponsesRequest, _Prepared]:
         return _prepare(request, body, history, state, key)
 
     body, prepared = await _with_history(request, ResponsesRequest, state, work)
@@ -79,26 +86,39 @@ async def create_response(request: Request, state: ServerState) -> Response:
     return sse.JsonResponse(await keep(None))
 
 
-async def _with_history(request: Request, cls: type, state: ServerState, work) -> tuple:
-    """The body, and what `work` makes of it and of what it refers to. Only that needs a second turn in a thread."""
+async def _with_history(
+    request: Request, cls: type[B], state: ServerState, work: Callable[[B, History | None], Work[B, R]]
+) -> tuple[B, R]:
+    """The body, and what `work` makes of it and of what it refers to, which needs another turn in a thread."""
     body, done = await take(
-        request, cls, state, lambda body: (body, None if past.is_needed(body) else work(body, None))
+        request, cls, state, lambda body: (body, None) if past.is_needed(body) else work(body, None)
     )
     if done is None:
         history = await past.fetch(request, body, state.responses, state)
-        done = await sse.unless_disconnected(request, state.threads.run(history.size, lambda: work(body, history)))
+        body, done = await in_turns(request, state, history.size, lambda: work(body, history))
     return body, done
 
 
 def _prepare(
     request: Request, body: ResponsesRequest, history: History | None, state: ServerState, key: str
-) -> _Prepared:
+) -> Work[ResponsesRequest, _Prepared]:
     identity = admission.admit(request, state, ID_PREFIX, model=body.model, priority=body.priority)
     _decide_to_store(request, body, state)
     before = [] if history is None else past.resolve(body, history)
-    (one,) = prepare(spec(body, before, state, **identity), state)
+    wanted = spec(body, before, **identity)
+
+    def finish() -> tuple[ResponsesRequest, _Prepared]:
+        truncate(wanted.prompts, body, state, body.max_output_tokens or 1)
+        (one,) = prepare(wanted, state)
+        wanted.prompts = []  # freed here, in the thread: it takes long
+        return body, _prepared(body, one, state, key)
+
+    return after_images(wanted, state, wanted.tenant, finish)
+
+
+def _prepared(body: ResponsesRequest, one: GenerationRequest, state: ServerState, key: str) -> _Prepared:
     items = msgspec.json.encode(stored(as_items(body.input), key))
-    body.input = None  # freed here, in the thread: it takes long
+    body.input = None  # freed here, too
     response = _response(body, one, state, key)
     output = Output(
         key,
@@ -107,6 +127,7 @@ def _prepare(
         response.reasoning.summary is not None,
         "reasoning.encrypted_content" in (body.include or ()),
         Formatter(state.tokenizer, body.top_logprobs or 0) if wants_logprobs(body) else None,
+        one.num_image_tokens,
     )
     return _Prepared(one, Answer(response, output), items)
 
@@ -258,12 +279,17 @@ async def _in_background(
 async def count_input_tokens(request: Request, state: ServerState) -> Response:
     """The size of a prompt, without an answer."""
 
-    def work(body: ResponsePrompt, history: History | None) -> InputTokens:
+    def work(body: ResponsePrompt, history: History | None) -> Work[ResponsePrompt, InputTokens]:
         state.require_ready()
         state.require_model(body.model)
         before = [] if history is None else past.resolve(body, history)
-        prompt = conversation(body, before, state, 1)
-        return InputTokens(input_tokens=len(encode_conversation(prompt, state, False)))
+        prompt = conversation(body, before)
+
+        def finish() -> tuple[ResponsePrompt, InputTokens]:
+            truncate(prompt, body, state, 1)
+            return body, InputTokens(input_tokens=len(encode_conversation(prompt, state, False)))
+
+        return after_images(prompt, state, request.scope.get("tenant"), finish)
 
     _, count = await _with_history(request, InputTokensRequest, state, work)
     return sse.JsonResponse(count)

@@ -13,6 +13,7 @@ import msgspec
 from quire.server.api.openai.responses.protocol import InputItem, InputPart
 from quire.server.api.openai.tools import CalledCustom, CalledFunction, MessageToolCall, required, template_call
 from quire.server.errors import BadRequest
+from quire.server.media.inputs import ImageInput
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 _OPAQUE = "quire1."  # begins the `encrypted_content` of this server's thoughts, which is their text in base64
@@ -39,7 +40,7 @@ def messages_of(instructions: str | None, items: list[InputItem], param: str) ->
         return messages
     if messages and messages[0]["role"] in ("system", "developer"):  # most templates take one, as the first
         first, *rest = messages
-        return [first | {"content": f"{instructions}\n\n{first['content']}"}, *rest]
+        return [first | {"content": _preceded(instructions, first["content"])}, *rest]
     return [{"role": "system", "content": instructions}, *messages]
 
 
@@ -87,12 +88,12 @@ class _Writer:
 
     def _message(self, item: InputItem, path: str) -> None:
         role = required(item.role, f"{path}.role")
-        text = text_of(required(item.content, f"{path}.content"), f"{path}.content")
+        content = content_of(required(item.content, f"{path}.content"), f"{path}.content")
         if role == "assistant":
-            self._answer()["content"] = text
+            self._answer()["content"] = content
             return
         self.finish()
-        self.messages.append({"role": role, "content": text})
+        self.messages.append({"role": role, "content": content})
 
     def _answer(self) -> dict[str, Any]:
         """A new message of the assistant, with the thoughts so far."""
@@ -116,8 +117,8 @@ class _Writer:
                 f"{path}.call_id: no call before it has the call_id '{item.call_id[:100]}'.", param=f"{path}.call_id"
             )
         self.finish()
-        text = text_of(required(item.output, f"{path}.output"), f"{path}.output")
-        self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        content = content_of(required(item.output, f"{path}.output"), f"{path}.output")
+        self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
 
 
 def _thoughts(item: InputItem, path: str) -> str:
@@ -135,19 +136,43 @@ def _thoughts(item: InputItem, path: str) -> str:
         raise BadRequest(f"{where} is damaged.", param=where) from None
 
 
+def content_of(content: str | list[InputPart], path: str) -> str | list[dict[str, Any]]:
+    """Content as templates expect it: one text, or parts if there are images. Raises BadRequest."""
+    if isinstance(content, str) or not any(part.type == "input_image" for part in content):
+        return text_of(content, path)
+    return [
+        {"type": "image", "image": _image(part, f"{path}.{i}")}
+        if part.type == "input_image"
+        else {"type": "text", "text": _text(part, f"{path}.{i}")}
+        for i, part in enumerate(content)
+    ]
+
+
 def text_of(content: str | list[InputPart], path: str) -> str:
     """Raises BadRequest for a part that is no text."""
     if isinstance(content, str):
         return content
-    return "".join(_part(part, f"{path}.{i}") for i, part in enumerate(content))
+    return "".join(_text(part, f"{path}.{i}") for i, part in enumerate(content))
 
 
-def _part(part: InputPart, path: str) -> str:
+def _preceded(instructions: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return f"{instructions}\n\n{content}"
+    return [{"type": "text", "text": f"{instructions}\n\n"}, *content]
+
+
+def _image(part: InputPart, path: str) -> ImageInput:
+    param = f"{path}.image_url"
+    detail = "high" if part.detail == "original" else part.detail
+    return ImageInput(param=param, url=required(part.image_url, param), detail=detail)
+
+
+def _text(part: InputPart, path: str) -> str:
     if part.type == "refusal":
         return required(part.refusal, f"{path}.refusal")
     if part.type not in _TEXTS:
         raise BadRequest(
-            f"{path}.type: content of type '{part.type[:100]}' is not supported, only text.",
+            f"{path}.type: content of type '{part.type[:100]}' is not supported here, only text and input_image.",
             param=f"{path}.type",
             code="unsupported_parameter",
         )

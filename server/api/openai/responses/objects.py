@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quire.server.api.openai.protocol import ChatTokenLogprob
 from quire.server.api.openai.responses.protocol import (
@@ -69,6 +70,7 @@ OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustom
 class InputTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
     cache_write_tokens: int = 0
+    image_tokens: int | UnsetType = UNSET  # of a prompt with images
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import UNSET
+
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.responses.items import opaque
 from quire.server.api.openai.responses.objects import (
@@ -41,8 +43,10 @@ class Output:
         summarized: bool,
         encrypted: bool,
         formatter: Formatter | None,
+        num_image_tokens: int = 0,
     ):
         self.key, self.num_input_tokens, self.custom = key, num_input_tokens, custom
+        self.num_image_tokens = num_image_tokens
         self.summarized, self.encrypted, self.formatter = summarized, encrypted, formatter
         self.items: list[OutputItem] = []
         self.open = False  # whether the last item may grow
@@ -71,7 +75,9 @@ class Output:
     def usage(self) -> ResponseUsage:
         return ResponseUsage(
             input_tokens=self.num_input_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=self.num_cached_tokens),
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=self.num_cached_tokens, image_tokens=self.num_image_tokens or UNSET
+            ),
             output_tokens=self.num_output_tokens,
             output_tokens_details=OutputTokensDetails(reasoning_tokens=self.num_reasoning_tokens),
             total_tokens=self.num_input_tokens + self.num_output_tokens,

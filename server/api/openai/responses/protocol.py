@@ -21,10 +21,12 @@ from quire.server.generate.limits import (
     INT64_MAX,
     AtLeastMinusOne,
     CacheSalt,
+    ImageText,
     Int64,
     MinP,
     NonNegative,
     Penalty,
+    ProcessorOptions,
     RepetitionPenalty,
     Temperature,
     Text,
@@ -60,12 +62,12 @@ class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: Name
     text: Text | None = None
     refusal: Text | None = None
+    image_url: ImageText | None = None  # a data: URL, or one that the server's settings allow
+    detail: Literal["low", "high", "auto", "original"] | None = None  # of an image; original counts as high
     annotations: Annotated[list[Any], Meta(max_length=MAX_PARTS)] | None = None
 
     harmless: ClassVar = frozenset({"logprobs", "prompt_cache_breakpoint", "cache_control"})
-    unsupported: ClassVar[dict[str, tuple]] = dict.fromkeys(
-        ("image_url", "file_id", "file_url", "file_data", "input_audio"), ()
-    )
+    unsupported: ClassVar[dict[str, tuple]] = dict.fromkeys(("file_id", "file_url", "file_data", "input_audio"), ())
 
 
 Parts = Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
@@ -197,7 +199,9 @@ class ResponsePrompt(msgspec.Struct, kw_only=True):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
-    chat_template_kwargs: TemplateKwargs | None = None  # beside OpenAI's own, as in chat
+    # in addition to OpenAI's own, as in chat
+    chat_template_kwargs: TemplateKwargs | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
 
     harmless: ClassVar = HARMLESS
     unsupported: ClassVar[dict[str, tuple]] = {"personality": (), "moderation": ()}

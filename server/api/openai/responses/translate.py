@@ -37,11 +37,11 @@ _SAME = (
 )
 
 
-def spec(body: ResponsesRequest, history: list[InputItem], state: ServerState, **identity: Any) -> GenerationSpec:
+def spec(body: ResponsesRequest, history: list[InputItem], **identity: Any) -> GenerationSpec:
     """`history`: the items before the request's own. `identity`: request_id, priority, tenant, background."""
     check(body)
     return GenerationSpec(
-        prompts=conversation(body, history, state, body.max_output_tokens or 1),
+        prompts=conversation(body, history),
         options=GenerationOptions(
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
@@ -70,28 +70,29 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
     return bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
 
 
-def conversation(body: ResponsePrompt, history: list[InputItem], state: ServerState, num_output: int) -> Conversation:
-    """The prompt of a request. `num_output`: tokens for which truncation leaves room."""
+def conversation(body: ResponsePrompt, history: list[InputItem]) -> Conversation:
+    """The prompt of a request, whole."""
     items = history + as_items(body.input)
     if not items:
         raise BadRequest("Missing required parameter: input.", param="input", code="missing_required_parameter")
     tools = _tools(body.tools)
-    prompt = Conversation(
+    return Conversation(
         messages_of(body.instructions, items, "input"),
         chat_template_kwargs=body.chat_template_kwargs or {},
         tools=tools,
         tool_choice=_choice(body, tools),
         reasoning=Reasoning(effort=body.reasoning and body.reasoning.effort),
+        processor_options=body.mm_processor_kwargs,
     )
-    if body.truncation == "auto":
-        _truncate(prompt, state, state.model.max_model_len - min(num_output, state.model.max_model_len))
-    return prompt
 
 
-def _truncate(prompt: Conversation, state: ServerState, limit: int) -> None:
-    """Leave out the oldest turns until the prompt has at most `limit` tokens. What comes before the first turn, and the
-    last turn, stay.
+def truncate(prompt: Conversation, body: ResponsePrompt, state: ServerState, num_output: int) -> None:
+    """If the request wants it, leave out the oldest turns of `prompt`, whose images are loaded, until the context has
+    room for `num_output` more tokens. Messages before the first turn, and the last turn, stay.
     """
+    if body.truncation != "auto":
+        return
+    limit = max(state.model.max_model_len - num_output, 0)
     starts = [i for i, message in enumerate(prompt.messages) if message["role"] == "user"]
     if not starts:
         return
