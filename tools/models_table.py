@@ -90,7 +90,8 @@ def page() -> str:
     rows = "".join(row(name) for name in sorted(DECODERS | ENCODERS))
     fallback = ", ".join(f"`{name}`" for name in sorted(FALLBACK))
     text = (
-        f"Models that read images ([vision.md](vision.md)): {seeing}. Of these the text part alone is served: {text_only}.\n\n"
+        f"Models that read images ([vision.md](vision.md)): {seeing}. Of these the text part alone is "
+        f"served: {text_only}.\n\n"
         "Other causal models run in transformers' implementation; compared with it are "
         f"{fallback}. {_REFUSED}"
     )
