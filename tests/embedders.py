@@ -118,9 +118,15 @@ def end_with_eos(folder: Path) -> None:
     tokenizer.save(str(path))
 
 
-def write_modules(folder: Path, hidden_size: int, mode: str, normalize: bool = True) -> None:
-    """modules.json and the configuration of pooling, with the switches of sentence-transformers before version 6."""
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalize else [])]
+def write_modules(
+    folder: Path, hidden_size: int, mode: str, normalize: bool = True, dense: tuple[tuple[int, int], ...] = ()
+) -> None:
+    """modules.json, the configuration of pooling, with the switches of sentence-transformers before version 6, and
+    random linear layers of the sizes `dense` (in, out).
+    """
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules += [(f"{i}_Dense", "Dense") for i in range(2, 2 + len(dense))]
+    modules += [(f"{len(modules)}_Normalize", "Normalize")] if normalize else []
     (folder / "modules.json").write_text(
         json.dumps(
             [
@@ -133,6 +139,21 @@ def write_modules(folder: Path, hidden_size: int, mode: str, normalize: bool = T
     (folder / "1_Pooling" / "config.json").write_text(
         json.dumps({"word_embedding_dimension": hidden_size, f"pooling_mode_{switch(mode)}": True})
     )
+    for i, (size, out) in enumerate(dense, 2):
+        _write_dense(folder / f"{i}_Dense", size, out)
+
+
+def _write_dense(folder: Path, size: int, out: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    activation = {"activation_function": "torch.nn.modules.linear.Identity"}
+    (folder / "config.json").write_text(
+        json.dumps({"in_features": size, "out_features": out, "bias": False} | activation)
+    )
+    weight = torch.randn(out, size, generator=torch.Generator().manual_seed(size)) / 8
+    save_file({"linear.weight": weight}, folder / "model.safetensors")
 
 
 def switch(mode: str) -> str:

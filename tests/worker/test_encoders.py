@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,8 +12,10 @@ from quire.configs.config import Config
 from quire.engine.messages import AddRequest
 from quire.worker.memory import preview
 from quire.worker.messages import PoolingParams, SamplingParams
-from tests.embedders import TEXTS, reference_embeddings
-from tests.encoders import ENCODERS, MAX_POSITIONS, build_encoder
+from quire.worker.models import read_model_spec
+from tests.checkpoints import VOCAB_SIZE
+from tests.embedders import TEXTS, reference_embeddings, reference_logits
+from tests.encoders import ENCODERS, MAX_POSITIONS, build_embedding_gemma, build_encoder
 from tests.in_process import InProcessEngine
 from tests.worker.test_pooling import encode, pooled
 
@@ -27,6 +31,14 @@ def test_equals_sentence_transformers(name, mode, tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert engine.ready.pooling.whole_prompts and not engine.ready.pooling.generates
     assert engine.scheduler.counts.prefix_cache_hits == 0
+
+
+def test_embedding_gemma_equals_sentence_transformers(tmp_path):
+    folder = build_embedding_gemma(tmp_path / "model")
+    engine = InProcessEngine(folder, dtype="float32")
+    expected = reference_embeddings(folder, TEXTS)
+    torch.testing.assert_close(pooled(engine, encode(folder), normalize=True), expected, rtol=1e-5, atol=1e-5)
+    assert engine.ready.pooling.whole_prompts and engine.ready.pooling.num_dimensions == 64
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -113,3 +125,51 @@ def test_a_step_without_memory_is_divided_between_prompts(tmp_path, monkeypatch)
     monkeypatch.setattr(runner, "forward", forward)
     torch.testing.assert_close(pooled(engine, prompts), expected, rtol=1e-5, atol=1e-5)
     assert sizes.count(1) == len(prompts)
+
+
+def test_modernbert_classifies_the_mean(tmp_path):
+    folder = build_encoder("modernbert", tmp_path / "model", "ForSequenceClassification", classifier_pooling="mean")
+    engine, prompts = InProcessEngine(folder, dtype="float32"), encode(folder)
+    expected = reference_logits(folder, prompts)
+    torch.testing.assert_close(pooled(engine, prompts, task="classify"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_settings_of_nomics_own_code(tmp_path):
+    """The published config.json has other names than transformers'."""
+    folder = build_encoder("nomic", tmp_path / "model", mode="mean")
+    expected = reference_embeddings(folder, TEXTS)
+    path = tmp_path / "model" / "config.json"
+    theirs = {
+        "model_type": "nomic_bert",
+        "architectures": ["NomicBertModel"],
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 64,
+        "n_inner": 160,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 8192,
+        "max_trained_positions": MAX_POSITIONS,
+        "layer_norm_epsilon": 1e-12,
+        "activation_function": "swiglu",
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "prenorm": False,
+        "causal": False,
+    }
+    path.write_text(json.dumps(theirs))
+    engine = InProcessEngine(folder, dtype="float32")
+    torch.testing.assert_close(pooled(engine, encode(folder), normalize=True), expected, rtol=1e-5, atol=1e-5)
+    assert engine.ready.max_model_len == MAX_POSITIONS
+    path.write_text(json.dumps(theirs | {"num_experts": 8}))
+    with pytest.raises(ValueError, match="num_experts 8 is not supported"):
+        read_model_spec(folder)
+
+
+def test_a_gemma_that_generates_attends_to_earlier_tokens_only(tmp_path):
+    build_embedding_gemma(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["Gemma3ForCausalLM"]}))
+    with pytest.raises(ValueError, match="the architecture must be Gemma3TextModel"):
+        read_model_spec(str(tmp_path / "model"))

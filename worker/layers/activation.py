@@ -31,6 +31,7 @@ def _halves(activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) ->
 GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_and_mul,
     "gelu_pytorch_tanh": _halves(lambda gate, up: F.gelu(gate, approximate="tanh") * up),
+    "gelu": _halves(lambda gate, up: F.gelu(gate) * up),
     "clamped_silu": _halves(clamped_silu_and_mul),
 }
 
@@ -43,6 +44,10 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """The approximation of GELU in CLIP (https://arxiv.org/abs/1606.08415, section 2)."""
     return x * torch.sigmoid(1.702 * x)
+
+
+# those of GATED that a `LinearMethod` may apply together with its product
+FUSED = ("silu", "gelu_pytorch_tanh", "clamped_silu")
 
 
 # functions of one projection, by the names in config.json

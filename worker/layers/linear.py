@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.layers.activation import GATED
+from quire.worker.layers.activation import FUSED, GATED
 from quire.worker.layers.views import View
 from quire.worker.parallel import Group, split_size, tp
 from quire.worker.platforms import huge_pages
@@ -329,17 +329,18 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         activation: str = "silu",
         fused: bool = False,
     ):
-        self.gated = activation
+        self.gated = activation if activation in FUSED else None
         names, one = ("gate_proj", "up_proj"), "gate_up_proj" if fused else None
         super().__init__(in_features, size, names, bias, prefix, "intermediate_size", method, one)
         self.activate = GATED[activation]
 
     def use(self, ops: Ops) -> None:
         super().use(ops)
-        self.activate = ops.silu_and_mul if self.gated == "silu" else GATED[self.gated]
+        if self.gated == "silu":
+            self.activate = ops.silu_and_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply_gated(self, x)
+        return self.method.apply_gated(self, x) if self.gated else self.activate(self.method.apply(self, x))
 
 
 class QKVParallelLinear(ColumnParallelLinear):

@@ -72,8 +72,14 @@ DECODERS = {
     "MiniMaxM2ForCausalLM": "minimax_m2:MiniMaxM2",
 }
 ENCODERS = {
-    f"{prefix}{suffix}": f"bert:{cls}"
-    for prefix, cls in (("Bert", "Bert"), ("Roberta", "Roberta"), ("XLMRoberta", "XLMRoberta"))
+    f"{prefix}{suffix}": cls
+    for prefix, cls in (
+        ("Bert", "bert:Bert"),
+        ("Roberta", "bert:Roberta"),
+        ("XLMRoberta", "bert:XLMRoberta"),
+        ("ModernBert", "modernbert:ModernBert"),
+        ("NomicBert", "nomic_bert:NomicBert"),
+    )
     for suffix in ("Model", "ForMaskedLM", "ForSequenceClassification")
 }
 # language models that come with an encoder only (`wrappers.py`)
@@ -82,12 +88,14 @@ WRAPPED = {
     "Qwen3VLForCausalLM": "qwen_vl:Qwen3VL",
     "Qwen3VLMoeForCausalLM": "qwen_vl:Qwen3VLMoe",
 }
+# names of decoders without an output head that do not follow from the others
+BARE = {"Gemma3TextModel": "gemma:Gemma3"}
 # a decoder may also come without its output head (embedding models), or with a classifier in its place
 MODELS = {
     name.replace("ForCausalLM", suffix): cls
     for suffix in ("ForCausalLM", "Model", "ForSequenceClassification")
     for name, cls in DECODERS.items()
-} | (ENCODERS | WRAPPED)
+} | (ENCODERS | WRAPPED | BARE)
 
 
 def model_class(architecture: str) -> type[CausalLM]:

@@ -32,6 +32,8 @@ class Bert(EncoderLM):
         "norm": "layer_bias",
         "num_key_value_heads": None,
         "head_dim": None,
+        "form": "sum",
+        "embed_norm": True,
         "mixer": "bidirectional",
         "mlp": "plain",
         "learned_positions": 0,

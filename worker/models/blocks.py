@@ -19,6 +19,7 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import NORMS, Norm
 from quire.worker.layers.rotary import Rotation
 from quire.worker.models.attention import self_attention
+from quire.worker.models.bidirectional import BidirectionalAttention
 from quire.worker.models.config import ModelSpec
 from quire.worker.models.mla import MLAttention
 from quire.worker.models.mlp import MLP, PlainMLP
@@ -27,7 +28,11 @@ from quire.worker.parallel import Exchange
 
 # Makes a part of a layer from (spec, index of the layer, prefix of its tensors, format of its weights).
 MakePart = Callable[[ModelSpec, int, str, WeightFormat], nn.Module]
-MIXERS: dict[str, MakePart] = {"attention": self_attention, "mla": MLAttention}  # by `LayerSpec.mixer`
+MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
+    "attention": self_attention,
+    "mla": MLAttention,
+    "bidirectional": BidirectionalAttention,
+}
 MLPS: dict[str, MakePart] = {"gated": MLP, "plain": PlainMLP, "moe": MoE}  # by `LayerSpec.mlp`
 
 Streams = tuple[torch.Tensor, torch.Tensor]  # x and residual
@@ -38,6 +43,7 @@ class DecoderLayer(nn.Module):
 
     native_twin: ClassVar = "layer"
     norm_names: ClassVar = ("input_layernorm", "post_attention_layernorm")
+    needs_norm: ClassVar = True  # whether a norm follows the last layer
     mixers: ClassVar = MIXERS
     mlps: ClassVar = MLPS
 
@@ -117,6 +123,25 @@ class PostNormLayer(DecoderLayer):
         return self.post_feedforward_layernorm(self.mlp(stream)), stream
 
 
+class SumNormLayer(DecoderLayer):
+    """Norms of the sums: after attention is added to its input, and after the MLP is. The residual is always None."""
+
+    needs_norm: ClassVar = False
+    norm_names: ClassVar = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        attended = self.self_attn(x, rotation, attn, needed_rows)
+        x = self.post_attention_layernorm(rows(x, needed_rows) + attended)
+        return self.post_feedforward_layernorm(x + self.mlp(x)), None
+
+
 class ParallelLayer(DecoderLayer):
     """Attention and the MLP read the same norm."""
 
@@ -140,6 +165,7 @@ BLOCKS: dict[str, type[DecoderLayer]] = {
     "pre": DecoderLayer,
     "sandwich": SandwichLayer,
     "post": PostNormLayer,
+    "sum": SumNormLayer,
     "parallel": ParallelLayer,
 }
 

@@ -31,7 +31,8 @@ class LayerSpec:
     intermediate_size: int
     mixer: str = "attention"  # a key of `blocks.MIXERS`, "bidirectional" in an encoder
     mlp: str = "gated"  # a key of `decoder.MLPS`
-    window: int | None = None  # number of positions that a token attends to, None for all
+    # number of positions that a token attends to, None for all; in an encoder, to each side and with its own
+    window: int | None = None
     rope: str | None = "default"  # a key of `ModelSpec.ropes`, None for no rotary embedding
     scale: float | None = None  # scale of attention scores, None for head_dim**-0.5
     soft_cap: float | None = None  # of attention scores
@@ -71,6 +72,7 @@ class ModelSpec:
     fused: tuple[str, ...] = ()  # of qkv_proj and gate_up_proj, those that the checkpoint holds as one tensor
     learned_positions: int | None = None  # offset of position 0 in the table of learned position embeddings
     num_token_types: int = 0  # of an encoder
+    embed_norm: bool = False  # whether the embeddings are normalised
     hidden_size_per_layer_input: int = 0  # of per-layer inputs (`per_layer.py`), 0 without
     vocab_size_per_layer_input: int = 0
     embed_scale: float = 1.0

@@ -52,7 +52,7 @@ class Decoder(nn.Module):
                 for i in stage_layers(spec.num_hidden_layers, stage.rank, stage.size)
             }
         )
-        if self.last:
+        if self.last and self.layer_cls(spec).needs_norm:
             self.norm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
         self.rotary_emb = RotaryEmbeddings(spec, max_model_len)
         # rounded to the weights' dtype, as Gemma's is

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.worker.models.decoder import CausalLM
+from quire.worker.layers.linear import WeightFormat
+from quire.worker.models.config import ModelSpec
+from quire.worker.models.decoder import CausalLM, Decoder
+from quire.worker.models.encoder import Encoder
 from quire.worker.models.reader import COMMON_DEFAULTS, pattern
 from quire.worker.models.rope import RopeSpec, read_ropes_by_kind
 
@@ -82,9 +85,23 @@ class Gemma3(Gemma2):
     facts = Gemma2.facts | {"qk_norm": "head"}
 
     @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        embeds = values["use_bidirectional_attention"] is True  # EmbeddingGemma
+        values["use_bidirectional_attention"] = None if embeds else values["use_bidirectional_attention"]
+        super().complete(values, raw)
+        if embeds:
+            if not set(raw.get("architectures") or []) <= {"Gemma3TextModel", "Gemma3Model"}:
+                raise ValueError("use_bidirectional_attention is true: the architecture must be Gemma3TextModel")
+            values["mixer"] = "bidirectional"
+            values["sliding_window"] = values["sliding_window"] // 2 + 1  # to each side
+
+    @classmethod
     def ropes(cls, values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpec]:
         return read_ropes_by_kind(values, raw, values["rope_local_base_freq"])
 
     @classmethod
     def context_length(cls, values: dict[str, Any], ropes: dict[str, RopeSpec]) -> int:
         return values["max_position_embeddings"]  # includes the linear scaling
+
+    def make_decoder(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat) -> Decoder:
+        return (Encoder if spec.is_encoder else Decoder)(spec, max_model_len, weights)

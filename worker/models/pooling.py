@@ -81,7 +81,7 @@ def _default_method(spec: ModelSpec) -> str:
     """The first token if a classifier reads it; the mean for an encoder, as in sentence-transformers."""
     if not spec.is_encoder:
         return "lasttoken"
-    return "cls" if spec.labels else "mean"
+    return spec.raw.get("classifier_pooling") or "cls" if spec.labels else "mean"
 
 
 def _read_modules(folder: Path) -> PoolingSpec:

@@ -80,6 +80,8 @@ class ConfigReader:
     config_defaults: ClassVar[dict[str, Any]] = COMMON_DEFAULTS
     # other names of these keys in config.json
     aliases: ClassVar[dict[str, str]] = ALIASES
+    # activations of a gated MLP
+    gated_activations: ClassVar[tuple[str, ...]] = GATED_ACTIVATIONS
     # fields of ModelSpec and LayerSpec that are the same for every model of the family, whatever config.json says
     facts: ClassVar[dict[str, Any]] = {}
 
@@ -94,7 +96,7 @@ class ConfigReader:
         values |= cls.facts
         cls.complete(values, raw)
         complete_sizes(values)
-        activations = PLAIN_ACTIVATIONS if values.get("mlp") == "plain" else GATED_ACTIVATIONS
+        activations = PLAIN_ACTIVATIONS if values.get("mlp") == "plain" else cls.gated_activations
         if values["hidden_act"] not in activations:
             raise ValueError(
                 f"hidden_act {values['hidden_act']!r} is not supported; supported: {', '.join(activations)}"
