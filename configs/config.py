@@ -132,6 +132,17 @@ class CacheConfig:
         unit="bytes",
         minimum=1,
     )
+    kv_cache_dtype: str = opt(
+        "auto",
+        (
+            "how keys and values are stored: in the type of the activations, or in 8 bits with scales, in half the "
+            "memory (auto: as the checkpoint says, else like the activations)"
+        ),
+        everyday=True,
+        choices=("auto", "float32", "bfloat16", "float16", "fp8", "int8"),
+        hidden_choices=("fp8_per_token_head", "int8_per_token_head"),
+        aliases={"fp8_e4m3": "fp8", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
+    )
     enable_prefix_caching: bool = opt(True, "reuse KV blocks of equal prompt prefixes")
     num_gpu_blocks_override: int | None = opt(None, "exact number of KV blocks, for tests", minimum=2)
 

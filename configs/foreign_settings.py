@@ -31,7 +31,7 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "interleave_mm_strings": "images and texts of a message always keep their order",
     "media_io_kwargs": "not supported: images are decoded alike for all models; --mm-processor-kwargs sizes them",
     "skip_mm_profiling": "not supported",
-    "kv_cache_dtype": "not supported yet: the KV cache has the dtype of the activations",
+    "calculate_kv_scales": "not needed: without scales in the checkpoint, each head of a token gets its own",
     "cpu_offload_gb": "not supported: use a smaller model, or share it among GPUs with --tensor-parallel-size",
     "swap_space": "not needed: a preempted request is computed again instead of swapped",
     "enable_chunked_prefill": "prompts are always prefilled in chunks; --max-num-batched-tokens sets their size",

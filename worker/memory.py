@@ -15,6 +15,7 @@ from quire.worker.attention.base import AttentionSpec
 from quire.worker.attention.registry import Selection, select_backend
 from quire.worker.batch.graphs import padded_sizes
 from quire.worker.cache.spec import CachePlan, plan_cache
+from quire.worker.cache.storage import KVStorage, resolve_storage
 from quire.worker.layers.linear import split_kv_heads
 from quire.worker.layers.mla import EXPANDED_BYTES
 from quire.worker.messages import CacheGroup, MediaInfo, MemoryPlan, WorkerReady, longest_request, most_blocks
@@ -38,6 +39,7 @@ class Limits:
     """
 
     dtype: torch.dtype
+    kv: KVStorage
     attention: Selection
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -62,10 +64,13 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     )
     if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
         choices.append(("dtype", _dtype_name(dtype), reason))
+    kv, choice = resolve_storage(config, spec, dtype)
+    choices.append(choice)
     deterministic, reason = platform.batch_invariance(config, spec, dtype)
     choices.append(("deterministic", "on" if deterministic else "off", reason))
     order = ("cpu_fixed",) if deterministic else platform.attention_order
-    attention = select_backend(order, attention_specs(config, spec, platform, dtype), config.device.attention_backend)
+    specs = attention_specs(config, spec, platform, dtype, kv)
+    attention = select_backend(order, specs, config.device.attention_backend)
     if config.device.attention_backend is None:
         choices.append(("attention_backend", attention.backend.name, attention.reason))
     if config.cache.block_size is None:
@@ -82,6 +87,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
         model_len, num_tokens = _whole_prompts(config, model_len, num_tokens, auto)
     return Limits(
         dtype,
+        kv,
         attention,
         config.scheduler.max_num_seqs or num_seqs,
         config.scheduler.max_num_batched_tokens or num_tokens,
@@ -182,7 +188,8 @@ def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platf
 
 def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
     """The groups of layers that share block tables, the same on every rank."""
-    return plan_cache(cache_specs(spec, limits.dtype.itemsize, config.parallel.tensor_parallel_size))
+    tp, kv = config.parallel.tensor_parallel_size, limits.kv
+    return plan_cache(cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes))
 
 
 def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
@@ -363,7 +370,9 @@ def _quantized_dtype(config: Config, platform: Platform) -> tuple[torch.dtype, s
     return torch.bfloat16, f"required by --quantization {quantization}"
 
 
-def attention_specs(config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype) -> list[AttentionSpec]:
+def attention_specs(
+    config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype, kv: KVStorage
+) -> list[AttentionSpec]:
     """What the layers require of attention, without repetitions: layers of one shape differ only in their windows."""
     tp = config.parallel.tensor_parallel_size
     shapes: dict[tuple[int, ...], list[LayerSpec]] = {}
@@ -388,6 +397,8 @@ def attention_specs(config: Config, spec: ModelSpec, platform: Platform, dtype: 
             v_head_dim=v_head_dim,
             uses_sinks=any(layer.sinks for layer in layers),
             latent=latent,
+            kv_dtype=kv.dtype,
+            kv_scales=kv.scales,
         )
         for (heads, kv_heads, head_dim, v_head_dim, latent), layers in shapes.items()
     ]

@@ -279,7 +279,7 @@ def _make_runner(
 ) -> ModelRunner:
     """Allocate the KV cache and the request table, and build the model runner."""
     block_size = limits.attention.block_size
-    kv_cache.allocate(kv_cache.attention_layers(model), cache, num_blocks, block_size, limits.dtype, platform.device)
+    kv_cache.allocate(kv_cache.attention_layers(model), cache, num_blocks, block_size, limits.kv, platform.device)
     table = RequestTable(limits.max_num_seqs, max_model_len, block_size, spec.vocab_size, platform, cache.groups)
     sampler = CheckedSampler(table, platform, tp()) if check_ranks else Sampler(table, platform)
     return ModelRunner(model, table, limits.attention.backend, platform, limits.max_num_batched_tokens, stage, sampler)

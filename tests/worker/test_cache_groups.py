@@ -12,6 +12,7 @@ from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cache.allocation import allocate
 from quire.worker.cache.spec import Full, Latent, State, Window, plan_cache
+from quire.worker.cache.storage import KVStorage
 from quire.worker.layers.attention import Attention
 from quire.worker.messages import CacheGroup, longest_request, most_blocks
 from quire.worker.models import read_model_spec
@@ -68,8 +69,8 @@ def test_layers_of_unequal_shapes_share_pages():
     """Two kinds of layers in the pages of one pool: each reads its own keys and values after both have written."""
     torch.manual_seed(0)
     layers = [Attention(4, 2, 16, 0), Attention(2, 1, 64, 1, sliding_window=24)]
-    plan = plan_cache([layer.cache_spec(torch.float32) for layer in layers])
-    allocate(layers, plan, 6, 4, torch.float32, torch.device("cpu"))
+    plan = plan_cache([layer.cache_spec(4) for layer in layers])
+    allocate(layers, plan, 6, 4, KVStorage(torch.float32), torch.device("cpu"))
     assert [layer.cache_group for layer in layers] == [0, 1]
     assert layers[0].k_cache.untyped_storage().data_ptr() == layers[1].k_cache.untyped_storage().data_ptr()
     starts, lengths = torch.tensor([0, 6], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)

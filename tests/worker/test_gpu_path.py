@@ -10,6 +10,7 @@ import torch
 from quire.engine.messages import SamplingParams
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.spec import plan_cache
+from quire.worker.cache.storage import KVStorage
 from quire.worker.cuda import triton_ops
 from quire.worker.cuda.install import TritonOps
 from quire.worker.cuda.triton_paged import TritonPagedBackend
@@ -79,7 +80,7 @@ def test_the_kv_cache_of_a_gpu_begins_as_zeros(monkeypatch):
 
     monkeypatch.setattr(kv_cache, "torch", Memory())
     layers = [Attention(2, 2, 4, i) for i in range(2)]
-    plan = plan_cache([layer.cache_spec(torch.bfloat16) for layer in layers])
-    kv_cache.allocate(layers, plan, 5, 8, torch.bfloat16, SimpleNamespace(type="cuda"))
+    plan = plan_cache([layer.cache_spec(2) for layer in layers])
+    kv_cache.allocate(layers, plan, 5, 8, KVStorage(torch.bfloat16), SimpleNamespace(type="cuda"))
     for cache in (cache for layer in layers for cache in (layer.k_cache, layer.v_cache)):
         assert cache.shape == (5, 8, 2, 4) and not cache.any()

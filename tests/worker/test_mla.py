@@ -13,6 +13,7 @@ from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cache.allocation import allocate
 from quire.worker.cache.spec import Latent, plan_cache
+from quire.worker.cache.storage import KVStorage
 from quire.worker.layers import mla
 from quire.worker.layers.mla import LatentAttention, LatentSizes
 
@@ -35,9 +36,9 @@ def _definition(q_nope, q_pe, latents, kv_b):
 
 def _layer(num_blocks: int) -> LatentAttention:
     layer = LatentAttention(HEADS, SIZES, 0, SCALE)
-    spec = layer.cache_spec(torch.float32)
+    spec = layer.cache_spec(4)
     assert spec == Latent(40, 8, 4)
-    allocate([layer], plan_cache([spec]), num_blocks, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    allocate([layer], plan_cache([spec]), num_blocks, BLOCK_SIZE, KVStorage(torch.float32), torch.device("cpu"))
     return layer
 
 

@@ -13,6 +13,7 @@ from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.spec import plan_cache
+from quire.worker.cache.storage import KVStorage
 from quire.worker.loader import load_weights
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, StepOutput
 from quire.worker.model_runner import ModelRunner
@@ -31,10 +32,10 @@ def make_runner(
     if layers := kv_cache.attention_layers(model):
         kv_cache.allocate(
             layers,
-            plan_cache([layer.cache_spec(dtype) for layer in layers]),
+            plan_cache([layer.cache_spec(dtype.itemsize) for layer in layers]),
             NUM_BLOCKS,
             BLOCK_SIZE,
-            dtype,
+            KVStorage(dtype),
             PLATFORM.device,
         )
     table = RequestTable(max_num_reqs, max_model_len, BLOCK_SIZE, vocab_size, PLATFORM)

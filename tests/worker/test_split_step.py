@@ -16,6 +16,7 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import halves
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.spec import plan_cache
+from quire.worker.cache.storage import KVStorage
 from quire.worker.cpu.native import KERNELS
 from quire.worker.loader import load_weights
 from quire.worker.messages import StepInput, StepOutput
@@ -171,8 +172,8 @@ def ranks_of(folder: str, size: int) -> list[ModelRunner]:
             model = build_model(spec, torch.float32, torch.device("cpu"))
             load_weights(model, spec, folder, "auto", seed=0)
             layers = kv_cache.attention_layers(model)
-            plan = plan_cache([layer.cache_spec(torch.float32) for layer in layers])
-            kv_cache.allocate(layers, plan, 60, 4, torch.float32, torch.device("cpu"))
+            plan = plan_cache([layer.cache_spec(4) for layer in layers])
+            kv_cache.allocate(layers, plan, 60, 4, KVStorage(torch.float32), torch.device("cpu"))
             table = RequestTable(4, 60, 4, spec.vocab_size, CpuPlatform())
             runners.append(ModelRunner(model, table, CpuPagedAttention(), CpuPlatform(), 48))
     return runners

@@ -5,6 +5,9 @@ KV layout, for all backends: `k_cache` and `v_cache` of shape `[num_blocks, bloc
 head, and `v_cache` is the first columns of `k_cache`. In memory, each slot of a block holds all heads; on
 CPU, each head of a block holds all slots. Block 0 is the null block: padding rows write to slot 0 and read from it, so
 no kernel needs a `-1` branch. A slot is `block_id * block_size + offset`.
+
+A cache in 8 bits is a `ScaledCache`, values and scales, instead of a tensor (`cache/scaled.py`). A backend gets one
+only if `supports` accepts an `AttentionSpec` with `kv_scales`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from quire.worker.cache.scaled import KVCache, ScaledCache, store
 
 NativeRequests = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # block table, lengths, starts, path
 
@@ -61,13 +66,19 @@ class AttentionSpec:
     v_head_dim: int | None = None  # None: head_dim
     uses_sinks: bool = False
     latent: bool = False  # one KV head, whose values are the first v_head_dim columns of its keys
+    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
+    kv_scales: str | None = None  # of a cache in 8 bits: per "token" and head, or constants of the "layer"
 
     @property
     def v_dim(self) -> int:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     def unusual(self) -> str | None:
-        """Why a backend without sinks and with values as wide as keys cannot serve this, or None."""
+        """Why a backend without sinks, with values as wide as keys and without 8-bit caches cannot serve this, or
+        None.
+        """
+        if self.kv_scales:
+            return "has no KV cache in 8 bits"
         if self.uses_sinks:
             return "has no attention sinks"
         if self.latent:
@@ -100,18 +111,18 @@ class AttentionBackend(ABC):
         return None
 
     def write_kv(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: torch.Tensor
     ) -> None:
         """Store k and v `[T, num_kv_heads, head_dim]` in their slots."""
-        block, offset = slot_mapping // k_cache.shape[1], slot_mapping % k_cache.shape[1]
-        k_cache[block, offset], v_cache[block, offset] = k, v
+        store(k_cache, slot_mapping, k)
+        store(v_cache, slot_mapping, v)
 
     @abstractmethod
     def forward(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         meta: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
@@ -127,9 +138,9 @@ class AttentionBackend(ABC):
         """
 
 
-def is_latent(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+def is_latent(k_cache: KVCache, v_cache: KVCache) -> bool:
     """Return whether the values are columns of the keys."""
-    return k_cache.data_ptr() == v_cache.data_ptr()
+    return isinstance(k_cache, torch.Tensor) and k_cache.data_ptr() == v_cache.data_ptr()
 
 
 def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
@@ -141,10 +152,14 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
     """
     size = spec.block_size or backend.default_block_size
     device = spec.device
-    caches = [
-        torch.zeros(3, size, spec.num_kv_heads, dim, dtype=spec.dtype, device=device)
+    caches: list[KVCache] = [
+        torch.zeros(3, size, spec.num_kv_heads, dim, dtype=spec.kv_dtype or spec.dtype, device=device)
         for dim in (spec.head_dim, spec.v_dim)
     ]
+    if spec.kv_scales:
+        constant = spec.kv_scales == "layer"
+        scales = torch.ones(() if constant else (3, size, spec.num_kv_heads), device=device)
+        caches = [ScaledCache(values, scales.expand(3, size, spec.num_kv_heads), constant) for values in caches]
     if spec.latent:
         caches[1] = caches[0][..., : spec.v_dim]
     for query_lens in ([2, 1], [1, 1]):

@@ -18,9 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, is_latent
+from quire.worker.cache.scaled import KVCache, ScaledCache, as_bytes, widened
 
 _DECODE_TOKENS = 8192  # maximum number of keys gathered at once for decoding requests
 _PREFILL_SCORES = 1 << 23  # maximum number of scores per head in one piece of a prefill
+
+
+Rows = list[torch.Tensor]  # [n * num_kv_heads * keys] int64 for each tensor of the caches, see `_Rows`
 
 
 @dataclass(slots=True)
@@ -28,7 +32,7 @@ class _Piece:
     """One attention call: `num_seqs` sequences with `num_queries` tokens each over `num_keys` keys each."""
 
     tokens: torch.Tensor | slice  # [n * queries], tokens of the batch
-    rows: tuple[torch.Tensor, torch.Tensor]  # [n * num_kv_heads * keys] int64, of k and of v, see `_Rows`
+    rows: Rows  # of each tensor of the caches
     num_seqs: int
     num_queries: int
     num_keys: int
@@ -62,8 +66,8 @@ class CpuPagedAttention(AttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         meta: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
@@ -71,17 +75,14 @@ class CpuPagedAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan: Plan = meta.extra
-        kind = sliding_window, k_cache.stride(), v_cache.stride()
+        tensors = _tensors(k_cache, v_cache)
+        kind = sliding_window, *(tensor.stride() for tensor in tensors)
         pieces = plan.pieces.get(kind)
         if pieces is None:
-            pieces = plan.pieces[kind] = _pieces(
-                plan,
-                _Rows(meta.block_table, k_cache, k_cache if is_latent(k_cache, v_cache) else v_cache),
-                sliding_window,
-            )
+            pieces = plan.pieces[kind] = _pieces(plan, _Rows(meta.block_table, tensors), sliding_window)
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
         for piece in pieces:
-            k, v = _gather(plan, piece, k_cache, v_cache)
+            k, v = _keys_and_values(_gather(plan, piece, tensors), k_cache, v_cache, q.dtype)
             out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scale, soft_cap, sinks)
         return out
 
@@ -90,8 +91,8 @@ def attend_span(
     plan: Plan,
     span: tuple[int, int, int],
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     block_table: torch.Tensor,
     scale: float,
     window: int | None,
@@ -103,9 +104,10 @@ def attend_span(
     are those of `AttentionBackend.forward`, for these tokens; `plan` is kept from layer to layer.
     """
     i, start, stop = span
-    kind = span, window, k_cache.stride(), v_cache.stride()
+    tensors = _tensors(k_cache, v_cache)
+    kind = span, window, *(tensor.stride() for tensor in tensors)
     if kind not in plan.pieces:
-        rows = _Rows(block_table, k_cache, v_cache)
+        rows = _Rows(block_table, tensors)
         first_key = max(0, start - window + 1) if window else 0
         mask = None
         if window and stop - first_key > window:
@@ -122,7 +124,42 @@ def attend_span(
             )
         ]
     (piece,) = plan.pieces[kind]
-    return _attend(q, *_gather(plan, piece, k_cache, v_cache), piece, scale, soft_cap, sinks)
+    k, v = _keys_and_values(_gather(plan, piece, tensors), k_cache, v_cache, q.dtype)
+    return _attend(q, k, v, piece, scale, soft_cap, sinks)
+
+
+def _tensors(k_cache: KVCache, v_cache: KVCache) -> list[torch.Tensor]:
+    """What is gathered, `[num_blocks, block_size, num_kv_heads, _]` each: keys and values, whose scales follow if each
+    token has its own; only the keys of a latent cache.
+    """
+    if is_latent(k_cache, v_cache):
+        return [k_cache]
+    if not isinstance(k_cache, ScaledCache):
+        return [k_cache, v_cache]
+    values = [as_bytes(k_cache.values), as_bytes(v_cache.values)]
+    return values if k_cache.constant else [*values, k_cache.scales[..., None], v_cache.scales[..., None]]
+
+
+def _keys_and_values(
+    gathered: list[torch.Tensor], k_cache: KVCache, v_cache: KVCache, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[n, num_kv_heads, keys, head_dim]` of type `dtype`, from what was gathered of `_tensors`. The
+    values of a latent cache are columns of the keys.
+    """
+    if is_latent(k_cache, v_cache):
+        return gathered[0], gathered[0][..., : v_cache.shape[3]]
+    if not isinstance(k_cache, ScaledCache):
+        return gathered[0], gathered[1]
+    scales = (
+        (cache.scales[0, 0, :, None] for cache in (k_cache, v_cache))
+        if k_cache.constant
+        else (scales[..., 0] for scales in gathered[2:])
+    )
+    k, v = (
+        widened(values.view(cache.values.dtype), scale).to(dtype)
+        for values, cache, scale in zip(gathered, (k_cache, v_cache), scales)
+    )
+    return k, v
 
 
 def _pieces(plan: Plan, rows: _Rows, window: int | None) -> list[_Piece]:
@@ -161,20 +198,16 @@ def _groups(decodes: list[int], seen: list[int]) -> list[list[int]]:
     return groups
 
 
-Rows = tuple[torch.Tensor, torch.Tensor]  # of k and of v
-
-
 class _Rows:
     """Maps positions to rows of the caches, through the block table: a cache of any block layout is a sequence of rows
     of head_dim.
     """
 
-    def __init__(self, block_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        self.block_size, self.num_heads = k_cache.shape[1:3]
+    def __init__(self, block_table: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+        self.block_size, self.num_heads = tensors[0].shape[1:3]
         self.block_table, self.device = block_table, block_table.device
         # (rows per block, per slot, per head)
-        k, v = (tuple(stride // cache.shape[3] for stride in cache.stride()[:3]) for cache in (k_cache, v_cache))
-        self.strides = (k,) if k == v else (k, v)
+        self.strides = [tuple(stride // tensor.shape[3] for stride in tensor.stride()[:3]) for tensor in tensors]
 
     def of_sequence(self, i: int, start: int, stop: int) -> Rows:
         """Rows of positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
@@ -194,11 +227,12 @@ class _Rows:
         return self._rows(torch.where(real, blocks, 0), positions % self.block_size), real
 
     def _rows(self, blocks: torch.Tensor, offsets: torch.Tensor) -> Rows:
-        rows = []
-        for block_rows, slot_rows, head_rows in self.strides:
+        rows = {}
+        for strides in set(self.strides):
+            block_rows, slot_rows, head_rows = strides
             heads = torch.arange(self.num_heads, device=self.device)[:, None] * head_rows
-            rows.append(((blocks.long() * block_rows + offsets * slot_rows)[..., None, :] + heads).flatten())
-        return rows[0], rows[-1]
+            rows[strides] = ((blocks.long() * block_rows + offsets * slot_rows)[..., None, :] + heads).flatten()
+        return [rows[strides] for strides in self.strides]
 
 
 def _num_rows(cache: torch.Tensor) -> int:
@@ -246,27 +280,23 @@ def _prefill_pieces(
     return pieces
 
 
-def _gather(
-    plan: Plan, piece: _Piece, k_cache: torch.Tensor, v_cache: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[n, num_kv_heads, keys, head_dim]`, gathered into the plan's buffers: new buffers would cost a
-    page fault per page in every layer. The values of a latent cache are columns of the keys.
+def _gather(plan: Plan, piece: _Piece, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`[n, num_kv_heads, keys, _]` of each tensor, gathered into the plan's buffers: new buffers would cost a page
+    fault per page in every layer.
     """
-    latent = is_latent(k_cache, v_cache)
-    caches = (k_cache,) if latent else (k_cache, v_cache)
     if plan.workspace is None:
         most = max(len(p.rows[0]) for pieces in plan.pieces.values() for p in pieces)
-        plan.workspace = [cache.new_empty(most * cache.shape[3]) for cache in caches]
+        plan.workspace = [tensor.new_empty(most * tensor.shape[3]) for tensor in tensors]
     gathered = []
-    for buffer, cache, rows in zip(plan.workspace, caches, piece.rows):
-        heads, dim = cache.shape[2:]
+    for buffer, tensor, rows in zip(plan.workspace, tensors, piece.rows):
+        heads, dim = tensor.shape[2:]
         size = len(rows) * dim
         if len(buffer) < size:  # a layer with a wider window, or larger heads, than the previous ones
-            buffer = cache.new_empty(size)
+            buffer = tensor.new_empty(size)
         found = buffer[:size].view(-1, dim)
-        torch.index_select(cache.as_strided((_num_rows(cache), dim), (dim, 1)), 0, rows, out=found)
+        torch.index_select(tensor.as_strided((_num_rows(tensor), dim), (dim, 1)), 0, rows, out=found)
         gathered.append(found.view(piece.num_seqs, heads, piece.num_keys, dim))
-    return gathered[0], gathered[0][..., : v_cache.shape[3]] if latent else gathered[1]
+    return gathered
 
 
 def _attend(

@@ -12,7 +12,9 @@ import time
 import torch
 from torch import nn
 
+from quire.worker.cache.scaled import SCALE, KVCache, ScaledCache, tensors_of
 from quire.worker.cache.spec import CachePlan, CacheSpec, Latent
+from quire.worker.cache.storage import KVStorage
 from quire.worker.layers.attention import Attention
 from quire.worker.messages import StepInput
 from quire.worker.platforms import huge_pages
@@ -31,7 +33,7 @@ def attention_layers(model: nn.Module) -> list[Attention]:
 
 
 def allocate(
-    layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, storage: KVStorage, device: torch.device
 ) -> None:
     """Bind `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]` and the cache group to every
     layer of this rank.
@@ -47,70 +49,98 @@ def allocate(
         mine = [by_index[i] for i in members if i in by_index]
         slabs += [[] for _ in range(len(mine) - len(slabs))]
         for slab, layer in zip(slabs, mine):
-            assert layer.cache_spec(dtype) == plan.specs[layer.layer_index]
+            assert layer.cache_spec(storage.dtype.itemsize, storage.scale_bytes) == plan.specs[layer.layer_index]
             layer.cache_group = g
             slab.append(layer)
     for sharing in slabs:
-        shapes = {_shapes(plan.specs[layer.layer_index]) for layer in sharing}
-        caches = _equal_caches if len(shapes) == 1 else _caches_in_pages
-        for layer, (k_cache, v_cache) in zip(sharing, caches(sharing, plan, num_blocks, block_size, dtype, device)):
-            layer.k_cache, layer.v_cache = k_cache, v_cache
+        shapes = {tuple(_parts(plan.specs[layer.layer_index], storage)) for layer in sharing}
+        allocated = _equal_parts if len(shapes) == 1 else _parts_in_pages
+        for layer, tensors in zip(sharing, allocated(sharing, plan, num_blocks, block_size, storage, device)):
+            layer.k_cache, layer.v_cache = _caches(tensors, layer, storage)
     for layer in layers:
         if layer.kv_from is not None:
             source = by_index[layer.kv_from]
             layer.k_cache, layer.v_cache, layer.cache_group = source.k_cache, source.v_cache, source.cache_group
 
 
-def _shapes(spec: CacheSpec) -> tuple[tuple[int, int], ...]:
-    """(heads, entries per head) of each tensor that a layer keeps per token."""
+_Part = tuple[int, int, torch.dtype]  # of what a layer keeps per token: heads, entries per head, their type
+
+
+def _parts(spec: CacheSpec, storage: KVStorage) -> list[_Part]:
+    """The tensors of a layer: keys, their scales if each token has some, values, and theirs."""
     if isinstance(spec, Latent):
-        return ((1, spec.width),)
-    return (spec.num_kv_heads, spec.k_dim), (spec.num_kv_heads, spec.v_dim)
+        return [(1, spec.width, storage.dtype)]
+    scales = [(spec.num_kv_heads, 1, SCALE)] if storage.scale_bytes else []
+    k, v = ((spec.num_kv_heads, dim, storage.dtype) for dim in (spec.k_dim, spec.v_dim))
+    return [k, *scales, v, *scales]
 
 
-def _views(tensors: list[torch.Tensor], layer: Attention) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k_cache, v_cache) of a layer in the tensors of its `_shapes`."""
-    return tensors[0], tensors[-1][..., : layer.v_head_dim]
+def _caches(tensors: list[torch.Tensor], layer: Attention, storage: KVStorage) -> tuple[KVCache, KVCache]:
+    """(k_cache, v_cache) of a layer in the tensors of its `_parts`."""
+    if not storage.scaled:
+        return tensors[0], tensors[-1][..., : layer.v_head_dim]
+    if storage.constants is None:
+        k, k_scales, v, v_scales = tensors
+        return ScaledCache(k, k_scales[..., 0]), ScaledCache(v, v_scales[..., 0])
+    scales = storage.constants[layer.layer_index]
+    return tuple(
+        ScaledCache(values, torch.tensor(scale, dtype=SCALE, device=values.device).expand(values.shape[:3]), True)
+        for values, scale in zip(tensors, scales)
+    )
 
 
-def _equal_caches(
-    layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One pair of tensors for layers of equal shape.
+def _zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros; on CPU, memory that is not resident yet."""
+    return (
+        huge_pages.zeros(*shape, dtype=dtype)
+        if device.type == "cpu"
+        else torch.zeros(*shape, dtype=dtype, device=device)
+    )
+
+
+def _equal_parts(
+    layers: list[Attention],
+    plan: CachePlan,
+    num_blocks: int,
+    block_size: int,
+    storage: KVStorage,
+    device: torch.device,
+) -> list[list[torch.Tensor]]:
+    """The same tensors for all layers, whose parts are equal.
 
     On CPU the entries of one head in a block are contiguous, as they are read: with 4 KiB per head and block the
     hardware prefetches them.
     """
     tensors = []
-    for heads, dim in _shapes(plan.specs[layers[0].layer_index]):
+    for heads, dim, dtype in _parts(plan.specs[layers[0].layer_index], storage):
         if device.type == "cpu":
-            cache = huge_pages.zeros(num_blocks, heads, block_size, dim, dtype=dtype).transpose(1, 2)
+            tensor = _zeros(num_blocks, heads, block_size, dim, dtype=dtype, device=device).transpose(1, 2)
         else:
-            cache = torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device)
-        tensors.append(cache)
-    return [_views(tensors, layer) for layer in layers]
+            tensor = _zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device)
+        tensors.append(tensor)
+    return [tensors] * len(layers)
 
 
-def _caches_in_pages(
-    layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of pages as large as the largest layer needs; each page holds a layer's keys, then its values."""
-    size = plan.layer_page_bytes(block_size) // dtype.itemsize
-    shape = num_blocks, size
-    pages = (
-        huge_pages.zeros(*shape, dtype=dtype)
-        if device.type == "cpu"
-        else torch.zeros(*shape, dtype=dtype, device=device)
-    )
-    views = []
+def _parts_in_pages(
+    layers: list[Attention],
+    plan: CachePlan,
+    num_blocks: int,
+    block_size: int,
+    storage: KVStorage,
+    device: torch.device,
+) -> list[list[torch.Tensor]]:
+    """Views of pages as large as the largest layer needs; each page holds a layer's parts one after the other."""
+    pages = _zeros(num_blocks, plan.layer_page_bytes(block_size), dtype=torch.uint8, device=device)
+    layers_parts = []
     for layer in layers:
         tensors, start = [], 0
-        for heads, dim in _shapes(plan.specs[layer.layer_index]):
-            entries = pages[:, start : start + heads * block_size * dim]
+        for heads, dim, dtype in _parts(plan.specs[layer.layer_index], storage):
+            size = heads * block_size * dim * dtype.itemsize
+            entries = pages[:, start : start + size].view(dtype)
             tensors.append(entries.unflatten(1, (heads, block_size, dim)).transpose(1, 2))
-            start += heads * block_size * dim
-        views.append(_views(tensors, layer))
-    return views
+            start += size
+        layers_parts.append(tensors)
+    return layers_parts
 
 
 class Warmer:
@@ -124,7 +154,12 @@ class Warmer:
 
     def __init__(self, layers: list[Attention], idle_bytes: int = IDLE_BYTES, busy_bytes: int = BUSY_BYTES):
         # layers of several groups share tensors, and the values of a latent cache are part of its keys
-        caches = {tensor.data_ptr(): tensor for layer in layers for tensor in (layer.v_cache, layer.k_cache)}
+        caches = {
+            tensor.data_ptr(): tensor
+            for layer in layers
+            for cache in (layer.v_cache, layer.k_cache)
+            for tensor in tensors_of(cache)
+        }
         self._tensors = sorted(caches.values(), key=lambda tensor: -tensor.nbytes)
         # of the largest tensor, in bytes, like all sizes below; of smaller ones the same share is resident
         self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes

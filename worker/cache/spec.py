@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.worker.messages import CacheGroup
 
@@ -20,21 +20,24 @@ _MAX_PADDING = 0.1  # maximum fraction of padded layers; beyond it, smaller grou
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Keys `[num_kv_heads, k_dim]` and values `[num_kv_heads, v_dim]` of every token. Sizes are per rank."""
+    """Keys `[num_kv_heads, k_dim]` and values `[num_kv_heads, v_dim]` of every token, and `scale_bytes` per head for
+    the scale of its key, and as many for that of its value. Sizes are per rank.
+    """
 
     num_kv_heads: int
     k_dim: int
     v_dim: int
     itemsize: int
+    scale_bytes: int = field(default=0, kw_only=True)
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes of one page of one layer."""
-        return block_size * self.num_kv_heads * (self.k_dim + self.v_dim) * self.itemsize
+        return block_size * self.num_kv_heads * ((self.k_dim + self.v_dim) * self.itemsize + 2 * self.scale_bytes)
 
     @property
     def row_bytes(self) -> int:
         """Granularity of shared pages: the size in bytes of a page that other layers share is a multiple of this."""
-        return math.lcm(self.k_dim, self.v_dim) * self.itemsize
+        return math.lcm(self.k_dim * self.itemsize, self.v_dim * self.itemsize, self.scale_bytes or 1)
 
     @property
     def group(self) -> CacheGroup:

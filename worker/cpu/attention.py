@@ -28,6 +28,8 @@ class CpuNativeAttention(AttentionBackend):
             return KERNELS.status
         if spec.uses_sinks:
             return "has no attention sinks"
+        if spec.kv_scales:
+            return "has no KV cache in 8 bits"
         return cpu_ops.attention_reason(spec.head_dim, spec.v_dim, spec.dtype)
 
     def build(self, meta: AttentionMetadata) -> None:

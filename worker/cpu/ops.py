@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quire.worker.cache.scaled import ScaledCache
 from quire.worker.cpu.native import KERNELS, CompactArgs, LayerArgs, LinearArgs, QkvArgs, QuantArgs
 from quire.worker.platforms import huge_pages
+from quire.worker.platforms.ops import Ops
 
 if TYPE_CHECKING:
     from quire.worker.batch.input_batch import StepTensors
@@ -97,6 +99,10 @@ def qk_norm_rope_write(
     head_dim]` float32 holds the cosines of the head_dim / 2 angles, then the sines. positions and slot_mapping are
     int64 `[T]`. Caches are `[num_blocks, block_size, num_kv_heads, head_dim]` of qkv's type.
     """
+    if isinstance(k_cache, ScaledCache):
+        return Ops().qk_norm_rope_write(
+            qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping, num_heads
+        )
     assert positions.dtype == slot_mapping.dtype == torch.int64 and k_cache.dtype == qkv.dtype
     head_dim = k_cache.shape[3]
     args = qkv_args(q_weight, k_weight, eps, cos_sin, k_cache, v_cache, num_heads, qkv.stride(0))

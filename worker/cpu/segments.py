@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import GroupedMetadata
+from quire.worker.cache.scaled import ScaledCache
 from quire.worker.cpu.native import KERNELS, CacheGroupArgs, LayerArgs, LinearArgs, SegmentArgs
 from quire.worker.cpu.ops import layer_args, qkv_args
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
@@ -91,6 +92,7 @@ class Segments:
         if (
             any(args is None for layer in linears for args in layer)
             or layers[0].self_attn.o_proj.group.size > 1
+            or isinstance(layers[0].self_attn.attn.k_cache, ScaledCache)
             or layers[0].self_attn.attn.k_cache.dtype != torch.bfloat16
         ):
             return None

@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.worker.cache.scaled import ScaledCache
+from quire.worker.platforms.ops import Ops
+
 
 @triton.jit
 def _add_rms_norm_kernel(
@@ -148,6 +151,10 @@ def qk_norm_rope_write(
     head_dim]` holds the cosines of the head_dim / 2 angles, then the sines; caches are `[num_blocks, block_size,
     num_kv_heads, head_dim]`. Returns q as a view `[T, num_heads, head_dim]`.
     """
+    if isinstance(k_cache, ScaledCache):
+        return Ops().qk_norm_rope_write(
+            qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping, num_heads
+        )
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     _qk_norm_rope_write_kernel[(qkv.shape[0], num_heads + 2 * num_kv_heads)](
         qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,

@@ -254,6 +254,8 @@ class TritonPagedBackend(AttentionBackend):
             return "needs a GPU"
         if spec.uses_sinks:
             return "has no attention sinks"
+        if spec.kv_scales:
+            return "has no KV cache in 8 bits"
         if spec.head_dim > 256 and not spec.latent:
             return f"head_dim {spec.head_dim} is above 256"
         if spec.latent and (spec.uses_soft_cap or spec.uses_sliding_window):

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import AttentionMetadata
-from quire.worker.cache.spec import Full, Window
+from quire.worker.cache.scaled import KVCache
+from quire.worker.cache.spec import CacheSpec, Full, Window
 
 
 class Attention(nn.Module):
@@ -37,13 +38,15 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window, self.soft_cap, self.layer_index = sliding_window, soft_cap, layer_index
         self.cache_group = 0  # index of its block table and metadata in the step's groups
-        self.k_cache: torch.Tensor | None = None
-        self.v_cache: torch.Tensor | None = None
+        self.k_cache: KVCache | None = None
+        self.v_cache: KVCache | None = None
 
-    def cache_spec(self, dtype: torch.dtype) -> Full:
-        """The layer's cache per token."""
-        sizes = self.num_kv_heads, self.head_dim, self.v_head_dim, dtype.itemsize
-        return Full(*sizes) if self.sliding_window is None else Window(*sizes, self.sliding_window)
+    def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> CacheSpec:
+        """The layer's cache per token, see `Full`."""
+        sizes = self.num_kv_heads, self.head_dim, self.v_head_dim, itemsize
+        if self.sliding_window is None:
+            return Full(*sizes, scale_bytes=scale_bytes)
+        return Window(*sizes, self.sliding_window, scale_bytes=scale_bytes)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
         """Store k `[T, num_kv_heads, head_dim]` and v `[T, num_kv_heads, v_head_dim]`, then attend with q `[T,

@@ -50,8 +50,9 @@ class LatentAttention(Attention):
         super().__init__(num_heads, 1, sizes.width, layer_index, scale=scale, v_head_dim=sizes.rank)
         self.sizes = sizes
 
-    def cache_spec(self, dtype: torch.dtype) -> Latent:
-        return Latent(self.sizes.width, self.sizes.rope_dim, dtype.itemsize)
+    def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> Latent:
+        assert not scale_bytes, "latents are not stored in 8 bits"
+        return Latent(self.sizes.width, self.sizes.rope_dim, itemsize)
 
     def write(self, latents: torch.Tensor, attn: AttentionMetadata) -> None:
         """Store latents `[T, R + P]` in their slots."""

@@ -136,14 +136,14 @@ def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
         raise ValueError(f"cannot read {path}: {error}; download it again") from error
 
 
-def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1) -> list[CacheSpec | None]:
-    """Return the cache spec of each layer on each of `tp` ranks, with elements of `itemsize` bytes; None for a layer
-    that has no cache of its own.
+def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> list[CacheSpec | None]:
+    """Return the cache spec of each layer on each of `tp` ranks, with elements of `itemsize` bytes and scales of
+    `scale_bytes` per head; None for a layer that has no cache of its own.
     """
-    return [cache_spec(layer, itemsize, tp) for layer in spec.layers]
+    return [cache_spec(layer, itemsize, tp, scale_bytes) for layer in spec.layers]
 
 
-def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1) -> CacheSpec | None:
+def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> CacheSpec | None:
     """The cache of one layer, see `cache_specs`. KV heads are replicated if there are fewer KV heads than ranks."""
     if layer.mixer == "none" or layer.kv_from is not None:
         return None
@@ -152,7 +152,9 @@ def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1) -> CacheSpec | None
     if layer.latent is not None:
         return Latent(layer.latent.width, layer.latent.rope_dim, itemsize)
     sizes = max(1, layer.num_kv_heads // tp), layer.head_dim, layer.v_head_dim, itemsize
-    return Full(*sizes) if layer.window is None else Window(*sizes, layer.window)
+    if layer.window is None:
+        return Full(*sizes, scale_bytes=scale_bytes)
+    return Window(*sizes, layer.window, scale_bytes=scale_bytes)
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, tp: int = 1) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from quire.worker.cache.scaled import KVCache, store
 from quire.worker.layers.activation import silu_and_mul
 from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.norm import add_rms_norm, rms_norm
@@ -79,8 +80,8 @@ class Ops:
         eps: float,
         cos_sin: torch.Tensor,
         positions: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         slot_mapping: torch.Tensor,
         num_heads: int,
     ) -> torch.Tensor:
@@ -91,14 +92,14 @@ class Ops:
         `RotaryEmbedding.cos_sin_cache`; caches are `[num_blocks, block_size, num_kv_heads, head_dim]`. Returns q `[T,
         num_heads, head_dim]`.
         """
-        _, block_size, num_kv_heads, head_dim = k_cache.shape
+        num_kv_heads, head_dim = k_cache.shape[2:]
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
         if q_weight is not None:
             q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
         rows = cos_sin[positions]
-        block, offset = slot_mapping // block_size, slot_mapping % block_size
-        k_cache[block, offset], v_cache[block, offset] = apply_rotary(k, rows), v
+        store(k_cache, slot_mapping, apply_rotary(k, rows))
+        store(v_cache, slot_mapping, v)
         return apply_rotary(q, rows)
 
     # ---- matrix products

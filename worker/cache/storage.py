@@ -1,0 +1,106 @@
+"""How keys and values are stored: in the type of the activations, or in 8 bits with scales.
+
+`--kv-cache-dtype auto` follows the checkpoint, as vLLM does: a model that was exported for an FP8 or int8 cache gets
+one. Scales of the checkpoint are used if every layer has them; otherwise each head of each token gets its own when it
+is stored, which loses less and takes 4 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.configs.config import Config
+from quire.worker.cache.scaled import FP8, LARGEST, SCALE
+from quire.worker.layers.quantization.kv_scales import Declared, Scales, declared, read_scales
+from quire.worker.models.config import ModelSpec
+
+_TYPES = {"fp8": FP8, "int8": torch.int8}
+_OWN_SCALES = "_per_token_head"
+Choice = tuple[str, str, str]  # setting, value, reason
+
+
+@dataclass(frozen=True, slots=True)
+class KVStorage:
+    """The type of the elements, and the constant scales of each layer, if there are any."""
+
+    dtype: torch.dtype
+    constants: Scales | None = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether elements have scales."""
+        return self.dtype in LARGEST
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes per head of a token for the scale of its key, and for that of its value."""
+        return SCALE.itemsize if self.scaled and self.constants is None else 0
+
+    @property
+    def scales(self) -> str | None:
+        """ "token": each head of a token has its scale; "layer": constants of the layer; None: no scales."""
+        if not self.scaled:
+            return None
+        return "token" if self.constants is None else "layer"
+
+
+def resolve_storage(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[KVStorage, Choice]:
+    """(the storage, the row of the table of choices) for activations of type `dtype`.
+
+    Raises:
+        ValueError: `--kv-cache-dtype` does not fit the model.
+    """
+    asked, name = config.cache.kv_cache_dtype, str(dtype).removeprefix("torch.")
+    wanted, obstacle = declared(spec.raw), _obstacle(spec)
+    if asked == "auto":
+        if wanted and wanted.kind and not obstacle:
+            return _in_8_bits(config, spec, wanted.kind, wanted, f"the checkpoint's {wanted.words}")
+        reason = obstacle or "fp8 and int8 are supported"
+        why = f"; the checkpoint's {wanted.words} is not followed: {reason}" if wanted else ""
+        return KVStorage(dtype), ("kv_cache_dtype", name, f"type of the activations{why}")
+    if asked.removesuffix(_OWN_SCALES) in _TYPES:
+        if obstacle:
+            raise ValueError(f"--kv-cache-dtype {asked}: {obstacle}; omit it")
+        return _in_8_bits(config, spec, asked, wanted, "as asked")
+    if asked != name:
+        raise ValueError(
+            f"--kv-cache-dtype {asked}: keys and values are stored in {name}, the type of the activations, or in 8 "
+            f"bits; set it to auto, fp8 or int8, or set --dtype {asked}"
+        )
+    return KVStorage(dtype), ("kv_cache_dtype", name, "as asked")
+
+
+def _obstacle(spec: ModelSpec) -> str | None:
+    """Why a model has no keys and values to store in 8 bits."""
+    if spec.is_encoder:
+        return f"{spec.architecture} is an encoder, which keeps no keys and values"
+    if any(layer.latent for layer in spec.layers):
+        return f"{spec.architecture} keeps latents (MLA), which are not stored in 8 bits yet"
+    return None
+
+
+def _in_8_bits(
+    config: Config, spec: ModelSpec, asked: str, wanted: Declared | None, why: str
+) -> tuple[KVStorage, Choice]:
+    kind = asked.removesuffix(_OWN_SCALES)
+    own, note = (KVStorage(_TYPES[kind]), ("kv_cache_dtype", kind)), "one scale per token and head"
+    if asked != kind:
+        return own[0], (*own[1], f"{why}; {note}")
+    # a scale for another type does not fit this one's range
+    if config.model.load_format == "dummy" or (wanted and wanted.kind != kind) or (not wanted and kind != "fp8"):
+        return own[0], (*own[1], f"{why}; {note}")
+    scales = read_scales(config.model.model)
+    if scales is None:
+        return own[0], (*own[1], f"{why}; {note}, unless the weights, which are not here, have some")
+    lacking = [
+        i
+        for i, layer in enumerate(spec.layers)
+        if layer.mixer == "attention" and layer.kv_from is None and i not in scales
+    ]
+    if not lacking:
+        return KVStorage(_TYPES[kind], scales), (*own[1], f"{why}; the checkpoint's scale of each layer")
+    if scales:
+        note += f", as the checkpoint has none of layer {lacking[0]}"
+    return own[0], (*own[1], f"{why}; {note}")

@@ -1,0 +1,120 @@
+"""What a checkpoint says about an 8-bit KV cache: the type that it was calibrated for, and one scale per layer for keys
+and for values.
+
+The number x is stored as x / scale, in e4m3 or as an integer. Writers name the tensors differently; the older ones have
+one scale, `kv_scale`, for both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from quire.configs.files import damaged_weights, unreadable
+
+Scales = dict[int, tuple[float, float]]  # layer -> (of keys, of values)
+
+_SCALE = re.compile(
+    r"(?:^|\.)layers\.(?P<layer>\d+)\.\w+\.(?:attn\.)?(?:(?:[kv]|qkv)_proj\.)?"
+    r"(?P<kind>k_scale|v_scale|kv_scale|(?<=k_proj\.)output_scale|(?<=v_proj\.)output_scale)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The type of KV cache that a config.json asks for: "fp8", "int8", or None with the words that ask for another."""
+
+    kind: str | None
+    words: str
+
+
+def declared(raw: dict[str, Any]) -> Declared | None:
+    """What a parsed config.json asks for, or None."""
+    config = raw.get("quantization_config") or raw.get("compression_config") or {}
+    config = config.get("quantization") or config  # modelopt
+    if scheme := config.get("kv_cache_scheme"):
+        return Declared(_kind_of(scheme), f"kv_cache_scheme {json.dumps(scheme)}")
+    algorithm = config.get("kv_cache_quant_algo")
+    if not algorithm or str(algorithm).lower() in ("none", "auto"):
+        return None
+    return Declared({"FP8": "fp8", "INT8": "int8"}.get(str(algorithm).upper()), f"kv_cache_quant_algo {algorithm}")
+
+
+def _kind_of(scheme: Any) -> str | None:
+    """The type of compressed-tensors' `kv_cache_scheme`; modelopt writes a dict with the same keys."""
+    if not isinstance(scheme, dict) or scheme.get("num_bits") != 8 or not scheme.get("symmetric", True):
+        return None
+    return {"float": "fp8", "int": "int8"}.get(scheme.get("type", "int"))
+
+
+def read_scales(folder: str) -> Scales | None:
+    """The scales of the layers that have one number for keys and one for values, or None if there are no safetensors in
+    `folder`.
+
+    Raises:
+        ValueError: a scale is not positive, or a file is damaged.
+    """
+    files = _files(Path(folder))
+    if not files:
+        return None
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    for path, names in files.items():
+        matches = [(name, match) for name in names if (match := _SCALE.search(name))]
+        if not matches:
+            continue
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name, match in matches:
+                    tensor = file.get_tensor(name)
+                    if tensor.numel() != 1:  # one per head
+                        continue
+                    for kind in _kinds(name, match["kind"]):
+                        found[int(match["layer"])][kind] = _positive(name, float(tensor))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(damaged_weights(path, error)) from error
+    return {layer: (scales["k"], scales["v"]) for layer, scales in sorted(found.items()) if scales.keys() >= {"k", "v"}}
+
+
+def _kinds(name: str, kind: str) -> str:
+    """Which scales a tensor is: "k", "v" or "kv"."""
+    if kind == "output_scale":
+        return "k" if name.endswith("k_proj.output_scale") else "v"
+    return kind.removesuffix("_scale")
+
+
+def _positive(name: str, scale: float) -> float:
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{name} is {scale}, but a scale must be positive and finite: download the model again")
+    return scale
+
+
+def _files(folder: Path) -> dict[Path, Iterable[str]]:
+    """The names of the tensors in each safetensors file, without opening the files that an index describes."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except OSError as error:
+            raise ValueError(unreadable(index, error)) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"cannot read {index}: it must have a weight_map; download it again") from error
+        files: dict[Path, list[str]] = defaultdict(list)
+        for name, file in weight_map.items():
+            files[folder / file].append(name)
+        return {path: names for path, names in files.items() if path.is_file()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        return {}
+    try:
+        with safe_open(single, framework="pt") as file:
+            return {single: list(file.keys())}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(damaged_weights(single, error)) from error
