@@ -75,8 +75,8 @@ class ModelConfig:
     quantization: str | None = opt(
         None,
         (
-            "round the weights to integers at load, in groups of 128 or 64 with one scale each (CPU only; the output "
-            "head is int8 in both cases)"
+            "round the weights to integers at load, in groups of 128 or 64 with one scale each (the output head is "
+            "int8 in both cases)"
         ),
         everyday=True,
         choices=("int8", "int4"),

@@ -58,7 +58,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     tp, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     _check_divisible(spec, tp, stages, config.parallel.enable_expert_parallel)
     dtype, reason = (
-        _quantized_dtype(config, platform)
+        _quantized_dtype(config)
         if config.model.quantization
         else platform.resolve_dtype(config.model.dtype, spec.dtype)
     )
@@ -171,10 +171,12 @@ def _kv_width(spec: ModelSpec, tp: int) -> int:
 
 def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:
     """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
-    stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. Quantized experts
-    are multiplied one by one, by a list of those that have tokens, for which the host waits.
+    stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. The experts of a
+    quantized checkpoint may differ in form, unless they are in MXFP4; then they are multiplied one by one, by a list of
+    those that have tokens, for which the host waits.
     """
-    listed = bool(spec.raw.get("quantization_config")) and any(layer.moe for layer in spec.layers)
+    method = (spec.raw.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    listed = method != "mxfp4" and any(layer.moe for layer in spec.layers)
     return (
         platform.has_graphs
         and not listed
@@ -357,12 +359,8 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: boo
         )
 
 
-def _quantized_dtype(config: Config, platform: Platform) -> tuple[torch.dtype, str]:
+def _quantized_dtype(config: Config) -> tuple[torch.dtype, str]:
     quantization = config.model.quantization
-    if platform.name != "cpu":
-        raise ValueError(
-            f"--quantization {quantization} has no kernels for {platform.name} yet: omit it, or set --device cpu"
-        )
     if config.model.dtype not in ("auto", "bfloat16"):
         raise ValueError(
             f"--quantization {quantization} supports bfloat16 activations only: omit --dtype {config.model.dtype}"

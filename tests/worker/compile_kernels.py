@@ -16,7 +16,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from quire.worker.cuda import triton_bitmask, triton_experts, triton_mla, triton_ops, triton_paged, triton_sampler
+from quire.worker.cuda import (
+    triton_bitmask,
+    triton_experts,
+    triton_mla,
+    triton_ops,
+    triton_paged,
+    triton_quantized,
+    triton_sampler,
+)
+from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
 
 TYPES = {
     torch.float32: "fp32",
@@ -25,6 +34,8 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
 }
 
 
@@ -158,9 +169,31 @@ def experts() -> None:
         biases = parameters[2:] if activation == "clamped_silu" else (None, None)
         x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
         triton_experts.fused_experts(x, torch.ones(tokens, top_k), ids, *parameters[:2], *biases, activation)
+        if tokens == 8:
+            stacks = [groups_of(shape) for shape in shapes[:2]]
+            triton_experts.fused_experts(x, torch.ones(tokens, top_k), ids, *stacks, *biases, activation)
+
+
+def groups_of(shape: tuple[int, int, int]) -> triton_experts.StackedGroups:
+    """4-bit weights in groups of 32, without memory of their own."""
+    values = torch.empty(1, dtype=torch.uint8).expand(*shape[:2], shape[2] // 2)
+    scales = torch.empty(1, dtype=torch.float16).expand(*shape[:2], shape[2] // 32)
+    return triton_experts.StackedGroups(values, scales, None, 4, 32)
+
+
+def quantized() -> None:
+    """Decode and prefill with the weights of Qwen3-8B's MLP."""
+    for rows in (8, 1024):
+        x, scales = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(12288, 32, dtype=torch.float16)
+        triton_quantized.multiply_groups(x, torch.zeros(12288, 4096, dtype=torch.int8), scales, None, 8, 128)
+        triton_quantized.multiply_groups(x, torch.zeros(12288, 2048, dtype=torch.uint8), scales, scales, 4, 128)
+        for kind in BLOCK_TYPES if rows == 8 else ("Q4_K", "Q6_K"):
+            values, size = triton_quantized.BLOCKS[kind]
+            blocks = torch.zeros(1, 1, dtype=torch.uint8).expand(12288, 4096 // values * size)
+            triton_quantized.multiply_blocks(x, blocks, kind, torch.zeros(rows, 12288, dtype=torch.bfloat16))
 
 
 if __name__ == "__main__":
     compile_launches(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
-    for part in (operations, sampler, attention, latent_attention, experts):
+    for part in (operations, sampler, attention, latent_attention, experts, quantized):
         part()

@@ -21,7 +21,6 @@ from quire.worker.loader import load_weights
 from quire.worker.models import build_model, read_model_spec
 from quire.worker.parallel import use_groups
 from quire.worker.platforms.cpu import CpuPlatform
-from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.worker import Worker
 from tests.worker.dense_attention import PagedRunner
 from tests.worker.ranks import run_ranks, thread_groups
@@ -148,23 +147,12 @@ def test_the_memory_plan_is_true(checkpoint, native_kernels, name, quantization)
     )
 
 
-@pytest.mark.parametrize(
-    ("platform", "settings", "words"),
-    [
-        (
-            CpuPlatform(),
-            {"dtype": "float32"},
-            "--quantization int8 supports bfloat16 activations only: omit --dtype float32",
-        ),
-        (CudaPlatform(0), {}, "--quantization int8 has no kernels for cuda yet"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(checkpoint, platform, settings, words):
+def test_quantizing_at_load_needs_bfloat16(checkpoint):
     folder = checkpoint("qwen3")
+    words = "--quantization int8 supports bfloat16 activations only: omit --dtype float32"
     with pytest.raises(ValueError, match=re.escape(words)):
-        memory.resolve_limits(
-            Config.from_flat(model=folder, quantization="int8", **settings), read_model_spec(folder), platform
-        )
+        config = Config.from_flat(model=folder, quantization="int8", dtype="float32")
+        memory.resolve_limits(config, read_model_spec(folder), CpuPlatform())
 
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 1.01), ("int4", 1.10)])

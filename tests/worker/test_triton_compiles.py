@@ -36,4 +36,6 @@ def test_every_kernel_compiles(capability):
         "_gate_up_kernel",
         "_down_kernel",
         "_sum_kernel",
+        "_groups_kernel",
+        "_blocks_kernel",
     }

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
+from quire.worker.layers.quantization.int_at_load import quantize
+from quire.worker.layers.quantization.int_groups import Groups
 from quire.worker.platforms.ops import Ops
+
+if TYPE_CHECKING:
+    from quire.worker.layers.linear import Linear, LinearMethod
+    from quire.worker.layers.moe import ListedExperts
+    from quire.worker.layers.quantization.blocks import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +38,12 @@ def triton_ops(device: torch.device) -> Ops | None:
 
 
 class TritonOps(Ops):
-    """Triton kernels between the matrix products and for those of experts; everything else is plain torch."""
+    """Triton kernels between the matrix products, for those of experts and of quantized weights; everything else is
+    plain torch.
+    """
 
     name = "triton"
+    quantized_types = (torch.bfloat16, torch.float16, torch.float32)
 
     def __init__(self) -> None:
         from quire.worker.cuda import triton_bitmask, triton_experts, triton_sampler
@@ -42,3 +54,25 @@ class TritonOps(Ops):
         self.rms_norm, self.add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
         self.fused_experts = triton_experts.fused_experts
         self.silu_and_mul, self.qk_norm_rope_write = kernels.silu_and_mul, kernels.qk_norm_rope_write
+
+    def quantize_weight(self, layer: Linear, bits: int, group: int) -> LinearMethod:
+        from quire.worker.cuda.quantized import TritonGroups
+
+        values, scales = quantize(layer.weight, bits)
+        groups = Groups(values[:, : layer.in_features].contiguous(), scales, None, bits, group)
+        return TritonGroups(layer, groups, layer.weight.dtype)
+
+    def quantized_method(self, layer: Linear, groups: Groups) -> LinearMethod:
+        from quire.worker.cuda.quantized import TritonGroups
+
+        return TritonGroups(layer, groups, layer.method.dtype)
+
+    def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod:
+        from quire.worker.cuda.quantized import TritonBlocks
+
+        return TritonBlocks(parts, layer.method.dtype)
+
+    def packed_experts(self, experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
+        from quire.worker.cuda.quantized import grouped_experts
+
+        return grouped_experts(experts)

@@ -8,20 +8,48 @@ kernel sums by weight. The torch twin is `layers.moe.fused_experts`; tests compa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from quire.worker.cuda.triton_quantized import load_groups
+
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_silu": 2}
 _FEW_ROWS = 16  # per expert on average, up to which tiles are narrow
+
+
+@dataclass(frozen=True, slots=True)
+class StackedGroups:
+    """The weights `[E, n, k]` of a stack of experts as integers with a scale per row and group of columns."""
+
+    values: torch.Tensor  # int8 [E, n, k], or uint8 [E, n, ceil(k / 2)] as `int_groups.pack_int4` has them
+    scales: torch.Tensor  # [E, n, groups]
+    zeros: torch.Tensor | None  # like scales
+    bits: int
+    group: int  # columns
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors and strides that the kernels take."""
+        strides = self.values.stride(0), self.values.stride(1), self.scales.stride(0), self.scales.stride(1)
+        return self.values, self.scales, self.zeros, *strides
+
+
+def arguments(weight: torch.Tensor | StackedGroups) -> tuple[tuple, dict[str, int]]:
+    """(tensors and strides, constants) of a stack of weights for the kernels."""
+    if isinstance(weight, StackedGroups):
+        return weight.arguments, {"BITS": weight.bits, "GROUP": weight.group}
+    return (weight, None, None, weight.stride(0), weight.stride(1), 0, 0), {"BITS": 0, "GROUP": 1}
 
 
 def fused_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | StackedGroups,
+    down: torch.Tensor | StackedGroups,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     activation: str,
@@ -34,22 +62,22 @@ def fused_experts(
     `first`; experts outside them add nothing. With `weigh_inputs` the weights multiply the experts' inputs instead.
     """
     tokens, hidden = x.shape
-    top_k, num_experts, size = ids.shape[1], gate_up.shape[0], down.shape[2]
+    (stored, up_constants), (stored_down, down_constants) = arguments(gate_up), arguments(down)
+    top_k, num_experts, size = ids.shape[1], len(stored[0]), stored[0].shape[1] // 2
     tile = 16 if tokens * top_k <= _FEW_ROWS * num_experts else 64
     pairs, experts, num_tiles = sort_by_expert(ids, first, num_experts, tile)
     weights = weights.float().contiguous()
     between = x.new_empty(tokens * top_k, size)
     columns, depth = (32, 64) if tile == 16 else (64, 32)
     _gate_up_kernel[(num_tiles, triton.cdiv(size, columns))](
-        x, gate_up, gate_up_bias, weights, pairs, experts, between, tokens * top_k, x.stride(0),
-        gate_up.stride(0), gate_up.stride(1), HIDDEN=hidden, SIZE=size,
-        TOP_K=top_k, ACTIVATION=_ACTIVATIONS[activation], WEIGH=weigh_inputs, ROWS=tile, COLUMNS=columns,
-        DEPTH=depth, num_warps=4, num_stages=3,
+        x, *stored, gate_up_bias, weights, pairs, experts, between, tokens * top_k, x.stride(0),
+        HIDDEN=hidden, SIZE=size, TOP_K=top_k, ACTIVATION=_ACTIVATIONS[activation], WEIGH=weigh_inputs, ROWS=tile,
+        COLUMNS=columns, DEPTH=depth, **up_constants, num_warps=4, num_stages=3,
     )  # fmt: skip
     results = torch.zeros(tokens * top_k, hidden, dtype=torch.float32, device=x.device)
     _down_kernel[(num_tiles, triton.cdiv(hidden, 2 * columns))](
-        between, down, down_bias, pairs, experts, results, tokens * top_k, down.stride(0), down.stride(1),
-        HIDDEN=hidden, SIZE=size, ROWS=tile, COLUMNS=2 * columns, DEPTH=depth, num_warps=4, num_stages=3,
+        between, *stored_down, down_bias, pairs, experts, results, tokens * top_k, HIDDEN=hidden, SIZE=size, ROWS=tile,
+        COLUMNS=2 * columns, DEPTH=depth, **down_constants, num_warps=4, num_stages=3,
     )  # fmt: skip
     out, block = torch.empty_like(x), min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(tokens, triton.cdiv(hidden, block))](
@@ -100,10 +128,21 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _load(weight, scales, zeros, row_at, scale_at, depth, mask, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Columns `depth` of rows of a floating-point weight (BITS 0) or of one in groups."""
+    if BITS == 0:
+        tile = tl.load(weight + row_at + depth, mask=mask, other=0.0)
+    else:
+        tile = load_groups(weight, scales, zeros, row_at, scale_at, depth, mask, BITS, GROUP)
+    return tile
+
+
+@triton.jit
 def _gate_up_kernel(
-    x, weight, bias, weights, pairs, experts, out, num_pairs, x_stride, expert_stride, row_stride,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
-    WEIGH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, weight, scales, zeros, expert_stride, row_stride, scales_expert_stride, scales_row_stride, bias, weights, pairs,
+    experts, out, num_pairs, x_stride, HIDDEN: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, WEIGH: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
@@ -113,8 +152,11 @@ def _gate_up_kernel(
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside, depth = columns < SIZE, tl.arange(0, DEPTH)
         rows = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + depth[None, :]
-        gate_at = weight + expert * expert_stride + columns[None, :].to(tl.int64) * row_stride + depth[:, None]
+        own = columns[None, :].to(tl.int64)
+        gate_at = expert * expert_stride + own * row_stride
         up_at = gate_at + SIZE * row_stride
+        gate_scale = expert * scales_expert_stride + own * scales_row_stride
+        up_scale = gate_scale + SIZE * scales_row_stride
         gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         if WEIGH:
@@ -125,8 +167,11 @@ def _gate_up_kernel(
             if WEIGH:
                 a = (a.to(tl.float32) * factor[:, None]).to(a.dtype)
             mask = left[:, None] & inside[None, :]
-            gate = tl.dot(a, tl.load(gate_at + k * DEPTH, mask=mask, other=0.0), gate, input_precision="ieee")
-            up = tl.dot(a, tl.load(up_at + k * DEPTH, mask=mask, other=0.0), up, input_precision="ieee")
+            at = k * DEPTH + depth[:, None]
+            b = _load(weight, scales, zeros, gate_at, gate_scale, at, mask, BITS, GROUP)
+            gate = tl.dot(a, b.to(a.dtype), gate, input_precision="ieee")
+            b = _load(weight, scales, zeros, up_at, up_scale, at, mask, BITS, GROUP)
+            up = tl.dot(a, b.to(a.dtype), up, input_precision="ieee")
         if bias is not None:
             own = bias + expert * 2 * SIZE + columns
             gate += tl.load(own, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -138,8 +183,9 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    x, weight, bias, pairs, experts, out, num_pairs, expert_stride, row_stride,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, weight, scales, zeros, expert_stride, row_stride, scales_expert_stride, scales_row_stride, bias, pairs, experts,
+    out, num_pairs, HIDDEN: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
@@ -149,13 +195,16 @@ def _down_kernel(
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside, depth = columns < HIDDEN, tl.arange(0, DEPTH)
         rows = x + pair.to(tl.int64)[:, None] * SIZE + depth[None, :]
-        at = weight + expert * expert_stride + columns[None, :].to(tl.int64) * row_stride + depth[:, None]
+        own = columns[None, :].to(tl.int64)
+        row_at = expert * expert_stride + own * row_stride
+        scale_at = expert * scales_expert_stride + own * scales_row_stride
         sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for k in range(0, tl.cdiv(SIZE, DEPTH)):
             left = k * DEPTH + depth < SIZE
             a = tl.load(rows + k * DEPTH, mask=there[:, None] & left[None, :], other=0.0)
-            b = tl.load(at + k * DEPTH, mask=left[:, None] & inside[None, :], other=0.0)
-            sums = tl.dot(a, b, sums, input_precision="ieee")
+            mask = left[:, None] & inside[None, :]
+            b = _load(weight, scales, zeros, row_at, scale_at, k * DEPTH + depth[:, None], mask, BITS, GROUP)
+            sums = tl.dot(a, b.to(a.dtype), sums, input_precision="ieee")
         if bias is not None:
             sums += tl.load(bias + expert * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         result_at = out + pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]

@@ -104,6 +104,9 @@ class Ops:
 
     # ---- matrix products
 
+    # types of inputs and weights for which `quantized_method` and `blocks_method` are asked
+    quantized_types: tuple[torch.dtype, ...] = (torch.bfloat16,)
+
     def linear_method(self, layer: Linear) -> LinearMethod | None:
         """Return a method that replaces `PlainLinear` for the loaded floating-point weight of `layer` (for example, one
         that repacks it), or None to keep it.
@@ -117,8 +120,8 @@ class Ops:
         return None
 
     def quantized_method(self, layer: Linear, groups: Groups) -> LinearMethod | None:
-        """Return a method that multiplies bfloat16 inputs, in the order of the weight's columns, by `groups`, or None
-        to use plain torch.
+        """Return a method that multiplies inputs of one of `quantized_types`, in the order of the weight's columns, by
+        `groups`, or None to use plain torch.
         """
         return None
 
@@ -133,7 +136,9 @@ class Ops:
         return None
 
     def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod | None:
-        """Return a method that multiplies bfloat16 inputs by blocks of a GGUF file, or None to use plain torch."""
+        """Return a method that multiplies inputs of one of `quantized_types` by blocks of a GGUF file, or None to use
+        plain torch.
+        """
         return None
 
     def argmax_prefilter(self, head: Linear) -> ArgmaxPrefilter | None:

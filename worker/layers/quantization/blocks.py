@@ -59,7 +59,9 @@ class PlainBlocks(PlainLinear):
         return sum(part.blocks.nbytes for part in self.parts) + bias
 
     def finalize(self, layer: Linear) -> None:
-        if layer.ops and self.dtype == torch.bfloat16 and (native := layer.ops.blocks_method(layer, self.parts)):
+        if layer.ops is None or self.dtype not in layer.ops.quantized_types:
+            return
+        if native := layer.ops.blocks_method(layer, self.parts):
             layer.method = native
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from quire.configs.gguf import BLOCKS
 from quire.worker.layers.quantization.packing import e2m1_doubled, e8m0
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def dequantize(blocks: torch.Tensor, kind: str) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _q6_k(b: torch.Tensor) -> torch.Tensor:
 
 
 def _iq4(codes: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_IQ4, dtype=torch.int32, device=codes.device)[codes]
+    return torch.tensor(IQ4_VALUES, dtype=torch.int32, device=codes.device)[codes]
 
 
 def _iq4_nl(b: torch.Tensor) -> torch.Tensor:

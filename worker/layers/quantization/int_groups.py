@@ -90,7 +90,7 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor |
 
 
 def give_groups(layer: Linear, groups: Groups, dtype: torch.dtype) -> None:
-    """Give `layer` a method that multiplies by `groups` in `dtype`: the platform's if it has one for bfloat16."""
+    """Give `layer` a method that multiplies by `groups` in `dtype`: the platform's if it has one for that type."""
     layer.method = PlainGroups(layer, groups, dtype)
     layer.method.finalize(layer)
 
@@ -113,7 +113,7 @@ class PlainGroups(PlainLinear):
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def finalize(self, layer: Linear) -> None:
-        if layer.ops is None or self.dtype != torch.bfloat16:
+        if layer.ops is None or self.dtype not in layer.ops.quantized_types:
             return
         groups = Groups(self._values(layer.quantized), layer.scales, layer.zeros, self.bits, self.group)
         if native := layer.ops.quantized_method(layer, groups):

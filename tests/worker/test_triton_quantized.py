@@ -1,0 +1,173 @@
+"""The Triton products of quantized weights under Triton's interpreter (compiled on a GPU) against the torch twins."""
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from quire.worker.cuda.install import TritonOps
+from quire.worker.cuda.quantized import TritonBlocks, TritonGroups, grouped_experts
+from quire.worker.cuda.triton_quantized import multiply_blocks, multiply_groups
+from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard
+from quire.worker.layers.moe import ListedExperts, run_experts
+from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
+from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, dequantize
+from quire.worker.layers.quantization.int_at_load import QuantizeAtLoad
+from quire.worker.layers.quantization.int_groups import Groups, Reordered, give_groups, pack_int4
+from quire.worker.layers.quantization.int_groups import dequantize as dequantize_groups
+from quire.worker.models.moe_spec import MoESpec, RoutingSpec
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter multiplies no bfloat16
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("group", [32, 128, None])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups(bits, group, dtype):
+    n, k = 40, 200  # neither is a multiple of a tile, nor 200 of a group
+    low = -(1 << (bits - 1))
+    values = torch.randint(low, -low, (n, k), dtype=torch.int8, generator=torch.Generator().manual_seed(bits))
+    num_groups = 1 if group is None else -(-k // group)
+    scales = random(n, num_groups).abs().to(torch.float16) * 0.01
+    stored = (pack_int4(values) if bits == 4 else values).to(DEVICE)
+    for rows, zeros, bias in ((3, None, None), (70, torch.randint(0, 4, scales.shape).to(scales), random(n).to(dtype))):
+        x = random(rows, k).to(dtype)
+        weight = dequantize_groups(values.to(DEVICE), scales, zeros, group or k).to(dtype)
+        expected = x.float() @ weight.float().T + (0 if bias is None else bias.float())
+        found = multiply_groups(x, stored, scales, zeros, bits, group or k, bias)
+        assert found.dtype == dtype
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_blocks(kind):
+    n, k = 24, 512
+    quantization = getattr(gguf.GGMLQuantizationType, kind)
+    generator = np.random.default_rng(0)
+    blocks = random_blocks(kind, n, k, generator)
+    weight = dequantize(torch.from_numpy(blocks), kind)
+    assert np.array_equal(gguf.quants.dequantize(blocks, quantization), weight.numpy())
+    x, bias = random(5, k), random(n)
+    out = torch.full((5, n + 3), 7.0, device=DEVICE)
+    multiply_blocks(x, torch.from_numpy(blocks).to(DEVICE), kind, out, 2, bias)
+    expected = x.cpu() @ weight.T + bias.cpu()
+    torch.testing.assert_close(out[:, 2 : n + 2].cpu(), expected, atol=1e-4, rtol=1e-4)
+    assert bool((out[:, :2] == 7).all()) and bool((out[:, n + 2 :] == 7).all())
+
+
+def random_blocks(kind: str, n: int, k: int, generator: np.random.Generator) -> np.ndarray:
+    """Random bytes, so that every bit matters, but with scales of a sensible size."""
+    values, size = gguf.GGML_QUANT_SIZES[getattr(gguf.GGMLQuantizationType, kind)]
+    blocks = generator.integers(0, 256, (n, k // values, size), dtype=np.uint8)
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(kind, (0, 2) if kind in WITH_MINIMA else (0,))
+    if kind == "MXFP4":
+        blocks[..., 0] = generator.integers(100, 130, blocks.shape[:-1])
+    for at in () if kind == "MXFP4" else halves:
+        scale = generator.uniform(0.001, 0.02, (*blocks.shape[:-1], 1)).astype(np.float16)
+        blocks[..., at : at + 2] = scale.view(np.uint8)
+    return blocks.reshape(n, -1)
+
+
+WITH_MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+
+
+def layer_of(n: int, k: int, bias: bool = False) -> ColumnParallelLinear:
+    layer = ColumnParallelLinear(k, [Shard("w", n, 0, n)], bias).to(DEVICE)
+    if bias:
+        layer.bias.data.copy_(random(n))
+    return layer
+
+
+def random_groups(n: int, k: int, bits: int, zeros: bool, order: bool) -> Groups:
+    low = -(1 << (bits - 1))
+    values = torch.randint(low, -low, (n, k), dtype=torch.int8, generator=torch.Generator().manual_seed(n))
+    scales = random(n, k // 32).abs() * 0.01
+    own_zeros = torch.randint(-3, 4, scales.shape, generator=torch.Generator().manual_seed(k)).to(scales)
+    permuted = torch.randperm(k, generator=torch.Generator().manual_seed(2))
+    return Groups(
+        values.to(DEVICE), scales, own_zeros if zeros else None, bits, 32, permuted.to(DEVICE) if order else None
+    )
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_layer_of_a_checkpoint_is_multiplied_by_the_kernel(bits, order):
+    """With zero points, a bias and act-order: the numbers are those of the plain method."""
+    groups, x = random_groups(48, 96, bits, True, order), random(5, 96)
+    plain, layer = layer_of(48, 96, True), layer_of(48, 96, True)
+    give_groups(plain, groups, torch.float32)
+    layer.use(TritonOps())
+    give_groups(layer, groups, torch.float32)
+    method = layer.method.method if isinstance(layer.method, Reordered) else layer.method
+    assert isinstance(method, TritonGroups) and isinstance(layer.method, Reordered) is order
+    torch.testing.assert_close(layer(x), plain(x), atol=1e-4, rtol=1e-4)
+    if not order:
+        ids = torch.tensor([3, 0, 47], device=DEVICE)
+        torch.testing.assert_close(layer.method.rows(ids), groups.dequantized()[ids])
+
+
+def test_weights_are_rounded_at_load():
+    plain, layer = layer_of(32, 80).bfloat16(), layer_of(32, 80).bfloat16()
+    for one in (plain, layer):
+        one.weight.data.copy_(random(32, 80))
+        one.method = QuantizeAtLoad(4)
+    layer.use(TritonOps())
+    for one in (plain, layer):
+        one.finalize()
+    assert isinstance(layer.method, TritonGroups)
+    ids = torch.arange(32, device=DEVICE)
+    assert torch.equal(layer.method.rows(ids), plain.method.rows(ids))
+
+
+def test_a_fused_layer_of_gguf_blocks():
+    """Two parts of different types, and rows that pad the vocabulary."""
+    generator = np.random.default_rng(1)
+    parts = [
+        Rows(torch.from_numpy(random_blocks(kind, n, 256, generator)).to(DEVICE), kind)
+        for kind, n in (("Q4_K", 24), ("Q6_K", 10))
+    ]
+    plain, layer = layer_of(40, 256, True), layer_of(40, 256, True)
+    layer.use(TritonOps())
+    for one in (plain, layer):
+        one.method = PlainBlocks(one, parts, torch.float32)
+        one.method.finalize(one)
+    assert isinstance(layer.method, TritonBlocks)
+    x, ids = random(4, 256), torch.tensor([23, 1], device=DEVICE)
+    torch.testing.assert_close(layer(x)[:, :34], plain(x)[:, :34], atol=1e-4, rtol=1e-4)
+    layer.method = TritonBlocks(parts[:1], torch.float32)
+    assert torch.equal(layer.method.rows(ids), parts[0].dequantized(ids))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_in_groups_are_one_call(bits, bias):
+    activation = "clamped_silu" if bias else "silu"
+    moe = MoESpec(RoutingSpec(num_experts=4, top_k=2), 32, activation=activation, bias=bias)
+    experts = ListedExperts(64, moe, "experts", PLAIN_WEIGHTS).to(DEVICE)
+    for i, expert in experts.experts.items():
+        for layer in (expert.gate_up_proj, expert.down_proj):
+            if bias:
+                layer.bias.data.copy_(random(layer.out_features) + int(i))
+            layer.use(TritonOps())
+            groups = random_groups(layer.out_features, layer.in_features, bits, True, False)
+            give_groups(layer, replace(groups, values=groups.values.roll(int(i), 1)), torch.float32)
+    x, weights = random(7, 64), random(7, 2).abs()
+    ids = torch.rand(7, 4, generator=torch.Generator().manual_seed(3)).topk(2).indices.to(DEVICE)
+    expected = run_experts(x, weights, ids, {int(i): expert for i, expert in experts.experts.items()})
+    run = grouped_experts(experts)
+    torch.testing.assert_close(run(x, weights, ids), expected, atol=1e-3, rtol=1e-3)
+    # the layers' weights are views of the stacks now, and multiply as before
+    again = run_experts(x, weights, ids, {int(i): expert for i, expert in experts.experts.items()})
+    torch.testing.assert_close(again, expected)
+    experts.experts["0"].down_proj.method = None
+    assert grouped_experts(experts) is None
