@@ -5,12 +5,15 @@ http.client.
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import http.client
 import json
+import mimetypes
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +21,7 @@ from quire.cli.main import Parser
 
 CHAT_HELP = (
     "/help shows this, /reset clears the conversation, /system TEXT sets the system prompt and clears it, "
-    "Ctrl-C stops an answer, "
+    "/image FILE adds an image to the next message, Ctrl-C stops an answer, "
     "Ctrl-D ends"
 )
 
@@ -127,6 +130,9 @@ def chat(argv: list[str]) -> int:
     parser = _parser("chat", f"Talk to a running server. {CHAT_HELP}.")
     parser.add_argument("--system-prompt", metavar="TEXT", help="system prompt of the conversation")
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="print the answer to one message and exit")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="image of the first message; may be repeated"
+    )
     arguments = parser.parse_args(argv)
     return _guarded(parser, lambda: _chat(arguments))
 
@@ -134,6 +140,8 @@ def chat(argv: list[str]) -> int:
 def _chat(arguments: argparse.Namespace) -> None:
     server = Server(arguments.url, arguments.api_key)
     conversation = Conversation(server, _options(arguments, server), arguments.system_prompt)
+    for path in arguments.image:
+        conversation.add_image(path)
     if arguments.quick is not None:
         conversation.ask(arguments.quick)
         return
@@ -153,7 +161,20 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        self.messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        self.messages: list[dict[str, Any]] = []
+        if self.system_prompt:
+            self.messages.append({"role": "system", "content": self.system_prompt})
+        self.images: list[dict[str, Any]] = []  # parts of the next message
+
+    def add_image(self, path: str) -> None:
+        """Raises ServerError for a file that cannot be read."""
+        try:
+            data = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            raise ServerError(f"{path}: {error.strerror}") from None
+        kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        self.images.append({"type": "image_url", "image_url": {"url": url}})
 
     def enter(self, line: str) -> None:
         """Handle a line from the user: a command or a message."""
@@ -163,6 +184,9 @@ class Conversation:
         elif command == "/system":
             self.system_prompt = rest.strip() or None
             self.reset()
+        elif command == "/image":
+            self.add_image(rest.strip())
+            print(f"images of the next message: {len(self.images)}", file=sys.stderr)
         elif command == "/help":
             print(CHAT_HELP, file=sys.stderr)
         elif command.startswith("/") and command[1:].isalpha():
@@ -171,8 +195,12 @@ class Conversation:
             self.ask(line)
 
     def ask(self, message: str) -> None:
-        """Print the answer while it arrives. Ctrl-C keeps the part that arrived; an error removes the message."""
-        self.messages.append({"role": "user", "content": message})
+        """Print the answer while it arrives. Ctrl-C keeps the part that arrived; an error removes the message and its
+        images.
+        """
+        images, self.images = self.images, []
+        content = [*images, {"type": "text", "text": message}] if images else message
+        self.messages.append({"role": "user", "content": content})
         answer = ""
         try:
             with stoppable():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from quire.cli.bench.images import add_image_flags, random_images
 
 _NOUNS = """
 time year people way day man thing woman life child world school state family student group country problem hand part
@@ -31,12 +34,13 @@ class Encoder(Protocol):
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One request: its text, the number of prompt tokens (an estimate without a tokenizer), and the number to
-    generate.
+    generate. `images` are data URLs, whose tokens are not counted.
     """
 
     prompt: str
     prompt_len: int
     output_len: int
+    images: tuple[str, ...] = ()
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +117,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to generate (default: 128)",
     )
+    add_image_flags(group, non_negative_int)
 
 
 def positive_int(text: str) -> int:
@@ -179,6 +184,12 @@ def _random(arguments: argparse.Namespace, encoder: Encoder | None, rng: random.
     return samples
 
 
+def _random_mm(arguments: argparse.Namespace, encoder: Encoder | None, rng: random.Random) -> list[Sample]:
+    """Random texts with random images after them."""
+    samples = _random(arguments, encoder, rng)
+    return [dataclasses.replace(sample, images=random_images(arguments, rng)) for sample in samples]
+
+
 def _prefix_repetition(arguments: argparse.Namespace, encoder: Encoder | None, rng: random.Random) -> list[Sample]:
     prefixes = [
         random_text(rng, arguments.prefix_repetition_prefix_len, encoder)
@@ -227,6 +238,7 @@ def _sharegpt(arguments: argparse.Namespace, encoder: Encoder | None, rng: rando
 
 DATASETS: dict[str, Callable[[argparse.Namespace, Encoder | None, random.Random], list[Sample]]] = {
     "random": _random,
+    "random-mm": _random_mm,
     "sharegpt": _sharegpt,
     "prefix-repetition": _prefix_repetition,
 }

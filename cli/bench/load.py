@@ -81,12 +81,19 @@ class Target:
             "stream_options": {"include_usage": True},
         }
         if self.endpoint.endswith("/chat/completions"):
-            body["messages"] = [{"role": "user", "content": sample.prompt}]
+            body["messages"] = [{"role": "user", "content": _content(sample)}]
         else:
             body["prompt"] = sample.prompt
         if self.ignore_eos:
             body["ignore_eos"] = True
         return msgspec.json.encode(body | self.extra)
+
+
+def _content(sample: Sample) -> str | list[dict[str, Any]]:
+    if not sample.images:
+        return sample.prompt
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in sample.images]
+    return [{"type": "text", "text": sample.prompt}, *images]
 
 
 async def send(target: Target, sample: Sample) -> Result:

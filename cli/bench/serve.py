@@ -40,9 +40,9 @@ def parser() -> Parser:
     )
     server.add_argument(
         "--endpoint",
-        default="/v1/completions",
         metavar="PATH",
-        help="path to measure: /v1/completions or /v1/chat/completions (default: /v1/completions)",
+        help="path to measure: /v1/completions or /v1/chat/completions (default: /v1/completions, and for random-mm "
+        "/v1/chat/completions)",
     )
     server.add_argument("--model", metavar="NAME", help="model name in requests (default: the first of /v1/models)")
     server.add_argument(
@@ -172,9 +172,13 @@ async def measure(arguments: argparse.Namespace, goodput: dict[str, float]) -> l
 
     Raises RuntimeError when the server does not answer the first request.
     """
+    with_images = arguments.dataset_name == "random-mm"
     url, endpoint = server_and_endpoint(
-        arguments.base_url or f"http://{arguments.host}:{arguments.port}", arguments.endpoint
+        arguments.base_url or f"http://{arguments.host}:{arguments.port}",
+        arguments.endpoint or ("/v1/chat/completions" if with_images else "/v1/completions"),
     )
+    if with_images and not endpoint.endswith("/chat/completions"):
+        raise ValueError("--dataset-name random-mm needs --endpoint /v1/chat/completions")
     client = Client(url, arguments.api_key)
     with contextlib.closing(client):
         model, root = await find_model(client, arguments.model)

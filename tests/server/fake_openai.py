@@ -111,6 +111,8 @@ class FakeOpenAI:
                 yield b": keep-alive\n\n"
             if body.get("stream_options", {}).get("include_usage"):
                 prompt = body.get("prompt") or body["messages"][-1]["content"]
+                if isinstance(prompt, list):
+                    prompt = " ".join(part.get("text", "") for part in prompt)
                 yield self._event(
                     {
                         "choices": [],
