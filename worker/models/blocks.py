@@ -101,7 +101,11 @@ class SandwichLayer(DecoderLayer):
         x, residual = add(self.input_layernorm, x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, rotation, attn, needed_rows))
         x, residual = self.pre_feedforward_layernorm.add(x, rows(residual, needed_rows))
-        return self.post_feedforward_layernorm(self.mlp(x)), residual
+        return self.post_feedforward_layernorm(self.feed_forward(x, residual)), residual
+
+    def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        """The MLP's output for x, the norm of the residual stream."""
+        return self.mlp(x)
 
 
 class PostNormLayer(DecoderLayer):

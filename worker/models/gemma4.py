@@ -1,26 +1,31 @@
 """Gemma 4 (text): layers with full attention have larger heads, the last layers read the keys and values of earlier
-ones, and per-layer inputs are added at the end of each layer.
+ones, and per-layer inputs are added at the end of each layer. In the models with experts, these stand next to the MLP.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from quire.worker.attention.base import GroupedMetadata
-from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat, empty_parameter
+from quire.worker.layers.norm import rms_norm
 from quire.worker.layers.rotary import Rotation
 from quire.worker.models.blocks import DecoderLayer, SandwichLayer
 from quire.worker.models.config import LayerSpec, ModelSpec
 from quire.worker.models.decoder import CausalLM, Decoder
 from quire.worker.models.gemma import Gemma
+from quire.worker.models.moe import MoE, Router
+from quire.worker.models.moe_reader import MoEFamily, routing
+from quire.worker.models.moe_spec import MoESpec, RoutingSpec
 from quire.worker.models.per_layer import PerLayerGate, PerLayerInputs, refuse_stages
-from quire.worker.models.reader import FULL, SLIDING, pattern, shared_layer
+from quire.worker.models.reader import ALIASES, FULL, SLIDING, pattern, shared_layer
 from quire.worker.models.rope import RopeSpec, read_rope
 from quire.worker.models.vision.embeds import ImageEmbeds
+from quire.worker.parallel import Exchange
 
 
 class Gemma4Layer(SandwichLayer):
@@ -47,6 +52,60 @@ class Gemma4Layer(SandwichLayer):
         return x * self.layer_scalar, None
 
 
+class Gemma4Router(Router):
+    """Reads the residual stream, normalised and scaled per entry; the weights have a factor per expert."""
+
+    place = "router.proj"
+
+    def __init__(self, hidden_size: int, spec: RoutingSpec, prefix: str):
+        super().__init__(hidden_size, spec, prefix)
+        above = prefix.removesuffix(".proj")
+        self.scale = _vector(f"{above}.scale", hidden_size)
+        self.per_expert_scale = _vector(f"{above}.per_expert_scale", spec.num_experts)
+        self.eps = 0.0  # of the norm, set by the experts
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scaled = rms_norm(x, None, self.eps) * self.scale * x.shape[-1] ** -0.5
+        weights, ids = super().forward(scaled)
+        return weights * self.per_expert_scale[ids], ids
+
+
+class Gemma4Experts(MoE):
+    """Maps the norm x of the residual stream, and the stream, `[T, H]` each, to `[T, H]`."""
+
+    router: ClassVar = Gemma4Router
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        self.gate.eps = spec.norm_eps
+
+    def forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(self.experts(x, *self.gate(stream)))
+
+
+class Gemma4ExpertsLayer(Gemma4Layer):
+    """The outputs of the MLP and of the experts are normalised, each, and added."""
+
+    norm_names: ClassVar = (
+        *Gemma4Layer.norm_names,
+        "post_feedforward_layernorm_1",
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_2",
+    )
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        self.moe = Gemma4Experts(spec, layer, prefix, weights)
+
+    def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        dense = self.post_feedforward_layernorm_1(self.mlp(x))
+        routed = self.moe(self.pre_feedforward_layernorm_2(stream), stream)
+        return dense + self.post_feedforward_layernorm_2(routed)
+
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        return [*super().exchanges(num_tokens, num_needed), *self.moe.exchanges(num_needed)]
+
+
 class Gemma4Decoder(Decoder):
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         refuse_stages(spec)
@@ -55,7 +114,7 @@ class Gemma4Decoder(Decoder):
 
     @staticmethod
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
-        return Gemma4Layer
+        return Gemma4ExpertsLayer if spec.layers[0].moe else Gemma4Layer
 
     def forward(
         self,
@@ -98,16 +157,18 @@ class Gemma4(CausalLM):
         "vocab_size_per_layer_input": 262144,
         "use_double_wide_mlp": False,
         "enable_moe_block": False,
+        "num_experts": None,
+        "num_experts_per_tok": None,
+        "moe_intermediate_size": None,
         "per_layer_config": None,
     }
+    aliases = ALIASES | MoEFamily.aliases
     facts = {"norm": "rms_wide", "form": "sandwich", "qk_norm": "head", "v_norm": True, "scale": 1.0}
     renames = {"model.inputs": "model", "gate.post_per_layer_input_norm": "post_per_layer_input_norm"}
     ignored = (r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.",)  # of layers that read the cache of others
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
-        if values["enable_moe_block"]:
-            raise ValueError("enable_moe_block is not supported: it needs experts beside the MLP")
         Gemma.complete.__func__(cls, values, raw)
         values["logit_soft_cap"] = values["final_logit_softcapping"]
         sizes = raw.get("per_layer_config") or {}  # how transformers writes the sizes of layers with full attention
@@ -144,11 +205,26 @@ class Gemma4(CausalLM):
             layer = replace(layer, head_dim=size, v_head_dim=size, key_is_value=values["attention_k_eq_v"])
             if values["attention_k_eq_v"] and values["num_global_key_value_heads"]:
                 layer = replace(layer, num_kv_heads=values["num_global_key_value_heads"])
+        if values["enable_moe_block"]:
+            layer = replace(layer, moe=cls.moe(values))
         source = shared_layer(values["layer_types"] or cls.layer_types(values), values["num_kv_shared_layers"], index)
         if source is None:
             return layer
         factor = 2 if values["use_double_wide_mlp"] else 1
         return replace(layer, kv_from=source, intermediate_size=factor * layer.intermediate_size)
 
+    @classmethod
+    def moe(cls, values: dict[str, Any]) -> MoESpec:
+        """The spec of the experts."""
+        size = values["moe_intermediate_size"]
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"moe_intermediate_size must be a positive integer, not {size!r}")
+        return MoESpec(routing(values, weights="normalized"), size, activation=values["hidden_act"])
+
     def make_decoder(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat) -> Decoder:
         return Gemma4Decoder(spec, max_model_len, weights)
+
+
+def _vector(name: str, size: int) -> nn.Parameter:
+    """A parameter `[size]`, the checkpoint's tensor `name`, which is about 1."""
+    return empty_parameter(size, parts=[Part(name, (size,))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,8 @@ class WideRouterLinear(nn.Module):
 class Router(nn.Module):
     """Chooses the experts of each row of x `[T, H]`: (weights float32 `[T, k]`, ids int64 `[T, k]`)."""
 
+    place: ClassVar[str] = "gate"  # of its tensors, next to the experts
+
     def __init__(self, hidden_size: int, spec: RoutingSpec, prefix: str):
         super().__init__()
         self.spec, size = spec, spec.num_experts
@@ -90,11 +93,13 @@ class SharedExpert(nn.Module):
 class MoE(nn.Module):
     """Maps x `[T, H]` to `[T, H]`."""
 
+    router: ClassVar[type[Router]] = Router
+
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
         moe, hidden = spec.layers[layer].moe, spec.hidden_size
         self.group, self.hidden_size, self.prefix, self.num_experts = tp(), hidden, prefix, moe.routing.num_experts
-        self.gate = Router(hidden, moe.routing, f"{prefix}.gate")
+        self.gate = self.router(hidden, moe.routing, f"{prefix}.{self.router.place}")
         self.experts = make_experts(hidden, moe, f"{prefix}.experts", weights)
         self.shared_expert = self.shared_expert_gate = None
         if moe.shared_size:
