@@ -62,6 +62,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "attention_k_eq_v": True}
         | {"num_global_key_value_heads": 1},
     ),
+    "gemma4-experts": (
+        "gemma4_text",
+        _H
+        | _W
+        | {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "enable_moe_block": True, "num_experts": 4}
+        | {"top_k_experts": 2, "moe_intermediate_size": 16},
+    ),
     "glm": ("glm", _H),
     "glm4": ("glm4", _H),
     "gpt2": (
@@ -87,6 +94,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _H | {"rope_parameters": {"rope_type": "dynamic", "alpha": 10.0, "factor": 1.0, "rope_theta": 1e4}},
     ),
     "internlm3": ("internlm3", _H | {"qkv_bias": True, "bias": True}),
+    "llama4": (
+        "llama4_text",
+        _H
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 40, "attention_chunk_size": 32}
+        | {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "floor_scale": 40, "attn_scale": 0.4},
+    ),
     "ministral": ("ministral", _H | _W),
     "ministral3": ("ministral3", _H | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
     "nemotron": ("nemotron", _B | {"mlp_bias": True, "attention_bias": True}),
@@ -140,6 +153,9 @@ def redraw(model: Any) -> None:
             parameter.data.copy_(noise * 0.7)
         else:
             parameter.data.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def load_family(folder: str) -> Any:

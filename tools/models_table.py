@@ -37,8 +37,7 @@ build the model; formats of checkpoints (docs/quantization.md) are those of ever
 """
 _REFUSED = """Refused, with the reason, are models with recurrent or
 convolution layers (Qwen3-Next, Qwen3.5, Nemotron-H, Granite 4 H, Falcon-H1, Jamba, LFM2, Kimi-Linear,
-MiniMax-Text), Llama 4 (attention in chunks), Gemma 4 with experts, and models whose attention
-does not go through transformers' interface (BLOOM, GPT-J).
+MiniMax-Text), and models whose attention does not go through transformers' interface (BLOOM, GPT-J).
 """
 
 
@@ -73,7 +72,7 @@ def row(architecture: str) -> str:
     own = [layer for layer in spec.layers if layer.kv_from is None]
     caches = " and ".join(dict.fromkeys(cache_kind(layer).split(" of ")[0] for layer in own))
     mlps = " and ".join(dict.fromkeys(layer.mlp for layer in spec.layers))
-    experts = any(layer.mlp == "moe" for layer in spec.layers)
+    experts = hasattr(cls, "moe")  # Gemma 4 has models with and without
     ways = ["yes", "yes" if has_stages(spec) else "no", "yes" if experts else "-"]
     quantized = ", ".join(bits for bits in BITS if builds(spec, bits))
     proven = "yes" if is_tested(architecture) else "no"

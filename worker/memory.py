@@ -73,6 +73,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     attention = select_backend(order, specs, config.device.attention_backend)
     if config.device.attention_backend is None:
         choices.append(("attention_backend", attention.backend.name, attention.reason))
+    _check_chunks(spec, attention.block_size)
     if config.cache.block_size is None:
         choices.append(("block_size", str(attention.block_size), f"default of {attention.backend.name}"))
     num_seqs, num_tokens, reason = platform.default_limits(tp * stages)
@@ -343,11 +344,11 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: boo
     for layer in spec.layers:
         split_size("num_attention_heads", layer.num_heads, group)
         split_kv_heads(layer.num_kv_heads, group)
-        if layer.moe is None:
+        if layer.mlp != "moe":
             split_size("intermediate_size", layer.intermediate_size, group)
-        elif expert_parallel:
+        if layer.moe and expert_parallel:
             split_size("the number of experts", layer.moe.routing.num_experts, group)
-        else:
+        elif layer.moe:
             split_size("moe_intermediate_size", layer.moe.intermediate_size, group)
         if layer.moe and layer.moe.shared_size:
             split_size("intermediate_size of the shared expert", layer.moe.shared_size, group)
@@ -400,6 +401,15 @@ def attention_specs(
         )
         for (heads, kv_heads, head_dim, v_head_dim, latent), layers in shapes.items()
     ]
+
+
+def _check_chunks(spec: ModelSpec, block_size: int) -> None:
+    """Raise ValueError unless chunks of attention begin with a block."""
+    for size in {layer.chunk for layer in spec.layers} - {None}:
+        if size % block_size:
+            raise ValueError(
+                f"--block-size {block_size} must divide the attention_chunk_size {size} of {spec.architecture}"
+            )
 
 
 def _requested_model_len(requested: str, spec: ModelSpec) -> tuple[int, bool]:

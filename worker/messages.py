@@ -142,17 +142,28 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The scheduler's view of a group of layers that share a block table (`worker/cache/spec.py`).
 
-    full: the blocks of all tokens are kept. window: a token at position p attends to p - window + 1 .. p. state: one
-    page per request, which a step reads and writes; its block table has two entries, the page that the next step reads
-    (0: start from the initial state) and the page that it writes.
+    full: the blocks of all tokens are kept. window: a token at position p attends to p - window + 1 .. p. chunk: it
+    attends to the positions from the last multiple of `window` up to p. state: one page per request, which a step reads
+    and writes; its block table has two entries, the page that the next step reads (0: start from the initial state) and
+    the page that it writes.
     """
 
     kind: str = "full"
     window: int = 0
 
+    @property
+    def releases(self) -> bool:
+        """Whether blocks that no later token attends to are released while the request runs."""
+        return self.kind in ("window", "chunk")
+
     def first_block(self, position: int, block_size: int) -> int:
         """Index of the first block that a token at `position` or later attends to."""
-        return max(position - self.window + 1, 0) // block_size if self.kind == "window" else 0
+        match self.kind:
+            case "window":
+                return max(position - self.window + 1, 0) // block_size
+            case "chunk":
+                return position // self.window * self.window // block_size
+        return 0
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
         """Maximum number of blocks that a request of `num_tokens` tokens holds at once while it is computed in chunks

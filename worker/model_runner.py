@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend
+from quire.worker.attention.base import AttentionBackend, GroupedMetadata
+from quire.worker.attention.chunked import split_at_chunks
 from quire.worker.batch.graphs import CudaGraphs, Replay
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
 from quire.worker.batch.request_table import RequestTable
@@ -209,7 +210,7 @@ class ModelRunner:
                 batch.sampling.rows_tensor,
                 batch.sampling.positions_tensor,
                 sampled.token_ids,
-                batch.attn[0].max_seq_len,
+                batch.max_seq_len,
             )
             self.stage.send_token_ids(sampled.token_ids)
         event = self.platform.event()
@@ -240,7 +241,12 @@ class ModelRunner:
 
         `record` replaces the CUDA recorder in tests without a GPU.
         """
-        self.forward = CudaGraphs(self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record)
+        self.forward = CudaGraphs(
+            self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record, self._split_at_chunks
+        )
+
+    def _split_at_chunks(self, attn: GroupedMetadata) -> GroupedMetadata:
+        return split_at_chunks(attn, self.table.groups, self.table.block_size, self.platform.to_device)
 
     @torch.inference_mode()
     def work_idle(self) -> bool:

@@ -109,7 +109,7 @@ class PipelineStage(SingleStage):
         batch = self._awaited.popleft()
         token_ids = torch.empty(len(batch.sampling.rows), dtype=torch.int64, device=self.device)
         self.tokens.receive(token_ids, self.tokens.size - 1)
-        table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, token_ids, batch.attn[0].max_seq_len)
+        table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, token_ids, batch.max_seq_len)
 
 
 def pipeline_stage(

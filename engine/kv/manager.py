@@ -12,6 +12,7 @@ What a request holds per kind of group, by block index:
 
     full      0 .. last
     window    the blocks that the next token attends to; older blocks are released and replaced by NULL_BLOCK
+    chunk     the same
     state     two pages: the next step reads one and writes the other. A published page is never written again, so it
               is a checkpoint: a request can resume from the prefix that ends at its boundary.
 
@@ -154,6 +155,8 @@ class KVCacheManager:
         if not others and not cut:
             return longest
         fits = [n not in cut for n in range(longest + 1)]
+        # at the start of a chunk nothing is read, but tokens that no group has cached are no hit
+        least = int(len(others) == len(self.groups))
         for g in others:
             run = 0  # number of consecutive cached blocks
             for n in range(1, longest + 1):
@@ -163,7 +166,7 @@ class KVCacheManager:
                     if self.groups[g].kind == "state"
                     else n - self.groups[g].first_block(n * self.block_size, self.block_size)
                 )
-                fits[n] = fits[n] and run >= needed
+                fits[n] = fits[n] and run >= max(needed, least)
         return max(n for n in range(longest + 1) if fits[n])
 
     def _cut_images(self, request: Request, longest: int) -> set[int]:
@@ -192,7 +195,7 @@ class KVCacheManager:
         self.pool.share(match.held)
         request.block_ids = [list(ids) for ids in match.block_ids] or [[] for _ in self.groups]
         request.num_given_back = [
-            ids.count(NULL_BLOCK) if group.kind == "window" else 0 for group, ids in zip(self.groups, request.block_ids)
+            ids.count(NULL_BLOCK) if group.releases else 0 for group, ids in zip(self.groups, request.block_ids)
         ]
         request.num_published = match.num_blocks
         request.num_computed_tokens = match.num_blocks * self.block_size
@@ -268,11 +271,11 @@ class KVCacheManager:
         return block_id in self._checkpoints or self.pool.is_published(block_id)
 
     def _give_back(self, request: Request) -> None:
-        """Release the blocks of window groups that no token from `num_computed_tokens` on attends to. Steps run in
-        order, so the steps in flight read these blocks before they are reused.
+        """Release the blocks of groups with windows or chunks that no token from `num_computed_tokens` on attends to.
+        Steps run in order, so the steps in flight read these blocks before they are reused.
         """
         for g, (group, ids) in enumerate(zip(self.groups, request.block_ids)):
-            if group.kind != "window":
+            if not group.releases:
                 continue
             given_back = request.num_given_back[g]
             first = min(group.first_block(request.num_computed_tokens, self.block_size), len(ids))
@@ -299,7 +302,7 @@ class KVCacheManager:
                 expected += 2 - self._num_held(g, request)
                 continue
             missing = max(self.num_blocks(request.num_tokens) - len(request.block_ids[g]), 0)
-            if missing and group.kind == "window":
+            if missing and group.releases:
                 most = group.most_blocks(request.num_tokens, self.block_size, self.chunk)
                 missing = min(missing, max(most - self._num_held(g, request), 0))
             expected += missing + 1

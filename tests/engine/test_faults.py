@@ -107,8 +107,11 @@ class FaultyDevice(FakeExecutor):
         """
         if not start:
             return 0
-        if self.ready.groups[g].kind == "state":
+        group = self.ready.groups[g]
+        if group.kind == "state":
             return self.slots[table.blocks[g][0] * self.ready.block_size]
+        if group.kind == "chunk" and start % group.window == 0:  # reads nothing; the first group is full
+            return self._state_before(table, 0, start)
         return self.slots[self._slot_of(table, g, start - 1, start)]
 
     def _slot_of(self, table, g: int, position: int, end: int) -> int | None:
@@ -174,6 +177,7 @@ group_mixes = st.sampled_from(
         "full",
         "window:5",
         "full+window:9",
+        "full+chunk:6",
         "full+state",
         "window:3+window:20+full",
         "state",

@@ -90,12 +90,17 @@ def test_every_architecture_over_two_ranks(checkpoint, tmp_path, settings):
 
 
 FORMS = ["cohere", "gemma3", "glm4", "gpt2", "granite_swa", "hunyuan", "olmo2", "phi3", "starcoder2"]
+EXPERTS = ["gemma4-experts", "llama4"]
 
 
 @pytest.mark.parametrize(
     ("settings", "names"),
-    [({"tensor_parallel_size": 2}, [*FORMS, "gemma4", "gemma4-k-is-v"]), ({"pipeline_parallel_size": 2}, FORMS)],
-    ids=["tp2", "pp2"],
+    [
+        ({"tensor_parallel_size": 2}, [*FORMS, "gemma4", "gemma4-k-is-v", *EXPERTS]),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, EXPERTS),
+        ({"pipeline_parallel_size": 2}, [*FORMS, *EXPERTS]),
+    ],
+    ids=["tp2", "ep2", "pp2"],
 )
 def test_every_form_over_two_ranks(tmp_path, settings, names):
     """Each arrangement of norms, kind of MLP, norm of q and k, and layout of the checkpoint."""

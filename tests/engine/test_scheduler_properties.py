@@ -79,6 +79,8 @@ group_mixes = st.sampled_from(
         "window:3+window:20+full",
         "state",
         "state+window:7+full",
+        "full+chunk:6",
+        "chunk:4+window:5",
     ]
 )
 

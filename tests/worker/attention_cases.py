@@ -81,7 +81,9 @@ def make_case(
     return Case(q.to(device), k_cache, v_cache, meta, query_lens, keys, values)
 
 
-def dense(case: Case, scale: float, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+def dense(
+    case: Case, scale: float, window: int | None = None, soft_cap: float | None = None, chunk: int | None = None
+) -> torch.Tensor:
     """Attention by its definition: one request, one score matrix, one mask."""
     outputs = []
     for q, k, v in zip(case.q.cpu().float().split(case.query_lens), case.keys, case.values):
@@ -94,6 +96,8 @@ def dense(case: Case, scale: float, window: int | None = None, soft_cap: float |
         seen = key <= query
         if window:
             seen &= key > query - window
+        if chunk:
+            seen &= key >= query // chunk * chunk
         outputs.append(
             torch.einsum(
                 "hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v.repeat_interleave(group, 1)

@@ -15,7 +15,7 @@ def _count(x):
         tl.store(x + 1, i)
 
 
-def _loops_work() -> bool:
+def loops_work() -> bool:
     if torch.cuda.is_available():
         return True
     x = torch.tensor([3, 0])
@@ -27,6 +27,6 @@ def _loops_work() -> bool:
 
 
 needs_loops = pytest.mark.skipif(
-    not _loops_work(),
+    not loops_work(),
     reason="this Triton interpreter cannot loop over loaded values with this numpy (3.6 with numpy 2.4 or later)",
 )

@@ -17,6 +17,7 @@ from quire.worker.layers.attention import Attention
 from quire.worker.messages import CacheGroup, longest_request, most_blocks
 from quire.worker.models import read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
+from tests.families import FAMILIES, build_family
 from tests.in_process import InProcessEngine
 
 FULL, WINDOW, STATE = Full(2, 16, 16, 2), Window(2, 16, 16, 2, 24), State(((4, 16, 16), (3, 64)), 4)
@@ -59,6 +60,9 @@ def test_blocks_that_a_request_holds_at_once():
     window = CacheGroup("window", 24)
     assert window.first_block(24, 8) == 0 and window.first_block(31, 8) == 1  # a token at 31 sees 8 .. 31
     assert window.most_blocks(1000, 8, 16) == 6 and window.most_blocks(10, 8, 16) == 2
+    chunk = CacheGroup("chunk", 24)
+    assert chunk.first_block(23, 8) == 0 and chunk.first_block(24, 8) == chunk.first_block(47, 8) == 3
+    assert chunk.most_blocks(1000, 8, 16) == 6
     assert CacheGroup("full").most_blocks(1000, 8, 16) == 125 and CacheGroup("state").most_blocks(1000, 8, 16) == 2
     groups = [CacheGroup("full"), window]
     assert longest_request(groups, 100, 8, 16, 10**6) == (100 - 6) * 8
@@ -115,11 +119,20 @@ def test_a_long_context_with_a_window_takes_little_in_the_plan(checkpoint):
     assert sizes["windowed"] / sizes["full"] == pytest.approx((4096 + 2048 + 16) / 32768, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("mistral", 0.25), ("qwen2-window", 0.55), ("llama2", 1.0)])
-def test_windows_give_blocks_back_while_a_request_runs(checkpoint, name, expected):
-    """The most memory that a request of 640 tokens holds, as a part of what it would hold without windows of 24."""
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("mistral", 0.25), ("qwen2-window", 0.55), ("llama2", 1.0), ("gemma3", 0.6), ("gemma4", 0.6), ("llama4", 0.6)],
+)
+def test_windows_give_blocks_back_while_a_request_runs(checkpoint, tmp_path, name, expected):
+    """The most memory that a request of 640 tokens holds, as a part of what it would hold without windows of 24 tokens
+    and chunks of 32.
+    """
     engine = InProcessEngine(
-        checkpoint(name), block_size=4, max_num_batched_tokens=64, max_num_seqs=2, max_model_len="740"
+        build_family(name, tmp_path) if name in FAMILIES else checkpoint(name),
+        block_size=4,
+        max_num_batched_tokens=64,
+        max_num_seqs=2,
+        max_model_len="740",
     )
     kv, groups = engine.scheduler.kv, engine.ready.groups
     assert engine.ready.groups == list(groups)
@@ -133,7 +146,7 @@ def test_windows_give_blocks_back_while_a_request_runs(checkpoint, name, expecte
         return added
 
     kv.allocate = watch
-    prompt = [(7 * i) % 480 + 4 for i in range(600)]
+    prompt = [(7 * i) % 120 + 4 for i in range(600)]
     (result,) = engine.generate([prompt], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     engine.close()
     assert result.error is None and len(result.token_ids) == 40

@@ -13,6 +13,7 @@ import torch
 
 from quire.engine.messages import SamplingParams
 from quire.worker.batch.graphs import _CudaRecorder, padded_sizes
+from tests.families import FAMILIES, build_family
 from tests.in_process import InProcessEngine
 
 
@@ -49,8 +50,9 @@ def test_padded_sizes_bound_the_waste():
     assert padded_sizes(2000)[-1] == 1024  # larger batches run eagerly
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral"])
-def test_graphs_and_eager_give_the_same_tokens(name, checkpoint):
+@pytest.mark.parametrize("name", ["llama3", "mistral", "llama4"])
+def test_graphs_and_eager_give_the_same_tokens(name, checkpoint, tmp_path):
+    folder = build_family(name, tmp_path) if name in FAMILIES else checkpoint(name)
     settings = dict(
         block_size=4, num_gpu_blocks_override=120, max_num_batched_tokens=32, max_num_seqs=7, max_model_len="200"
     )
@@ -60,11 +62,11 @@ def test_graphs_and_eager_give_the_same_tokens(name, checkpoint):
         for i in range(len(prompts))
     ]
 
-    eager = InProcessEngine(checkpoint(name), **settings)
+    eager = InProcessEngine(folder, **settings)
     want = [result.token_ids for result in eager.generate(prompts, sampling)]
     eager.close()
 
-    engine = InProcessEngine(checkpoint(name), **settings)
+    engine = InProcessEngine(folder, **settings)
     runner = engine.executor._worker.runner
     recorder = Recorder(runner.model)
     runner.use_graphs(200, recorder)

@@ -55,7 +55,9 @@ class CudaGraphs:
         backend: AttentionBackend,
         max_model_len: int,
         record: Callable[[Callable[[], None]], Replay] | None = None,
+        adapt: Callable[[GroupedMetadata], GroupedMetadata] | None = None,
     ) -> None:
+        self.adapt = adapt or (lambda attn: attn)  # what each step computes on the device from the buffers' metadata
         self.forward, self.eager, self.buffers, self.backend = forward, eager, buffers, backend
         self.max_model_len = max_model_len
         self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
@@ -72,7 +74,7 @@ class CudaGraphs:
         self._num_steps += 1
         num_reqs = len(batch.step.rows)
         special = batch.needed_rows is not None or batch.images is not None
-        if batch.attn[0].max_query_len > 1 or num_reqs > self.sizes[-1] or special:
+        if batch.max_query_len > 1 or num_reqs > self.sizes[-1] or special:
             return self.eager(batch)
         size = self.sizes[bisect_left(self.sizes, num_reqs)]
         if size not in self._graphs and self._worth_recording(size):
@@ -140,9 +142,10 @@ class CudaGraphs:
         )
 
         def run() -> None:
-            for meta in attn:
+            adapted = self.adapt(attn)
+            for meta in adapted:
                 self.backend.build(meta)
-            outputs.append(self.forward(buffers.input_ids[:size], buffers.positions[:size], attn))
+            outputs.append(self.forward(buffers.input_ids[:size], buffers.positions[:size], adapted))
 
         replay = self.record(run)
         return replay, outputs[-1]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, GroupedMetadata
+from quire.worker.attention.chunked import split_at_chunks
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import StepInput
 from quire.worker.models.vision.embeds import ImageEmbeds
@@ -101,6 +102,8 @@ class InputBatch:
     positions: torch.Tensor  # [T] int64, or [3, T] in a step with images of a model whose positions have three axes
     query_start_loc: list[int]  # [R + 1], on the host
     attn: GroupedMetadata
+    max_query_len: int
+    max_seq_len: int
     sampling: SamplingBatch
     # ascending indices of the tokens whose hidden states are needed; None: all
     needed_rows: torch.Tensor | None = None
@@ -135,12 +138,15 @@ def prepare_inputs(
         sent, sizes, table.token_table, table.block_tables, table.block_size, tensors, buffers.arange
     )
     attn = tensors.metadata(backend, max(scheduled), max(lengths), (starts, lengths))
+    attn = split_at_chunks(attn, table.groups, table.block_size, platform.to_device)
     return InputBatch(
         step,
         tensors.input_ids,
         tensors.positions,
         starts,
         attn,
+        max(scheduled),
+        max(lengths),
         SamplingBatch([step.rows[i] for i in step.samples], [lengths[i] for i in step.samples], *sampling),
     )
 

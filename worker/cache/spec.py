@@ -56,6 +56,17 @@ class Window(Full):
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk(Full):
+    """Like `Full`, but a token attends to those of its chunk only: positions are divided into chunks of `size`."""
+
+    size: int
+
+    @property
+    def group(self) -> CacheGroup:
+        return CacheGroup("chunk", self.size)
+
+
+@dataclass(frozen=True, slots=True)
 class Latent:
     """One vector of `width` per token, shared by all heads (MLA, arXiv:2405.04434); its first `width - rope_width`
     entries are also the values.
@@ -122,7 +133,7 @@ class State:
         return CacheGroup("state")
 
 
-CacheSpec = Full | Window | Latent | State
+CacheSpec = Full | Window | Chunk | Latent | State
 
 
 @dataclass(frozen=True, slots=True)

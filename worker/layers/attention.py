@@ -7,7 +7,7 @@ from torch import nn
 
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.cache.scaled import KVCache
-from quire.worker.cache.spec import CacheSpec, Full, Window
+from quire.worker.cache.spec import CacheSpec, Chunk, Full, Window
 
 
 class Attention(nn.Module):
@@ -28,6 +28,7 @@ class Attention(nn.Module):
         v_head_dim: int | None = None,
         sinks: nn.Parameter | None = None,
         kv_from: int | None = None,
+        chunk: int | None = None,
     ):
         super().__init__()
         # numbers of heads of this rank
@@ -35,6 +36,7 @@ class Attention(nn.Module):
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self.sinks = sinks  # [num_heads], see `AttentionBackend.forward`
         self.kv_from = kv_from  # the layer whose cache this one reads
+        self.chunk = chunk  # size of the chunks to which attention is confined (`attention/chunked.py`)
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window, self.soft_cap, self.layer_index = sliding_window, soft_cap, layer_index
         self.cache_group = 0  # index of its block table and metadata in the step's groups
@@ -44,6 +46,8 @@ class Attention(nn.Module):
     def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> CacheSpec:
         """The layer's cache per token, see `Full`."""
         sizes = self.num_kv_heads, self.head_dim, self.v_head_dim, itemsize
+        if self.chunk is not None:
+            return Chunk(*sizes, self.chunk, scale_bytes=scale_bytes)
         if self.sliding_window is None:
             return Full(*sizes, scale_bytes=scale_bytes)
         return Window(*sizes, self.sliding_window, scale_bytes=scale_bytes)

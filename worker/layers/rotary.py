@@ -63,6 +63,14 @@ def _query_scale(max_positions: int, scaling: dict[str, Any] | None) -> torch.Te
     return 1 + beta * torch.log1p((positions / scaling["original_max_position_embeddings"]).floor())
 
 
+def still_query_scale(max_positions: int, slope: float, step: float) -> torch.Tensor:
+    """The factor of queries at each position, in layers without rotary embedding (Llama 4), float32
+    `[max_positions]`.
+    """
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    return 1 + slope * torch.log1p(((positions + 1) / step).floor())
+
+
 class Rotation(NamedTuple):
     """The rotary embedding of a step's tokens in some layers."""
 

@@ -46,6 +46,7 @@ DECODERS = {
     "HunYuanDenseV1ForCausalLM": "hunyuan:HunYuanDenseV1",
     "InternLM3ForCausalLM": "llama:InternLM3",
     "LlamaForCausalLM": "llama:Llama",
+    "Llama4ForCausalLM": "llama4:Llama4",
     "MiniCPM3ForCausalLM": "minicpm3:MiniCPM3",
     "MistralForCausalLM": "mistral:Mistral",
     "MinistralForCausalLM": "mistral:Ministral",

@@ -56,6 +56,7 @@ class SelfAttention(nn.Module):
             kind.soft_cap,
             kind.v_head_dim,
             _sinks(kind.num_heads, self.qkv_proj.num_heads, prefix) if kind.sinks else None,
+            chunk=kind.chunk,
         )
         self.qk_norm_rope_write = TORCH.qk_norm_rope_write
         self.eps = spec.norm_eps
@@ -191,6 +192,13 @@ class LateNormAttention(SelfAttention):
         return q
 
 
+class LatePlainNormAttention(LateNormAttention):
+    """Normalises each head of q and k after it is rotated, without weights (Llama 4)."""
+
+    def make_norms(self, spec: ModelSpec, kind: LayerSpec, prefix: str) -> None:
+        self.q_norm = self.k_norm = None
+
+
 class ValueNormAttention(SelfAttention):
     """Also normalises each head of v, without a weight (Gemma 3n and 4)."""
 
@@ -242,6 +250,7 @@ QK_NORMS: dict[str | None, type[SelfAttention]] = {
     "whole": WholeNormAttention,
     "layer": LayerNormAttention,
     "late": LateNormAttention,
+    "late_plain": LatePlainNormAttention,
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.configs.files import damaged_weights, unreadable
-from quire.worker.cache.spec import CacheSpec, Full, Latent, LatentSizes, Window
+from quire.worker.cache.spec import CacheSpec, Chunk, Full, Latent, LatentSizes, Window
 from quire.worker.models.moe_spec import MoESpec
 from quire.worker.models.rope import RopeSpec
 from quire.worker.models.vision.spec import VisionSpec
@@ -33,6 +33,7 @@ class LayerSpec:
     mlp: str = "gated"  # a key of `decoder.MLPS`
     # number of positions that a token attends to, None for all; in an encoder, to each side and with its own
     window: int | None = None
+    chunk: int | None = None  # a token attends to those of its chunk of so many positions only, None without chunks
     rope: str | None = "default"  # a key of `ModelSpec.ropes`, None for no rotary embedding
     scale: float | None = None  # scale of attention scores, None for head_dim**-0.5
     soft_cap: float | None = None  # of attention scores
@@ -44,7 +45,7 @@ class LayerSpec:
     key_is_value: bool = False  # whether v is the output of k_proj, before its norm
     kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
     clip_qkv: float | None = None  # bound of the entries of q, k and v, after the norms of q and k; "whole" norms only
-    moe: MoESpec | None = None  # the experts, if `mlp` is "moe"
+    moe: MoESpec | None = None  # the experts, which are the MLP ("moe") or stand next to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class ModelSpec:
     hidden_size_per_layer_input: int = 0  # of per-layer inputs (`per_layer.py`), 0 without
     vocab_size_per_layer_input: int = 0
     embed_scale: float = 1.0
+    # of layers without rotary embedding, q at position p is multiplied by 1 + a * ln(1 + floor((p + 1) / b)): (a, b)
+    still_query_scale: tuple[float, float] | None = None
     residual_scale: float = 1.0  # of the output of attention and of the MLP
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
@@ -152,6 +155,8 @@ def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
     if layer.latent is not None:
         return Latent(layer.latent.width, layer.latent.rope_dim, itemsize)
     sizes = max(1, layer.num_kv_heads // tp), layer.head_dim, layer.v_head_dim, itemsize
+    if layer.chunk is not None:
+        return Chunk(*sizes, layer.chunk, scale_bytes=scale_bytes)
     if layer.window is None:
         return Full(*sizes, scale_bytes=scale_bytes)
     return Window(*sizes, layer.window, scale_bytes=scale_bytes)

@@ -17,7 +17,7 @@ from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.embedding import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
 from quire.worker.layers.norm import NORMS
-from quire.worker.layers.rotary import RotaryEmbedding, Rotation
+from quire.worker.layers.rotary import RotaryEmbedding, Rotation, still_query_scale
 from quire.worker.models.blocks import BLOCKS, DecoderLayer
 from quire.worker.models.config import ModelSpec
 from quire.worker.models.moe import MoE
@@ -131,11 +131,16 @@ class RotaryEmbeddings(nn.Module):
         half = used[None].head_dim // 2 if None in used else 0
         still = torch.tensor([[1.0] * half + [0.0] * half], dtype=torch.float32) if half else None
         self.register_buffer("still", still, persistent=False)
+        scale = spec.still_query_scale if None in used else None
+        if scale is not None:
+            scale = still_query_scale(max_model_len, *scale)
+        self.register_buffer("still_query_scale", scale, persistent=False)
 
     @property
     def scales_queries(self) -> bool:
         """Whether queries of some layers are multiplied by a factor that depends on their position."""
-        return any(table.query_scale is not None for table in self.tables.values())
+        rotated = any(table.query_scale is not None for table in self.tables.values())
+        return rotated or self.still_query_scale is not None
 
     def forward(self, positions: torch.Tensor) -> dict[str | None, Rotation]:
         """The rotations of tokens at `positions` `[T]` or `[3, T]`, by name; None is that of layers without rotary
@@ -143,7 +148,8 @@ class RotaryEmbeddings(nn.Module):
         """
         rotations: dict[str | None, Rotation] = {name: table(positions) for name, table in self.tables.items()}
         if self.still is not None:
-            rotations[None] = Rotation(self.still, positions.new_zeros(positions.shape[-1]))
+            scale = None if self.still_query_scale is None else self.still_query_scale[positions]
+            rotations[None] = Rotation(self.still, positions.new_zeros(positions.shape[-1]), scale)
         return rotations
 
 
@@ -254,8 +260,8 @@ class CausalLM(ConfigReader, nn.Module):
                 return bool(self.spec.raw.get("num_nextn_predict_layers"))
             if str(layer) not in self.model.layers:
                 return True
-            mlp = self.model.layers[str(layer)].mlp
-            return isinstance(mlp, MoE) and mlp.has_elsewhere(name, names)
+            mixtures = (part for part in self.model.layers[str(layer)].children() if isinstance(part, MoE))
+            return any(moe.has_elsewhere(name, names) for moe in mixtures)
         first = ("model.embed_tokens.weight", "model.embed_positions.weight")
         last = ("model.norm.weight", "model.norm.bias", "lm_head.weight", "score.weight")
         return (not self.model.first and name in map(names.in_file, first)) or (

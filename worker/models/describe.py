@@ -22,6 +22,8 @@ def cache_kind(layer: LayerSpec) -> str:
         return "latent"
     if layer.mixer in ("none", "bidirectional"):
         return "none"
+    if layer.chunk is not None:
+        return f"chunk of {layer.chunk} tokens"
     return "full" if layer.window is None else f"window of {layer.window} tokens"
 
 
