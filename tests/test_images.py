@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 
 from quire.engine.messages import SamplingParams
+from quire.worker.cache.spec import plan_cache
+from quire.worker.messages import most_blocks
+from quire.worker.models import read_model_spec
+from quire.worker.models.config import cache_specs
 from tests.families import judge
 from tests.image_prompts import Prompt, Reference, Writer, build, picture
 from tests.in_process import InProcessEngine, Result
 
-NAMES = ["llava", "pixtral", "mistral3", "internvl", "qwen2_5_vl", "qwen3_vl", "gemma3"]
-GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=0)
+pytestmark = pytest.mark.slow
+
+NAMES = ["llava", "pixtral", "mistral3", "internvl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4-large"]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 SMALL = {"block_size": 4, "max_model_len": "400", "max_num_seqs": 8}
+CHUNKS = {"gemma4-large": 80}  # tokens of a step, fewer than some images have unless they are computed whole
 
 
-def workload(write: Writer) -> list[Prompt]:
+def workload(write: Writer, seed: int = 0) -> list[Prompt]:
     """Text, one image and several, at the start, next to each other, and one image in two prompts."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
 
     def text(length: int) -> list[int]:
         return [rng.randrange(30, 250) for _ in range(length)]
@@ -33,6 +40,7 @@ def workload(write: Writer) -> list[Prompt]:
         write(*text(9), a, *text(2), c, *text(4), b, *text(11)),
         write(*text(3), c, 31, c, *text(20)),
         write(*text(2)),
+        write(*text(8), b),
     ]
 
 
@@ -52,12 +60,36 @@ def run(folder: Path, prompts: list[Prompt], **settings: Any) -> list[Result]:
     return results
 
 
+def tight_engine(name: str, folder: Path, prompts: list[Prompt], **settings: Any) -> InProcessEngine:
+    """Its blocks hold little more than the longest request, and its steps fewer tokens than some images have."""
+    longest, chunk = max(len(prompt.token_ids) for prompt in prompts) + GREEDY.max_tokens, CHUNKS.get(name, 26)
+    num_blocks = most_blocks(plan_cache(cache_specs(read_model_spec(str(folder)), 4)).groups, longest, 4, chunk) + 1
+    tight = {"num_gpu_blocks_override": num_blocks, "max_model_len": str(longest), "max_num_batched_tokens": chunk}
+    return InProcessEngine(str(folder), **SMALL | tight | settings)
+
+
 def generate(engine: InProcessEngine, prompts: list[Prompt], sampling: SamplingParams = GREEDY) -> list[Result]:
     return engine.generate([one.token_ids for one in prompts], sampling, media=[one.media for one in prompts])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_and_logprobs_equal_transformers(name, tmp_path):
+    """Also in chunks that cut images, after preemption, and with prefix hits that end in images and after them."""
     model = build(name, tmp_path)
-    prompts = workload(Writer(tmp_path, tmp_path))
+    write = Writer(tmp_path, tmp_path)
+    prompts = workload(write)
     check(name, model, prompts, run(tmp_path, prompts))
+    prompts = workload(write, 1) + prompts
+    engine = tight_engine(name, tmp_path, prompts, steps_in_flight=2)
+    first = generate(engine, prompts)
+    again = generate(engine, prompts[::-1])[::-1]
+    generate(engine, prompts[-1:])
+    last = generate(engine, prompts[-1:])  # ends with an image
+    engine.close()
+    assert sum(result.num_preemptions for result in first) > 0, "the pool was not small enough"
+    item = prompts[-1].media[0]
+    inside = item.offset < last[0].num_cached_tokens < item.offset + item.length
+    assert inside != engine.ready.media.whole
+    for results in (first, again):
+        check(name, model, prompts, results)
+    check(name, model, prompts[-1:], last)

@@ -313,6 +313,8 @@ def test_norms(kernels, rng, dtype, wide):
     got, got_sum = cpu_ops.add_rms_norm(x, residual, weight, 1e-6)
     assert got_sum is residual and torch.equal(got_sum, want_sum)
     assert_near(got, want, 2 * ROUNDING[dtype])
+    heads = torch.randn(rows, 3, h + 5).to(dtype)[..., :h]
+    assert_near(cpu_ops.rms_norm(heads, weight, 1e-6), rms_norm(heads, weight, 1e-6), 2 * ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -29,7 +29,9 @@ GATED = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "clamped_silu": 3}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm (arXiv:1910.07467) over the last dimension of x `[T, H]`, with a weight of x's type or of float32."""
+    """RMSNorm (arXiv:1910.07467) over the last dimension of x `[..., H]`, with a weight of x's type or of float32."""
+    if x.dim() != 2 or x.stride(1) != 1:
+        return rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), weight, eps).view(x.shape)
     out = torch.empty_like(x)
     KERNELS.lib.quire_add_rms_norm(
         x.data_ptr(),
