@@ -31,7 +31,15 @@ from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
 from quire.engine.stats import Counts
 from quire.engine.validation import check_media, check_request
-from quire.worker.messages import NewRequest, StepInput, StepOutput, TokenLogprobs, WorkerReady, longest_request
+from quire.worker.messages import (
+    GRAMMAR_ERROR,
+    NewRequest,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+    WorkerReady,
+    longest_request,
+)
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
 SCORED_CHUNK = 256  # prompt tokens with log-probabilities in a step that others share: each costs a row of logits
@@ -572,8 +580,10 @@ class Scheduler:
             self.images.forget(item.key)  # it may be the error
         if request.status is not Status.FINISHED:
             self._remove(request, discard=True)
+            kind = "invalid_request" if message.startswith(GRAMMAR_ERROR) else "engine"
+            timing = request.timing(now)
             outputs.setdefault(request.client, []).append(
-                EngineOutput(request.request_id, [], "error", error=message, timing=request.timing(now))
+                EngineOutput(request.request_id, [], "error", error=message, error_kind=kind, timing=timing)
             )
 
     def _finish(

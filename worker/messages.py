@@ -14,6 +14,8 @@ import msgspec
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
+# how errors begin that a request's own grammar causes
+GRAMMAR_ERROR = "structured output: "
 # what the matcher of a grammar may cost, in llguidance's units (LLParserLimits): to compile, and per step
 GRAMMAR_LIMITS = {
     "initial_lexer_fuel": 1_000_000,  # about 20 ms

@@ -21,6 +21,7 @@ from quire.server.structured.text_grammar import in_json, lark_of, lark_of_input
 
 # whitespace between JSON tokens: bounded, so that a model cannot fill its answer with it
 WHITESPACE = r"[ \n\r\t]{1,40}"
+CHOICES_PER_TERMINAL = 200
 # without forcing, a text may be tokenized in any way, as the model prefers
 _HEADER = '%llguidance {"no_forcing": true}'
 ANY_TEXT = "/(?s:.*)/"
@@ -70,6 +71,18 @@ class Builder:
         """An expression that matches `text`."""
         pieces = (f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in self.pieces(text))
         return " ".join(pieces) or '""'
+
+    def choice(self, texts: Sequence[str]) -> str:
+        """The name of a rule for one of `texts`. Those without special tokens are terminals, of several texts each: the
+        parser's limits bound the alternatives of a rule, and the time of a terminal grows with their square.
+        """
+        plain, others = [], []
+        for text in dict.fromkeys(texts):
+            is_plain = self.pieces(text) == [text]
+            (plain if is_plain else others).append(quoted(text) if is_plain else self.literal(text))
+        size = CHOICES_PER_TERMINAL
+        terminals = [self.terminal(" | ".join(plain[i : i + size])) for i in range(0, len(plain), size)]
+        return self.rule(" | ".join(terminals + others))
 
     def json(self, schema: Any, where: str = "") -> str:
         """The name of a rule that matches JSON for `schema`; `where` is its place for errors. Raises StructureError."""
@@ -143,7 +156,7 @@ def _expression(structure: Structure, builder: Builder) -> str:
         case "regex":
             return builder.regex(value)
         case "choice":
-            return builder.rule(" | ".join(builder.literal(choice) for choice in value))
+            return builder.choice(value)
         case "grammar":
             return builder.grammar(value)
         case "structural_tag":

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from quire.worker.batch.input_batch import SamplingBatch
-from quire.worker.messages import GRAMMAR_LIMITS, NewRequest, Vocabulary
+from quire.worker.messages import GRAMMAR_ERROR, GRAMMAR_LIMITS, NewRequest, Vocabulary
 from quire.worker.platforms.base import Event, Platform
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Matcher:
         if self.error is not None:
             return
         if token_id < 0:  # every token was excluded: the request has failed
-            self.error = "structured output: no token was possible"
+            self.error = f"{GRAMMAR_ERROR}no token was possible"
             return
         if not self.is_active:
             self.last = [*self.last, token_id][-len(self.after) :]
@@ -74,7 +74,7 @@ class _Matcher:
 
     def check(self) -> None:
         if self.state.is_error():
-            self.error = f"structured output: {self.state.get_error().splitlines()[0][:500]}"
+            self.error = f"{GRAMMAR_ERROR}{self.state.get_error().splitlines()[0][:500]}"
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class GrammarRows:
         if grammar is None:
             return
         if self._tokens is None:
-            raise ValueError("structured output: the server has not sent the vocabulary")
+            raise ValueError("grammar: the server has not sent the vocabulary")
         matcher = self.rows[row] = _Matcher(new.sampling.grammar_after)
         matcher.ready = self._compiling.submit(self._start, matcher, grammar, new.token_ids[new.num_prompt_tokens :])
 
@@ -165,7 +165,7 @@ class GrammarRows:
             matcher.start(self._tokens.result().matcher(grammar), token_ids)
         except Exception as error:  # llguidance is missing, for example: fails this request only
             logger.exception("cannot compile a grammar")
-            matcher.error = f"structured output: {type(error).__name__}: {error}"
+            matcher.error = f"grammar: {type(error).__name__}: {error}"
 
     def _fill(
         self,
