@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from quire.worker.cpu import build
 from tests.checkpoints import build_checkpoint
@@ -26,6 +27,10 @@ from tests.checkpoints import build_checkpoint
 # a background job of a script; processes that tests start would ignore Ctrl-C, too
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# on a busy machine, drawing may be slow
+settings.register_profile("quire", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("quire")
 
 
 @pytest.fixture(autouse=True)

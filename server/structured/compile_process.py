@@ -25,6 +25,7 @@ from quire.server.structured.structure import BEST_EFFORT, Structure
 MAX_SECONDS = 4.0  # of one structure
 MAX_MEMORY = 2 << 30  # bytes of address space
 MAX_ATTEMPTS = 50  # compilations to find the place of an error
+_NOTHING = "Unsatisfiable"  # in the library's errors; as an alternative, such a subschema is no mistake
 
 
 class Vocabulary(msgspec.Struct, array_like=True):
@@ -128,7 +129,7 @@ class Compiler:
                     continue
                 attempts -= 1
                 inner = self._error(to_lark(_alone(structure, child, definitions), {}, self.vocabulary.eos_ids))
-                if inner is not None:
+                if inner is not None and (_NOTHING not in inner or _NOTHING in error):
                     path, schema, error, found = f"{path}/{step}", child, inner, True
                     break
         return f"at {path}: {error}"

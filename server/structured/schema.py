@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from quire.server.structured.limited_keywords import LIMITED, part_of
+from quire.server.structured.schema_algebra import Derived, Inexpressible, Schema, escaped
+
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 20_000
 
@@ -52,6 +55,18 @@ VALUES: dict[str, _Check] = {
     "minProperties": _COUNT,
     "maxProperties": _COUNT,
 }
+# the values of other keywords
+CHECKED: dict[str, _Check] = {
+    "minContains": _COUNT,
+    "maxContains": _COUNT,
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+    "dependentRequired": (
+        lambda value: isinstance(value, dict) and all(map(_STRINGS[0], value.values())),
+        "an object of lists of strings",
+    ),
+    "dependentSchemas": (lambda value: isinstance(value, dict), "an object of schemas"),
+    "dependencies": (lambda value: isinstance(value, dict), "an object of schemas and lists of strings"),
+}
 MAPS = ("properties", "patternProperties")  # of names to schemas
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # of schemas
 SCHEMAS = ("items", "additionalProperties")
@@ -60,30 +75,20 @@ ENFORCED = (*VALUES, *MAPS, *LISTS, *SCHEMAS, "$ref")
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
 )
-# keywords that validate and cannot be enforced -> the values with which they exclude nothing
-REFUSED: dict[str, tuple] = {
-    "not": (False,),
-    "if": (),
-    "contains": (),
-    "uniqueItems": (False,),
-    "propertyNames": (True, {}),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "dependencies": ({},),
-    "unevaluatedProperties": (True, {}),
-    "unevaluatedItems": (True, {}),
-    "$dynamicRef": (),
-    "$recursiveRef": (),
-}
+# keywords that validate and cannot be enforced
+REFUSED: dict[str, tuple] = {"unevaluatedItems": (True, {}), "$dynamicRef": (), "$recursiveRef": ()}
 _APPLICATORS = ("$ref", "anyOf", "oneOf", "allOf", "if", "not", "dependentSchemas", "contains")
 
 
 def structured_output() -> dict[str, str | list[str]]:
-    """Who enforces which keywords and formats of a schema, and which are refused; others are annotations."""
+    """Who enforces which keywords and formats of a schema, which of them only where they can be expressed by the
+    others, and which are refused. Others are annotations.
+    """
     return {
         "library": "llguidance",
-        "enforced": sorted(ENFORCED),
+        "enforced": sorted({*ENFORCED} - {*LIMITED}),
         "formats": sorted(FORMATS),
+        "limited": sorted(LIMITED),
         "refused": sorted(REFUSED),
     }
 
@@ -103,9 +108,11 @@ def normalize(schema: Any) -> dict[str, Any] | bool:
 
 def children(schema: Any) -> Iterator[tuple[str, Any]]:
     """The subschemas of a normalized schema with their paths; `$ref` has none."""
+    if isinstance(schema, Derived):
+        schema = schema.base
     for keyword, value in schema.items() if isinstance(schema, dict) else ():
         if keyword in MAPS:
-            yield from ((f"{keyword}/{_escaped(name)}", child) for name, child in value.items())
+            yield from ((f"{keyword}/{escaped(name)}", child) for name, child in value.items())
         elif keyword in LISTS:
             yield from ((f"{keyword}/{i}", child) for i, child in enumerate(value))
         elif keyword in SCHEMAS:
@@ -117,18 +124,36 @@ class _Normalizer:
         self.root = root
         self.names: dict[str, str] = {}  # decoded JSON pointer -> its name below $defs
         self.pending: list[tuple[str, Any]] = []  # (pointer, subschema) of names whose definition is not yet made
+        self.definitions: dict[str, Schema] = {}
+        self.defining: set[str] = set()
         self.num_subschemas = 0
         self.anchors = {f"#{name}": path for name, path in _anchors(root, "#")}
 
     def run(self) -> dict[str, Any] | bool:
         result = self._schema(self.root, "#", 0)
-        definitions = {}
         while self.pending:
-            path, target = self.pending.pop()
-            definitions[self.names[path]] = self._schema(target, path, 0)
-        if definitions:
-            return {"$defs": definitions, **result}  # only an object has references
+            self._define(*self.pending.pop())
+        if self.definitions:
+            return {"$defs": self.definitions, **result}  # only an object has references
         return result
+
+    def _define(self, pointer: str, target: Any) -> None:
+        name = self.names[pointer]
+        if name not in self.definitions:
+            self.defining.add(name)
+            self.definitions[name] = self._schema(target, pointer, 0)
+            self.defining.remove(name)
+
+    def _target(self, reference: str) -> Schema:
+        """The normalized schema that a normalized `$ref` names."""
+        name = reference.removeprefix("#/$defs/")
+        if name in self.defining:
+            raise Inexpressible("it would need the schema that it is part of")
+        for pointer, target in self.pending:
+            if self.names[pointer] == name:
+                self._define(pointer, target)
+                break
+        return self.definitions[name]
 
     def _schema(self, schema: Any, path: str, depth: int) -> dict[str, Any] | bool:
         self.num_subschemas += 1
@@ -157,7 +182,7 @@ class _Normalizer:
                 if not isinstance(value, dict):
                     raise SchemaError(path, keyword, "must be an object of schemas")
                 result[keyword] = {
-                    name: self._schema(child, f"{at}/{_escaped(name)}", depth + 1) for name, child in value.items()
+                    name: self._schema(child, f"{at}/{escaped(name)}", depth + 1) for name, child in value.items()
                 }
             elif keyword in LISTS:
                 if not isinstance(value, list) or not value:
@@ -167,7 +192,25 @@ class _Normalizer:
                 result[keyword] = self._schema(value, at, depth + 1)
             elif keyword == "$ref":
                 result[keyword] = f"#/$defs/{self._definition(value, path)}"
-        return result
+        parts = self._parts(schema, result, path, depth)
+        return False if False in parts else Derived(result, parts) if parts else result
+
+    def _parts(self, schema: dict[str, Any], base: dict[str, Any], path: str, depth: int) -> list[Schema]:
+        """What the keywords say that `base` lacks; takes from `base` what they replace."""
+
+        def inner(step: str, child: Any) -> Schema:
+            return self._schema(child, f"{path}/{step}", depth + 1)
+
+        for keyword, (check, expected) in CHECKED.items():
+            if keyword in schema and not check(schema[keyword]):
+                raise SchemaError(path, keyword, f"must be {expected}")
+        parts = []
+        for keyword in LIMITED:
+            try:
+                parts.append(part_of(keyword, schema, base, inner, self._target))
+            except Inexpressible as error:
+                raise SchemaError(path, keyword, f"this cannot be enforced: {error}") from None
+        return [part for part in parts if part is not True]
 
     def _refuse(self, schema: dict[str, Any], path: str) -> None:
         for keyword, harmless in REFUSED.items():
@@ -220,10 +263,12 @@ def _modern(schema: dict[str, Any]) -> dict[str, Any]:
                 changed.setdefault(equal, value)
     if changed.get("prefixItems") == []:
         del changed["prefixItems"]
-    if "contains" in changed and changed.get("minContains") == 0 and "maxContains" not in changed:
-        del changed["contains"]
-    if "if" in changed and "then" not in changed and "else" not in changed:
-        del changed["if"]
+    if isinstance(dependencies := changed.get("dependencies"), dict):  # draft 7
+        del changed["dependencies"]
+        for keyword, is_list in (("dependentRequired", True), ("dependentSchemas", False)):
+            some = {name: value for name, value in dependencies.items() if isinstance(value, list) == is_list}
+            if some:
+                changed[keyword] = {**some, **changed.get(keyword, {})}
     return changed
 
 
@@ -233,7 +278,7 @@ def _anchors(schema: Any, path: str) -> Iterator[tuple[str, str]]:
         if isinstance(schema.get("$anchor"), str):
             yield schema["$anchor"], path
         for name, value in schema.items():
-            yield from _anchors(value, f"{path}/{_escaped(name)}")
+            yield from _anchors(value, f"{path}/{escaped(name)}")
     elif isinstance(schema, list):
         for i, value in enumerate(schema):
             yield from _anchors(value, f"{path}/{i}")
@@ -247,7 +292,3 @@ def _references(schema: Any) -> Iterator[str]:
     elif isinstance(schema, list):
         for value in schema:
             yield from _references(value)
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")

@@ -11,10 +11,12 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from quire.server.structured.lark import ANY_TEXT, StructureError, quoted
+from quire.server.structured.limited_keywords import LIMITED
 from quire.server.structured.schema import ENFORCED, MAPS, MAX_DEPTH, REFUSED, SchemaError, normalize
+from quire.server.structured.schema_algebra import Derived
 from quire.server.structured.text_grammar import LARK
 
-_VALIDATING = frozenset({*ENFORCED, *REFUSED, LARK})
+_VALIDATING = frozenset({*ENFORCED, *LIMITED, *REFUSED, LARK})
 _NOT_FOR_TEXTS = ("$ref", "anyOf", "oneOf", "allOf")
 _GENERAL = {"integer": "number"}
 _KEYWORDS = {  # that say something of values of one type only
@@ -124,9 +126,11 @@ def terminal_of_texts(schema: dict[str, Any], path: str) -> str:
         normal = normalize(schema)
     except SchemaError as error:
         raise StructureError(f"{path} {error}") from None
-    assert isinstance(normal, dict)
-    for keyword in _NOT_FOR_TEXTS:
-        if keyword in normal:
+    if normal is False:
+        raise StructureError(f"{path} at #: no value is valid")
+    given = schema.keys() & LIMITED.keys() if isinstance(normal, Derived) else ()
+    for keyword in (*given, *_NOT_FOR_TEXTS):
+        if keyword in given or keyword in normal:
             raise StructureError(f"{path} at #: {keyword}: a string cannot have it in this model's format of calls")
     parts = []
     if (values := constants(normal)) is not None:

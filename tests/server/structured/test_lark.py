@@ -58,7 +58,11 @@ def test_whitespace():
             {"format": {"type": "sequence", "elements": [{"type": "regex"}]}},
             "format.elements.0.pattern",
         ),
-        ("structural_tag", {"type": "json_schema", "json_schema": {"not": {}}}, "json_schema at #: not: "),
+        (
+            "structural_tag",
+            {"type": "json_schema", "json_schema": {"not": {"pattern": "a"}}},
+            "json_schema at #: not: ",
+        ),
     ],
 )
 def test_errors_name_the_mistake(kind, value, error):

@@ -136,8 +136,17 @@ def test_annotations_and_older_spellings(schema, yes, no):
     ("schema", "path", "keyword"),
     [
         ({"properties": {"a": {"uniqueItems": True}}}, "#/properties/a", "uniqueItems"),
-        ({"items": {"if": {}, "then": {}}}, "#/items", "if"),
-        ({"not": {"type": "string"}}, "#", "not"),
+        ({"items": {"if": {"pattern": "a"}, "then": {}}}, "#/items", "if"),
+        ({"not": {"type": "integer"}}, "#", "not"),
+        ({"properties": {"a": {"contains": {}, "minContains": -1}}}, "#/properties/a", "minContains"),
+        ({"dependentRequired": {"a": "b"}}, "#", "dependentRequired"),
+        ({"dependentSchemas": {"a/b": {"type": "strng"}}}, "#/dependentSchemas/a~1b", "type"),
+        ({"contains": {"type": "string"}}, "#", "contains"),
+        ({"propertyNames": {"pattern": "^a", "maxLength": 3}}, "#", "propertyNames"),
+        ({"minProperties": 2}, "#", "minProperties"),
+        ({"if": {"not": {"format": "date"}}, "else": {}}, "#/if", "not"),
+        ({"anyOf": [{"required": ["a"]}, {}], "unevaluatedProperties": False}, "#", "unevaluatedProperties"),
+        ({"items": {"unevaluatedItems": False, "contains": {}}}, "#/items", "unevaluatedItems"),
         ({"type": "object", "properties": {"x/y": {"type": "strng"}}}, "#/properties/x~1y", "type"),
         ({"anyOf": [{}, {"minLength": -1}]}, "#/anyOf/1", "minLength"),
         ({"$ref": "https://example.com/x.json"}, "#", "$ref"),
@@ -167,6 +176,22 @@ def test_the_place_is_looked_for_beside_subschemas_without_a_value():
     }
     with pytest.raises(ValueError, match="at #/properties/b: Unsatisfiable"):
         accepts(Structure(kind="json_schema", value=schema), "")
+
+
+def test_a_name_that_is_written_twice_counts_once():
+    schema = {"type": "object", "minProperties": 2, "required": ["a"]}
+    assert accepts(Structure(kind="json_schema", value=schema), '{"a":1,"b":2}')
+    assert not accepts(Structure(kind="json_schema", value=schema), '{"a":1,"a":2}')
+
+
+def test_alternatives_are_bounded():
+    for schema in (
+        {"type": "array", "items": {"enum": list("abcdefgh")}, "uniqueItems": True},
+        {"type": "array", "contains": {"type": "null"}, "minContains": 10, "maxItems": 20},
+        {"properties": {name: {} for name in "abcdefghijkl"}, "additionalProperties": False, "minProperties": 6},
+    ):
+        with pytest.raises(SchemaError, match="more than 400"):
+            normalize(schema)
 
 
 def test_depth_and_size_are_bounded():
