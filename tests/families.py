@@ -30,14 +30,32 @@ _YARN = {
     "beta_slow": 1.0,
 }
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
 # name -> (model_type in transformers, settings)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", _H),
+    "axk1": (
+        "axk1",
+        _B | _EXPERTS | _LATENT | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    ),
     "cohere": ("cohere", _B | {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": ("cohere2", _H | {"sliding_window": 24, "logit_scale": 0.3}),
     "ernie4_5": ("ernie4_5", _H | {"use_bias": True}),
     "exaone4": ("exaone4", _B | {"sliding_window": 24}),
     "exaone4-full": ("exaone4", _B | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "exaone_moe": (
+        "exaone_moe",
+        _H | _EXPERTS | {"num_experts": 8, "n_group": 4, "topk_group": 2, "sliding_window": 24},
+    ),
     "gemma": ("gemma", _H),
     "gemma2": ("gemma2", _H | {"query_pre_attn_scalar": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", _H | _W | {"query_pre_attn_scalar": 32}),
@@ -89,6 +107,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4}
         | {"layer_rope_theta": [1e4, 0, 1e5, 1e4]},
     ),
+    "hy_v3": ("hy_v3", _H | _EXPERTS | {"num_experts": 4, "router_scaling_factor": 1.5, "attention_bias": True}),
     "hunyuan": (
         "hunyuan_v1_dense",
         _H | {"rope_parameters": {"rope_type": "dynamic", "alpha": 10.0, "factor": 1.0, "rope_theta": 1e4}},
@@ -102,6 +121,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ministral": ("ministral", _H | _W),
     "ministral3": ("ministral3", _H | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
+    "mistral4": (
+        "mistral4",
+        _B
+        | _EXPERTS
+        | _LATENT
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.1}},
+    ),
     "nemotron": ("nemotron", _B | {"mlp_bias": True, "attention_bias": True}),
     "olmo2": ("olmo2", _B),
     "olmo3": ("olmo3", _B | {"sliding_window": 24}),
@@ -121,6 +148,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"original_max_position_embeddings": 1},
     ),
     "seed_oss": ("seed_oss", _H),
+    "solar_open": ("solar_open", _H | _EXPERTS | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1}),
     "smollm3": ("smollm3", _B),
     "starcoder2": ("starcoder2", _B | {"sliding_window": 24}),
 }
@@ -129,15 +157,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def build_family(name: str, folder: str | Path, dtype: str = "float32", **overrides: Any) -> str:
     """Write the checkpoint of family `name`, with settings changed by `overrides`, into `folder` and return that."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type, settings = FAMILIES[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**settings | overrides))
+    model = _model_class(model_type)._from_config(CONFIG_MAPPING[model_type](**settings | overrides))
     redraw(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return str(folder)
+
+
+def _model_class(model_type: str) -> Any:
+    """The class of transformers' causal language models of a type."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    return getattr(transformers, names.get(model_type) or "Mistral4ForCausalLM")  # which is not listed there
 
 
 def redraw(model: Any) -> None:
@@ -154,16 +189,17 @@ def redraw(model: Any) -> None:
         else:
             parameter.data.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
     for name, buffer in model.named_buffers():
-        if name.endswith("layer_scalar"):
+        if name.endswith(("layer_scalar", "e_score_correction_bias")):
             buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def load_family(folder: str) -> Any:
     """The checkpoint in transformers."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    cls = _model_class(AutoConfig.from_pretrained(folder).model_type)
+    return cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def judge(

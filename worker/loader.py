@@ -126,6 +126,10 @@ def placements_of(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | 
         view = getattr(parameter, "view_of_tensor", None)
         parts = getattr(parameter, "parts", None) or [Part(name, tuple(parameter.shape), view=view)]
         parts = list(map(find, parts))
+        absent = getattr(parameter, "if_absent", None)
+        if absent is not None and checkpoint and parts[0].name not in checkpoint.position:
+            parameter.data.fill_(absent)
+            continue
         others = getattr(parameter, "other_parts", ()) if checkpoint else ()
         if others and not checkpoint.holds(parts):
             parts = next(filter(checkpoint.holds, (list(map(find, form)) for form in others)), parts)

@@ -90,7 +90,7 @@ def test_every_architecture_over_two_ranks(checkpoint, tmp_path, settings):
 
 
 FORMS = ["cohere", "gemma3", "glm4", "gpt2", "granite_swa", "hunyuan", "olmo2", "phi3", "starcoder2"]
-EXPERTS = ["gemma4-experts", "llama4"]
+EXPERTS = ["gemma4-experts", "llama4", "axk1", "hy_v3", "mistral4"]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,27 @@ class DecoderLayer(nn.Module):
         return [*self.self_attn.exchanges(num_tokens, num_needed), *self.mlp.exchanges(num_needed)]
 
 
+class ExpertsNormLayer(DecoderLayer):
+    """Also normalises what experts add (A.X K1)."""
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        self.post_mlp_layernorm = None
+        if spec.layers[layer].moe is not None:
+            self.post_mlp_layernorm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> Streams:
+        x, residual = super().forward(x, residual, rotation, attn, needed_rows)
+        return (x if self.post_mlp_layernorm is None else self.post_mlp_layernorm(x)), residual
+
+
 class SandwichLayer(DecoderLayer):
     """Norms before and after attention, and before and after the MLP."""
 
@@ -167,6 +188,7 @@ class ParallelLayer(DecoderLayer):
 # by `ModelSpec.form`
 BLOCKS: dict[str, type[DecoderLayer]] = {
     "pre": DecoderLayer,
+    "pre_experts_norm": ExpertsNormLayer,
     "sandwich": SandwichLayer,
     "post": PostNormLayer,
     "sum": SumNormLayer,

@@ -49,9 +49,8 @@ class V2Experts(MoEFamily):
 
     @classmethod
     def is_sparse(cls, values: dict[str, Any], index: int) -> bool:
-        if kinds := values["mlp_layer_types"]:
-            return kinds[index] == "sparse"
-        return super().is_sparse(values, index) and index % values["moe_layer_freq"] == 0
+        listed, frequency = values["mlp_layer_types"], values["moe_layer_freq"]
+        return super().is_sparse(values, index) and (bool(listed) or index % frequency == 0)
 
     @classmethod
     def routing(cls, values: dict[str, Any]) -> RoutingSpec:

@@ -174,6 +174,8 @@ class MLAttention(nn.Module):
         q, c, k_pe = self.in_proj(x).split([self.in_proj.out_features - sizes.width, sizes.rank, sizes.rope_dim], -1)
         if self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q.contiguous()))
+        if rotation.query_scale is not None:
+            q = q * rotation.query_scale[:, None].to(q.dtype)
         q_nope, q_pe = q.unflatten(-1, (self.attn.num_heads, -1)).split([sizes.nope_dim, sizes.rope_dim], -1)
         rows = rotation.cos_sin[rotation.positions]
         k_pe = apply_rotary(k_pe.unsqueeze(1), rows).squeeze(1)

@@ -69,6 +69,7 @@ class Router(nn.Module):
             name = f"{prefix}.e_score_correction_bias"
             self.correction = empty_parameter(size, parts=[Part(name, (size,))], dtype=torch.float32)
             give_other_parts(self.correction, [[Part(name, (1, size), view=torch.Tensor.flatten)]])
+            self.correction.if_absent = 0.0 if spec.optional_correction else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.linear(x)

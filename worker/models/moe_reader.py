@@ -44,6 +44,8 @@ class MoEFamily:
     @classmethod
     def is_sparse(cls, values: dict[str, Any], index: int) -> bool:
         """Whether layer `index` has experts."""
+        if kinds := values.get("mlp_layer_types"):
+            return kinds[index] == "sparse"
         step, dense = values["decoder_sparse_step"], values["mlp_only_layers"] or []
         return index >= values["first_k_dense_replace"] and index not in dense and (index + 1) % step == 0
 

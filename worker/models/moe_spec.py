@@ -24,6 +24,7 @@ class RoutingSpec:
     group_best: int = 1  # a group's score is the sum of this many of its largest scores
     bias: bool = False  # of the logits
     correction: bool = False  # correction biases, added to the scores to choose, not to weigh
+    optional_correction: bool = False  # files may lack the correction biases, which are 0 then
     float32: bool = False  # logits are computed in float32, from weights kept in float32
 
 
