@@ -1,18 +1,20 @@
 """Measures servers by CPU time: the seconds of all processes of a server for the same prompts. Others on the machine
 disturb this far less than they disturb times, so it compares servers on a machine that is never quiet.
 
-    python benchmarks/cpu_seconds.py --tokenizer MODEL [--loads c1,c8] [--rounds N]
+    python benchmarks/cpu_seconds.py --tokenizer MODEL [--loads c1,c8] [--rounds N] [--results FILE.json]
         quire='quire serve MODEL --num-threads 1 --port {port} ...' vllm='vllm serve MODEL --port {port} ...'
 
 Starts one server after the other with one thread each, as its command says, runs every load once to warm up and then
 `--rounds` times, and stops it. Prints a Markdown table: CPU seconds and output tokens per second of wall-clock time in
-every round, and the median CPU seconds of the best other server divided by those of the first one.
+every round, and the median CPU seconds of the best other server divided by those of the first one. With `--results`,
+servers that an earlier call measured are in the table, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shlex
 import statistics
 import sys
@@ -54,13 +56,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("servers", nargs="+", metavar="NAME=COMMAND", type=named_command)
     parser.add_argument("--loads", type=lambda text: text.split(","), default=list(LOADS), help=",".join(LOADS))
     parser.add_argument("--rounds", type=int, default=2, help="measured rounds of each load (default: 2)")
+    parser.add_argument("--results", type=Path, metavar="FILE.json", help="file that collects the results of all calls")
     parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer that makes the prompts")
     options = parser.parse_args(argv)
     if unknown := set(options.loads) - LOADS.keys():
         parser.error(f"unknown load {unknown.pop()}; known: {', '.join(LOADS)}")
-    results = {}
+    file, results = options.results, {}
+    if file and file.exists():
+        results = json.loads(file.read_text(encoding="utf-8"))
     for name, command in options.servers:
         results[name] = asyncio.run(measure(name, command, options))
+        if file:
+            file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("\n".join(table(options.loads, results)))
     return 0
 

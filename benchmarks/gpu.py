@@ -2,7 +2,7 @@
 file.
 
 python benchmarks/gpu.py [--device cuda] [--results FILE] PART [MODEL]      parts: ceilings, steps, offline, http,
-files, note, table
+files, products, note, table
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
-from benchmarks import gpu_report
+from benchmarks import gpu_products, gpu_report
 from benchmarks.gpu_models import MODELS, write_model
 from quire.configs.config import Config
 from quire.worker.models import read_model_spec
@@ -73,7 +73,7 @@ def main() -> int:
         metavar="DIR",
         help="parent folder of the model folders",
     )
-    parser.add_argument("part", choices=("ceilings", "steps", "offline", "http", "files", "note", "table"))
+    parser.add_argument("part", choices=("ceilings", "steps", "offline", "http", "files", "products", "note", "table"))
     parser.add_argument("rest", nargs="*", help="a model's name; for note: name, exit status and seconds of a part")
     arguments = parser.parse_args()
     signal.signal(
@@ -86,6 +86,8 @@ def main() -> int:
         print(gpu_report.table(json.loads(arguments.results.read_text(encoding="utf-8"))))
     elif arguments.part == "ceilings":
         gpu_report.update(arguments.results, device=ceilings(arguments.device))
+    elif arguments.part == "products":
+        gpu_report.update(arguments.results, products=gpu_products.products(arguments.device, _seconds))
     else:
         (name,) = arguments.rest
         Measurement(name, arguments).run(arguments.part)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_products import rows_of_table
 from quire.worker.models import num_parameters
 from quire.worker.models.config import ModelSpec, kv_bytes_per_token
 
@@ -90,6 +91,8 @@ def table(report: dict[str, Any]) -> str:
         )
     for name, model in report.get("models", {}).items():
         lines += ["", f"## {name}", *_model_lines(model)]
+    if "products" in report:
+        lines += ["", *rows_of_table(report["products"])]
     lines += ["", "| part | seconds | ended |", "|---|---|---|"]
     lines += [
         f"| {name} | {part['seconds']} | {_ENDINGS.get(part['status'], 'with status ' + str(part['status']))} |"
