@@ -161,13 +161,13 @@ def build_family(name: str, folder: str | Path, dtype: str = "float32", **overri
 
     model_type, settings = FAMILIES[name]
     torch.manual_seed(0)
-    model = _model_class(model_type)._from_config(CONFIG_MAPPING[model_type](**settings | overrides))
+    model = causal_lm_class(model_type)._from_config(CONFIG_MAPPING[model_type](**settings | overrides))
     redraw(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return str(folder)
 
 
-def _model_class(model_type: str) -> Any:
+def causal_lm_class(model_type: str) -> Any:
     """The class of transformers' causal language models of a type."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
@@ -198,7 +198,7 @@ def load_family(folder: str) -> Any:
     import torch
     from transformers import AutoConfig
 
-    cls = _model_class(AutoConfig.from_pretrained(folder).model_type)
+    cls = causal_lm_class(AutoConfig.from_pretrained(folder).model_type)
     return cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
