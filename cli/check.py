@@ -8,11 +8,16 @@ import dataclasses
 import importlib
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
 from quire.configs.files import check_model_folder
 from quire.server.startup import hub
 from quire.server.startup.plan_table import plan_table
+
+if TYPE_CHECKING:
+    from quire.engine.messages import MediaInfo
+    from quire.server.text.tokenizer import Tokenizer
 
 
 def check(config: Config) -> int:
@@ -53,4 +58,20 @@ def plan(config: Config) -> str:
     defaults = read_sampling_defaults(config, folder)
     chat = "yes" if tokenizer.chat_templates else "none: /v1/chat/completions needs --chat-template"
     sampling = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "OpenAI's"
-    return f"{plan_table(ready)}\nchat template: {chat}\ndefault sampling parameters: {sampling}"
+    lines = [plan_table(ready), f"chat template: {chat}", *_images(config, folder, tokenizer, ready.media)]
+    return "\n".join([*lines, f"default sampling parameters: {sampling}"])
+
+
+def _images(config: Config, folder: str, tokenizer: Tokenizer, media: MediaInfo | None) -> list[str]:
+    """What the server does with images; nothing for a model of text."""
+    from quire.server.media.registry import read_config
+    from quire.server.media.service import Images
+
+    images = Images(config)
+    images.open(folder, tokenizer)
+    images.check_worker(media)
+    if images.why_not is None:
+        about = images.describe()
+        options = ", ".join(about["mm_processor_kwargs"]) or "none"
+        return [f"images: at most {about['max_per_prompt']} per prompt; mm_processor_kwargs: {options}"]
+    return [f"images: refused: {images.why_not}"] if "vision_config" in read_config(folder) else []

@@ -40,6 +40,11 @@ class EncoderCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def usage(self) -> float:
+        """Part of the room in use, 0 to 1."""
+        return self.num_used / self.size if self.size else 0.0
+
     def start_step(self) -> None:
         """Call this before scheduling a step."""
         self._needed.clear()

@@ -210,6 +210,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     num_prompt_tokens: int = 0  # computed
     num_generation_tokens: int = 0
     iteration_tokens: list[int] = []  # tokens of each step
+    num_encoded: int = 0  # embeddings of images
+    encoder_cache_usage: float = 0.0  # 0 to 1
 
 
 class StepOutputs(_Message):

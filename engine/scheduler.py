@@ -166,6 +166,7 @@ class Scheduler:
         if not step.requests:
             return None
         encode, evict = self.images.take_step()
+        self.counts.num_encoded += sum(item.num_embeds for item in encode)
         step.input.encode.extend(encode)
         step.input.evict.extend(evict)
         self._num_steps += 1
@@ -640,7 +641,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Current gauges, and counts since the last `flush_stats`."""
-        return self.counts.snapshot(len(self.running), len(self.waiting), self.kv.usage)
+        return self.counts.snapshot(len(self.running), len(self.waiting), self.kv.usage, self.images.usage)
 
     def flush_stats(self) -> EngineStats:
         stats, self.counts = self.stats(), Counts()

@@ -17,8 +17,11 @@ class Counts:
     num_prompt_tokens: int = 0  # computed prompt tokens, including those recomputed after a preemption
     num_generation_tokens: int = 0
     iteration_tokens: list[int] = field(default_factory=list)  # tokens of each step
+    num_encoded: int = 0  # embeddings of images
 
-    def snapshot(self, num_running: int, num_waiting: int, kv_cache_usage: float) -> EngineStats:
+    def snapshot(
+        self, num_running: int, num_waiting: int, kv_cache_usage: float, encoder_cache_usage: float
+    ) -> EngineStats:
         return EngineStats(
             num_running,
             num_waiting,
@@ -29,4 +32,6 @@ class Counts:
             self.num_prompt_tokens,
             self.num_generation_tokens,
             self.iteration_tokens,
+            self.num_encoded,
+            encoder_cache_usage,
         )

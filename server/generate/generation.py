@@ -187,6 +187,8 @@ class Generation:
         self._choices = {request_id: _Choice(index, request, self._tokenizer) for index, request_id in enumerate(ids)}
         if self._sink is not None:
             self._metrics = self._sink.of(self._stream.engine)
+            for one in request.media:
+                self._metrics.observe_image(one.item.num_embeds, one.lease.found, one.lease.seconds)
 
     def _finish(self, output: EngineOutput, delta: Delta, choice: _Choice) -> None:
         del self._choices[output.request_id]

@@ -42,12 +42,15 @@ class PreparedImage:
 
 
 class Lease:
-    """Keeps the file of an image until `release`, or until nobody holds the lease."""
+    """Keeps the file of an image until `release`, or until nobody holds the lease. `found`: the image was preprocessed
+    before, else it took `seconds`.
+    """
 
-    __slots__ = ("_end", "_lock", "image")
+    __slots__ = ("_end", "_lock", "found", "image", "seconds")
 
     def __init__(self, image: PreparedImage, end: Callable[[str], None]):
         self.image = image
+        self.found, self.seconds = True, 0.0
         self._lock = threading.Lock()
         self._end: Callable[[str], None] | None = end
 

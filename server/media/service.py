@@ -56,7 +56,6 @@ class Images:
         self._mutex = threading.Lock()  # of what follows
         self._contents: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()  # (tenant, uuid) -> digest
         self.num_images = self.num_hits = 0
-        self.seconds = 0.0  # of preprocessing, over all threads
 
     @property
     def placeholder(self) -> str:
@@ -128,6 +127,20 @@ class Images:
         finally:
             self._num_waiting -= 1
 
+    def describe(self) -> dict[str, Any]:
+        """For /server_info: whether images are taken or why not, their limits and options, and how many came."""
+        if self.why_not is not None:
+            return {"accepted": False, "reason": self.why_not}
+        return {
+            "accepted": True,
+            "max_per_prompt": self.max_images,
+            "placeholder": self.placeholder,
+            "mm_processor_kwargs": sorted(self._processor.options),
+            "num_images": self.num_images,
+            "num_found": self.num_hits,
+            "num_bytes_kept": self._store.num_bytes,
+        }
+
     def close(self) -> None:
         """Remove the files. Idempotent."""
         if self._threads is not None:
@@ -190,12 +203,13 @@ class Images:
         num_hits = sum(lease is not None for lease in leases)
         if None in leases:
             leases = self._process(images, content, keys, options)
+            for lease in leases:
+                lease.found, lease.seconds = False, (time.perf_counter() - started) / len(leases)
         for image, lease in zip(images, leases, strict=True):
             image.lease = lease
         with self._mutex:
             self.num_images += len(images)
             self.num_hits += num_hits
-            self.seconds += time.perf_counter() - started
 
     def _process(
         self, images: list[ImageInput], content: list[bytes | None], keys: list[str], options: dict[str, Any]

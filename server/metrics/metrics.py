@@ -136,6 +136,7 @@ class Metrics(Collector):
         counters["prefix_cache_hits"] += stats.prefix_cache_hits
         counters["num_preemptions"] += stats.num_preemptions
         counters["generation_tokens"] += stats.num_generation_tokens
+        counters["encoder_embeddings"] += stats.num_encoded
         steps = self._histograms["iteration_tokens_total"]
         for num_tokens in stats.iteration_tokens:
             steps.observe(num_tokens)
@@ -144,6 +145,14 @@ class Metrics(Collector):
         """A sequence's prompt was processed."""
         self._counters["prompt_tokens"] += num_prompt_tokens
         self._counters["prompt_tokens_cached"] += num_cached_tokens
+
+    def observe_image(self, num_tokens: int, found: bool, seconds: float) -> None:
+        """An image of a request: `found` among the preprocessed ones, or preprocessed in `seconds`."""
+        self._counters["prompt_image_tokens"] += num_tokens
+        self._counters["mm_cache_queries"] += 1
+        self._counters["mm_cache_hits"] += found
+        if not found:
+            self._histograms["image_preprocessing_seconds"].observe(seconds)
 
     def observe_first_token(self, latency: float) -> None:
         """`latency` in seconds since the request arrived."""
@@ -292,6 +301,12 @@ class Metrics(Collector):
             "Part of the KV cache in use, 0 to 1.",
             [({}, stats.kv_cache_usage)],
         )
+        yield self._family(
+            GaugeMetricFamily,
+            prefix + "encoder_cache_usage_perc",
+            "Part of the room for embeddings of images in use, 0 to 1.",
+            [({}, stats.encoder_cache_usage)],
+        )
         if self._cache_config:
             labels = {**self._cache_config, "engine": self._labels["engine"]}
             family = GaugeMetricFamily(
@@ -314,12 +329,17 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens processed, found in the cache or computed.",
     "prompt_tokens_cached": "Prompt tokens that were found in the cache.",
     "generation_tokens": "Tokens generated.",
+    "prompt_image_tokens": "Prompt tokens that are images, of requests that began.",
+    "mm_cache_queries": "Images looked up among the preprocessed ones.",
+    "mm_cache_hits": "Images found among the preprocessed ones.",
+    "encoder_embeddings": "Embeddings of images that the encoder computed.",
 }
 _HISTOGRAMS = {  # name: (bounds, or None for token counts up to the context length; help text)
     "time_to_first_token_seconds": (_FIRST_TOKEN, "From a request's arrival to its first token."),
     "inter_token_latency_seconds": (_NEXT_TOKEN, "Between consecutive tokens of a sequence."),
     "request_time_per_output_token_seconds": (_NEXT_TOKEN, "A sequence's mean time per token after its first."),
     "e2e_request_latency_seconds": (_LATENCY, "From a request's arrival to its end."),
+    "image_preprocessing_seconds": (_FIRST_TOKEN, "For decoding and preprocessing an image."),
     "request_queue_time_seconds": (_LATENCY, "From entering the engine to first being scheduled."),
     "request_inference_time_seconds": (_LATENCY, "From first being scheduled to the last token."),
     "request_prefill_time_seconds": (_LATENCY, "From first being scheduled to the first token."),

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.configs.config import Config
+from quire.engine.messages import Ready
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse
@@ -43,6 +44,7 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     config: dict[str, dict[str, Any]]
     engine: dict[str, Any] | None
     formats: dict[str, Any] | None
+    images: dict[str, Any]
     sampling_defaults: dict[str, Any] | None
     structured_output: dict[str, str | list[str]]
     num_requests_in_flight: int
@@ -88,13 +90,20 @@ async def server_info(request: Request, state: ServerState) -> Response:
             "models": state.names,
             "health": state.health(),
             "config": _shown(state.config),
-            "engine": state.ready and {"steps_in_flight": state.ready.depth} | msgspec.to_builtins(state.ready.worker),
+            "engine": state.ready and _engine(state.ready),
             "formats": state.formats and state.formats.describe(),
+            "images": state.images.describe(),
             "sampling_defaults": state.model and state.model.sampling_defaults,
             "structured_output": structured_output(),
             "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere,
         }
     )
+
+
+def _engine(ready: Ready) -> dict[str, Any]:
+    worker = ready.worker
+    media = worker.media and {name: getattr(worker.media, name) for name in worker.media.__struct_fields__}
+    return {"steps_in_flight": ready.depth} | msgspec.to_builtins(worker) | {"media": media}
 
 
 def _shown(config: Config) -> dict[str, Any]:

@@ -208,3 +208,32 @@ def test_a_model_of_text_refuses_images(server):
     assert "takes no images" in answer.text
     answer = server.http.post(CHAT, json=asks(text_part("a"), mm_processor_kwargs={"max_pixels": 3}))
     assert is_error(answer, 400, "unsupported_parameter", "mm_processor_kwargs")
+
+
+def value(server, name: str) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    (found,) = [line for line in lines if line.startswith(f"{name}{{")]
+    return float(found.split()[-1])
+
+
+def test_metrics_count_images(seeing):
+    names = ["mm_cache_queries_total", "mm_cache_hits_total", "prompt_image_tokens_total", "encoder_embeddings_total"]
+    names = [f"{prefix}:{name}" for prefix in ("quire", "vllm") for name in names]
+    names.append("quire:image_preprocessing_seconds_count")
+    before = [value(seeing, name) for name in names]
+    for _ in range(2):
+        assert seeing.http.post(CHAT, json=asks(image_part("gold"), image_part("salmon"), n=2)).status_code == 200
+    # two images, preprocessed and encoded once
+    expected = [4, 2, 4 * NUM_TOKENS, 2 * NUM_TOKENS] * 2 + [2]
+    poll(lambda: [value(seeing, name) - old for name, old in zip(names, before, strict=True)] == expected)
+    assert 0 < value(seeing, "quire:encoder_cache_usage_perc") <= 1
+    preprocessing = value(seeing, "quire:image_preprocessing_seconds_sum")
+    assert preprocessing > 0
+
+
+def test_server_info_says_what_is_done_with_images(seeing, server):
+    info = seeing.http.get("/server_info").json()
+    assert {"accepted": True, "max_per_prompt": 4, "placeholder": "<image>"}.items() <= info["images"].items()
+    assert info["engine"]["media"]["image_token_id"] == IMAGE_ID
+    images = server.http.get("/server_info").json()["images"]
+    assert images["accepted"] is False and "reads text only" in images["reason"]
