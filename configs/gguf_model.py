@@ -1,127 +1,119 @@
-"""What config.json of a GGUF file's model would say: its metadata in the keys of transformers, and the names of its
-tensors. Torch-free.
-"""
+"""What config.json of a GGUF file's model would say: its metadata in the keys of transformers. Torch-free."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.configs.gguf import GgufFile
+from quire.configs.gguf_architectures import ARCHITECTURES, GgufArchitecture, Metadata
+from quire.configs.gguf_names import LONG_FACTORS, ROPE_FACTORS, halves_of_experts, tensor_name
 
-# general.architecture -> (architecture of config.json, model_type)
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
-_LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-ROPE_FACTORS = "rope_freqs.weight"
+Factors = Mapping[str, list[float]]  # the values of the tensors ROPE_FACTORS and LONG_FACTORS that the file has
 
 
-def tensor_name(name: str) -> str:
-    """The name in safetensors checkpoints of a GGUF tensor, or `name` itself if it has none."""
-    base, _, kind = name.rpartition(".")
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", base):
-        if match[2] in _LAYER_TENSORS:
-            return f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.{kind}"
-    elif base in _MODEL_TENSORS:
-        return f"{_MODEL_TENSORS[base]}.{kind}"
-    return name
-
-
-def swapped_heads(config: Mapping[str, Any], name: str) -> int | None:
-    """The number of heads of a tensor whose rows the file holds in the order of interleaved rotary pairs (q and k of
-    the architecture llama), else None.
-    """
-    if config["model_type"] != "llama":
-        return None
-    if ".q_proj." in name:
-        return config["num_attention_heads"]
-    return config["num_key_value_heads"] if ".k_proj." in name else None
-
-
-def model_config(file: GgufFile, rope_factors: list[float] | None) -> dict[str, Any]:
-    """The config.json. `rope_factors` are the values of the tensor ROPE_FACTORS, if the file has it.
+def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
+    """The config.json.
 
     Raises:
         ValueError: the architecture or a setting is not supported, or a key is missing.
     """
-    metadata = file.metadata
-    kind = metadata.get("general.architecture")
+    kind = file.metadata.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"{file.path}: the architecture {kind!r} of GGUF files is not supported; supported: "
             f"{', '.join(ARCHITECTURES)}. Give the original model in safetensors"
         )
-
-    def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{kind}.{key}", default)
-        if value is None:
-            raise ValueError(f"{file.path}: the metadata has no {kind}.{key}")
-        return value
-
-    architecture, model_type = ARCHITECTURES[kind]
-    heads = get("attention.head_count")
-    if get("expert_count", 0):
-        raise ValueError(f"{file.path}: experts in GGUF files are not supported yet; give the model in safetensors")
-    types = {tensor_name(name): tensor.type for name, tensor in file.tensors.items()}
-    bias = "model.layers.0.self_attn.q_proj.bias" in types
-    config = {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
-        "hidden_size": get("embedding_length"),
-        "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": get("attention.key_length", get("embedding_length") // heads),
-        "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "rope_theta": get("rope.freq_base", 10000.0),
-        "tie_word_embeddings": "lm_head.weight" not in types,
-        "torch_dtype": "bfloat16",
-        "quantization_config": {"quant_method": "gguf", "file": str(file.path.resolve()), "types": types},
+    m, found = Metadata(file), ARCHITECTURES[kind]
+    own = found.settings(m)
+    config = {key: read() for key, read in _sizes(m, found).items() if key not in own} | own
+    if m.find("expert_count") and "num_experts" not in config:
+        raise ValueError(f"{file.path}: experts in GGUF files of the architecture {kind} are not supported")
+    if "rope_parameters" not in config:  # a family may have a default, so that none has to be said
+        config["rope_scaling"] = _rope_scaling(m, config, factors) or {"rope_type": "default"}
+    types = {
+        part: tensor.type
+        for name, tensor in file.tensors.items()
+        for part in halves_of_experts(tensor_name(name, found.names))
     }
-    if bias and model_type == "llama":
-        config["attention_bias"] = True
-    if scaling := _rope_scaling(metadata, kind, config, rope_factors):
-        config["rope_scaling"] = scaling
+    config["quantization_config"] = {
+        "quant_method": "gguf",
+        "file": str(file.path.resolve()),
+        "architecture": kind,
+        "types": types,
+    }
     for key, token in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        if (token_id := metadata.get(f"tokenizer.ggml.{token}_token_id")) is not None:
+        if (token_id := file.metadata.get(f"tokenizer.ggml.{token}_token_id")) is not None:
             config[key] = token_id
     return config
 
 
-def _rope_scaling(
-    metadata: Mapping[str, Any], kind: str, config: dict[str, Any], factors: list[float] | None
-) -> dict[str, Any] | None:
-    if factors and any(factor != 1.0 for factor in factors):
-        return _llama3_scaling(config, factors)
-    name = metadata.get(f"{kind}.rope.scaling.type", "none")
+def _sizes(m: Metadata, found: GgufArchitecture) -> dict[str, Callable[[], Any]]:
+    """How to read the keys that all architectures have."""
+
+    def heads() -> int:
+        return m.one("attention.head_count")
+
+    def head_dim() -> int:
+        return m.get("attention.key_length", m.get("embedding_length") // heads())
+
+    def rotary() -> float:
+        size = m.find("rope.dimension_count") or head_dim()
+        return size / head_dim() if size < head_dim() else 1.0
+
+    embedding = m.file.tensors.get("token_embd.weight")
+    drafting = m.get("nextn_predict_layers", 0)  # layers that draft tokens, which come last
+    return {
+        "architectures": lambda: [found.architecture],
+        "model_type": lambda: found.model_type,
+        "vocab_size": lambda: embedding.shape[0] if embedding else 0,
+        "hidden_size": lambda: m.get("embedding_length"),
+        "intermediate_size": lambda: m.one("feed_forward_length"),
+        "num_hidden_layers": lambda: m.get("block_count") - drafting,
+        "num_nextn_predict_layers": lambda: drafting,
+        "num_attention_heads": heads,
+        "num_key_value_heads": lambda: m.one("attention.head_count_kv", heads()),
+        "head_dim": head_dim,
+        "max_position_embeddings": lambda: m.get("context_length"),
+        "rms_norm_eps": lambda: m.get("attention.layer_norm_rms_epsilon", m.find("attention.layer_norm_epsilon")),
+        "rope_theta": lambda: m.get("rope.freq_base", 10000.0),
+        "partial_rotary_factor": rotary,
+        "tie_word_embeddings": lambda: "output.weight" not in m.file.tensors,
+        "torch_dtype": lambda: "bfloat16",
+    }
+
+
+def _rope_scaling(m: Metadata, config: dict[str, Any], factors: Factors) -> dict[str, Any] | None:
+    if (values := factors.get(ROPE_FACTORS)) and any(factor != 1.0 for factor in values):
+        return _llama3_scaling(config, values)
+    if all(name in factors for name in LONG_FACTORS.values()):
+        scaling = {"rope_type": "longrope", **{key: factors[name] for key, name in LONG_FACTORS.items()}}
+        factor = m.find("rope.scaling.attn_factor")
+        return scaling | ({"attention_factor": factor} if factor else {})
+    name = m.get("rope.scaling.type", "none")
     if name == "none":
         return None
     if name not in ("linear", "yarn"):
-        raise ValueError(f"{kind}.rope.scaling.type {name!r} is not supported; supported: none, linear, yarn")
-    scaling = {"rope_type": name, "factor": metadata.get(f"{kind}.rope.scaling.factor", 1.0)}
-    if original := metadata.get(f"{kind}.rope.scaling.original_context_length"):
+        raise ValueError(f"{m.kind}.rope.scaling.type {name!r} is not supported; supported: none, linear, yarn")
+    scaling = {"rope_type": name, "factor": m.get("rope.scaling.factor", 1.0)}
+    if original := m.find("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = original
+    return scaling | (_yarn(m) if name == "yarn" else {})
+
+
+def _yarn(m: Metadata) -> dict[str, Any]:
+    scaling = {}
+    for key in ("beta_fast", "beta_slow"):
+        if (value := m.find(f"rope.scaling.yarn_{key}")) is not None:
+            scaling[key] = value
+    if m.kind == "gpt-oss":
+        scaling["truncate"] = False
+    # deepseek2 stores a tenth of it
+    if scale := (m.find("rope.scaling.yarn_log_multiplier") or 0) * (10 if m.kind == "deepseek2" else 1):
+        scaling |= {"mscale": round(scale, 6), "mscale_all_dim": round(scale, 6)}
+    if (beta := m.find("attention.temperature_scale")) is not None:
+        scaling["llama_4_scaling_beta"] = beta
     return scaling
 
 

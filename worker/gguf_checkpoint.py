@@ -1,16 +1,21 @@
-"""Reads the weights of a GGUF file, under the names and in the order of rows of safetensors checkpoints."""
+"""Reads the weights of a GGUF file, under the decoder's names and in the order of rows of safetensors checkpoints."""
 
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from quire.configs.gguf import BLOCKS, GgufTensor, read_gguf
-from quire.configs.gguf_model import ROPE_FACTORS, swapped_heads, tensor_name
+from quire.configs.gguf import BLOCKS, GgufFile, GgufTensor, read_gguf
+from quire.configs.gguf_architectures import ARCHITECTURES
+from quire.configs.gguf_names import IGNORED, expert_names, halves_of_experts, tensor_name
+from quire.worker.layers.quantization.gguf_blocks import dequantize
 from quire.worker.loader import Checkpoint
+from quire.worker.models.decoder import CausalLM
+from quire.worker.models.names import TensorNames
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -23,22 +28,79 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, folder: str, config: dict[str, Any]):
         super().__init__(folder)
         self.config = config
+        self.architecture = ARCHITECTURES[config["quantization_config"]["architecture"]]
 
     def __enter__(self) -> GgufCheckpoint:
         file = read_gguf(self.config["quantization_config"]["file"])
-        maps: dict[str, torch.Tensor] = {}
+        maps = _map(file)
         for name, tensor in sorted(file.tensors.items(), key=lambda item: (item[1].path, item[1].start)):
-            if name == ROPE_FACTORS:  # config.json says what they were computed from
+            if name in IGNORED:
                 continue
-            if str(tensor.path) not in maps:
-                with tensor.path.open("rb") as source:
-                    mapping = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_COPY)
-                maps[str(tensor.path)] = torch.frombuffer(mapping, dtype=torch.uint8)
-            name = tensor_name(name)
-            heads = swapped_heads(self.config, name)
-            self._file_of[name] = _TensorFile(maps[str(tensor.path)], tensor, heads)
-            self.position[name] = len(self.position)
+            mapping, name = maps[str(tensor.path)], tensor_name(name, self.architecture.names)
+            for part_name, part in _parts(name, tensor):
+                self._add(part_name, _TensorFile(mapping, part, self._view(part_name)))
+        self._join_latents()
         return self
+
+    def names_of(self, model: CausalLM) -> TensorNames:
+        return TensorNames()
+
+    def _add(self, name: str, file: _TensorFile | _LatentFile) -> None:
+        self._file_of[name] = file
+        self.position[name] = len(self.position)
+
+    def _view(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What makes a tensor of the file that of a safetensors checkpoint."""
+        if self.architecture.swapped and ".self_attn." in name:
+            for projection, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+                if f".{projection}." in name:
+                    return lambda tensor: _unswapped(tensor, self.config[key])
+        return _less_one if self.architecture.shifted and name.endswith("norm.weight") else None
+
+    def _join_latents(self) -> None:
+        """Newer files have the keys and the values of `kv_b_proj` in tensors of their own."""
+        for name in [name for name in self.position if name.endswith(".k_b_proj.weight")]:
+            other = name.replace(".k_b_proj.", ".v_b_proj.")
+            keys, values = self._file_of.pop(name), self._file_of.pop(other)
+            del self.position[name], self.position[other]
+            self._add(name.replace(".k_b_proj.", ".kv_b_proj."), _LatentFile(keys, values))
+
+
+def _map(file: GgufFile) -> dict[str, torch.Tensor]:
+    """The bytes of each shard, mapped."""
+    maps = {}
+    for path in {tensor.path for tensor in file.tensors.values()}:
+        with path.open("rb") as source:
+            mapping = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_COPY)
+        maps[str(path)] = torch.frombuffer(mapping, dtype=torch.uint8)
+    return maps
+
+
+def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensor itself or, if it is of all experts, those of each."""
+    if ".experts." not in name:
+        yield name, tensor
+        return
+    for i, one in enumerate(expert_names(name, tensor.shape[0])):
+        expert, halves = _slice(tensor, i, tensor.shape[0], tensor.shape[1:]), halves_of_experts(one)
+        rows, *columns = expert.shape
+        for half, part in enumerate(halves):
+            yield part, _slice(expert, half, len(halves), (rows // len(halves), *columns))
+
+
+def _slice(tensor: GgufTensor, index: int, count: int, shape: tuple[int, ...]) -> GgufTensor:
+    """One of `count` equal parts of a tensor."""
+    size = tensor.size // count
+    return replace(tensor, shape=shape, start=tensor.start + index * size, size=size)
+
+
+def _unswapped(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of q or k: pairs (2 i, 2 i + 1) of each head become (i, i + half)."""
+    return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _less_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +109,7 @@ class _TensorFile:
 
     mapping: torch.Tensor  # the file's bytes
     tensor: GgufTensor
-    heads: int | None  # whose rows are in the order of interleaved pairs
+    view: Callable[[torch.Tensor], torch.Tensor] | None
 
     def get_slice(self, name: str) -> _TensorFile:
         return self
@@ -67,7 +129,33 @@ class _TensorFile:
         if dtype := _FLOATS.get(self.tensor.type):
             tensor = tensor.view(dtype)
         tensor = tensor.view(self.get_shape())
-        if self.heads is None:
-            return tensor
-        # pairs (2 i, 2 i + 1) of each head become (i, i + half)
-        return tensor.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return self.view(tensor) if self.view else tensor
+
+    def dequantized(self) -> torch.Tensor:
+        """The values in float32."""
+        stored = self.get_tensor("")
+        if self.tensor.type in _FLOATS:
+            return stored.float()
+        return dequantize(stored.flatten(0, -2), self.tensor.type).view(self.tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _LatentFile:
+    """`kv_b_proj` `[heads * (N + V), R]` of keys, stored as `[heads, R, N]`, and values `[heads, V, R]`."""
+
+    keys: _TensorFile
+    values: _TensorFile
+
+    def get_slice(self, name: str) -> _LatentFile:
+        return self
+
+    def get_shape(self) -> list[int]:
+        heads, rank, nope = self.keys.tensor.shape
+        return [heads * (nope + self.values.tensor.shape[1]), rank]
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        parts = self.keys.dequantized().transpose(1, 2), self.values.dequantized()
+        return torch.cat(parts, 1).flatten(0, 1)

@@ -75,7 +75,7 @@ def load_weights(
             placements, fill, release = deque(placements_of(model, TensorNames())), DummyWeights(seed).fill, _keep
         else:
             checkpoint = stack.enter_context(_open(folder, spec))
-            names = model.tensor_names(checkpoint.position)
+            names = checkpoint.names_of(model)
             placements = deque(placements_of(model, names, checkpoint))
             checkpoint.check(placements, model, spec, names)
             placements = deque(sorted(placements, key=lambda p: checkpoint.position[p.part.name]))
@@ -95,7 +95,7 @@ def check_model(config: Config, *, files: bool = True) -> None:
         model = build_model(spec, torch.float32, torch.device("meta"))
     if files and spec.implementation == "quire" and config.model.load_format != "dummy":
         with _open(config.model.model, spec) as checkpoint:
-            names = model.tensor_names(checkpoint.position)
+            names = checkpoint.names_of(model)
             checkpoint.check(placements_of(model, names, checkpoint), model, spec, names)
 
 
@@ -114,7 +114,7 @@ def placements_of(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | 
     """
 
     def in_file(part: Part) -> Part:
-        if any(re.search(pattern, part.name) for pattern in model.transposed):
+        if any(re.search(pattern, part.name) for pattern in names.transposed):
             part = _of_transposed(part)
         return replace(part, name=names.in_file(part.name))
 
@@ -258,6 +258,10 @@ class Checkpoint:
     def __exit__(self, *exc: object) -> None:
         self._file_of.clear()
         self._stack.close()
+
+    def names_of(self, model: CausalLM) -> TensorNames:
+        """The names that the model's tensors have in these files."""
+        return model.tensor_names(self.position)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor `name`: a view of the file's mapping, which is not read yet."""

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from quire.configs.gguf import GgufFile, read_gguf
-from quire.configs.gguf_model import ROPE_FACTORS, model_config
+from quire.configs.gguf_model import model_config
+from quire.configs.gguf_names import IGNORED
 
 _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
-_VERSION = 1  # of the folder's contents
+_VERSION = 2  # of the folder's contents
 
 
 def hub_patterns(model: str) -> tuple[str, list[str]] | None:
@@ -104,10 +105,12 @@ def _ends(metadata: dict[str, Any]) -> list[int]:
     return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
-def _rope_factors(file: GgufFile) -> list[float] | None:
-    tensor = file.tensors.get(ROPE_FACTORS)
-    if tensor is None:
-        return None
-    with open(tensor.path, "rb") as data:
-        data.seek(tensor.start)
-        return list(struct.unpack(f"<{tensor.size // 4}f", data.read(tensor.size)))
+def _rope_factors(file: GgufFile) -> dict[str, list[float]]:
+    """The values of the tensors that scale rotary embeddings."""
+    found = {}
+    for name in IGNORED:
+        if tensor := file.tensors.get(name):
+            with open(tensor.path, "rb") as data:
+                data.seek(tensor.start)
+                found[name] = list(struct.unpack(f"<{tensor.size // 4}f", data.read(tensor.size)))
+    return found

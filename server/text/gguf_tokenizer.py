@@ -22,16 +22,55 @@ _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| "
+    r"?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_HAN, _KANA = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 # tokenizer.ggml.pre -> (patterns, applied one after another; a merge-free lookup of whole words first)
 _SPLITS: dict[str, tuple[list[str], bool]] = {
-    "llama-bpe": ([rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"], True),
+    "llama-bpe": ([_LLAMA3], True),
+    "dbrx": ([_LLAMA3], False),
+    "glm4": ([_LLAMA3], True),
     "qwen2": ([rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"], False),
-    "smollm": ([r"\p{N}", _GPT2], False),
+    "starcoder": ([r"\p{N}", _GPT2], False),
     "gpt-2": ([_GPT2], False),
-    "default": ([_GPT2], False),
     "tekken": ([_TEKKEN], True),
+    "gpt-4o": ([_GPT4O], False),
+    "deepseek-v3": ([r"\p{N}{1,3}", _KANA, _DEEPSEEK3], False),
+    "deepseek-coder": ([r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"], False),
+    "seed-coder": ([_SEED], False),
 }
-_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "gpt2": "gpt-2"}
+_ALIASES = {
+    "default": "gpt-2",
+    "gpt2": "gpt-2",
+    "mpt": "gpt-2",
+    "olmo": "gpt-2",
+    "exaone4": "gpt-2",
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "falcon3": "llama-bpe",
+    "smaug-bpe": "dbrx",
+    "chatglm-bpe": "glm4",
+    "deepseek-r1-qwen": "qwen2",
+    "stablelm2": "qwen2",
+    "hunyuan": "qwen2",
+    "smollm": "starcoder",
+    "refact": "starcoder",
+    "command-r": "starcoder",
+    "codeshell": "starcoder",
+    "exaone": "starcoder",
+    "minimax-m2": "gpt-4o",
+    "hunyuan-dense": "deepseek-v3",
+}
 _NORMALIZED = ("qwen2",)  # texts are brought to NFC first
 
 

@@ -74,6 +74,11 @@ class PagedRunner:
                 )
                 if isinstance(layer, LatentAttention):
                     layer.v_cache = layer.k_cache[..., : layer.v_head_dim]
+        layers = {layer.layer_index: layer for layer in model.modules() if isinstance(layer, Attention)}
+        for layer in layers.values():
+            if layer.kv_from is not None:
+                source = layers[layer.kv_from]
+                layer.cache_group, layer.k_cache, layer.v_cache = source.cache_group, source.k_cache, source.v_cache
 
     @torch.inference_mode()
     def step(self, tokens: dict[int, list[int]], wanted: dict[int, int] | None = None) -> dict[int, torch.Tensor]:

@@ -103,6 +103,22 @@ class VocabParallelEmbedding(nn.Module):
         return self.group.all_reduce(self.lookup(rows * mine) * mine.unsqueeze(-1))
 
 
+class WholeEmbedding(nn.Module):
+    """Maps ids `[T]` to `[T, width]`, whole on every rank."""
+
+    def __init__(self, num_rows: int, width: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        self.num_rows, parts = num_rows, [Part(f"{prefix}.weight", (num_rows, width))]
+        self.table = self.weight = None
+        if stored := weights.embedding(prefix):
+            self.table = _Table(width, num_rows, parts, stored)
+        else:
+            self.weight = empty_parameter(num_rows, width, parts=parts)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight) if self.table is None else self.table.method.rows(ids)
+
+
 class PositionEmbedding(nn.Module):
     """Maps positions `[T]` to learned embeddings `[T, hidden_size]`; row `offset` is position 0. Every rank has all."""
 

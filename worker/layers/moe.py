@@ -166,8 +166,9 @@ class Expert(nn.Module):
         gate_up, down = self.gate_up_proj, self.down_proj
         if isinstance(gate_up.method, PlainLinear):
             give_other_parts(gate_up.weight, [parts.gate_up(expert, t) for t in forms(parts.moe)])
+        if isinstance(down.method, PlainLinear):
             give_other_parts(down.weight, [parts.down(expert, t) for t in forms(parts.moe)])
-        elif isinstance(gate_up.method, Mxfp4Expert):
+        if isinstance(gate_up.method, Mxfp4Expert):
             parameters = gate_up.blocks, gate_up.exponents, down.blocks, down.exponents
             for parameter, own in zip(parameters, parts.mxfp4(expert)):
                 parameter.parts = own

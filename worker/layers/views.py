@@ -11,8 +11,14 @@ import torch
 View = Callable[[torch.Tensor], torch.Tensor]
 
 
+class RowOrder:
+    """Base of the views that only reorder rows."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class RotaryRows:
+class RotaryRows(RowOrder):
     """Reorders the rows of each head of q or k so that a rotary embedding becomes the one of `layers/rotary.py`, which
     rotates entry i of all `head_dim` with entry i + head_dim / 2: first all first entries of the rotated pairs and half
     of the entries that are not rotated, then the others. q @ k does not depend on the order.

@@ -251,7 +251,8 @@ class CausalLM(ConfigReader, nn.Module):
     def tensor_names(self, names: Collection[str]) -> TensorNames:
         """The names of this model's tensors in files that hold the tensors `names`."""
         ignored = (*self.ignored, *map(below, self.spec.tower_prefixes))
-        return TensorNames(self.renames, ignored).placed(names, "model.embed_tokens.weight")
+        found = TensorNames(self.renames, ignored, transposed=self.transposed)
+        return found.placed(names, "model.embed_tokens.weight")
 
     def has_elsewhere(self, name: str, names: TensorNames) -> bool:
         """Return whether another rank holds the checkpoint tensor `name`, or none because the layer drafts tokens."""

@@ -21,6 +21,7 @@ from quire.worker.layers.linear import (
 from quire.worker.layers.mla import LatentAttention
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.rotary import Rotation, apply_rotary
+from quire.worker.layers.views import RowOrder
 from quire.worker.models.config import LayerSpec, ModelSpec
 from quire.worker.models.rope import RopeSpec
 from quire.worker.parallel import Exchange, split_size, tp
@@ -92,7 +93,7 @@ def _magnitude(rope: RopeSpec) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class InterleavedTail:
+class InterleavedTail(RowOrder):
     """Reorders the last `rope_dim` rows of each head of `head_dim` rows: evens, then odds, so that a rotary embedding
     of pairs (2i, 2i + 1) becomes the one of `layers/rotary.py`.
     """
@@ -106,7 +107,7 @@ class InterleavedTail:
 
 
 @dataclass(frozen=True, slots=True)
-class KeysThenValues:
+class KeysThenValues(RowOrder):
     """Reorders the rows of `kv_b_proj`: those of all heads' keys, then those of their values."""
 
     nope_dim: int

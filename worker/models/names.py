@@ -40,11 +40,12 @@ class TensorNames:
         renames: Mapping[str, str] | None = None,
         ignored: tuple[str, ...] = (),
         place: tuple[str, str] = _PLACES[0],
+        transposed: tuple[str, ...] = (),
     ):
         """`renames` maps dotted parts of a name, e.g. {"mlp.up_proj": "mlp.c_fc"}, all at once and longest first.
-        `ignored` are patterns of names in the files.
+        `ignored` are patterns of names in the files, `transposed` of the decoder's matrices that are [in, out] in them.
         """
-        self.renames, self.ignored, self.place = dict(renames or {}), ignored, place
+        self.renames, self.ignored, self.place, self.transposed = dict(renames or {}), ignored, place, transposed
         self.files: Container[str] = ()  # names of the tensors in the files
         parts = "|".join(map(re.escape, sorted(self.renames, key=len, reverse=True)))
         self._parts = re.compile(rf"(?<![^.])(?:{parts})(?![^.])") if parts else None
@@ -58,7 +59,7 @@ class TensorNames:
     def placed(self, names: Container[str], anchor: str) -> TensorNames:
         """These names in the place where the files, whose tensors are `names`, have the decoder's tensor `anchor`."""
         for place in _PLACES:
-            found = TensorNames(self.renames, self.ignored, place)
+            found = TensorNames(self.renames, self.ignored, place, self.transposed)
             if found.in_file(anchor) in names:
                 found.files = names
                 return found

@@ -5,10 +5,10 @@ gates an addition to the residual stream at the end of the layer.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.layers.activation import ACTIVATIONS
+from quire.worker.layers.embedding import WholeEmbedding
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard, WeightFormat
 from quire.worker.layers.norm import NORMS
 from quire.worker.models.config import ModelSpec
@@ -37,11 +37,10 @@ class PerLayerInputs(nn.ModuleDict):
     def __init__(self, spec: ModelSpec, weights: WeightFormat = PLAIN_WEIGHTS):
         self.size, self.num_layers = spec.hidden_size_per_layer_input, spec.num_hidden_layers
         width = self.size * self.num_layers
-        table = nn.Embedding(spec.vocab_size_per_layer_input, width)
-        table.weight.requires_grad_(False)
+        name = "model.inputs.embed_tokens_per_layer"
         super().__init__(
             {
-                "embed_tokens_per_layer": table,
+                "embed_tokens_per_layer": WholeEmbedding(spec.vocab_size_per_layer_input, width, name, weights),
                 "per_layer_model_projection": replicated(
                     spec.hidden_size, width, "model.per_layer_model_projection", weights
                 ),
@@ -54,9 +53,9 @@ class PerLayerInputs(nn.ModuleDict):
     def forward(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         shape = self.num_layers, self.size
         projected = (self["per_layer_model_projection"](embedded) * self.projection_scale).unflatten(-1, shape)
-        table = self["embed_tokens_per_layer"].weight
+        table = self["embed_tokens_per_layer"]
         # multimodal tokens are beyond the table
-        own = F.embedding(torch.where(input_ids < len(table), input_ids, 0), table) * self.scale
+        own = table(torch.where(input_ids < table.num_rows, input_ids, 0)) * self.scale
         normed = self["per_layer_projection_norm"](projected.flatten(0, 1)).view_as(projected)
         return (normed + own.unflatten(-1, shape)) * 2.0**-0.5
 

@@ -18,7 +18,7 @@ from torch import nn
 from quire.worker.layers.linear import ANY_LENGTH, MATRIX, PLAIN, Linear, LinearMethod, Part, WeightFormat
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
 from quire.worker.layers.quantization.int_groups import Groups, give_groups
-from quire.worker.layers.views import RotaryRows, View
+from quire.worker.layers.views import RowOrder, View
 
 Decoded = Groups | Rows | torch.Tensor
 ROWS, COLUMNS = 0, 1
@@ -230,7 +230,7 @@ class StoredWeights(LinearMethod):
             return decoded
         if isinstance(decoded, torch.Tensor):
             return piece.view(decoded)
-        if isinstance(piece.view, RotaryRows):
+        if isinstance(piece.view, RowOrder):
             return decoded.of_rows(piece.view(torch.arange(piece.rows[1])))
         return piece.view(decoded.dequantized())
 

@@ -1,0 +1,233 @@
+"""GGUF files of transformers' checkpoints of any family, by the rules of llama.cpp's converter: names from the `gguf`
+package, rows of q and k interleaved, norms shifted, experts stacked. Each comes with the weights that it stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.gguf_files import blocks_of, swapped, unswapped
+
+Array = np.ndarray
+ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+SWAPPED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "mistral3", "deepseek")
+SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.(weight|bias))")
+
+
+class Converter:
+    """Writes `source` to `path`; `kinds` has types of weights by the last part of their GGUF name, and a default. With
+    `split_latents`, `kv_b_proj` becomes two tensors, as newer converters do; `fused` makes one of the experts' gate and
+    up projections.
+    """
+
+    def __init__(self, source: str, path: Path, arch: str, kinds: dict[str, str], **options: bool):
+        self.source, self.arch, self.kinds, self.options = source, arch, kinds, options
+        self.config = json.loads(Path(source, "config.json").read_text())
+        self.writer = gguf.GGUFWriter(path, arch)
+        layers = self.config.get("num_hidden_layers") or self.config["n_layer"]
+        self.names = gguf.get_tensor_name_map(ARCHES[arch], layers)
+        self.plain: dict[str, torch.Tensor] = {}
+        self._halves: list[tuple[Array, dict[int, str]]] = []
+
+    def run(self, metadata: dict[str, Any]) -> None:
+        """Write the file, and the weights that it stands for over those of the source."""
+        for key, value in metadata.items():
+            self._write_key(key, value)
+        self._write_tokens(self.config["vocab_size"])
+        stacks: dict[str, dict[int, str]] = defaultdict(dict)
+        weights = load_file(Path(self.source, "model.safetensors"))
+        for name, tensor in sorted(weights.items()):
+            if match := _EXPERT.fullmatch(name):
+                stacks[f"{match[1]}.{match[3]}"][int(match[2])] = name
+            elif not self._special(name, tensor.float().numpy()):
+                self.plain[name] = self._tensor(self._name(name), tensor.float().numpy())
+        for name, experts in stacks.items():
+            stacked = np.stack([weights[experts[i]].float().numpy() for i in range(len(experts))])
+            if self.options.get("fused") and not name.endswith("down_proj.weight"):
+                self._fuse(name, stacked, experts)
+                continue
+            for i, value in enumerate(self._tensor(self._name(name), stacked)):
+                self.plain[experts[i]] = value.clone()
+        for step in (
+            self.writer.write_header_to_file, self.writer.write_kv_data_to_file, self.writer.write_tensors_to_file,
+            self.writer.close,
+        ):  # fmt: skip
+            step()
+        found = {name: value.contiguous() for name, value in self.plain.items()}
+        assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in weights.items()}
+        save_file(found, Path(self.source, "model.safetensors"), {"format": "pt"})
+
+    def _fuse(self, name: str, stacked: Array, experts: dict[int, str]) -> None:
+        """Write the experts' gate and up projections, which come in this order, as one tensor."""
+        self._halves.append((stacked, experts))
+        if len(self._halves) == 1:
+            return
+        (gate, gates), (up, ups) = self._halves
+        self._halves.clear()
+        name = self._name(name).replace("ffn_up_exps", "ffn_gate_up_exps")
+        for i, value in enumerate(self._tensor(name, np.concatenate((gate, up), 1))):
+            self.plain[gates[i]], self.plain[ups[i]] = (half.clone() for half in value.chunk(2))
+
+    def _name(self, name: str) -> str:
+        if name.endswith((".sinks", ".layer_scalar")):
+            name += ".weight"
+        name = re.sub(r"e_score_correction_bias$", "e_score_correction.bias", name)
+        found = self.names.get_name(name, (".weight", ".bias")) or self.names.get_name(f"{name}.weight", (".weight",))
+        assert found, name
+        return found
+
+    def _tensor(self, name: str, value: Array) -> torch.Tensor:
+        """Write one tensor; returns what it stands for."""
+        forward, back = self._change(name)
+        stored = forward(value)
+        kind = self.kinds.get(name.split(".")[-2], self.kinds["default"])
+        if (
+            stored.ndim == 1
+            or "gate_inp" in name
+            or "norm" in name
+            or "position_embd" in name
+            or name.endswith(".bias")
+        ):
+            kind = "F32"
+        if kind in ("F32", "F16"):
+            stored = np.ascontiguousarray(stored.astype(np.float16 if kind == "F16" else np.float32))
+            self.writer.add_tensor(name, stored)
+            return torch.from_numpy(back(stored.astype(np.float32)).copy())
+        quantization = gguf.GGMLQuantizationType[kind]
+        blocks = blocks_of(np.ascontiguousarray(stored), kind, len(self.plain))
+        self.writer.add_tensor(name, blocks, raw_dtype=quantization)
+        wide = gguf.quants.dequantize(blocks, quantization).reshape(stored.shape)
+        return torch.from_numpy(back(wide).copy())
+
+    def _change(self, name: str) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+        """What the converter does to the values of a tensor, and the inverse."""
+        if self.arch in SWAPPED and re.search(r"attn_[qk]\.", name):
+            heads = self.config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
+            return lambda value: swapped(value, heads), lambda value: unswapped(value, heads)
+        if self.arch in SHIFTED and name.endswith("norm.weight"):
+            return lambda value: value + 1, lambda value: value - 1
+        if self.arch == "gpt2" and re.search(r"(attn_qkv|attn_output|ffn_up|ffn_down)\.weight", name):
+            return np.transpose, np.transpose
+        return lambda value: value, lambda value: value
+
+    def _special(self, name: str, value: Array) -> bool:
+        """Tensors that become several, or that are several."""
+        layer = re.search(r"\.(\d+)\.", name)
+        block = f"blk.{layer[1]}" if layer else ""
+        if name.endswith("kv_b_proj.weight") and self.options.get("split_latents"):
+            self.plain[name] = self._split_latents(block, value)
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            halves = np.split(value, 2, 1)
+            found = [self._tensor(f"{block}.ffn_{half}_exps.weight", v) for half, v in zip(("gate", "up"), halves)]
+            self.plain[name] = torch.cat(found, 1)
+        elif self.arch == "gpt-oss" and ".experts." in name:
+            self.plain[name] = self._gpt_oss(block, name, value)
+        else:
+            return False
+        return True
+
+    def _split_latents(self, block: str, value: Array) -> torch.Tensor:
+        config = self.config
+        heads, nope, v = (config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+        keys, values = np.split(value.reshape(heads, nope + v, -1), [nope], 1)
+        keys = self._tensor(f"{block}.attn_k_b.weight", keys.transpose(0, 2, 1))
+        values = self._tensor(f"{block}.attn_v_b.weight", values)
+        return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+
+    def _gpt_oss(self, block: str, name: str, value: Array) -> torch.Tensor:
+        kind = "bias" if name.endswith("bias") else "weight"
+        value = value if kind == "bias" else value.transpose(0, 2, 1)  # [E, in, out] in transformers
+        if "gate_up" not in name:
+            found = self._tensor(f"{block}.ffn_down_exps.{kind}", value)
+        else:
+            gate, up = (self._tensor(f"{block}.ffn_{half}_exps.{kind}", value[:, i::2].copy())
+                        for i, half in enumerate(("gate", "up")))  # fmt: skip
+            found = torch.stack((gate, up), 2).flatten(1, 2)
+        return found if kind == "bias" else found.transpose(1, 2)
+
+    def _write_key(self, key: str, value: Any) -> None:
+        key = f"{self.arch}.{key}"
+        if isinstance(value, bool):
+            self.writer.add_bool(key, value)
+        elif isinstance(value, str):
+            self.writer.add_string(key, value)
+        elif isinstance(value, list):
+            self.writer.add_array(key, value)
+        else:
+            (self.writer.add_float32 if isinstance(value, float) else self.writer.add_uint32)(key, value)
+
+    def _write_tokens(self, count: int) -> None:
+        self.writer.add_tokenizer_model("gpt2")
+        self.writer.add_tokenizer_pre("gpt-2")
+        self.writer.add_token_list([f"<{i}>" for i in range(count)])
+        self.writer.add_token_types([gguf.TokenType.NORMAL] * count)
+        self.writer.add_eos_token_id(2)
+
+
+def common(c: dict[str, Any]) -> dict[str, Any]:
+    """The keys of all architectures, from a config.json."""
+    heads = c.get("num_attention_heads") or c["n_head"]
+    hidden = c.get("hidden_size") or c["n_embd"]
+    rope = c.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    dim = c.get("head_dim") or hidden // heads
+    found = {
+        "block_count": c.get("num_hidden_layers") or c["n_layer"],
+        "context_length": c.get("max_position_embeddings") or c["n_positions"],
+        "embedding_length": hidden,
+        "feed_forward_length": c.get("intermediate_size") or 4 * hidden,
+        "attention.head_count": heads,
+        "attention.head_count_kv": c.get("num_key_value_heads") or heads,
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "rope.dimension_count": int(dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
+    }
+    for key in ("layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"):
+        if key in c:
+            found["attention.layer_norm_epsilon"] = c[key]
+    if "rms_norm_eps" in c:
+        found["attention.layer_norm_rms_epsilon"] = c["rms_norm_eps"]
+    if c.get("sliding_window"):
+        found["attention.sliding_window"] = c["sliding_window"]
+    if rope.get("rope_type") == "yarn":
+        found |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        }
+        for key in ("beta_fast", "beta_slow"):
+            found |= {f"rope.scaling.yarn_{key}": rope[key]} if key in rope else {}
+    return found
+
+
+def experts(c: dict[str, Any]) -> dict[str, Any]:
+    """The keys of architectures with experts."""
+
+    def first(*keys: str) -> Any:
+        return next((c[key] for key in keys if c.get(key) is not None), None)
+
+    used = first("num_experts_per_tok", "moe_k", "moe_topk")
+    found = {
+        "expert_count": first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        "expert_used_count": max(used) if isinstance(used, list) else used,
+    }
+    optional = {
+        "expert_feed_forward_length": first("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": first("shared_expert_intermediate_size"),
+        "expert_shared_count": first("n_shared_experts", "moe_num_shared_experts"),
+        "leading_dense_block_count": first("first_k_dense_replace", "moe_layer_start_index"),
+        "expert_weights_scale": first("routed_scaling_factor"),
+    }
+    return found | {key: value for key, value in optional.items() if value is not None}

@@ -1,0 +1,259 @@
+"""GGUF files of all architectures: converted from tiny checkpoints by llama.cpp's rules, they give the logits of
+transformers for the weights that the file's blocks stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.configs.gguf import GgufFile
+from quire.configs.gguf_architectures import ARCHITECTURES
+from quire.configs.gguf_model import model_config
+from quire.server.startup.gguf import gguf_folder
+from quire.worker.parallel import Group, use_groups
+from quire.worker.platforms.cpu import CpuPlatform
+from tests.checkpoints import CHECKPOINTS as DENSE
+from tests.checkpoints import MOE_CHECKPOINTS, build_checkpoint
+from tests.families import build_family, load_family
+from tests.gguf_converter import Converter, common, experts
+from tests.worker.ranks import run_ranks, thread_groups
+from tests.worker.test_stored_weights import load, logits_of
+
+IDS = [int(i) for i in torch.randint(3, 120, (60,), generator=torch.Generator().manual_seed(3))]
+HEAD = {"query_pre_attn_scalar": 16}
+Q = {"default": "Q8_0", "ffn_down": "Q4_0", "token_embd": "Q5_1", "ffn_down_exps": "Q4_1", "ffn_gate_exps": "MXFP4"}
+Keys = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _nothing(c: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+def _latent(c: dict[str, Any]) -> dict[str, Any]:
+    """The keys of older files, whose kv_b_proj is one tensor."""
+    return {
+        "attention.kv_lora_rank": c["kv_lora_rank"],
+        "attention.key_length": c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
+        "attention.value_length": c["v_head_dim"],
+        "rope.dimension_count": c["qk_rope_head_dim"],
+    } | ({"attention.q_lora_rank": c["q_lora_rank"]} if c["q_lora_rank"] else {})
+
+
+def _latent_split(c: dict[str, Any]) -> dict[str, Any]:
+    rank, rope = c["kv_lora_rank"], c["qk_rope_head_dim"]
+    old = _latent(c)
+    return old | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rope,
+        "attention.value_length": rank,
+        "attention.key_length_mla": old["attention.key_length"],
+        "attention.value_length_mla": c["v_head_dim"],
+    }
+
+
+def _windows(c: dict[str, Any]) -> dict[str, Any]:
+    return {"attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c["layer_types"]]}
+
+
+def _granite(c: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "embedding_scale": c["embedding_multiplier"],
+        "residual_scale": c["residual_multiplier"],
+        "attention.scale": c["attention_multiplier"],
+        "logit_scale": c["logits_scaling"],
+    }
+
+
+def _groups(c: dict[str, Any]) -> dict[str, Any]:
+    return {"expert_group_count": c["n_group"], "expert_group_used_count": c["topk_group"]}
+
+
+def _gemma4(c: dict[str, Any]) -> dict[str, Any]:
+    layers, shared = c["num_hidden_layers"], c["num_kv_shared_layers"]
+    wide = c.get("per_layer_config", {})
+    full = next(iter(wide.values()), {})
+    double = [c["intermediate_size"] * (2 if c["use_double_wide_mlp"] and i >= layers - shared else 1)
+              for i in range(layers)]  # fmt: skip
+    kinds = c["layer_types"]
+    heads = [full.get("num_key_value_heads") or c["num_key_value_heads"] if kind == "full_attention"
+             else c["num_key_value_heads"] for kind in kinds]  # fmt: skip
+    return (
+        _windows(c)
+        | {
+            "feed_forward_length": double,
+            "attention.head_count_kv": heads,
+            "attention.key_length": full.get("head_dim") or c["global_head_dim"],
+            "attention.key_length_swa": c["head_dim"],
+            "attention.shared_kv_layers": shared,
+            "embedding_length_per_layer_input": c["hidden_size_per_layer_input"] or 0,
+            "rope.freq_base_swa": 10000.0,
+        }
+        | ({"final_logit_softcapping": c["final_logit_softcapping"]} if c["final_logit_softcapping"] else {})
+    )
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+WIDE = SIZES | {"moe_intermediate_size": 64}
+# name of a checkpoint -> (architecture of GGUF files, changed settings, further keys)
+CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
+    "arcee": ("arcee", SIZES, _nothing),
+    "cohere": ("command-r", SIZES, lambda c: {"logit_scale": c["logit_scale"]}),
+    "cohere2": ("cohere2", SIZES, lambda c: {"logit_scale": c["logit_scale"]}),
+    "ernie4_5": ("ernie4_5", SIZES, _nothing),
+    "exaone4": ("exaone4", SIZES, _windows),
+    "exaone4-full": ("exaone4", SIZES, _nothing),
+    "gemma": ("gemma", SIZES, _nothing),
+    "gemma2": ("gemma2", SIZES | HEAD, lambda c: {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
+    "gemma3": ("gemma3", SIZES | HEAD, _windows),
+    "gemma4": ("gemma4", SIZES | {"hidden_size_per_layer_input": 32}, _gemma4),
+    "gemma4-k-is-v": ("gemma4", SIZES, _gemma4),
+    "glm4": ("glm4", SIZES, _nothing),
+    "gpt2": ("gpt2", {}, _nothing),
+    "granite": ("granite", SIZES, _granite),
+    "hunyuan": ("hunyuan-dense", SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}, _nothing),
+    "internlm3": ("llama", SIZES | {"qkv_bias": False, "bias": False}, _nothing),
+    "ministral3": ("mistral3", SIZES, lambda c: {"attention.temperature_scale": 0.1}),
+    "nemotron": ("nemotron", SIZES, _nothing),
+    "olmo2": ("olmo2", SIZES, _nothing),
+    "olmo3": ("olmo2", SIZES, _windows),
+    "phi3": ("phi3", {"hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 96}, _nothing),
+    "seed_oss": ("seed_oss", SIZES, _nothing),
+    "smollm3": ("smollm3", SIZES, _nothing),
+    "starcoder2": ("starcoder2", SIZES, _nothing),
+    "minicpm3": (
+        "minicpm3",
+        {"q_lora_rank": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dim_model_base": 256}
+        | {"scale_emb": 12, "scale_depth": 1.4},
+        _latent,
+    ),
+    "mixtral": ("llama", {}, experts),
+    "qwen2-moe": ("qwen2moe", WIDE | {"mlp_only_layers": []}, experts),
+    "qwen3-moe": ("qwen3moe", WIDE, experts),
+    "olmoe": ("olmoe", {"intermediate_size": 64}, lambda c: experts(c) | {"attention.clamp_kqv": 0.8}),
+    "gpt-oss": (
+        "gpt-oss",
+        {"intermediate_size": 64},
+        lambda c: experts(c) | {"expert_feed_forward_length": c["intermediate_size"]},
+    ),
+    "granite-moe": ("granitemoe", {"intermediate_size": 64}, lambda c: experts(c) | _granite(c)),
+    "glm4-moe": (
+        "glm4moe",
+        WIDE,
+        lambda c: experts(c) | _groups(c) | {"expert_gating_func": 2, "expert_weights_norm": True},
+    ),
+    "ernie4.5-moe": ("ernie4_5-moe", WIDE, lambda c: experts(c) | {"interleave_moe_layer_step": 1}),
+    "hunyuan-moe": ("hunyuan-moe", {"intermediate_size": 64, "moe_topk": 2}, experts),
+    "minimax-m2": ("minimax-m2", {"intermediate_size": 64}, lambda c: experts(c) | {"expert_gating_func": 2}),
+    "deepseek-v2": ("deepseek2", WIDE, lambda c: experts(c) | _latent(c) | _groups(c)),
+    "deepseek-v3": (
+        "deepseek2",
+        WIDE | {"qk_nope_head_dim": 32, "q_lora_rank": 64},
+        lambda c: (
+            experts(c)
+            | _latent_split(c)
+            | _groups(c)
+            | {"expert_gating_func": 2, "expert_weights_norm": True, "rope.scaling.yarn_log_multiplier": 0.08}
+        ),
+    ),
+}
+SAME_SCALE = {"deepseek-v3": {"mscale": 0.8}}  # files have one number for mscale and mscale_all_dim
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+
+
+def pair(name: str, tmp_path: Path, kinds: dict[str, str] = Q, fused: bool = False) -> tuple[str, str]:
+    """(the folder made of a GGUF file, transformers' checkpoint with the weights that the file stands for)."""
+    arch, sizes, keys = CASES[name]
+    build = build_checkpoint if name in MOE_CHECKPOINTS | DENSE else build_family
+    if name in SAME_SCALE:
+        rope = MOE_CHECKPOINTS[name][1]["rope_parameters"] | SAME_SCALE[name]
+        sizes = sizes | {"rope_parameters": rope}
+    source = build(name, tmp_path / "source", **sizes)
+    options = {"split_latents": name == "deepseek-v3", "fused": fused}
+    converter = Converter(source, tmp_path / "model.gguf", arch, kinds, **options)
+    metadata = common(converter.config) | keys(converter.config)
+    for key, factor in (("long", "long_factor"), ("short", "short_factor")):
+        if factor in (converter.config.get("rope_parameters") or {}):
+            values = np.array(converter.config["rope_parameters"][factor], np.float32)
+            converter.writer.add_tensor(f"rope_factors_{key}.weight", values)
+            metadata["rope.scaling.original_context_length"] = converter.config["original_max_position_embeddings"]
+    converter.run(metadata)
+    return gguf_folder(str(tmp_path / "model.gguf")), source
+
+
+def reference(source: str) -> torch.Tensor:
+    with torch.inference_mode():
+        return load_family(source)(torch.tensor([IDS])).logits[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(tmp_path, name):
+    folder, source = pair(name, tmp_path)
+    expected = reference(source)
+    assert torch.allclose(logits_of(load(folder), IDS), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_all_architectures_are_tested():
+    tested = {arch for arch, _, _ in CASES.values()} | {"qwen2", "qwen3", "llama"}  # tests/worker/test_gguf.py
+    assert ARCHITECTURES.keys() - tested == {"deepseek"}  # its model has no counterpart in transformers
+
+
+EXPERTS = ["mixtral", "gpt-oss", "deepseek-v3", "qwen2-moe"]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_ranks(tmp_path, name, expert_parallel):
+    """Halves of experts of 64 columns, or half of the experts."""
+    folder, source = pair(name, tmp_path)
+    expected, models = reference(source), []
+    for group in thread_groups(2):
+        with use_groups(tp=group, ep=group if expert_parallel else Group()):
+            models.append(load(folder))
+    for logits in run_ranks(lambda rank: logits_of(models[rank], IDS), 2):
+        assert torch.allclose(logits, expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3", "gemma4"])
+def test_native_kernels_multiply_the_blocks(tmp_path, native_kernels, name):
+    folder, source = pair(name, tmp_path)
+    exact = reference(source)
+    rounding = float((logits_of(load(source, torch.bfloat16), IDS) - exact).norm())
+    native = load(folder, torch.bfloat16, CpuPlatform().ops)
+    assert float((logits_of(native, IDS) - exact).norm()) < 1.5 * rounding
+    held = sum(t.nbytes for t in {t.data_ptr(): t for t in [*native.parameters(), *native.buffers()]}.values())
+    # rotary tables, kv_b_proj in bfloat16
+    assert held < (tmp_path / "model.gguf").stat().st_size + (2 << 20)
+
+
+def test_fused_gate_and_up(tmp_path):
+    folder, source = pair("qwen3-moe", tmp_path, fused=True)
+    assert torch.allclose(logits_of(load(folder), IDS), reference(source), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("arch", "change", "words"),
+    [
+        ("qwen3", {"expert_count": 4}, "experts in GGUF files of the architecture qwen3 are not supported"),
+        ("granitemoe", {"expert_shared_feed_forward_length": 64}, "Granite with shared experts is not supported"),
+        ("gemma", {"feed_forward_length": [96, 64]}, r"gemma\.feed_forward_length differs from layer to layer"),
+        ("llama", {"rope.scaling.type": "su"}, r"llama\.rope\.scaling\.type 'su' is not supported"),
+        ("phi3", {"attention.layer_norm_rms_epsilon": None}, r"the metadata has no phi3\.attention\.layer_norm_rms"),
+    ],
+)
+def test_unsupported_metadata_is_named(tmp_path, arch, change, words):
+    file = GgufFile(tmp_path / "model.gguf", {"general.architecture": arch}, {})
+    config = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+    keys = common(config | {"max_position_embeddings": 512, "rms_norm_eps": 1e-6}) | {"expert_used_count": 2} | change
+    file.metadata.update({f"{arch}.{key}": value for key, value in keys.items() if value is not None})
+    with pytest.raises(ValueError, match=words):
+        model_config(file, {})
