@@ -6,6 +6,7 @@ Formats are few, because each decoder is code that strangers reach. Sizes are ch
 from __future__ import annotations
 
 import io
+import warnings
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -15,6 +16,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_SCANS = 100
 _SCAN = b"\xff\xda"
 WHITE = (255, 255, 255)
+# of damaged files, for the log of a program that opened them itself; Python would remember each text
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
@@ -53,7 +56,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """A new image in RGB, upright. Raises ValueError for numbers that are no brightness."""
     image.load()
     image = ImageOps.exif_transpose(image)
-    if image.mode == "RGB":
+    if image.mode == "RGB" and "transparency" not in image.info:
         return image.copy()
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")

@@ -69,7 +69,7 @@ class Fetcher:
                 if answer.status not in _REDIRECTS:
                     return await self._read(answer)
                 headers = {name.lower(): value for name, value in answer.headers}
-            url = urljoin(url, headers.get(b"location", b"").decode("latin-1"))
+            url = _joined(url, headers.get(b"location", b"").decode("latin-1"))
         raise Refused(f"its URL redirects more than {MAX_REDIRECTS} times")
 
     def _check(self, url: str) -> None:
@@ -107,6 +107,14 @@ class Fetcher:
     @cached_property
     def _tls(self) -> ssl.SSLContext:
         return ssl.create_default_context()
+
+
+def _joined(url: str, location: str) -> str:
+    """The URL to which `location` leads from `url`."""
+    try:
+        return urljoin(url, location)
+    except ValueError:
+        raise Refused("its URL redirects to one that is not valid") from None
 
 
 def _ascii(url: str) -> str:
