@@ -16,8 +16,7 @@ from quire.server.startup import hub
 from quire.server.startup.plan_table import plan_table
 
 if TYPE_CHECKING:
-    from quire.engine.messages import MediaInfo
-    from quire.server.text.tokenizer import Tokenizer
+    from quire.server.media.service import Images
 
 
 def check(config: Config) -> int:
@@ -34,6 +33,7 @@ def check(config: Config) -> int:
 def plan(config: Config) -> str:
     """The memory plan and the choices, as `quire serve` shows them. Raises ValueError as it would."""
     from quire.server.generate.sampling import read_sampling_defaults
+    from quire.server.media.service import Images
     from quire.server.text.tokenizer import Tokenizer
 
     options = config.model
@@ -56,20 +56,23 @@ def plan(config: Config) -> str:
         tokenizer_folder, chat_template=config.server.chat_template, trust_remote_code=options.trust_remote_code
     )
     defaults = read_sampling_defaults(config, folder)
-    chat = "yes" if tokenizer.chat_templates else "none: /v1/chat/completions needs --chat-template"
+    images = Images(config)
+    images.open(folder, tokenizer)
+    images.check_worker(ready.media)
+    chat = "none: /v1/chat/completions needs --chat-template"
+    if tokenizer.chat_templates:
+        chat = "yes"
+    elif images.why_not is None:
+        chat = "none: a conversation is the contents of its messages, one after another"
     sampling = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "OpenAI's"
-    lines = [plan_table(ready), f"chat template: {chat}", *_images(config, folder, tokenizer, ready.media)]
+    lines = [plan_table(ready), f"chat template: {chat}", *_about(images, folder)]
     return "\n".join([*lines, f"default sampling parameters: {sampling}"])
 
 
-def _images(config: Config, folder: str, tokenizer: Tokenizer, media: MediaInfo | None) -> list[str]:
+def _about(images: Images, folder: str) -> list[str]:
     """What the server does with images; nothing for a model of text."""
     from quire.server.media.registry import read_config
-    from quire.server.media.service import Images
 
-    images = Images(config)
-    images.open(folder, tokenizer)
-    images.check_worker(media)
     if images.why_not is None:
         about = images.describe()
         options = ", ".join(about["mm_processor_kwargs"]) or "none"

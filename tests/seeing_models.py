@@ -21,6 +21,22 @@ QWEN_TEMPLATE = (
     "{%- elif part['type'] == 'text' %}{{- part['text'] }}{%- endif %}{%- endfor %}{%- endif %}"
     "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+# processor_config.json of deepseek-ai/DeepSeek-OCR
+HUB_PROCESSOR = {
+    "add_special_token": False,
+    "candidate_resolutions": [[1024, 1024]],
+    "downsample_ratio": 4,
+    "ignore_id": -100,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "image_token": "<image>",
+    "mask_prompt": False,
+    "normalize": True,
+    "pad_token": "<\uff5c\u2581pad\u2581\uff5c>",
+    "patch_size": 16,
+    "processor_class": "DeepseekVLV2Processor",
+    "sft_format": "deepseek",
+}
 QWEN_SIZES = {"min_pixels": 64, "max_pixels": 64 * 40, "patch_size": 4, "merge_size": 2}
 
 
@@ -53,7 +69,15 @@ def write_deepseek_ocr(folder: Path) -> reading.Tensors:
     special = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     data["added_tokens"].append({"id": image, "content": "<image>"} | special)
     _write(folder, Tokenizer.from_str(json.dumps(data)), {})
-    return reading.write_checkpoint(folder)
+    tensors = reading.write_checkpoint(folder)
+    weights = "model-00001-of-000001.safetensors"
+    (folder / "model.safetensors").rename(folder / weights)
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, weights)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "processor_config.json").write_text(json.dumps(HUB_PROCESSOR))
+    for name in ("modeling_deepseekocr", "configuration_deepseek_v2", "deepencoder", "conversation"):
+        (folder / f"{name}.py").write_text("raise SystemExit('remote code must not run')\n")
+    return tensors
 
 
 def _write(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def test_qwen(tmp_path, capsys):
     assert "images: at most 32 per prompt; mm_processor_kwargs: detail, max_pixels" in capsys.readouterr().out
 
 
-def test_deepseek_ocr(tmp_path):
+def test_deepseek_ocr(tmp_path, capsys):
     """As vLLM's users call it: the placeholder in the prompt, no chat template, no remote code, the n-gram guard."""
     tensors = seeing_models.write_deepseek_ocr(tmp_path)
     modes = {"base_size": 128, "image_size": 64}
@@ -80,6 +80,8 @@ def test_deepseek_ocr(tmp_path):
     check(lambda ids: SimpleNamespace(logits=reading.logits(tensors, ids[0].tolist(), [processed])[None]), output)
     assert chat.prompt_token_ids == [BOS, *output.prompt_token_ids]
     ids = guarded.outputs[0].token_ids
+    assert cli.main(["check", str(tmp_path), "--device", "cpu", "--log-level", "error"]) == 0
+    assert "chat template: none: a conversation is the contents of its messages" in capsys.readouterr().out
     assert len(set(itertools.pairwise(ids))) == len(ids) - 1, "a pair of tokens is repeated"
 
 

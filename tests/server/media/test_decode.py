@@ -325,3 +325,30 @@ def test_files_that_hold_others():
     out = io.BytesIO()
     Image.new("RGB", (32, 32), GREEN).save(out, "TIFF", compression="jpeg")
     assert np.abs(decoded(out.getvalue()).astype(int) - GREEN).max() <= 4
+
+
+OPAQUE = {"1": "PNG", "L": "PNG", "P": "PNG", "RGB": "PNG", "CMYK": "TIFF", "YCbCr": "TIFF"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from(sorted(OPAQUE)), width=st.integers(1, 70), height=st.integers(1, 70), seed=st.integers(0, 99)
+)
+def test_opaque_modes_are_those_of_transformers(mode, width, height, seed):
+    """transformers' processors convert with Pillow alone."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    data = encoded(Image.fromarray(noise).convert(mode), OPAQUE[mode])
+    with Image.open(io.BytesIO(data)) as stored:
+        assert (decoded(data) == np.asarray(stored.convert("RGB"))).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from(["RGBA", "LA"]), width=st.integers(1, 40), height=st.integers(1, 40), seed=st.integers(0, 99)
+)
+def test_alpha_is_a_mixture_with_white(mode, width, height, seed):
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    image = Image.fromarray(noise, "RGBA").convert(mode)
+    colors, alpha = np.split(np.asarray(image.convert("RGBA"), float), [3], -1)
+    expected = (colors * alpha + 255 * (255 - alpha)) / 255
+    assert np.abs(decoded(encoded(image)) - expected).max() <= 1
