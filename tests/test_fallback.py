@@ -10,7 +10,15 @@ import torch
 from quire.engine.messages import SamplingParams
 from quire.worker.models import DECODERS, model_class
 from tests import families
-from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, TOKENIZER_SIZE, VOCAB_SIZE, greedy, load_reference
+from tests.checkpoints import (
+    CHECKPOINTS,
+    MOE_CHECKPOINTS,
+    TOKENIZER_SIZE,
+    VOCAB_SIZE,
+    build_checkpoint,
+    greedy,
+    load_reference,
+)
 from tests.test_equals_transformers import LENGTHS, engine_for
 
 pytestmark = pytest.mark.slow
@@ -173,6 +181,46 @@ def test_families_that_cannot_run_are_refused_with_the_reason(model_type, tmp_pa
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"SomeForCausalLM cannot run with transformers: .*({reason})"):
         read_model_spec(str(tmp_path), "transformers")
+
+
+# of families that also have files of their own: why transformers cannot compute them
+NOT_FORCED = {
+    "hunyuan": "rope_type 'dynamic'",
+    "phi3": "rope_type 'longrope'",
+    "phi3-long": "rope_type 'longrope'",
+    "llama4": "masks attention in chunks",
+    "mistral4": "Unrecognized configuration class",
+    "deepseek-v32": "sparse attention",
+    "glm-5": "sparse attention",
+}
+
+
+@pytest.mark.parametrize("name", [*families.FAMILIES, *CHECKPOINTS, *MOE_CHECKPOINTS])
+def test_the_families_with_files_of_their_own(name, tmp_path):
+    """Several requests at once in chunks, or a refusal."""
+    from quire.worker.loader import load_weights
+    from quire.worker.models import build_model, read_model_spec
+    from tests.worker.dense_attention import PagedRunner
+
+    (families.build_family if name in families.FAMILIES else build_checkpoint)(name, folder := str(tmp_path))
+    if name in NOT_FORCED:
+        with pytest.raises(ValueError, match=f"cannot run with transformers: .*{NOT_FORCED[name]}"):
+            read_model_spec(folder, "transformers")
+        return
+    spec = read_model_spec(folder, "transformers")
+    model = build_model(spec, torch.float32, torch.device("cpu"), 128)
+    load_weights(model, spec, folder)
+    rng = random.Random(0)
+    texts = [[rng.randrange(4, families.VOCAB) for _ in range(length)] for length in (40, 1, 25)]
+    runner, got = PagedRunner(model, len(texts), 64), [[] for _ in texts]
+    for step in ({0: texts[0][:30], 2: texts[2][:9]}, {0: texts[0][30:], 1: texts[1], 2: texts[2][9:]}):
+        for row, hidden in runner.step(step).items():
+            got[row].append(model.logits(hidden))
+    reference = families.load_family(folder)
+    for text, logits in zip(texts, got):
+        with torch.inference_mode():
+            wanted = reference(torch.tensor([text])).logits[0]
+        torch.testing.assert_close(torch.cat(logits), wanted, atol=1e-3, rtol=0)
 
 
 # families that people run: computed and compared, or refused with the reason (REFUSED)

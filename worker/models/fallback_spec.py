@@ -142,11 +142,13 @@ def _check(config: Any, text: Any) -> None:
 
 
 def _layers(config: Any, text: Any) -> tuple[LayerSpec, ...]:
-    default = torch.get_default_dtype()
+    default, checks = torch.get_default_dtype(), torch.distributions.Distribution._validate_args
     torch.set_default_dtype(torch.float32)
+    torch.distributions.Distribution.set_default_validate_args(False)  # Gemma 3n's: they read values
     try:
         with torch.device("meta"), torch.no_grad():
             model = make_model("", config)
+            model.config.pad_token_id = None  # GPT-2 would look for it among the ids
             if type(model)._is_stateful or getattr(base_of(model), "_is_stateful", False):
                 raise ValueError("it keeps a recurrent state per request")
             if hasattr(model, "set_experts_implementation"):
@@ -161,6 +163,7 @@ def _layers(config: Any, text: Any) -> tuple[LayerSpec, ...]:
         raise ValueError("its attention does not go through transformers' attention interface") from error
     finally:
         torch.set_default_dtype(default)
+        torch.distributions.Distribution.set_default_validate_args(checks)
     if len(found) != text.num_hidden_layers:
         others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION)
         raise ValueError(
