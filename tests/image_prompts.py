@@ -81,14 +81,15 @@ class Writer:
         return str(path), digest.hexdigest()
 
 
-def build(name: str, folder: str | Path) -> Any:
-    """Write the checkpoint of a family and its preprocessor into `folder`, and return transformers' model. It never
-    writes the image token, which transformers would take for a placeholder.
+def build(name: str, folder: str | Path, dtype: str = "float32") -> Any:
+    """Write the checkpoint of a family and its preprocessor into `folder`, and return transformers' model, in float32.
+    It never writes the image token, which transformers would take for a placeholder.
     """
     families = next(one for one in (llava_models, qwen_gemma_models) if name in one.MODELS)
     model = families.build_model(name, folder)
     model.lm_head.weight.data[IMAGE_TOKEN_ID] = 0.0
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    model.float()  # the same weights
     path = Path(folder, "preprocessor_config.json")
     if not path.exists():
         path.write_text(json.dumps(PREPROCESSORS.get(name, {})))

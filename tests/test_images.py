@@ -10,6 +10,7 @@ import pytest
 
 from quire.engine.messages import SamplingParams
 from quire.worker.cache.spec import plan_cache
+from quire.worker.cpu import build as native_build
 from quire.worker.messages import most_blocks
 from quire.worker.models import read_model_spec
 from quire.worker.models.config import cache_specs
@@ -93,3 +94,30 @@ def test_tokens_and_logprobs_equal_transformers(name, tmp_path):
     for results in (first, again):
         check(name, model, prompts, results)
     check(name, model, prompts[-1:], last)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4-large", "pixtral", "internvl", "llava"])
+def test_bfloat16(name, tmp_path, _kernels_in_the_cache):
+    """The native kernels give about the reference's log-probabilities and, with `deterministic`, the same bits alone
+    and among others, in one chunk and in several.
+    """
+    if native_build.cpu_level() is None or native_build.compiler() is None:
+        pytest.skip("no native kernels here")
+    model = build(name, tmp_path, "bfloat16")
+    prompts = workload(Writer(tmp_path, tmp_path))
+    wide = name.startswith(("qwen3", "gemma"))  # heads as wide as the native attention needs
+    engine = tight_engine(name, tmp_path, prompts, dtype="bfloat16", deterministic=wide)
+    crowd = generate(engine, prompts)
+    assert engine.executor._worker.runner.platform.ops.name == "native"
+    engine.close()
+    for prompt, result in zip(prompts, crowd):
+        assert result.error is None
+        logprobs = [entry.logprobs[0] for entry in result.logprobs]
+        wrong, error = judge(Reference(name, model, prompt.images), prompt.token_ids, result.token_ids, logprobs, 0.6)
+        assert (wrong, error < 0.5) == (0, True), f"{len(prompt.images)} images: {wrong} wrong, error {error}"
+    if wide:
+        settings = {"dtype": "bfloat16", "deterministic": True, "enable_prefix_caching": False}
+        engine = InProcessEngine(str(tmp_path), **SMALL | settings)
+        alone = [generate(engine, [prompt])[0] for prompt in prompts]
+        engine.close()
+        assert [one.logprobs for one in alone] == [one.logprobs for one in crowd]

@@ -77,4 +77,4 @@ class ImageEncoder:
 
 def _describe(item: MediaItem, what: str, error: Exception) -> str:
     logger.warning("image %s in %s cannot be %s", item.key, item.path, what, exc_info=error)
-    return f"it cannot be {what}: {type(error).__name__}: {error}"
+    return f"it cannot be {what}: {error if isinstance(error, ValueError) else 'the log has the reason'}"

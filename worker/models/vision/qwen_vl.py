@@ -27,6 +27,7 @@ class PatchEmbedding(ColumnParallelLinear):
 
     def __init__(self, size: int, patch: int, frames: int, bias: bool):
         self.patch, self.frames, self.name = patch, frames, "visual.patch_embed.proj"
+        self.dtype = torch.get_default_dtype()
         super().__init__(3 * frames * patch * patch, [Shard(self.name, size, 0, size)], bias, PLAIN)
 
     def weight_parts(self) -> list[Part]:
@@ -34,7 +35,7 @@ class PatchEmbedding(ColumnParallelLinear):
         return [Part(f"{self.name}.weight", shape, view=partial(torch.flatten, start_dim=1))]
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        return super().forward(patches.expand(-1, -1, self.frames, -1).flatten(1).to(self.weight.dtype))
+        return super().forward(patches.expand(-1, -1, self.frames, -1).flatten(1).to(self.dtype))
 
 
 class Merger(nn.Module):
