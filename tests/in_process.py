@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from quire.configs.config import Config
 from quire.engine.executor.base import get_executor, steps_in_flight
 from quire.engine.kv.manager import KVCacheManager
-from quire.engine.messages import AddRequest, MediaItem, SamplingParams, TokenLogprobs
+from quire.engine.messages import AddRequest, Choice, MediaItem, SamplingParams, TokenLogprobs
 from quire.engine.scheduler import Scheduler
 from quire.worker.messages import WorkerReady
 
@@ -55,12 +55,14 @@ class InProcessEngine:
         sampling: SamplingParams | list[SamplingParams],
         outputs: list[list[int]] | None = None,
         media: list[list[MediaItem]] | None = None,
+        n: int = 1,
     ) -> list[Result]:
         """Run all prompts at once until they finish. `outputs` are tokens from before a resubmission, `media` the
-        images of each prompt.
+        images of each prompt. Each prompt has `n` choices, whose seeds follow one another.
         """
         params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
-        results = {str(i): Result() for i in range(len(prompts))}
+        ids = [[str(i), *(f"{i}.{k}" for k in range(1, n))] for i in range(len(prompts))]
+        results = {one: Result() for choices in ids for one in choices}
         for i, (prompt, one) in enumerate(zip(prompts, params)):
             early = self.scheduler.add(
                 AddRequest(
@@ -69,6 +71,7 @@ class InProcessEngine:
                     one,
                     output_token_ids=outputs[i] if outputs else [],
                     media=media[i] if media else [],
+                    siblings=[Choice(one, params[i].seed + k) for k, one in enumerate(ids[i]) if k],
                 )
             )
             if early:

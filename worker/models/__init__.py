@@ -196,12 +196,23 @@ def build_model(
         with torch.device(device):
             model = cls(spec, max_model_len or spec.max_model_len, weights).eval()
             if spec.vision and model.model.first:
+                _check_deepstack(spec.vision, model)
                 model.vision = _build_tower(spec.vision).eval()
     finally:
         torch.set_default_dtype(default)
     if ops is not None:
         model.use(ops)
     return model
+
+
+def _check_deepstack(vision: VisionSpec, model: CausalLM) -> None:
+    """Raise ValueError if layers of a later stage, or the last layer, would need a part of the images' features."""
+    most = len(model.model.layers) - model.model.last
+    if vision.num_deep > most:
+        raise ValueError(
+            f"the features of {vision.num_deep} layers of the vision encoder join the first decoder layers "
+            f"(deepstack_visual_indexes), but only {most} of them can take them: lower --pipeline-parallel-size"
+        )
 
 
 def _build_tower(vision: VisionSpec) -> VisionTower:

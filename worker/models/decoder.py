@@ -109,6 +109,8 @@ class Decoder(nn.Module):
             if deep:
                 images.add_deep(x, i)
         x, residual = last(x, residual, rotations[last.rope], attn, needed_rows)
+        if deep and not self.last:
+            images.add_deep(x, len(layers))
         return self.norm.add(x, residual)[0] if self.last else x + residual
 
 
