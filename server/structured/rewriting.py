@@ -232,11 +232,9 @@ def _closed(schemas: list[Schema], others: Schema, resolve: Resolve) -> Schema:
         found.add(schema, resolve)
     if found.everything:
         return True
-    return {
-        "properties": dict.fromkeys(sorted(found.names), True),
-        "patternProperties": dict.fromkeys(sorted(found.patterns), True),
-        "additionalProperties": others,
-    }
+    properties = {"properties": dict.fromkeys(sorted(found.names), True), "additionalProperties": others}
+    patterns = dict.fromkeys(sorted(found.patterns), True)
+    return {**properties, "patternProperties": patterns} if patterns else properties
 
 
 @dataclass(slots=True)

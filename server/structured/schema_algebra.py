@@ -48,6 +48,13 @@ def types_of(schema: Schema) -> frozenset[str]:
     return types - {"integer"} if "number" in types else types
 
 
+def common_types(some: frozenset[str], others: frozenset[str]) -> list[str]:
+    found = set(some & others)
+    if ("integer" in some and "number" in others) or ("integer" in others and "number" in some):
+        found.add("integer")
+    return sorted(found)
+
+
 def is_free(schema: Schema) -> bool:
     return schema is True or schema == {}
 

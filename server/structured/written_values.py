@@ -13,10 +13,10 @@ from llguidance import regex_to_lark
 from quire.server.structured.lark import ANY_TEXT, StructureError, quoted
 from quire.server.structured.limited_keywords import LIMITED
 from quire.server.structured.schema import ENFORCED, MAPS, MAX_DEPTH, REFUSED, SchemaError, normalize
-from quire.server.structured.schema_algebra import Derived
+from quire.server.structured.schema_algebra import Derived, types_of
 from quire.server.structured.text_grammar import LARK
 
-_VALIDATING = frozenset({*ENFORCED, *LIMITED, *REFUSED, LARK})
+VALIDATING = frozenset({*ENFORCED, *LIMITED, *REFUSED, LARK})
 _NOT_FOR_TEXTS = ("$ref", "anyOf", "oneOf", "allOf")
 _GENERAL = {"integer": "number"}
 _KEYWORDS = {  # that say something of values of one type only
@@ -49,7 +49,7 @@ def alternatives(schema: Any, root: Any, path: str, depth: int = 0) -> Iterator[
     if not isinstance(schema, dict):
         yield schema
         return
-    bare = {key: value for key, value in schema.items() if key in _VALIDATING}
+    bare = {key: value for key, value in schema.items() if key in VALIDATING}
     if bare.keys() == {"anyOf"} and isinstance(bare["anyOf"], list) and bare["anyOf"]:
         for branch in bare["anyOf"]:
             yield from alternatives(branch, root, path, depth + 1)
@@ -91,6 +91,11 @@ def is_text(schema: Any) -> bool:
     if (values := constants(schema)) is not None:
         return all(isinstance(value, str) for value in values)
     return schema.get("type") in ("string", ["string"])
+
+
+def may_be_text(schema: Any) -> bool:
+    """Whether some values of one of the `alternatives` that is no text may be strings, as far as `type` shows."""
+    return isinstance(schema, dict) and constants(schema) is None and "string" in types_of(schema)
 
 
 def plain_terminal(schema: Any) -> str | None:

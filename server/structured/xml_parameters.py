@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from quire.server.structured.lark import ANY_TEXT, Builder, StructureError, quoted
+from quire.server.structured.object_shapes import PLAIN, Shape, shapes
 from quire.server.structured.text_grammar import before_tag, lark_of
 from quire.server.structured.written_values import (
+    VALIDATING,
     alternatives,
     beginning,
     constants,
     is_text,
+    may_be_text,
     plain_terminal,
     terminal_of_texts,
 )
@@ -38,14 +41,28 @@ def parameters(schema: Any, style: str, path: str, builder: Builder) -> str:
     required = schema.get("required", [])
     if not isinstance(required, list):
         raise StructureError(f"{path} at #: required: must be a list of strings")
+    if schema.keys() & VALIDATING <= PLAIN:
+        shape = Shape(
+            schema.get("properties", {}), frozenset(required), schema.get("additionalProperties", True) is False
+        )
+        if not shape.is_possible():
+            raise StructureError(f"{path} at #: no value is valid")
+        return _shaped(shape, _definitions(schema), style, path, builder)
+    found, definitions = shapes(schema, path)
+    return f"({' | '.join(_shaped(shape, definitions, style, path, builder) for shape in found)})"
+
+
+def _shaped(shape: Shape, definitions: dict[str, Any], style: str, path: str, builder: Builder) -> str:
     space = builder.terminal(_SPACE)
-    if not schema.get("properties") and schema.get("additionalProperties", True) is not False and not required:
+    if not shape.properties and not shape.lists_all and not shape.required:
         return f"({space} {_any_element(style, path, builder)})* {space}"
     parts = []
-    for name, child in schema.get("properties", {}).items():
-        whole = {**child, **_definitions(schema)} if isinstance(child, dict) else child
+    for name, child in shape.all_named():
+        if child is False:
+            continue
+        whole = {**child, **definitions} if isinstance(child, dict) else child
         one = builder.rule(f"{space} {_element(name, whole, style, f'{path}.properties.{name}', builder)}")
-        parts.append(one if name in required else f"{one}?")
+        parts.append(one if name in shape.required else f"{one}?")
     return " ".join([*parts, space])
 
 
@@ -83,6 +100,10 @@ def _element(name: str, schema: Any, style: str, path: str, builder: Builder) ->
         return f"{_opening(name, style, 'true', builder)} {_text(after, path, builder)}"
     texts = [one for one in found if is_text(one)]
     others = [one for one in found if not is_text(one)]
+    if style != "deepseek_xml" and any(map(may_be_text, others)):
+        raise StructureError(
+            f"{path}: without one type, it cannot be told from a string in this model's format of calls"
+        )
     if not texts:
         return f"{_opening(name, style, 'false', builder)} {_json([schema], schema, path, after, builder)}"
     opening = _opening(name, style, "true", builder)

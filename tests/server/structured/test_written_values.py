@@ -84,6 +84,56 @@ def test_arguments_of_any_answer_are_valid(name, value):
     assert found
 
 
+INT = {"type": "integer"}
+OBJECTS = [
+    {"properties": {"a": INT, "b": INT, "c": False}, "dependentRequired": {"a": ["b"]}},
+    {"properties": {"a": INT}, "anyOf": [{"required": ["a"]}, {"required": ["b"], "properties": {"b": {"const": 1}}}]},
+    {"properties": {"a": {"type": "boolean"}, "b": INT}, "required": ["a"],
+     "if": {"properties": {"a": {"const": True}}}, "then": {"required": ["b"]}, "else": {"properties": {"b": False}}},
+    {"$ref": "#/$defs/ab", "$defs": {"ab": {"properties": {"a": INT, "b": {"$ref": "#/$defs/i"}}, "required": ["b"]},
+                                     "i": INT}},
+    {"allOf": [{"properties": {"a": {"type": "boolean"}}}, {"required": ["a"]}], "unevaluatedProperties": False},
+    {"properties": {"a": INT, "b": INT}, "not": {"required": ["a", "b"]}, "additionalProperties": False},
+    {"properties": {"a": INT, "b": INT, "c": INT}, "minProperties": 2, "additionalProperties": False},
+]  # fmt: skip
+
+
+def test_what_is_required_without_a_schema_must_be_there():
+    for schema in ({"properties": {"a": INT}, "required": ["b"]}, {"required": ["b"]}):
+        tag = tool_format("minimax_m2").structure([Tool("f", schema, strict=True)], required=True, parallel=False)
+        held = Structure(kind="structural_tag", value=tag)
+        call = '<minimax:tool_call>\n<invoke name="f">\n{}</invoke>\n</minimax:tool_call>'
+        assert accepts(held, call.format('<parameter name="b">x</parameter>\n'))
+        assert not accepts(held, call.format(""))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("schema", OBJECTS)
+def test_parameters_of_any_answer_are_valid(name, schema):
+    tool, found = Tool("f", {"type": "object", **schema}, strict=True), 0
+    tag = tool_format(name).structure([tool], required=True, parallel=False)
+    for seed in range(8):
+        text, ended = walk(Structure(kind="structural_tag", value=tag), seed)
+        if ended:
+            (call,) = add_up(events_of(parser(name, functions=[tool]), text.decode(errors="replace"))).calls
+            Draft202012Validator(tool.parameters).validate(json.loads(call.arguments))
+            found += 1
+    assert found
+
+
+@pytest.mark.parametrize("name", FORMATS[:-1])
+def test_what_parameters_cannot_have(name):
+    for schema, word in (
+        ({"patternProperties": {"^a": {}}}, "patternProperties"),
+        ({"properties": {"a": {}}, "required": ["b"], "additionalProperties": False}, "no value"),
+        ({"allOf": [{"properties": {"a": False}}, {"required": ["a"]}]}, "no value"),
+        ({"allOf": [{"properties": {"a": {"enum": ["x", "y"]}}}, {"properties": {"a": {"pattern": "x"}}}]}, "allOf"),
+    ):
+        tag = tool_format(name).structure([Tool("f", schema, strict=True)], required=True, parallel=False)
+        with pytest.raises(ValueError, match=word):
+            matcher(Structure(kind="structural_tag", value=tag))
+
+
 def test_what_strings_cannot_have():
     for value in ({"type": "string", "allOf": [{"minLength": 1}]}, {"type": "string", "not": {"const": "a"}}):
         with pytest.raises(ValueError, match=r"properties\.a .*(allOf|not): "):
