@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from quire.worker.cache.scaled import ScaledCache
 from quire.worker.cuda import (
     triton_bitmask,
     triton_experts,
@@ -24,6 +25,7 @@ from quire.worker.cuda import (
     triton_paged,
     triton_quantized,
     triton_sampler,
+    triton_scaled,
 )
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
 
@@ -99,6 +101,22 @@ def attention() -> None:
         triton_paged.paged_attention(
             q, cache, cache, table, starts, lens, max(query_lens), 0.1, window, soft_cap, splits
         )
+
+
+def eight_bits() -> None:
+    """Keys and values in int8 and e4m3: stored by themselves and after norms and rotation, and attended to."""
+    slots = torch.arange(70)
+    for kind, constant in ((torch.int8, False), (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True)):
+        scales = torch.ones(() if constant else (9, 16, 8)).expand(9, 16, 8)
+        cache = ScaledCache(torch.zeros(9, 16, 8, 128, dtype=kind), scales, constant)
+        triton_scaled.store_scaled(cache, slots, torch.zeros(70, 8, 128, dtype=torch.bfloat16))
+        qkv, weight = torch.zeros(70, 48 * 128, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.bfloat16)
+        triton_ops.qk_norm_rope_write(qkv, weight, weight, 1e-6, torch.zeros(80, 128), slots, cache, cache, slots, 32)
+        for query_lens, splits in (([1] * 9, 1), ([1] * 2, 8), ([3, 67], None)):
+            starts, lens = torch.tensor([0, *query_lens]).cumsum(0).int(), torch.tensor(query_lens).int()
+            q = torch.zeros(sum(query_lens), 32, 128, dtype=torch.bfloat16)
+            table = torch.zeros(len(query_lens), 40, dtype=torch.int32)
+            triton_paged.paged_attention(q, cache, cache, table, starts, lens, max(query_lens), 0.1, None, None, splits)
 
 
 def latent_attention() -> None:
@@ -195,5 +213,5 @@ def quantized() -> None:
 
 if __name__ == "__main__":
     compile_launches(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
-    for part in (operations, sampler, attention, latent_attention, experts, quantized):
+    for part in (operations, sampler, attention, eight_bits, latent_attention, experts, quantized):
         part()

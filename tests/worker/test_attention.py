@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from quire.worker.attention import torch_paged as cpu_paged
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from quire.worker.attention.registry import BACKENDS, select_backend
+from quire.worker.cache.scaled import FP8, ScaledCache
 from quire.worker.cuda import flash_attn, varlen
 from quire.worker.platforms.cuda import CudaPlatform
 from tests.worker.attention_cases import dense, make_case
@@ -368,6 +369,53 @@ def test_flash_attention_3_without_scheduler_metadata(library):
         assert [name for name, _ in calls] == ["fwd"] and calls[0][1].get("scheduler_metadata") is None and not library
     with _operators(FORWARD.replace("page_table", "pages")) as calls:
         assert flash_attn.FlashAttention3().forward(q, cache, cache, meta, 0.5) is q and not calls and len(library) == 1
+
+
+def test_flash_attention_3_over_an_fp8_cache(library):
+    """With the scales of a checkpoint: the cache as it is, queries in FP8, and scales per request and KV head; through
+    the operator and through the wrapper.
+    """
+    torch.manual_seed(0)
+    meta, q = _meta([1, 3], [9, 5]), torch.randn(4, 4, 16).to(torch.bfloat16)
+    k_cache, v_cache = (
+        ScaledCache(torch.zeros(6, 16, 2, 16, dtype=FP8), torch.tensor(scale).expand(6, 16, 2), constant=True)
+        for scale in (0.5, 0.25)
+    )
+
+    def check(q8, k, v, descales):
+        assert k.data_ptr() == k_cache.values.data_ptr() and v.data_ptr() == v_cache.values.data_ptr()
+        assert torch.equal(descales["k_descale"], torch.full((2, 2), 0.5))
+        assert torch.equal(descales["v_descale"], torch.full((2, 2), 0.25))
+        numbers = q8.float().unflatten(1, (2, 2)) * descales["q_descale"][0][:, None, None]
+        assert q8.dtype == FP8 and torch.allclose(numbers.flatten(1, 2), q.float(), rtol=1 / 15, atol=1e-3)
+
+    backend = flash_attn.FlashAttention3()
+    backend.build(meta)
+    out = backend.forward(q, k_cache, v_cache, meta, 0.5)
+    ((_, args, kwargs),) = library
+    check(*args[:3], kwargs)
+    assert out.dtype == torch.bfloat16
+    with _operators(FORWARD, METADATA) as calls:
+        calls_before, backend = len(calls), flash_attn.FlashAttention3()
+        backend.build(meta)
+        backend._forward = lambda q, k, v, **kwargs: calls.append(("fwd", {"q": q, "k": k, "v": v} | kwargs)) or [q]
+        backend.forward(q, k_cache, v_cache, meta, 0.5, 24)
+        (_, metadata), (_, forward) = calls[calls_before:]
+        assert metadata["qkv_dtype"] == FP8
+        check(forward["q"], forward["k"], forward["v"], forward)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_dtype": torch.int8, "kv_scales": "token"}, "has no KV cache in int8"),
+        ({"kv_dtype": FP8, "kv_scales": "token"}, "one scale of an FP8 cache per head, not one per token"),
+    ],
+)
+def test_caches_that_flash_attention_leaves_to_others(library, changes, words):
+    spec = _spec(CUDA, dtype=torch.bfloat16, **changes)
+    assert words in flash_attn.FlashAttention3.supports(spec)
+    assert flash_attn.FlashAttention2.supports(spec) == "has no KV cache in 8 bits"
 
 
 def test_flash_attention_2_calls(library):

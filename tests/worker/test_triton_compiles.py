@@ -30,6 +30,7 @@ def test_every_kernel_compiles(capability):
         "_tiles_kernel",
         "_choose_kernel",
         "_attend_kernel",
+        "_store_kernel",
         "_exclude_kernel",
         "_attend_latent_kernel",
         "_combine_kernel",

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, try_once
+from quire.worker.cache.scaled import FP8, KVCache, ScaledCache, rounded, scale_of
 
 
 def window_size(sliding_window: int | None) -> tuple[int, int]:
@@ -75,12 +77,17 @@ class _FlashAttention(AttentionBackend):
             return f"computes in bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
         if spec.block_size is not None and spec.block_size % cls.page_multiple:
             return f"needs a block size that is a multiple of {cls.page_multiple}, not {spec.block_size}"
-        if reason := spec.unusual():
+        if reason := cls.refuses_cache(spec) or replace(spec, kv_scales=None).unusual():
             return reason
         try:
             return try_once(cls(), spec)
         except ImportError as error:
             return f"{cls.module_name} cannot be imported ({error})"
+
+    @classmethod
+    def refuses_cache(cls, spec: AttentionSpec) -> str | None:
+        """Why this version cannot read the cache, or None."""
+        return "has no KV cache in 8 bits" if spec.kv_scales else None
 
     def __init__(self) -> None:
         self._module: ModuleType = importlib.import_module(self.module_name)
@@ -93,6 +100,9 @@ class FlashAttention3(_FlashAttention):
     per layer. The scheduler metadata, which distributes the work, depends only on the lengths and the kind of layer, so
     the first layer of a kind computes it for the others. A package that registers no such operators is called through
     its wrapper.
+
+    An FP8 cache with the scales of a checkpoint is multiplied as it is, by queries that are rounded to FP8 with one
+    scale per KV head and step. Scales per token are left to the other backends.
     """
 
     name = "flash_attn_3"
@@ -100,7 +110,16 @@ class FlashAttention3(_FlashAttention):
 
     def __init__(self) -> None:
         super().__init__()
-        self._forward, self._metadata = _operator("fwd", _FORWARD), _operator("get_scheduler_metadata", _METADATA)
+        self._forward = _operator("fwd", _FORWARD)
+        self._metadata = _operator("get_scheduler_metadata", _METADATA)
+
+    @classmethod
+    def refuses_cache(cls, spec: AttentionSpec) -> str | None:
+        if spec.kv_scales and spec.kv_dtype != FP8:
+            return "has no KV cache in int8"
+        if spec.kv_scales == "token":
+            return "has one scale of an FP8 cache per head, not one per token"
+        return None
 
     def build(self, meta: AttentionMetadata) -> None:
         meta.extra = {}  # (window, has soft-cap) -> scheduler metadata
@@ -108,16 +127,33 @@ class FlashAttention3(_FlashAttention):
     def forward(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         meta: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if isinstance(k_cache, ScaledCache):
+            numbers, descales = in_fp8(q, k_cache, v_cache, len(meta.seq_lens))
+            caches = k_cache.values, v_cache.values
+            return self._call(numbers, *caches, meta, scale, sliding_window, soft_cap, descales).to(q.dtype)
+        return self._call(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, {})
+
+    def _call(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+        descales: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
         if self._forward is None:
-            return self._call_wrapper(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap)
+            return self._call_wrapper(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, descales)
         left, right = window_size(sliding_window)
         return self._forward(
             q,
@@ -134,6 +170,7 @@ class FlashAttention3(_FlashAttention):
             softcap=soft_cap or 0.0,
             scheduler_metadata=self._scheduler_metadata(q, k_cache, meta, sliding_window, soft_cap),
             num_splits=0,
+            **descales,
         )[0]
 
     def _scheduler_metadata(
@@ -182,6 +219,7 @@ class FlashAttention3(_FlashAttention):
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None,
+        descales: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         return self._module.flash_attn_with_kvcache(
             q,
@@ -195,7 +233,20 @@ class FlashAttention3(_FlashAttention):
             causal=True,
             window_size=window_size(sliding_window),
             softcap=soft_cap or 0.0,
+            **descales,
         )
+
+
+def in_fp8(
+    q: torch.Tensor, k_cache: ScaledCache, v_cache: ScaledCache, num_requests: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(q `[T, num_heads, D]` in e4m3, the scales `[R, num_kv_heads]` of q, k and v by the operator's names)."""
+    num_kv_heads = k_cache.shape[2]
+    grouped = q.unflatten(1, (num_kv_heads, -1))
+    scale, inverse = scale_of(grouped.movedim(1, 0).flatten(1), FP8)  # of each KV head
+    numbers = rounded(grouped.float() * inverse[:, None, None], FP8).flatten(1, 2)
+    scales = {"q_descale": scale, "k_descale": k_cache.scales[0, 0], "v_descale": v_cache.scales[0, 0]}
+    return numbers, {name: one.expand(num_requests, num_kv_heads) for name, one in scales.items()}
 
 
 class FlashAttention2(_FlashAttention):

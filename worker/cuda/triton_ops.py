@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.worker.cache.scaled import ScaledCache
-from quire.worker.platforms.ops import Ops
+from quire.worker.cache.scaled import KVCache, ScaledCache, as_bytes
+from quire.worker.cuda.triton_scaled import bytes_of, factors, kind_of
 
 
 @triton.jit
@@ -90,11 +90,29 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def _store_in_8_bits(
+    to, first, second, lanes, mask, scale_at, HEAD_DIM: tl.constexpr, KIND: tl.constexpr, CONSTANT: tl.constexpr
+):
+    """Store both halves of a head, whose masked lanes are 0, and their scale, or read a constant one."""
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    if CONSTANT:
+        inverse = tl.div_rn(1.0, tl.load(scale_at))
+    else:
+        largest = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
+        # the sum is 0, or NaN if an entry is not finite, which a maximum may drop
+        scale, inverse = factors(largest + tl.sum(a * 0.0 + b * 0.0, 0), KIND)
+        tl.store(scale_at, scale)
+    tl.store(to + lanes, bytes_of(a, inverse, KIND), mask=mask)
+    tl.store(to + HEAD_DIM // 2 + lanes, bytes_of(b, inverse, KIND), mask=mask)
+
+
+@triton.jit
 def _qk_norm_rope_write_kernel(
     qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, token_stride, cos_sin_stride,
     k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
+    k_scales, v_scales, ks_page_stride, ks_slot_stride, ks_head_stride, vs_page_stride, vs_slot_stride, vs_head_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, NORM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, CONSTANT: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = qkv + token * token_stride + head * HEAD_DIM
@@ -105,9 +123,14 @@ def _qk_norm_rope_write_kernel(
     slot = tl.load(slot_mapping + token)
     page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
     if head >= NUM_HEADS + NUM_KV_HEADS:  # v: copied unchanged
-        at = v_cache + page * v_page_stride + offset * v_slot_stride + (head - NUM_HEADS - NUM_KV_HEADS) * v_head_stride
-        tl.store(at + lanes, first, mask=mask)
-        tl.store(at + HEAD_DIM // 2 + lanes, second, mask=mask)
+        kv_head = head - NUM_HEADS - NUM_KV_HEADS
+        at = v_cache + page * v_page_stride + offset * v_slot_stride + kv_head * v_head_stride
+        if KIND > 0:
+            scale_at = v_scales + page * vs_page_stride + offset * vs_slot_stride + kv_head * vs_head_stride
+            _store_in_8_bits(at, first, second, lanes, mask, scale_at, HEAD_DIM, KIND, CONSTANT)
+        else:
+            tl.store(at + lanes, first, mask=mask)
+            tl.store(at + HEAD_DIM // 2 + lanes, second, mask=mask)
     else:
         a, b = first.to(tl.float32), second.to(tl.float32)
         if NORM:
@@ -127,9 +150,14 @@ def _qk_norm_rope_write_kernel(
             tl.store(source + lanes, rotated_a, mask=mask)
             tl.store(source + HEAD_DIM // 2 + lanes, rotated_b, mask=mask)
         else:
-            at = k_cache + page * k_page_stride + offset * k_slot_stride + (head - NUM_HEADS) * k_head_stride
-            tl.store(at + lanes, rotated_a, mask=mask)
-            tl.store(at + HEAD_DIM // 2 + lanes, rotated_b, mask=mask)
+            kv_head = head - NUM_HEADS
+            at = k_cache + page * k_page_stride + offset * k_slot_stride + kv_head * k_head_stride
+            if KIND > 0:
+                scale_at = k_scales + page * ks_page_stride + offset * ks_slot_stride + kv_head * ks_head_stride
+                _store_in_8_bits(at, rotated_a, rotated_b, lanes, mask, scale_at, HEAD_DIM, KIND, CONSTANT)
+            else:
+                tl.store(at + lanes, rotated_a, mask=mask)
+                tl.store(at + HEAD_DIM // 2 + lanes, rotated_b, mask=mask)
 
 
 def qk_norm_rope_write(
@@ -139,8 +167,8 @@ def qk_norm_rope_write(
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     slot_mapping: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
@@ -149,17 +177,18 @@ def qk_norm_rope_write(
 
     qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, its q part is overwritten; cos_sin `[max_positions,
     head_dim]` holds the cosines of the head_dim / 2 angles, then the sines; caches are `[num_blocks, block_size,
-    num_kv_heads, head_dim]`. Returns q as a view `[T, num_heads, head_dim]`.
+    num_kv_heads, head_dim]`, of qkv's type or in 8 bits. Returns q as a view `[T, num_heads, head_dim]`.
     """
-    if isinstance(k_cache, ScaledCache):
-        return Ops().qk_norm_rope_write(
-            qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping, num_heads
-        )
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
+    k, v, scales, constant = k_cache, v_cache, [None, None, *[0] * 6], False
+    if isinstance(k_cache, ScaledCache):
+        k, v, constant = as_bytes(k_cache.values), as_bytes(v_cache.values), k_cache.constant
+        scales = [k_cache.scales, v_cache.scales, *k_cache.scales.stride(), *v_cache.scales.stride()]
     _qk_norm_rope_write_kernel[(qkv.shape[0], num_heads + 2 * num_kv_heads)](
-        qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
-        qkv.stride(0), cos_sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        qkv, q_weight, k_weight, cos_sin, positions, k, v, slot_mapping, eps,
+        qkv.stride(0), cos_sin.stride(0), *k.stride()[:3], *v.stride()[:3], *scales,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        HALF=triton.next_power_of_2(head_dim // 2), PAGE_SIZE=k_cache.shape[1], NORM=q_weight is not None, num_warps=1,
+        HALF=triton.next_power_of_2(head_dim // 2), PAGE_SIZE=k_cache.shape[1], NORM=q_weight is not None,
+        KIND=kind_of(k_cache), CONSTANT=constant, num_warps=1,
     )  # fmt: skip
     return qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)

@@ -16,10 +16,14 @@ import math
 import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, is_latent, try_once
+from quire.worker.cache.scaled import KVCache, ScaledCache, as_bytes, values_of
+from quire.worker.cuda.triton_scaled import kind_of, store_scaled
 
 try:
     import triton
     import triton.language as tl
+
+    from quire.worker.cuda.triton_scaled import numbers_of
 except ImportError as error:  # a CPU installation without triton: the backend reports it as its reason
     triton, _import_error = None, error
 
@@ -54,10 +58,12 @@ if triton is not None:
         q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
         qk_scale, num_reqs, num_splits, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
         k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
+        k_scales, v_scales, ks_page_stride, ks_slot_stride, ks_head_stride, vs_page_stride, vs_slot_stride,
+        vs_head_stride,
         GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr,
         BLOCK_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
         BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-        SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, NUM_HEADS: tl.constexpr,
+        SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, NUM_HEADS: tl.constexpr, KIND: tl.constexpr,
     ):  # fmt: skip
         block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         request = _find_request(query_start_loc, block, num_reqs, BLOCK_Q)
@@ -98,14 +104,21 @@ if triton is not None:
         running_sum = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_V], tl.float32)
         columns = tl.arange(0, BLOCK_N)
+        PART: tl.constexpr = 256.0 if KIND == 2 else 1.0  # see numbers_of
         for key_start in range(first_key, last_key, BLOCK_N):
             key = key_start + columns
             key_mask = key < last_key
             page = tl.load(block_table + request * table_stride + key // PAGE_SIZE, mask=key_mask, other=0).to(tl.int64)
             slot = key % PAGE_SIZE
             k_at = k_cache + (page * k_page_stride + slot * k_slot_stride + kv_head * k_head_stride)[None, :]
-            k_tile = tl.load(k_at + dims[:, None], mask=key_mask[None, :] & dim_mask[:, None], other=0.0)
-            scores = tl.dot(q_tile, k_tile, input_precision="ieee") * qk_scale
+            k_tile = tl.load(k_at + dims[:, None], mask=key_mask[None, :] & dim_mask[:, None], other=0)
+            if KIND == 0:
+                scores = tl.dot(q_tile, k_tile, input_precision="ieee") * qk_scale
+            else:  # 8 bits are exact in the type of the queries; their scales multiply columns of scores and weights
+                scale_at = page * ks_page_stride + slot * ks_slot_stride + kv_head * ks_head_stride
+                k_scale = tl.load(k_scales + scale_at, mask=key_mask, other=0.0) * PART * qk_scale
+                k_numbers = numbers_of(k_tile, KIND, q_tile.dtype)
+                scores = tl.dot(q_tile, k_numbers, input_precision="ieee") * k_scale[None, :]
             if SOFT_CAP > 0:  # qk_scale carries log2(e); the cap applies to natural units
                 capped = scores * (0.6931471805599453 * 2.0 / SOFT_CAP)
                 scores = (1.0 - 2.0 / (1.0 + tl.exp(capped))) * (SOFT_CAP * 1.4426950408889634)
@@ -120,7 +133,11 @@ if triton is not None:
             rescale = tl.exp2(running_max - safe_max)
             running_sum = running_sum * rescale + tl.sum(weights, 1)
             v_at = v_cache + (page * v_page_stride + slot * v_slot_stride + kv_head * v_head_stride)[:, None]
-            v_tile = tl.load(v_at + v_dims[None, :], mask=key_mask[:, None] & v_dim_mask[None, :], other=0.0)
+            v_tile = tl.load(v_at + v_dims[None, :], mask=key_mask[:, None] & v_dim_mask[None, :], other=0)
+            if KIND > 0:
+                scale_at = page * vs_page_stride + slot * vs_slot_stride + kv_head * vs_head_stride
+                weights *= (tl.load(v_scales + scale_at, mask=key_mask, other=0.0) * PART)[None, :]
+                v_tile = numbers_of(v_tile, KIND, q_tile.dtype)
             acc = acc * rescale[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
             running_max = new_max
 
@@ -164,8 +181,8 @@ if triton is not None:
 
 def paged_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -176,7 +193,7 @@ def paged_attention(
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """Causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size,
-    num_kv_heads, _]`. Returns `[T, num_heads, v_head_dim]`.
+    num_kv_heads, _]`, of q's type or in 8 bits. Returns `[T, num_heads, v_head_dim]`.
 
     If `num_splits` is None, the batch's shape determines it (never `seq_lens`, which may change between replays of a
     CUDA graph).
@@ -197,16 +214,21 @@ def paged_attention(
     partial_max, partial_sum = (q.new_empty(partial_shape, dtype=torch.float32) for _ in range(2))
     partial_out = q.new_empty((*partial_shape, v_dim), dtype=torch.float32)
     block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, v_dim))
+    k, v = values_of(k_cache), values_of(v_cache)
+    scales = [None, None, *[0] * 6]
+    if isinstance(k_cache, ScaledCache):
+        k, v = as_bytes(k), as_bytes(v)
+        scales = [k_cache.scales, v_cache.scales, *k_cache.scales.stride(), *v_cache.scales.stride()]
     block_n = _tile_of_keys(64 if max_query_len == 1 else 128, block_q * block_g, block_d, q)
     _attend_kernel[(num_blocks, num_kv_heads, num_splits)](
-        q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
+        q, k, v, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
         scale * LOG2_E, num_reqs, num_splits, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0),
         out.stride(1),
-        *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3], *scales,
         GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, V_DIM=v_dim, BLOCK_V=block_v, PAGE_SIZE=block_size,
         BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=block_n,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap or 0.0, SPLIT=num_splits > 1, NUM_HEADS=num_heads,
-        num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
+        KIND=kind_of(k_cache), num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_tokens, num_heads)](
@@ -254,8 +276,6 @@ class TritonPagedBackend(AttentionBackend):
             return "needs a GPU"
         if spec.uses_sinks:
             return "has no attention sinks"
-        if spec.kv_scales:
-            return "has no KV cache in 8 bits"
         if spec.head_dim > 256 and not spec.latent:
             return f"head_dim {spec.head_dim} is above 256"
         if spec.latent and (spec.uses_soft_cap or spec.uses_sliding_window):
@@ -265,11 +285,17 @@ class TritonPagedBackend(AttentionBackend):
     def build(self, meta: AttentionMetadata) -> None:
         pass
 
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: torch.Tensor
+    ) -> None:
+        store_scaled(k_cache, slot_mapping, k)
+        store_scaled(v_cache, slot_mapping, v)
+
     def forward(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         meta: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
