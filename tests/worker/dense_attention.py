@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from quire.worker.cache.scaled import ScaledCache
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.mla import LatentAttention
 
@@ -57,6 +58,7 @@ class PagedRunner:
         max_len: int,
         backend: AttentionBackend | None = None,
         num_groups: int = 1,
+        kv_dtype: torch.dtype | None = None,
     ):
         self.model, self.backend, self.lengths = model, backend or DenseAttention(), [0] * num_requests
         blocks = -(-max_len // BLOCK_SIZE)
@@ -72,6 +74,11 @@ class PagedRunner:
                     torch.zeros(*shape, dim, dtype=model.dtype).transpose(1, 2)
                     for dim in (layer.head_dim, layer.v_head_dim)
                 )
+                if kv_dtype is not None:  # of 8 bits
+                    layer.k_cache, layer.v_cache = (
+                        ScaledCache(cache.to(kv_dtype), torch.zeros(shape).transpose(1, 2))
+                        for cache in (layer.k_cache, layer.v_cache)
+                    )
                 if isinstance(layer, LatentAttention):
                     layer.v_cache = layer.k_cache[..., : layer.v_head_dim]
         layers = {layer.layer_index: layer for layer in model.modules() if isinstance(layer, Attention)}

@@ -96,8 +96,10 @@ CASES = [
         ("llama-bias", {}),
         ("llama-tied", {"quantization": "int8"}),
         ("qwen3", {"quantization": "int4"}),
+        ("qwen3", {"kv_cache_dtype": "int8"}),
+        ("mistral", {"kv_cache_dtype": "fp8"}),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.get("quantization", "bf16"),
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "bf16",
 )
 def test_same_bits_whatever_runs_beside(checkpoint, native_kernels, name, settings):
     worker = _worker(checkpoint(name, dtype="bfloat16"), deterministic=True, **settings)

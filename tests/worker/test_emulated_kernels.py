@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from quire.worker.cpu import build
-from tests.worker import emulated, test_kernels
+from tests.worker import emulated, test_kernels, test_scaled_kernels
 
 pytestmark = pytest.mark.slow
 globals().update(
     {
-        name: test
-        for name, test in vars(test_kernels).items()
+        f"{name}_in_8_bits" if module is test_scaled_kernels else name: test
+        for module in (test_kernels, test_scaled_kernels)
+        for name, test in vars(module).items()
         if name.startswith("test_") and "kernels" in inspect.signature(test).parameters
     }
 )

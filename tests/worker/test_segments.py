@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.worker.attention.base import AttentionBackend
+from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cpu.attention import CpuNativeAttention
 from quire.worker.cpu.fixed_order_attention import CpuFixedAttention
 from quire.worker.cpu.fixed_order_linear import fix_order
@@ -36,9 +37,10 @@ def _play(
     wanted: Callable[[int], int] | None = None,
     steps: list[dict[int, int]] = STEPS,
     num_groups: int = 1,
+    kv_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Hidden states of each step, for all tokens or for the last `wanted(count)` tokens of each request."""
-    rng, runner = random.Random(0), PagedRunner(model, 3, 1024, backend, num_groups)
+    rng, runner = random.Random(0), PagedRunner(model, 3, 1024, backend, num_groups, kv_dtype)
     return [
         torch.cat(
             list(
@@ -90,6 +92,19 @@ def test_same_bits_of_other_forms(native_kernels, monkeypatch, tmp_path, family,
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("backend", [CpuNativeAttention, CpuFixedAttention, CpuPagedAttention])
+@pytest.mark.parametrize("name", ["qwen3", "llama-bias"])
+def test_same_bits_with_keys_and_values_in_8_bits(checkpoint, native_kernels, monkeypatch, name, backend, kv_dtype):
+    """If the native call includes attention, and if Python calls it between the segments."""
+    model = _model(checkpoint(name, dtype="bfloat16", head_dim=64))
+    got = _play(model, backend(), kv_dtype=kv_dtype)
+    assert model.model.fused_layers() is not None
+    monkeypatch.setattr(model.model, "fused_layers", lambda: None)
+    for ours, theirs in zip(got, _play(model, backend(), kv_dtype=kv_dtype)):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.fixture
 def two_threads(native_kernels):
     """Two threads: with as many threads as heads, a product would not emit its heads one at a time."""
@@ -109,14 +124,15 @@ def two_threads(native_kernels):
     ids=str,
 )
 @pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("mistral", "int8")])
-def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quantization, shape):
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quantization, shape, kv_dtype):
     """A product of many rows emits its output one head at a time, also if k takes several runs with several heads in
     each.
     """
     model = _model(checkpoint(name, dtype="bfloat16", **shape), quantization=quantization)
-    got = _play(model, CpuNativeAttention())
+    got = _play(model, CpuNativeAttention(), kv_dtype=kv_dtype)
     monkeypatch.setattr(model.model, "fused_layers", lambda: None)
-    for ours, theirs in zip(got, _play(model, CpuNativeAttention())):
+    for ours, theirs in zip(got, _play(model, CpuNativeAttention(), kv_dtype=kv_dtype)):
         assert torch.equal(ours, theirs)
 
 

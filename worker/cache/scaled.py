@@ -54,6 +54,11 @@ def store(cache: KVCache, slot_mapping: torch.Tensor, x: torch.Tensor) -> None:
         cache[blocks, offsets] = x
 
 
+def values_of(cache: KVCache) -> torch.Tensor:
+    """The elements of a cache, without their scales."""
+    return cache.values if isinstance(cache, ScaledCache) else cache
+
+
 def tensors_of(cache: KVCache) -> list[torch.Tensor]:
     """The memory of a cache."""
     if isinstance(cache, torch.Tensor):
@@ -64,7 +69,7 @@ def tensors_of(cache: KVCache) -> list[torch.Tensor]:
 def scale_of(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(the scale of each head of x `[..., head_dim]`, the factor that turns the head into numbers of `dtype`)."""
     largest = x.abs().amax(-1).float()
-    most = torch.tensor(LARGEST[dtype], device=x.device)
+    most = torch.full_like(largest, LARGEST[dtype])  # dividing by a Python number may multiply by its inverse
     inverse = torch.where(largest < _LEAST, 0.0, most / largest)
     return largest / most, inverse
 

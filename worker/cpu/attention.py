@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, NativeRequests
+from quire.worker.cache.scaled import KVCache
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native import KERNELS
 
@@ -28,15 +29,13 @@ class CpuNativeAttention(AttentionBackend):
             return KERNELS.status
         if spec.uses_sinks:
             return "has no attention sinks"
-        if spec.kv_scales:
-            return "has no KV cache in 8 bits"
         return cpu_ops.attention_reason(spec.head_dim, spec.v_dim, spec.dtype)
 
     def build(self, meta: AttentionMetadata) -> None:
         pass
 
     def write_kv(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: torch.Tensor
     ) -> None:
         cpu_ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
@@ -46,8 +45,8 @@ class CpuNativeAttention(AttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         meta: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,

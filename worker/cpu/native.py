@@ -22,6 +22,12 @@ logger = logging.getLogger(__name__)
 _P, _L, _I, _F = c_void_p, c_long, c_int, c_float
 
 
+class ScalesArgs(ctypes.Structure):
+    """The scales of a cache in 8 bits. Mirrors `Scales` in eight_bits.h; all zero if absent."""
+
+    _fields_ = [("base", _P), ("block", _L), ("slot", _L), ("head", _L)]
+
+
 class LayerArgs(ctypes.Structure):
     """The arguments of attention that are constant per layer. Mirrors `Layer` in attention.cpp; strides in elements."""
 
@@ -43,6 +49,9 @@ class LayerArgs(ctypes.Structure):
         ("window", _L),
         ("scale", _F),
         ("soft_cap", _F),
+        ("cache", _L),
+        ("k_scales", ScalesArgs),
+        ("v_scales", ScalesArgs),
     ]
 
 
@@ -71,6 +80,9 @@ class QkvArgs(ctypes.Structure):
         ("dtype", _L),
         ("wide", _L),
         ("eps", _F),
+        ("cache", _L),
+        ("k_scales", ScalesArgs),
+        ("v_scales", ScalesArgs),
     ]
 
 

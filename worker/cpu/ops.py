@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.worker.cache.scaled import ScaledCache
-from quire.worker.cpu.native import KERNELS, CompactArgs, LayerArgs, LinearArgs, QkvArgs, QuantArgs
+from quire.worker.cache.scaled import FP8, KVCache, ScaledCache, values_of
+from quire.worker.cpu.native import KERNELS, CompactArgs, LayerArgs, LinearArgs, QkvArgs, QuantArgs, ScalesArgs
 from quire.worker.platforms import huge_pages
-from quire.worker.platforms.ops import Ops
 
 if TYPE_CHECKING:
     from quire.worker.batch.input_batch import StepTensors
 
+_CACHE_TYPES = {torch.int8: 1, FP8: 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM, MAX_V_DIM = 576, 512
 # activations that products of a gate and up may end with, numbered as `Activation` in csrc/gemm.h
@@ -89,8 +89,8 @@ def qk_norm_rope_write(
     eps: float,
     cos_sin: torch.Tensor | None,
     positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     slot_mapping: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
@@ -99,15 +99,11 @@ def qk_norm_rope_write(
 
     qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`; its q part is overwritten. cos_sin `[max_positions,
     head_dim]` float32 holds the cosines of the head_dim / 2 angles, then the sines. positions and slot_mapping are
-    int64 `[T]`. Caches are `[num_blocks, block_size, num_kv_heads, head_dim]` of qkv's type.
+    int64 `[T]`. Caches are `[num_blocks, block_size, num_kv_heads, head_dim]` of qkv's type or in 8 bits.
     """
-    if isinstance(k_cache, ScaledCache):
-        return Ops().qk_norm_rope_write(
-            qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping, num_heads
-        )
-    assert positions.dtype == slot_mapping.dtype == torch.int64 and k_cache.dtype == qkv.dtype
+    assert positions.dtype == slot_mapping.dtype == torch.int64
     head_dim = k_cache.shape[3]
-    args = qkv_args(q_weight, k_weight, eps, cos_sin, k_cache, v_cache, num_heads, qkv.stride(0))
+    args = qkv_args(q_weight, k_weight, eps, cos_sin, k_cache, v_cache, num_heads, qkv.stride(0), qkv.dtype)
     KERNELS.lib.quire_qkv_to_cache(
         byref(args), qkv.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(), qkv.shape[0]
     )
@@ -119,61 +115,52 @@ def qkv_args(
     k_weight: torch.Tensor | None,
     eps: float,
     cos_sin: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     num_heads: int,
     row_stride: int,
+    dtype: torch.dtype,
 ) -> QkvArgs:
-    """The C struct of `qk_norm_rope_write`'s arguments, for rows of qkv that are `row_stride` elements apart.
+    """The C struct of `qk_norm_rope_write`'s arguments, for rows of qkv of type `dtype` that are `row_stride` elements
+    apart.
 
     It holds addresses only: the caller keeps the tensors alive.
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
+    k, v = values_of(k_cache), values_of(v_cache)
     return QkvArgs(
         None,
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
         None if q_weight is None else q_weight.data_ptr(),
         None if k_weight is None else k_weight.data_ptr(),
         None if cos_sin is None else cos_sin.data_ptr(),
         row_stride,
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
         num_heads,
         num_kv_heads,
         head_dim,
         0 if cos_sin is None else cos_sin.shape[1],
         block_size,
-        _DTYPES[k_cache.dtype],
-        q_weight is not None and q_weight.dtype != k_cache.dtype,
+        _DTYPES[dtype],
+        q_weight is not None and q_weight.dtype != dtype,
         eps,
+        *_scales_args(k_cache, v_cache),
     )
 
 
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def _scales_args(k_cache: KVCache, v_cache: KVCache) -> tuple[int, ScalesArgs, ScalesArgs]:
+    """(the `CacheType` in csrc/eight_bits.h, the scales of keys, those of values)."""
+    if not isinstance(k_cache, ScaledCache):
+        return 0, ScalesArgs(), ScalesArgs()
+    scales = (ScalesArgs(cache.scales.data_ptr(), *cache.scales.stride()) for cache in (k_cache, v_cache))
+    return _CACHE_TYPES[k_cache.values.dtype], *scales
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Store k and v `[T, num_kv_heads, head_dim]` (heads of a token contiguous) into their slots, int64 `[T]`."""
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
-    args = QkvArgs(
-        None,
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        None,
-        None,
-        None,
-        0,
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        0,
-        num_kv_heads,
-        head_dim,
-        0,
-        block_size,
-        _DTYPES[k.dtype],
-        False,
-        0.0,
-    )
+    args = qkv_args(None, None, 0.0, None, k_cache, v_cache, 0, 0, k.dtype)
     KERNELS.lib.quire_write_kv(
         byref(args), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slot_mapping.data_ptr(), k.shape[0]
     )
@@ -194,8 +181,8 @@ def has_amx() -> bool:
 
 def paged_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -210,17 +197,17 @@ def paged_attention(
     `AttentionBackend.forward` describes the arguments and the result.
 
     Caches are `[num_blocks, block_size, num_kv_heads, _]`, the last dimension contiguous, of q's type (float32,
-    bfloat16, float16); block_table `[R, K]`, seq_lens `[R]` and query_start_loc `[R + 1]` are int32. `path` is a sum of
-    flags: 1 disables AMX (for tests); 2 sums in one fixed order, so that a token's result depends on its own keys
-    alone, bit for bit. `wanted` (int64, ascending) lists the tokens whose results the caller reads; the rows of all
-    other tokens are undefined.
+    bfloat16, float16) or in 8 bits; block_table `[R, K]`, seq_lens `[R]` and query_start_loc `[R + 1]` are int32.
+    `path` is a sum of flags: 1 disables AMX (for tests); 2 sums in one fixed order, so that a token's result depends on
+    its own keys alone, bit for bit. `wanted` (int64, ascending) lists the tokens whose results the caller reads; the
+    rows of all other tokens are undefined.
     """
     assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32 and (
         wanted is None or wanted.dtype == torch.int64
     )
     if out is None:
         out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype)
-    args = layer_args(k_cache, v_cache, q.shape[1], scale, window, soft_cap)
+    args = layer_args(k_cache, v_cache, q.shape[1], scale, window, soft_cap, q.dtype)
     KERNELS.lib.quire_paged_attention(
         byref(args),
         q.data_ptr(),
@@ -240,32 +227,35 @@ def paged_attention(
 
 
 def layer_args(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     num_heads: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    dtype: torch.dtype,
 ) -> LayerArgs:
     """The C struct of those arguments of `paged_attention` that stay the same from step to step.
 
     It holds addresses only: the caller keeps the tensors alive.
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
+    k, v = values_of(k_cache), values_of(v_cache)
     return LayerArgs(
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        k.data_ptr(),
+        v.data_ptr(),
+        *k.stride()[:3],
+        *v.stride()[:3],
         num_heads,
         num_kv_heads,
         head_dim,
         v_cache.shape[3],
         block_size,
-        _DTYPES[k_cache.dtype],
+        _DTYPES[dtype],
         window or 0,
         scale,
         soft_cap or 0.0,
+        *_scales_args(k_cache, v_cache),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import GroupedMetadata
-from quire.worker.cache.scaled import ScaledCache
+from quire.worker.cache.scaled import LARGEST, values_of
 from quire.worker.cpu.native import KERNELS, CacheGroupArgs, LayerArgs, LinearArgs, SegmentArgs
 from quire.worker.cpu.ops import layer_args, qkv_args
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
@@ -49,7 +49,7 @@ class Segments:
         )
         self.widths = linears[0][0].n + _PAD, linears[0][1].k + _PAD  # of rows of q, k and v; of attention output
         self.layer_args = [
-            layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap)
+            layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap, torch.bfloat16)
             for a in self.attentions
         ]
         ends = zip([None, *zip(layers, linears, self.layer_args)], [*zip(layers, linears, tables), None])
@@ -70,8 +70,8 @@ class Segments:
         cls, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
     ) -> Segments | None:
         """Segments for `layers`, or None if the native code cannot compute all of them: a class did not opt in, layers
-        differ in their shapes, a weight is not packed, the cache is not bfloat16, or there are several ranks.
-        `tables` is that of `Ops.fused_layers`.
+        differ in their shapes, a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are
+        several ranks. `tables` is that of `Ops.fused_layers`.
         """
         if type(final_norm) not in _NORMS or not all(_opted_in(layer, type(final_norm)) for layer in layers):
             return None
@@ -92,8 +92,7 @@ class Segments:
         if (
             any(args is None for layer in linears for args in layer)
             or layers[0].self_attn.o_proj.group.size > 1
-            or isinstance(layers[0].self_attn.attn.k_cache, ScaledCache)
-            or layers[0].self_attn.attn.k_cache.dtype != torch.bfloat16
+            or values_of(layers[0].self_attn.attn.k_cache).dtype not in (torch.bfloat16, *LARGEST)
         ):
             return None
         return cls(layers, linears, final_norm, tables)
@@ -264,5 +263,6 @@ def _segment(
             attention.attn.v_cache,
             attention.attn.num_heads,
             segment.qkv.n + _PAD,
+            torch.bfloat16,
         )
     return segment

@@ -66,6 +66,7 @@ BY_HALVES(cvtps_epi32, _mm256_cvtps_epi32)
 BY_HALVES(cvttps_epi32, _mm256_cvttps_epi32)
 BY_HALVES(and_si512, _mm256_and_si256)
 BY_HALVES(or_si512, _mm256_or_si256)
+BY_HALVES(xor_si512, _mm256_xor_si256)
 BY_HALVES(add_epi16, _mm256_add_epi16)
 BY_HALVES(sub_epi16, _mm256_sub_epi16)
 BY_HALVES(add_epi32, _mm256_add_epi32)
@@ -121,6 +122,20 @@ EMULATED __m512i emulated_cvtepu16_epi32(__m256i x) {
 EMULATED __m512i emulated_cvtepu8_epi32(__m128i x) { return emulated_whole(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))); }
 EMULATED __m512i emulated_cvtepu8_epi16(__m256i x) {
   return emulated_whole(_mm256_cvtepu8_epi16(_mm256_castsi256_si128(x)), _mm256_cvtepu8_epi16(_mm256_extracti128_si256(x, 1)));
+}
+EMULATED __m512i emulated_cvtepi8_epi32(__m128i x) { return emulated_whole(_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))); }
+EMULATED __m512i emulated_maskz_loadu_epi8(__mmask64 mask, const void* p) {
+  char x[64];
+  for (int i = 0; i < 64; i++) x[i] = mask >> i & 1 ? ((const char*)p)[i] : 0;
+  return emulated_loadu_si512(x);
+}
+// Adds to each lane four products of an unsigned byte of x and a signed byte of y.
+EMULATED __m512i emulated_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {
+  struct Lanes { int sum[16]; } sums = emulated_bits<Lanes>(sum);
+  struct Bytes { uint8_t x[64]; } xs = emulated_bits<Bytes>(x);
+  struct Signed { int8_t y[64]; } ys = emulated_bits<Signed>(y);
+  for (int i = 0; i < 64; i++) sums.sum[i / 4] += int(xs.x[i]) * ys.y[i];
+  return emulated_bits<__m512i>(sums);
 }
 EMULATED __m512i emulated_cvtepi8_epi16(__m256i x) {
   return emulated_whole(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1)));

@@ -6,7 +6,7 @@
 #include <climits>
 #include <vector>
 
-#include "simd.h"
+#include "eight_bits.h"
 
 namespace {
 
@@ -16,6 +16,8 @@ struct Layer {  // constant across steps; strides in elements
   long k_block, k_slot, k_head, v_block, v_slot, v_head;
   long num_heads, num_kv_heads, head_dim, v_dim, block_size, dtype, window;
   float scale, soft_cap;
+  long cache;  // a CacheType
+  Scales k_scales, v_scales;
 
   // Offset in each cache, in elements, of the token at position `at` of a sequence.
   long k_place(const int* table, long at) const { return table[at / block_size] * k_block + at % block_size * k_slot; }

@@ -79,20 +79,40 @@ void tile_products(const float* x, const float* tile, int count, float* sums, lo
 template <typename T>
 struct KeyBlock {
   const T *k[kKeys], *v[kKeys];
-  int end = 0;            // of the wanted keys
+  const int* table;       // block table of the keys
+  long head, start;       // their KV head; position of the first wanted key
+  int begin = 0, end = 0;  // the wanted keys
   int row = 0, line = 0;  // the next key, and the byte in it, to prefetch
 
-  void locate(const Layer& l, const int* table, long head, long key, long first, long last) {
-    long at = std::max(key, first), block = at / l.block_size, slot = at % l.block_size;
-    const int lo = int(at - key);
-    end = int(std::min(long(kKeys), last - key)), row = lo, line = 0;
+  void locate(const Layer& l, const int* of_table, long of_head, long key, long first, long last) {
+    table = of_table, head = of_head, start = std::max(key, first);
+    long block = start / l.block_size, slot = start % l.block_size;
+    const int lo = int(start - key);
+    begin = lo, end = int(std::min(long(kKeys), last - key)), row = lo, line = 0;
     for (int j = lo; j < end; j++) {
+      if (kScaled<T> && (j == lo || slot == 0)) {
+        _mm_prefetch((const char*)l.k_scales.at(table[block], slot, head), _MM_HINT_T1);
+        _mm_prefetch((const char*)l.v_scales.at(table[block], slot, head), _MM_HINT_T1);
+      }
       k[j] = (const T*)l.k_cache + table[block] * l.k_block + slot * l.k_slot + head * l.k_head;
       v[j] = (const T*)l.v_cache + table[block] * l.v_block + slot * l.v_slot + head * l.v_head;
       if (++slot == l.block_size) slot = 0, block++;
     }
     std::fill(k, k + lo, k[lo]), std::fill(v, v + lo, v[lo]);
     std::fill(k + end, k + kKeys, k[end - 1]), std::fill(v + end, v + kKeys, v[end - 1]);
+  }
+
+  // Writes the scales of the keys [kKeys], 0 for those that are not wanted: what load() returns times the scale is the
+  // number.
+  void scales(const Layer& l, const Scales& of, float* to) const {
+    std::fill(to, to + begin, 0.f), std::fill(to + end, to + kKeys, 0.f);
+    long block = start / l.block_size, slot = start % l.block_size;
+    for (int j = begin; j < end; slot = 0, block++) {
+      const float* from = of.at(table[block], slot, head);
+      const int n = int(std::min(long(end - j), l.block_size - slot));
+      for (int i = 0; i < n; i++) to[j + i] = from[i * of.slot] * kLoadedPart<T>;
+      j += n;
+    }
   }
 
   // Prefetches the next `lines` cache lines of K and as many of V to L2. A key has `bytes` bytes.
@@ -151,6 +171,79 @@ void pack_values(const T* const* v, long c, long d, float* tile) {
     for (int i = 0; i < 32; i += 16) store(tile + j * 32 + i, c + i < d ? load(v[j] + c + i) : zero());
 }
 
+// Rows of queries as integers of 16 bits, split into two signed bytes: 256 * high + low. Products with keys in bytes are
+// then exact sums of products of bytes, of which one instruction computes four.
+struct QueryBytes {
+  float units[4];            // of each row
+  int high[4], low[4];       // what sums begin with: keys are offset by 128, so that they are unsigned
+  const int* at;             // [d / 4][rows] dwords of high bytes, then as many of low bytes
+
+  // row(r) points to row r of `rows` rows; memory has room for rows * d floats.
+  template <typename F>
+  void fill(float* memory, int rows, long d, F&& row) {
+    int8_t *highs = (int8_t*)memory, *lows = highs + rows * d;
+    at = (const int*)memory;
+    for (int r = 0; r < rows; r++) {
+      const auto* from = row(r);
+      vf top = zero();
+      for (long c = 0; c < d; c += 16) top = max(top, max(load(from + c), zero() - load(from + c)));
+      const float largest = reduce_max(top);
+      units[r] = largest / 32512;
+      const vf inverse = set1(largest > kLeast ? 32512 / largest : 0.f);
+      int sum_high = 0, sum_low = 0;
+      for (long c = 0; c < d; c += 16) {
+        alignas(64) float x[16];
+        store(x, nearest(load(from + c) * inverse));
+        for (int i = 0; i < 16; i++) {
+          const int value = int(x[i]), h = (value + 128) >> 8;
+          const long place = ((c + i) / 4 * rows + r) * 4 + i % 4;
+          highs[place] = int8_t(h), lows[place] = int8_t(value - h * 256);
+          sum_high += h, sum_low += value - h * 256;
+        }
+      }
+      high[r] = -128 * sum_high, low[r] = -128 * sum_low;
+    }
+  }
+};
+
+#if defined(__AVX512VNNI__)
+constexpr bool kByteProducts = true;
+
+// Like score_few below, for keys in bytes.
+template <int ROWS>
+void score_bytes(const QueryBytes& queries, const float*, const int8_t* const* k, long d, float* x, KeyBlock<int8_t>& ahead) {
+  const int *highs = queries.at, *lows = highs + ROWS * d / 4;
+  const __m512i offset = _mm512_set1_epi8(-128);
+  for (int j = 0; j < 32; j += 16) {
+    __m512i high[ROWS], low[ROWS];
+    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { high[r] = set1_ints(queries.high[r]), low[r] = set1_ints(queries.low[r]); });
+    for (long c = 0; c < d; c += 64) {
+      const long count = std::min(64L, d - c);
+      __m512i keys[16];
+      if (count == 64) unrolled<16>([&](auto i) __attribute__((always_inline)) { keys[i] = _mm512_xor_si512(load_ints(k[j + i] + c), offset); });
+      else unrolled<16>([&](auto i) __attribute__((always_inline)) { keys[i] = _mm512_xor_si512(_mm512_maskz_loadu_epi8((1ULL << count) - 1, k[j + i] + c), offset); });
+      transpose_16x16(keys);
+      const int *at_high = highs + c / 4 * ROWS, *at_low = lows + c / 4 * ROWS;
+      const auto step = [&](auto p) __attribute__((always_inline)) {
+        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+          high[r] = _mm512_dpbusd_epi32(high[r], keys[p], set1_ints(at_high[p * ROWS + r]));
+          low[r] = _mm512_dpbusd_epi32(low[r], keys[p], set1_ints(at_low[p * ROWS + r]));
+        });
+      };
+      unrolled<16>([&](auto p) __attribute__((always_inline)) { if (p * 4 < count) step(p); });
+      ahead.fetch(int(count / 4), int(d));
+    }
+    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+      store_floats(x + r * kKeys + j, fma(to_floats(high[r]), set1_floats(256.f), to_floats(low[r])) * set1_floats(queries.units[r]));
+    });
+  }
+}
+#else
+constexpr bool kByteProducts = false;
+template <int ROWS>
+void score_bytes(const QueryBytes&, const float*, const int8_t* const*, long, float*, KeyBlock<int8_t>&) {}
+#endif
+
 // For a few rows, which read keys and values without packing: computes x[r][32] = the products of ROWS queries, stored
 // k by k, with 32 keys. CHAINS: partial sums per product; 2: one of even k and one of odd k; 1: a single sum in order.
 template <int ROWS, int CHAINS, typename T>
@@ -203,8 +296,9 @@ void add_few(const float* x, const T* const* v, long d, float* acc, long ld, Key
 constexpr long padded(long d) { return (d + 31) / 32 * 32; }
 constexpr size_t state_bytes(long rows, long d) { return (rows * (padded(d) + 2) + 15) / 16 * 16 * sizeof(float); }
 
-// The arithmetic of attend_rows in floats, for the rows of queries and 128 keys and values of a KV head.
-template <typename T, bool ONE_ORDER>
+// The arithmetic of attend_rows in floats, for the rows of queries (of type Q) and 128 keys and values (of type T) of a
+// KV head. Scales of keys and values are left to attend_rows.
+template <typename Q, typename T, bool ONE_ORDER>
 class FloatTiles {
  public:
   static size_t bytes(long rows, long d, long dv) { return (rows * d + 16 + kKeys * (padded(d) + padded(dv))) * sizeof(float); }
@@ -216,10 +310,16 @@ class FloatTiles {
 
   template <typename F>
   void queries(F&& row) {
+    if (kBytes && rows_ <= kFewRows) {
+      of_rows(rows_, [&](auto n) {
+        if constexpr (n <= kFewRows) bytes_.fill(q_, n, d_, row);
+      });
+      return;
+    }
     for (int i = 0; i < groups(); i++) {
       float* to = q_ + begin(i) * d_;
       for (int r = 0, n = size(i); r < n; r++) {
-        const T* from = row(begin(i) + r);
+        const Q* from = row(begin(i) + r);
         for (long c = 0; c < d_; c++) to[c * n + r] = to_float(from[c]);
       }
     }
@@ -241,6 +341,7 @@ class FloatTiles {
       const float* q = q_ + begin(group) * d_;
       for (int b = 0; b < steps; b++, x += 32) {
         if (groups() > 1) tile_products<n, 1, n>(q, k_ + b * padded(d_) * 32, int(d_), x, kKeys);
+        else if constexpr (n <= kFewRows && kBytes) score_bytes<n>(bytes_, q, keys_->k + b * 32, d_, x, *ahead_);
         else if constexpr (n <= kFewRows) score_few<n, ONE_ORDER ? 1 : 2>(q, keys_->k + b * 32, d_, x, *ahead_);
         else for (long c = 0; c < d_; c += 32) tile_products<n, 1, n>(q + c * n, make_keys(b, c, k_), int(std::min(32L, d_ - c)), x, kKeys);
       }
@@ -259,6 +360,8 @@ class FloatTiles {
 
  private:
   static constexpr int kFewRows = 4;
+  // Products of bytes: queries of 16 bits keep their precision.
+  static constexpr bool kBytes = kByteProducts && std::is_same_v<T, int8_t> && !std::is_same_v<Q, float> && !ONE_ORDER;
   // Cache lines of K, and as many of V, to prefetch per tile. The 4 * d / 32 tiles of each cover all of 128 keys.
   static constexpr int kFetched = 8 * sizeof(T);
   const float* make_keys(int b, long c, float* tile) {
@@ -276,17 +379,24 @@ class FloatTiles {
   long d_, dv_;
   float *k_, *v_;  // [kKeys / 32][padded(d)][32], [padded(dv) / 32][kKeys][32]
   float* q_;
+  QueryBytes bytes_;
   const KeyBlock<T>* keys_ = nullptr;
   KeyBlock<T>* ahead_ = nullptr;
 };
 
-// Packs 128 keys, as pairs of bf16, into k-steps whose columns are keys:
+inline Ints load_words(const bf16* p) { return load_ints(p); }  // 2 * kLanes elements as words
+inline Ints load_words(const int8_t* p) { return words_of_bytes(p); }
+inline Ints low_words(const bf16* p) { return widen_words(p); }  // kLanes elements in the low halves of dwords
+inline Ints low_words(const int8_t* p) { return widen_signed_bytes(p) & set1_ints(0xffff); }
+
+// Packs 128 keys, as pairs of bf16 or of integers, into k-steps whose columns are keys:
 // [128 / 32][d / 32][2 tiles][16 pairs of d][16 keys][2].
-inline void pair_keys(const bf16* const* k, long d, bf16* steps) {
+template <typename T>
+void pair_keys(const T* const* k, long d, bf16* steps) {
   for (int j = 0; j < kKeys; j += kLanes)
     for (long c = 0; c < d; c += 2 * kLanes) {
       Ints r[kLanes];
-      unrolled<kLanes>([&](auto key) __attribute__((always_inline)) { r[key] = load_ints(k[j + key] + c); });
+      unrolled<kLanes>([&](auto key) __attribute__((always_inline)) { r[key] = load_words(k[j + key] + c); });
       transpose(r);
       bf16* to = steps + j / 32 * 32 * d + c / 32 * kTileStep + tile_place(j % 32) + c % 32 * 16;
       unrolled<kLanes>([&](auto p) __attribute__((always_inline)) { store_ints(to + p * 32, r[p]); });
@@ -294,26 +404,39 @@ inline void pair_keys(const bf16* const* k, long d, bf16* steps) {
 }
 
 // Packs their values into k-steps whose columns are elements: [d / 32][128 / 32][2 tiles][16 pairs of keys][16 d][2].
-inline void pair_values(const bf16* const* v, long d, bf16* steps) {
+template <typename T>
+void pair_values(const T* const* v, long d, bf16* steps) {
   for (int j = 0; j < kKeys; j += 2)
     for (long c = 0; c < d; c += kLanes)
-      store_ints(steps + c / 32 * 32 * kKeys + j / 32 * kTileStep + tile_place(c % 32) + j % 32 * 16, widen_words(v[j] + c) | left<16>(widen_words(v[j + 1] + c)));
+      store_ints(steps + c / 32 * 32 * kKeys + j / 32 * kTileStep + tile_place(c % 32) + j % 32 * 16, low_words(v[j] + c) | left<16>(low_words(v[j + 1] + c)));
 }
 
 // The arithmetic of attend_rows in fixed point. Each key is a column with its own runs; values are columns of kKeys.
+// Keys and values in bytes are taken as they are: a run of 256 entries of at most 127 has a norm below 2032.
+template <typename T>
 class FixedTiles {
  public:
-  static size_t bytes(long rows, long d, long dv) { return unit_count(d, dv) * sizeof(float) + kKeys * (d + dv) * sizeof(bf16) + FixedRows::bytes(rows, d); }
+  static size_t bytes(long rows, long d, long dv) { return unit_count(d, dv) * sizeof(float) + kKeys * (d + dv) * sizeof(bf16) + wide_bytes(d, dv) + FixedRows::bytes(rows, d); }
   FixedTiles(char* memory, int rows, long d, long dv)
-      : d_(d), dv_(dv), k_units_((float*)memory), v_units_(k_units_ + kKeys * runs_of(d / 32)), k_((bf16*)(k_units_ + unit_count(d, dv))), v_(k_ + kKeys * d), q_(v_ + kKeys * dv, rows, d) {}
+      : d_(d), dv_(dv), k_units_((float*)memory), v_units_(k_units_ + kKeys * runs_of(d / 32)), k_((bf16*)(k_units_ + unit_count(d, dv))), v_(k_ + kKeys * d), wide_(v_ + kKeys * dv),
+        q_((char*)wide_ + wide_bytes(d, dv), rows, d) {
+    if (std::is_same_v<T, int8_t>) std::fill(k_units_, k_units_ + unit_count(d, dv), 1.f);
+  }
 
   int groups() const { return q_.groups(); }
   int begin(int group) const { return q_.begin(group); }
   int size(int group) const { return q_.size(group); }
   template <typename F>
   void queries(F&& row) const { q_.fill(d_, row); }
-  void keys(const KeyBlock<bf16>& keys, int, KeyBlock<bf16>&) {
-    pair_keys(keys.k, d_, k_), pair_values(keys.v, dv_, v_);
+  void keys(const KeyBlock<T>& keys, int, KeyBlock<T>&) {
+    if constexpr (std::is_same_v<T, e4m3>) {
+      const bf16* rows[kKeys];
+      widen(keys.k, d_, rows), pair_keys(rows, d_, k_);
+      widen(keys.v, dv_, rows), pair_values(rows, dv_, v_);
+    } else {
+      pair_keys(keys.k, d_, k_), pair_values(keys.v, dv_, v_);
+    }
+    if (std::is_same_v<T, int8_t>) return;
     for (int b = 0; b < kKeys; b += 32) over_runs(b, [&](long, bf16* tiles, int count, float* units) { fix_tiles(tiles, count, units); });
     for (long c = 0; c < dv_; c += 32) fix_tiles(v_ + c * kKeys, kKeys / 32, v_units_ + c);
   }
@@ -330,6 +453,15 @@ class FixedTiles {
 
  private:
   static long unit_count(long d, long dv) { return kKeys * runs_of(d / 32) + dv; }
+  static size_t wide_bytes(long d, long dv) { return std::is_same_v<T, e4m3> ? kKeys * std::max(d, dv) * sizeof(bf16) : 0; }
+  // Converts x, 128 keys or their values, to bf16, which is exact.
+  void widen(const T* const* x, long d, const bf16** rows) const {
+    for (int j = 0; j < kKeys; j++) {
+      bf16* to = wide_ + j * d;
+      for (long c = 0; c < d; c += 16) store(to + c, load(x[j] + c));
+      rows[j] = to;
+    }
+  }
   template <typename F>
   void over_runs(int b, F&& f) {  // calls f for each run of the 32 keys from b on
     const long steps = d_ / 32, runs = runs_of(steps);
@@ -340,13 +472,20 @@ class FixedTiles {
   long d_, dv_;
   float *k_units_, *v_units_;
   bf16 *k_, *v_;  // converted to integers in place
+  bf16* wide_;    // of e4m3: keys, then values
   FixedRows q_;
   Fetch none_;
 };
 
-// Runs a task. slots[token] is the slot of the token's partial result, unless the task has its own slot. following: the
+// Multiplies the first 32 * steps columns of x [rows][kKeys] by `by`.
+inline void multiply_columns(float* x, int rows, int steps, const float* by) {
+  for (int r = 0; r < rows; r++, x += kKeys)
+    for (int c = 0; c < steps * 32; c += 16) store(x + c, load(x + c) * load(by + c));
+}
+
+// Runs a task of queries of type Q and a cache of type T. slots[token] is the slot of the token's partial result, unless the task has its own slot. following: the
 // thread's next task, whose first keys are prefetched, or null if not known yet.
-template <typename T, typename Tiles>
+template <typename Q, typename T, typename Tiles>
 void attend_rows(const Step& s, const Task& t, const Task* following, const Partials& partials, const long* slots, char* memory) {
   const Layer& l = s.layer;
   const long d = l.head_dim, dv = l.v_dim, ld = padded(dv);
@@ -369,7 +508,7 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
         m[r] = kNegInf, sum[r] = 0;
       }
     }
-    tiles.queries([&](int r) { return (const T*)s.q + token(r) * s.ldq + (h * g + r % g) * d; });
+    tiles.queries([&](int r) { return (const Q*)s.q + token(r) * s.ldq + (h * g + r % g) * d; });
     for (long key = first; key < t.end; key += kKeys) {
       std::swap(now, next);
       if (key + kKeys < t.end) next->locate(l, t.table, h, key + kKeys, t.begin, t.end);
@@ -377,6 +516,8 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
       else if (following) next->locate(l, following->table, following->h0, following->begin / kKeys * kKeys, following->begin, following->end);
       else next->end = 0;
       tiles.keys(*now, int(std::min((t.end - key + 31) / 32, kKeys / 32L)), *next);
+      alignas(64) float k_scales[kKeys], v_scales[kKeys];
+      if constexpr (kScaled<T>) now->scales(l, l.k_scales, k_scales), now->scales(l, l.v_scales, v_scales);
       for (int i = 0; i < tiles.groups(); i++) {
         const int row0 = tiles.begin(i), size = tiles.size(i);
         alignas(64) float x[kMostRows * kKeys];
@@ -386,6 +527,7 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
         const int steps = int(std::min((seen + 31) / 32, kKeys / 32L));
         std::fill(x, x + size * kKeys, 0.f);
         tiles.score(i, steps, x);
+        if constexpr (kScaled<T>) multiply_columns(x, size, steps, k_scales);
         for (int r = 0; r < size; r++) {
           const long position = s.position[token(row0 + r)];
           static constexpr float (*kWeigh[])(const Layer&, float*, long, long, float&, float&) = {weigh<2>, weigh<4>, weigh<6>, weigh<8>};
@@ -395,13 +537,14 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
           float* values = acc + (row0 + r) * ld;
           for (long c = 0; c < dv; c += 16) store(values + c, load(values + c) * set1(correction));
         }
+        if constexpr (kScaled<T>) multiply_columns(x, size, steps, v_scales);
         tiles.add(i, steps, x, acc + row0 * ld);
       }
     }
     for (int r = 0; r < rows; r++) {
       const float* values = acc + r * ld;
       if (!t.keep) {
-        write_row((T*)s.out + token(r) * s.ldo + (h * g + r % g) * dv, values, sum[r], dv);
+        write_row((Q*)s.out + token(r) * s.ldo + (h * g + r % g) * dv, values, sum[r], dv);
         continue;
       }
       const Partial to = partial(h, r);

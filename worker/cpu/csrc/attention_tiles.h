@@ -40,6 +40,17 @@ void gather_queries(const Step& s, const Task& t, int rows, bf16* dst) {
   memset(dst, 0, (rows - t.count * s.group()) * d * sizeof(bf16));
 }
 
+// A key or a value of 8 bits as bf16.
+template <typename C>
+void widen_row(const void* cache, long place, float scale, long d, bf16* to) {
+  const C* from = (const C*)cache + place;
+  for (long c = 0; c < d; c += 16) store(to + c, load(from + c) * set1(scale * kLoadedPart<C>));
+}
+inline void widen_row(const Layer& l, const void* cache, long place, float scale, long d, bf16* to) {
+  if (l.cache == kInt8) widen_row<int8_t>(cache, place, scale, d, to);
+  else widen_row<e4m3>(cache, place, scale, d, to);
+}
+
 // Packs keys key .. key + n - 1 (n a multiple of 32) as right operands: K^T as [n / 32][d / 32][2][16 pairs of d]
 // [16 keys][2], V as [dv / 32][kKeys / 32][2][16 pairs of keys][16 d][2]. The pairs have the order of softmax_row's
 // probabilities: of 32 keys 0 .. 3, 16 .. 19, 4 .. 7, 20 .. 23 and so on. Keys outside [begin, end) become zeros: their
@@ -50,12 +61,17 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int j0 = 0; j0 < n; j0 += 16) {
     const bf16 *k[16], *v[16];
+    alignas(64) bf16 wide_k[16][576], wide_v[16][512];
     for (int j = 0; j < 16; j++) {
       const long at = key + j0 + j;
       k[j] = v[j] = nullptr;
       if (at < begin || at >= end) continue;
-      k[j] = (const bf16*)l.k_cache + l.k_place(table, at) + head * l.k_head;
-      v[j] = (const bf16*)l.v_cache + l.v_place(table, at) + head * l.v_head;
+      const long at_k = l.k_place(table, at) + head * l.k_head, at_v = l.v_place(table, at) + head * l.v_head;
+      k[j] = (const bf16*)l.k_cache + at_k, v[j] = (const bf16*)l.v_cache + at_v;
+      if (l.cache == kLikeActivations) continue;
+      const long block = table[at / l.block_size], slot = at % l.block_size;
+      widen_row(l, l.k_cache, at_k, *l.k_scales.at(block, slot, head), l.head_dim, wide_k[j]), k[j] = wide_k[j];
+      widen_row(l, l.v_cache, at_v, *l.v_scales.at(block, slot, head), l.v_dim, wide_v[j]), v[j] = wide_v[j];
     }
     for (long c = 0; c < steps; c++) {
       __m512i r[16];
@@ -84,19 +100,20 @@ class KeysAhead {
     for (; lines > 0 && key_ < end_; lines--) {
       _mm_prefetch(k_ + at_, _MM_HINT_T1);
       _mm_prefetch(v_ + at_, _MM_HINT_T1);
-      if ((at_ += 64) >= l_.head_dim * 2) key_++, find();
+      if ((at_ += 64) >= l_.head_dim * size_) key_++, find();
     }
   }
 
  private:
   void find() {
     if (key_ >= end_) return;
-    k_ = (const char*)((const bf16*)l_.k_cache + l_.k_place(table_, key_) + head_ * l_.k_head);
-    v_ = (const char*)((const bf16*)l_.v_cache + l_.v_place(table_, key_) + head_ * l_.v_head);
+    k_ = (const char*)l_.k_cache + (l_.k_place(table_, key_) + head_ * l_.k_head) * size_;
+    v_ = (const char*)l_.v_cache + (l_.v_place(table_, key_) + head_ * l_.v_head) * size_;
     at_ = 0;
   }
   const Layer& l_;
   const int* table_;
+  const long size_ = l_.cache == kLikeActivations ? sizeof(bf16) : 1;  // bytes per element
   long head_, key_, end_, at_ = 0;  // at_: bytes of key_ already prefetched
   const char *k_ = nullptr, *v_ = nullptr;
 };

@@ -174,25 +174,64 @@ void norm_rope_heads(long count, const void* weight, const QkvArgs& a, At&& at) 
 }
 
 const float* angles(const QkvArgs& a, long position) { return a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr; }
-template <typename T> T* key_place(const QkvArgs& a, long slot) { return (T*)a.k_cache + slot / a.block_size * a.k_block + slot % a.block_size * a.k_slot; }
-template <typename T> T* value_place(const QkvArgs& a, long slot) { return (T*)a.v_cache + slot / a.block_size * a.v_block + slot % a.block_size * a.v_slot; }
+template <typename C> C* key_place(const QkvArgs& a, long slot) { return (C*)a.k_cache + slot / a.block_size * a.k_block + slot % a.block_size * a.k_slot; }
+template <typename C> C* value_place(const QkvArgs& a, long slot) { return (C*)a.v_cache + slot / a.block_size * a.v_block + slot % a.block_size * a.v_slot; }
 
-template <typename T>
+// Stores the key or the value x of KV head h in 8 bits.
+template <typename T, typename C>
+void store_key(const QkvArgs& a, const T* x, long slot, long h) {
+  store_head(x, a.head_dim, key_place<C>(a, slot) + h * a.k_head, a.k_scales.at(slot / a.block_size, slot % a.block_size, h), a.k_scales.constant());
+}
+template <typename T, typename C>
+void store_value(const QkvArgs& a, const T* x, long slot, long h) {
+  store_head(x, a.head_dim, value_place<C>(a, slot) + h * a.v_head, a.v_scales.at(slot / a.block_size, slot % a.block_size, h), a.v_scales.constant());
+}
+
+// Normalises and rotates `count` keys, from(i) says where they are, and passes each to keep(i, key).
+template <typename T, typename From, typename Keep>
+void rotated_keys(const QkvArgs& a, long count, From&& from, Keep&& keep) {
+  constexpr long AT_ONCE = 16;
+  alignas(64) T keys[AT_ONCE * kMaxHeadDim];
+  for (long first = 0; first < count; first += AT_ONCE) {
+    const long n = std::min(AT_ONCE, count - first);
+    norm_rope_heads<T>(n, a.k_weight, a, [&](long i) {
+      Head<T> head = from(first + i);
+      head.dst = keys + i * a.head_dim;
+      return head;
+    });
+    for (long i = 0; i < n; i++) keep(first + i, keys + i * a.head_dim);
+  }
+}
+
+template <typename T, typename C>
 void qkv_token(const QkvArgs& a, long t, long position, long slot) {
   const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
-  T *row = (T*)a.qkv + t * a.ld_qkv, *k = key_place<T>(a, slot), *v = value_place<T>(a, slot);
+  T* row = (T*)a.qkv + t * a.ld_qkv;
   const float* cs = angles(a, position);
   if (a.q_weight || cs) norm_rope_heads<T>(hq, a.q_weight, a, [&](long h) { return Head<T>{row + h * d, row + h * d, cs}; });
+  if constexpr (kScaled<C>) {
+    rotated_keys<T>(a, hk, [&](long h) { return Head<T>{row + (hq + h) * d, nullptr, cs}; }, [&](long h, const T* key) { store_key<T, C>(a, key, slot, h); });
+    for (long h = 0; h < hk; h++) store_value<T, C>(a, row + (hq + hk + h) * d, slot, h);
+    return;
+  }
+  T *k = key_place<T>(a, slot), *v = value_place<T>(a, slot);
   norm_rope_heads<T>(hk, a.k_weight, a, [&](long h) { return Head<T>{row + (hq + h) * d, k + h * a.k_head, cs}; });
   for (long h = 0; h < hk; h++) memcpy(v + h * a.v_head, row + (hq + hk + h) * d, d * sizeof(T));
 }
 
 // Processes one head of q, k or v for `count` tokens, x with row stride ldx: writes q to a.qkv, k and v to the cache.
-template <typename T>
+template <typename T, typename C>
 void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* positions, const long* slots, long token, long count) {
   const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
   if (head < hq)
     norm_rope_heads<T>(count, a.q_weight, a, [&](long t) { return Head<T>{x + t * ldx, (T*)a.qkv + (token + t) * a.ld_qkv + head * d, angles(a, positions[token + t])}; });
+  else if constexpr (kScaled<C>) {
+    if (head < hq + hk)
+      rotated_keys<T>(a, count, [&](long t) { return Head<T>{x + t * ldx, nullptr, angles(a, positions[token + t])}; },
+                      [&](long t, const T* key) { store_key<T, C>(a, key, slots[token + t], head - hq); });
+    else
+      for (long t = 0; t < count; t++) store_value<T, C>(a, x + t * ldx, slots[token + t], head - hq - hk);
+  }
   else if (head < hq + hk)
     norm_rope_heads<T>(count, a.k_weight, a,
                     [&](long t) { return Head<T>{x + t * ldx, key_place<T>(a, slots[token + t]) + (head - hq) * a.k_head, angles(a, positions[token + t])}; });
@@ -205,6 +244,19 @@ void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* pos
   }
 }
 
+template <typename T, typename C>
+void write_token(const QkvArgs& a, const T* k, const T* v, long slot) {
+  const long d = a.head_dim;
+  for (long h = 0; h < a.num_kv_heads; h++, k += d, v += d) {
+    if constexpr (kScaled<C>) {
+      store_key<T, C>(a, k, slot, h), store_value<T, C>(a, v, slot, h);
+    } else {
+      memcpy(key_place<T>(a, slot) + h * a.k_head, k, d * sizeof(T));
+      memcpy(value_place<T>(a, slot) + h * a.v_head, v, d * sizeof(T));
+    }
+  }
+}
+
 }  // namespace
 
 // dtype: 0 float32, 1 bfloat16, 2 float16.
@@ -213,6 +265,14 @@ void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* pos
     case 0: { using T = float; CALL; } break;                 \
     case 1: { using T = bf16; CALL; } break;                  \
     default: { using T = f16; CALL; } break;                  \
+  }
+
+// C: the type of the cache, that of the activations T or one of 8 bits.
+#define DISPATCH_CACHE(cache, CALL)                           \
+  switch (cache) {                                            \
+    case kLikeActivations: { using C = T; CALL; } break;      \
+    case kInt8: { using C = int8_t; CALL; } break;            \
+    default: { using C = e4m3; CALL; } break;                 \
   }
 
 extern "C" {
@@ -238,25 +298,20 @@ void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, cons
   QkvArgs args = *a;
   args.qkv = qkv;
   const long elements = num_tokens * (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
-  DISPATCH(a->dtype, parallel_rows(num_tokens, elements, [&](long t) { qkv_token<T>(args, t, positions[t], slots[t]); }));
+  DISPATCH(a->dtype, DISPATCH_CACHE(a->cache, parallel_rows(num_tokens, elements, [&](long t) { (qkv_token<T, C>)(args, t, positions[t], slots[t]); })));
 }
 
 // Does the same for one head of q, k or v of the `count` bf16 tokens from `token` on, read from x with row stride ldx.
 // Runs in the calling thread.
 void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count) {
-  qkv_head(*a, head, x, ldx, positions, slots, token, count);
+  using T = bf16;
+  DISPATCH_CACHE(a->cache, (qkv_head<T, C>)(*a, head, x, ldx, positions, slots, token, count));
 }
 
 // Copies k, v [num_tokens, num_kv_heads, head_dim] (row strides ldk, ldv) to their slots. Strides and sizes are in `a`.
 void quire_write_kv(const QkvArgs* a, const void* k, long ldk, const void* v, long ldv, const long* slots, long num_tokens) {
-  DISPATCH(a->dtype, parallel_rows(num_tokens, num_tokens * 2 * a->num_kv_heads * a->head_dim, [&](long t) {
-             const long block = slots[t] / a->block_size, offset = slots[t] % a->block_size, d = a->head_dim;
-             T* kd = (T*)a->k_cache + block * a->k_block + offset * a->k_slot;
-             T* vd = (T*)a->v_cache + block * a->v_block + offset * a->v_slot;
-             for (long h = 0; h < a->num_kv_heads; h++) {
-               memcpy(kd + h * a->k_head, (const T*)k + t * ldk + h * d, d * sizeof(T));
-               memcpy(vd + h * a->v_head, (const T*)v + t * ldv + h * d, d * sizeof(T));
-             }
-           }));
+  DISPATCH(a->dtype, DISPATCH_CACHE(a->cache, parallel_rows(num_tokens, num_tokens * 2 * a->num_kv_heads * a->head_dim, [&](long t) {
+             (write_token<T, C>)(*a, (const T*)k + t * ldk, (const T*)v + t * ldv, slots[t]);
+           })));
 }
 }

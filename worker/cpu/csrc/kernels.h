@@ -2,6 +2,7 @@
 #pragma once
 
 #include "compact.h"
+#include "eight_bits.h"
 #include "quant.h"
 #include "simd.h"
 
@@ -15,6 +16,8 @@ struct QkvArgs {
   long ld_qkv, k_block, k_slot, k_head, v_block, v_slot, v_head;  // strides in elements
   long num_heads, num_kv_heads, head_dim, rotary_dim, block_size, dtype, wide;
   float eps;
+  long cache;  // a CacheType
+  Scales k_scales, v_scales;
 };
 
 // Callback for output tiles that replaces `out`: called with some columns of some rows, in the thread that computed
@@ -57,6 +60,7 @@ void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const
 void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
 void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count);
 // Only attention knows the type of `layer`.
-void quire_paged_attention(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
-                           const int* query_start_loc, long num_requests, int path, const long* wanted, long num_wanted);
+using Attend = void(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
+                    const int* query_start_loc, long num_requests, int path, const long* wanted, long num_wanted);
+Attend quire_paged_attention, quire_attend_own, quire_attend_int8, quire_attend_e4m3;
 }

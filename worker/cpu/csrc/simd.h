@@ -17,6 +17,7 @@
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
+struct e4m3 { uint8_t bits; };  // sign, 4 bits of exponent, 3 of fraction; load() returns the number divided by 256
 
 // Prefetches ahead of `line` in a stream that is read once; called for each line as it is used. The stream is fetched
 // in two stages, into L2 and from there into L1: a line on its way from memory to L1 occupies one of the core's 16 fill
@@ -58,6 +59,12 @@ static inline vf set1(float x) { return {_mm512_set1_ps(x)}; }
 static inline vf load(const float* p) { return {_mm512_loadu_ps(p)}; }
 static inline vf load(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))}; }
 static inline vf load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+static inline vf load(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+// As float16, whose exponents are larger by 8, the bits are the number divided by 2^8.
+static inline vf load(const e4m3* p) {
+  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  return {_mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(short(0xbf80))))};
+}
 static inline void store(float* p, vf a) { _mm512_storeu_ps(p, a.v); }
 static inline void store(f16* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, 0)); }
 #if defined(__AVX512BF16__)
@@ -187,6 +194,9 @@ static inline Ints odd_words(Ints even, Ints odd) { return _mm512_mask_blend_epi
 static inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 static inline Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
 static inline Ints widen_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+static inline Ints widen_signed_bytes(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+// Returns 2 * kLanes bytes as words
+static inline Ints words_of_bytes(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 static inline Ints widen_words(const void* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 static inline void store_words(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v))); }
 // sum += the two products of 16-bit integers in each lane. Uses asm because with the intrinsic GCC 12 copies the sums
@@ -209,6 +219,14 @@ static inline vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu
 static inline __m256 load8(const bf16* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16)); }
 static inline vf load(const bf16* p) { return {load8(p), load8(p + 8)}; }
 static inline vf load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))}; }
+static inline vf load(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
+static inline vf load(const e4m3* p) {
+  __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  words = _mm256_and_si256(words, _mm256_set1_epi16(short(0xbf80)));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(words)), _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1))};
+}
 static inline void store(float* p, vf x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
 static inline void store(f16* p, vf x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, 0));
@@ -323,6 +341,8 @@ static inline Ints odd_words(Ints even, Ints odd) { return _mm256_blend_epi16(ev
 static inline Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 static inline Ints to_ints(Floats x) { return _mm256_cvtps_epi32(x); }
 static inline Ints widen_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+static inline Ints widen_signed_bytes(const int8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+static inline Ints words_of_bytes(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
 static inline Ints widen_words(const void* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 static inline void store_words(int16_t* p, vf x) {
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8));
