@@ -180,15 +180,15 @@ def test_layers_share_pages_with_their_scales(kind, heads):
         assert torch.equal(layer.attend(q, meta), out)
 
 
-def test_all_memory_becomes_resident():
+@pytest.mark.parametrize("constants", [None, {0: (0.1, 0.2), 1: (0.1, 0.2)}])
+def test_all_of_the_memory_is_made_resident(constants):
+    """Keys, values and, if tokens have scales, the scales of both."""
     layers = [Attention(4, 2, 64, i) for i in range(2)]
-    plan = plan_cache([layer.cache_spec(1, 4) for layer in layers])
-    allocate(layers, plan, 3000, 16, KVStorage(torch.int8), CPU)
-    warmer = Warmer(layers, 1 << 40, 1 << 40)
+    storage = KVStorage(torch.int8, constants)
+    allocate(layers, plan_cache([layer.cache_spec(1, storage.scale_bytes) for layer in layers]), 8, 16, storage, CPU)
+    warmer = Warmer(layers)
     try:
-        assert len(warmer._tensors) == 8  # keys, values and the scales of both, of two layers
-        warmer._thread.join(timeout=20)
-        assert not warmer._thread.is_alive()
+        assert len(warmer._tensors) == (8 if constants is None else 4)
     finally:
         warmer.stop()
 
