@@ -30,7 +30,7 @@ def write(source: str, folder: Path, config: dict[str, Any], store: Store) -> st
     plain, stored = {}, {}
     for name, tensor in load_file(Path(source, "model.safetensors")).items():
         plain[name] = stored[name] = tensor
-        if not name.endswith(("_proj.weight", "_with_mqa.weight")):
+        if not name.endswith(("_proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             continue
         tensors, value = store(name.removesuffix(".weight"), tensor)
         if tensors:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quire.worker.models.config import ModelSpec, dtype_of_weights, read_config, with_quantization
+from quire.worker.models.names import TensorNames
 from quire.worker.models.tied import has_own_head
 from quire.worker.models.wrappers import WRAPPERS, text_architecture, tower_class, wrapper_of
 
@@ -187,6 +188,8 @@ def build_model(
     else:
         cls = model_class(spec.architecture)
     stored = checkpoint_format(spec.raw)
+    if stored:
+        stored.modules = TensorNames(getattr(cls, "renames", None)).modules
     if quantization and stored:
         raise ValueError(f"--quantization {quantization}: the weights are quantized already; omit it")
     weights = weights or (IntAtLoad(quantization) if quantization else stored or PLAIN_WEIGHTS)

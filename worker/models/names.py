@@ -56,6 +56,12 @@ class TensorNames:
             name = self._parts.sub(lambda match: self.renames[match[0]], name)
         return re.sub(*self.place, name, count=1) if self.place[0] else name
 
+    def modules(self, name: str) -> list[str]:
+        """The names that files may have for the decoder's module `name`: the family's in every place, and its own."""
+        family = self.in_file(f"{name}.weight").removesuffix(".weight")
+        places = [re.sub(*place, family, count=1) if place[0] else family for place in _PLACES]
+        return list(dict.fromkeys([*places, name]))
+
     def placed(self, names: Container[str], anchor: str) -> TensorNames:
         """These names in the place where the files, whose tensors are `names`, have the decoder's tensor `anchor`."""
         for place in _PLACES:

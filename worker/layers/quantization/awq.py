@@ -66,6 +66,7 @@ class AwqFormat(CheckpointFormat):
     """
 
     def __init__(self, config: dict[str, Any]):
+        super().__init__()
         if (version := config.get("version", "gemm")).lower() != "gemm":
             unsupported("version", version, "gemm")
         if (bits := config.get("bits", config.get("w_bit", 4))) != 4:

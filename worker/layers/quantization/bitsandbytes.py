@@ -88,6 +88,7 @@ class BitsAndBytesFormat(CheckpointFormat):
     """
 
     def __init__(self, config: dict[str, Any]):
+        super().__init__()
         if config.get("load_in_8bit"):
             self.weights: Scheme = EightBits()
         elif config.get("load_in_4bit"):

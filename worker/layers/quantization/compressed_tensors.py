@@ -112,6 +112,7 @@ class CompressedTensorsFormat(CheckpointFormat):
     """
 
     def __init__(self, config: dict[str, Any]):
+        super().__init__()
         sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
         if sparsity != "dense":
             unsupported("sparsity_config.format", sparsity, "dense")
@@ -127,13 +128,17 @@ class CompressedTensorsFormat(CheckpointFormat):
             for group in groups.values()
         ]
 
-    def scheme(self, name: str) -> Scheme | None:
-        if any(_matches(name, pattern) for pattern in self.ignored):
+    def find(self, name: str) -> Scheme | None:
+        modules = self.modules(name)
+        if any(_matches(module, pattern) for module in modules for pattern in self.ignored):
             return None
         # a target that names the layer wins over one that names its class
         for by_class in (False, True):
             for targets, scheme in self.groups:
-                if any(t == "Linear" if by_class else _matches(name, t) for t in targets):
+                if any(
+                    target == "Linear" if by_class else any(_matches(module, target) for module in modules)
+                    for target in targets
+                ):
                     return scheme
         return None
 

@@ -69,7 +69,7 @@ class Mxfp4Format(CheckpointFormat):
     """`quant_method` mxfp4 (gpt-oss): only experts are quantized."""
 
     def __init__(self, config: dict[str, Any]):
-        pass
+        super().__init__()
 
     def scheme(self, name: str) -> Scheme | None:
         return None

@@ -60,6 +60,7 @@ class Fp8Format(CheckpointFormat):
     """
 
     def __init__(self, config: dict[str, Any]):
+        super().__init__()
         self.skipped = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
         block = config.get("weight_block_size")
         if config["quant_method"] == "fbgemm_fp8":

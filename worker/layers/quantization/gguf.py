@@ -48,11 +48,15 @@ class GgufFormat(CheckpointFormat):
     """`quant_method` gguf, of the config.json that `server/startup/gguf.py` writes."""
 
     def __init__(self, config: dict[str, Any]):
+        super().__init__()
         self.types = config["types"]
 
     def scheme(self, name: str) -> Scheme | None:
         kind = self.types.get(f"{of_all_experts(name)}.weight")
         return Blocks(kind) if kind in BLOCK_TYPES else None
+
+    def find(self, name: str) -> Scheme | None:
+        return self.scheme(name)  # the reader gives tensors the decoder's names
 
     def embedding(self, prefix: str) -> LinearMethod | None:
         return FromCheckpoint(self) if self.scheme(prefix) else None

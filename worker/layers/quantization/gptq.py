@@ -72,6 +72,7 @@ class GptqFormat(CheckpointFormat):
     """
 
     def __init__(self, config: dict[str, Any]):
+        super().__init__()
         form = config.get("checkpoint_format") or "gptq"
         if form not in _FORMATS:
             unsupported("checkpoint_format", form, ", ".join(_FORMATS))

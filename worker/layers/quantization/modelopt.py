@@ -29,6 +29,7 @@ class ModelOptFormat(CheckpointFormat):
     """
 
     def __init__(self, config: dict[str, Any]):
+        super().__init__()
         config = config.get("quantization") or config
         algorithm = config.get("quant_algo")
         if algorithm not in _SCHEMES:

@@ -9,6 +9,7 @@ that a layer consists of, as they are in the file, and decodes them when all are
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -147,7 +148,23 @@ class Unquantized(Scheme):
 
 
 class CheckpointFormat(WeightFormat):
-    """Base of the formats that config.json declares in `quantization_config`."""
+    """Base of the formats that config.json declares in `quantization_config`.
+
+    Its patterns are of names in the files, which the layers do not know: `modules` returns the names that files may
+    have for a module of the decoder.
+    """
+
+    weights: Scheme | None = None  # of the layers that no pattern names
+
+    def __init__(self) -> None:
+        self.modules: Callable[[str], Sequence[str]] = lambda name: [name]
+
+    def find(self, name: str) -> Scheme | None:
+        """The scheme of the decoder's weight with the prefix `name`; None if it is plain, by any of its names."""
+        found = [self.scheme(module) for module in self.modules(name)]
+        if not all(found):
+            return None
+        return next((scheme for scheme in found if scheme is not self.weights), found[0])
 
     def scheme(self, name: str) -> Scheme | None:
         """The scheme of the weight with the prefix `name`, e.g. "model.layers.0.mlp.up_proj"; None if it is plain."""
@@ -171,7 +188,7 @@ class FromCheckpoint(LinearMethod):
 
     def create_weights(self, layer: Linear) -> None:
         pieces = [Piece.of(part) for part in layer.weight_parts()]
-        schemes = [self.weights.scheme(piece.name) for piece in pieces]
+        schemes = [self.weights.find(piece.name) for piece in pieces]
         layer.method = StoredWeights(pieces, schemes, self.plain) if any(schemes) else self.plain
         layer.method.create_weights(layer)
 
