@@ -104,7 +104,7 @@ class Reference:
         self.inputs = _inputs(name, [{key: torch.from_numpy(v) for key, v in one.features.items()} for one in images])
 
     def __call__(self, token_ids: torch.Tensor) -> Any:
-        kinds = (token_ids == IMAGE_TOKEN_ID).int()
+        kinds = (token_ids == self.model.config.image_token_id).int()
         inputs = dict(self.inputs)
         if inputs and self.name.startswith("qwen"):
             inputs["mm_token_type_ids"] = kinds
