@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,6 +35,10 @@ class Route:
     query: Mapping[str, Schema] = field(default_factory=dict)
     others: Mapping[str, type] = field(default_factory=dict)
     head: bool = False  # HEAD is answered, too
+
+    def __post_init__(self) -> None:
+        if isinstance(self.body, type):
+            msgspec.json.Decoder(self.body)  # builds the type now: msgspec crashes if two threads do so at once
 
     @property
     def methods(self) -> list[str]:

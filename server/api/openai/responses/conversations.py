@@ -37,6 +37,10 @@ class _Call(msgspec.Struct):
     call_id: str | None = None
 
 
+_calls = msgspec.json.Decoder(list[_Call]).decode
+_conversation = msgspec.json.Decoder(ConversationObject).decode
+
+
 def _joined(items: bytes, more: bytes) -> bytes:
     """Two lists in JSON as one."""
     if b"[]" in (items, more):
@@ -80,7 +84,7 @@ async def update_conversation(request: Request, state: ServerState) -> Response:
     body = await take(request, ConversationUpdate, state, lambda body: body)
 
     def edit(conversation: Stored) -> None:
-        shown = msgspec.json.decode(conversation.body, type=ConversationObject)
+        shown = _conversation(conversation.body)
         conversation.body = msgspec.json.encode(msgspec.structs.replace(shown, metadata=body.metadata))
 
     return JsonResponse((await _change(request, state, edit)).body)
@@ -101,7 +105,7 @@ async def create_items(request: Request, state: ServerState) -> Response:
     encoded = msgspec.json.encode(items)
 
     def edit(conversation: Stored) -> None:
-        known = msgspec.json.decode(conversation.items, type=list[_Call])
+        known = _calls(conversation.items)
         check_items(items, {one.call_id for one in known if one.type.endswith("_call")}, "items")
         conversation.items = _joined(conversation.items, encoded)
 

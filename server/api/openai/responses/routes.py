@@ -23,6 +23,7 @@ from quire.server.state import ServerState
 POLL_SECONDS = 0.5  # between looks at a response that another process runs
 CANCEL_SECONDS = 10.0  # that another process has to cancel one
 _TRUE, _FALSE = ("true", "1"), ("false", "0", "")
+_response = msgspec.json.Decoder(ResponseObject).decode
 
 
 async def no_compaction(request: Request, state: ServerState) -> Response:
@@ -75,7 +76,7 @@ def _recorded(stored: Stored) -> list[bytes]:
     if stored.events is not None:
         events = unpack(stored.events)
         return [*events, last_event(stored.status, stored.body, len(events))]
-    return replay(msgspec.json.decode(stored.body, type=ResponseObject), stored.body)
+    return replay(_response(stored.body), stored.body)
 
 
 async def delete_response(request: Request, state: ServerState) -> Response:
@@ -94,7 +95,7 @@ async def cancel_response(request: Request, state: ServerState) -> Response:
     require_deliberate(request)
     responses, response_id = state.responses, request.path_params["response_id"]
     stored = await _get(request, responses)
-    if not msgspec.json.decode(stored.body, type=ResponseObject).background:
+    if not _response(stored.body).background:
         raise BadRequest("Only a response with background true can be cancelled.", param="response_id")
     if (run := responses.runs.get(response_id)) is not None:
         run.cancel()
@@ -131,9 +132,12 @@ class _Id(msgspec.Struct):
     id: str
 
 
+_ids = msgspec.json.Decoder(list[_Id]).decode
+
+
 def item_ids(items: bytes) -> list[str]:
     """The ids in a list of items."""
-    return [item.id for item in msgspec.json.decode(items, type=list[_Id])]
+    return [item.id for item in _ids(items)]
 
 
 def page_of(request: Request, items: bytes, order: str) -> ItemList:
