@@ -2,12 +2,13 @@
 of them.
 
     python benchmarks/step.py MODEL [--loads 1x128 8x128 32x128 1024] [--rounds N] [--threads N] [--quantization
-    int8|int4] [--temperature T] [--deterministic | --no-deterministic] [--in-turn]
-                                    [--cpu-time] [--cpu-level LEVEL]
+    int8|int4] [--temperature T] [--deterministic | --no-deterministic] [--in-turn] [--cpu-time] [--cpu-level LEVEL]
+    [--kv-cache-dtype auto|int8|fp8]
 
 A load is a prompt of that many tokens (`1024`), or requests x tokens of context that each decode one token (`32x128`).
 Prints the median step in milliseconds, the share of each kernel, and what is left for Python and torch. All layers are
-one native call; `--in-turn` has attention called from here, so that it is seen by itself.
+one native call; `--in-turn` has attention called from here, so that it is seen by itself. The KV cache holds random
+numbers: memory that was never written would be read from one page of zeros.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quire.configs.config import Config
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from quire.worker.cache.allocation import attention_layers
+from quire.worker.cache.scaled import ScaledCache, as_bytes
 from quire.worker.cpu.native import KERNELS
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
 from quire.worker.worker import Worker
@@ -65,6 +68,9 @@ class InTurn(AttentionBackend):
 
     def build(self, meta: AttentionMetadata) -> None:
         self.backend.build(meta)
+
+    def write_kv(self, *args) -> None:
+        self.backend.write_kv(*args)
 
     def forward(self, q: torch.Tensor, *args) -> torch.Tensor:
         return self.backend.forward(q, *args)
@@ -116,6 +122,17 @@ def parse_load(text: str) -> tuple[int, int, int]:
     return 1, 0, int(text)
 
 
+def fill_cache(worker: Worker) -> None:
+    """Write random numbers to all keys and values."""
+    for layer in attention_layers(worker.runner.model):
+        for cache in (layer.k_cache, layer.v_cache):
+            if isinstance(cache, ScaledCache):
+                as_bytes(cache.values).random_(-100, 100)
+                cache.scales.fill_(0.01)
+            else:
+                cache.uniform_(-1, 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -132,7 +149,9 @@ def main() -> int:
         "--cpu-time", action="store_true", help="count the CPU time of this process only; use it with one thread"
     )
     parser.add_argument("--cpu-level", default="auto", help="as for `quire serve`")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as for `quire serve`")
     args = parser.parse_args()
+    loads = {load: parse_load(load) for load in args.loads}
     clock = time.thread_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)  # read by the kernels when they are loaded
     if not KERNELS.load(background=False, level=args.cpu_level):
@@ -142,22 +161,26 @@ def main() -> int:
         model=args.model,
         device="cpu",
         max_num_seqs=64,
-        max_model_len="2048",
-        num_gpu_blocks_override=2000,
+        max_model_len=str(max(2048, *(context + count for _, context, count in loads.values()))),
+        num_gpu_blocks_override=max(
+            256, *(num * -(-(context + count) // 16) + 1 for num, context, count in loads.values())
+        ),
         num_threads=args.threads,
         max_num_batched_tokens=2048,
         quantization=args.quantization,
         deterministic=args.deterministic,
         cpu_level=args.cpu_level,
+        kv_cache_dtype=args.kv_cache_dtype,
+        block_size=16,
     )
     worker = Worker(config)
     worker.initialize(lambda phase, fraction: None)
+    fill_cache(worker)
     if args.in_turn:
         worker.runner.backend = InTurn(worker.runner.backend)
     requests = Requests(worker, 16, args.temperature)
     print(f"{KERNELS.status}, {args.threads} threads")
-    for load in args.loads:
-        shape = parse_load(load)
+    for load, shape in loads.items():
         worker.execute(requests.step(*shape, new=True)).result()
         totals, parts = [], defaultdict(list)
         for _ in range(args.rounds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.configs.config import Config
+from quire.configs.sources import embedded_model
 from quire.engine.messages import SamplingParams
 from quire.worker import memory
 from quire.worker.cache.scaled import FP8
@@ -188,3 +190,34 @@ def test_two_stages_or_ranks_give_the_same_tokens(checkpoint):
         tokens.append([result.token_ids for result in engine.generate([LONG[:90], LONG[40:60]], sampling)])
         engine.close()
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_log_probabilities_of_a_trained_model(native_kernels):
+    """The bounds in docs/quantization.md, over the assistant's words in conversations that the model was not trained
+    on.
+    """
+    folder = embedded_model()
+    if folder is None:
+        pytest.skip("the embedded model has no weights in this tree")
+    from tokenizers import Tokenizer
+
+    from tools.quire_tiny.data import conversation, encode
+
+    tokenizer, rng = Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), random.Random(5)
+    texts = [encode(tokenizer, conversation(rng, held=True)) for _ in range(30)]
+    learnt = torch.cat([torch.tensor(owners[1:]) >= 0 for _, owners in texts])
+
+    def scores(kind: str) -> torch.Tensor:
+        engine = InProcessEngine(
+            folder, kv_cache_dtype=kind, max_num_seqs=8, max_model_len="2048", kv_cache_memory_bytes=64 << 20
+        )
+        sampling = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        results = engine.generate([ids for ids, _ in texts], sampling)
+        engine.close()
+        return torch.tensor([entry.logprobs[0] for result in results for entry in result.prompt_logprobs])[learnt]
+
+    exact = scores("auto")
+    for kind, most in (("int8", 0.001), ("fp8", 0.002)):
+        got = scores(kind)
+        assert 0 < (got - exact).abs().mean() < most
+        assert abs(float((exact - got).mean().exp()) - 1) < 0.001  # the ratio of perplexities
