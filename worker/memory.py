@@ -174,7 +174,7 @@ def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platf
     """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
     stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. The experts of a
     quantized checkpoint may differ in form, unless they are in MXFP4; then they are multiplied one by one, by a list of
-    those that have tokens, for which the host waits.
+    those that have tokens, for which the host waits. Attention with a window of the output is not recorded either.
     """
     method = (spec.raw.get("quantization_config") or {}).get("quant_method", "mxfp4")
     listed = method != "mxfp4" and any(layer.moe for layer in spec.layers)
@@ -183,6 +183,7 @@ def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platf
         and not listed
         and spec.implementation == "quire"
         and not spec.is_encoder
+        and not any(layer.output_window for layer in spec.layers)
         and limits.attention.backend.graph_safe
         and config.parallel.pipeline_parallel_size == 1
         and not config.device.enforce_eager

@@ -144,7 +144,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The scheduler's view of a group of layers that share a block table (`worker/cache/spec.py`).
 
-    full: the blocks of all tokens are kept. window: a token at position p attends to p - window + 1 .. p. chunk: it
+    full: the blocks of all tokens are kept; with a `window`, tokens of the output attend to the prompt and to the last
+    `window` tokens of the output. window: a token at position p attends to p - window + 1 .. p. chunk: it
     attends to the positions from the last multiple of `window` up to p. state: one page per request, which a step reads
     and writes; its block table has two entries, the page that the next step reads (0: start from the initial state) and
     the page that it writes.
@@ -157,6 +158,13 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     def releases(self) -> bool:
         """Whether blocks that no later token attends to are released while the request runs."""
         return self.kind in ("window", "chunk")
+
+    @property
+    def shares_outputs(self) -> bool:
+        """Whether keys and values of an output are those of a prompt with the same tokens, so that later prompts may
+        use them.
+        """
+        return self.kind != "full" or not self.window
 
     def first_block(self, position: int, block_size: int) -> int:
         """Index of the first block that a token at `position` or later attends to."""

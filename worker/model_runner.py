@@ -12,6 +12,7 @@ import torch
 
 from quire.worker.attention.base import AttentionBackend, GroupedMetadata
 from quire.worker.attention.chunked import split_at_chunks
+from quire.worker.attention.output_window import limit_outputs
 from quire.worker.batch.graphs import CudaGraphs, Replay
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
 from quire.worker.batch.request_table import RequestTable
@@ -112,6 +113,7 @@ class ModelRunner:
         table.register(self.prompt_logprobs)
         self.pooling = Pooling(table, platform, model)
         table.register(self.pooling)
+        self.shares_outputs = all(group.shares_outputs for group in table.groups)
         self.images = StepImages(model, table, platform, self.stage) if model.spec.vision is not None else None
         self.logits = Workspace(torch.float32)  # logits of one step; no tensor refers to them after sampling
         self.forward: Callable[[InputBatch], torch.Tensor] = self.run_eagerly
@@ -125,6 +127,9 @@ class ModelRunner:
         """
         self.stage.await_token_ids(step, self.table)
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend)
+        if not self.shares_outputs:
+            num_prompt = [self.table.num_prompt_tokens[row] for row in step.rows]
+            limit_outputs(batch.attn, self.table.groups, step.num_computed, step.num_scheduled, num_prompt)
         if self.images is not None:
             self.images.encode(step)
             self.images.prepare(batch)

@@ -78,6 +78,7 @@ class KVCacheManager:
         self._asked: Request | None = None
         self._found: dict[int, list[int]] = {}
         self._has_state = any(group.kind == "state" for group in self.groups)
+        self._shares_outputs = all(group.shares_outputs for group in self.groups)
 
     @property
     def usage(self) -> float:
@@ -316,7 +317,8 @@ class KVCacheManager:
 
         Returns the newly published blocks.
         """
-        first, num_full = request.num_published, min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        limit = request.num_tokens if self._shares_outputs else request.num_prompt_tokens
+        first, num_full = request.num_published, min(request.num_computed_tokens, limit) // self.block_size
         if num_full <= first:
             return []
         self._extend_hashes(request, num_full)

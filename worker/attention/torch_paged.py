@@ -128,6 +128,42 @@ def attend_span(
     return _attend(q, k, v, piece, scale, soft_cap, sinks)
 
 
+def attend_output(
+    plan: Plan,
+    tokens: tuple[int, int, int, int],
+    q: torch.Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
+    block_table: torch.Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of output tokens that see their prompt and the last `window` tokens, themselves included, whose keys
+    are in the cache: `tokens` are the request, the first token, the last + 1, and the number of prompt tokens, of which
+    the first token is more than `window` away. The other arguments and the result are as in `attend_span`.
+    """
+    i, start, stop, num_prompt = tokens
+    tensors = _tensors(k_cache, v_cache)
+    kind = tokens, window, *(tensor.stride() for tensor in tensors)
+    if kind not in plan.pieces:
+        rows = _Rows(block_table, tensors)
+        prompt = torch.arange(num_prompt, device=rows.device)
+        recent = torch.arange(start - window + 1, stop, device=rows.device)
+        mask = None
+        if stop - start > 1:
+            queries = torch.arange(start, stop, device=rows.device)[:, None]
+            seen = (recent <= queries) & (recent > queries - window)
+            mask = torch.cat([seen.new_ones(stop - start, num_prompt), seen], 1)
+        keys = torch.cat([prompt, recent])
+        piece = _Piece(slice(0, stop - start), rows.of_positions(i, keys), 1, stop - start, len(keys), mask)
+        plan.pieces[kind] = [piece]
+    (piece,) = plan.pieces[kind]
+    k, v = _keys_and_values(_gather(plan, piece, tensors), k_cache, v_cache, q.dtype)
+    return _attend(q, k, v, piece, scale, soft_cap, sinks)
+
+
 def _tensors(k_cache: KVCache, v_cache: KVCache) -> list[torch.Tensor]:
     """What is gathered, `[num_blocks, block_size, num_kv_heads, _]` each: keys and values, whose scales follow if each
     token has its own; only the keys of a latent cache.
@@ -211,7 +247,10 @@ class _Rows:
 
     def of_sequence(self, i: int, start: int, stop: int) -> Rows:
         """Rows of positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
-        positions = torch.arange(start, stop, device=self.device)
+        return self.of_positions(i, torch.arange(start, stop, device=self.device))
+
+    def of_positions(self, i: int, positions: torch.Tensor) -> Rows:
+        """Rows of `positions` `[keys]` int64 of request i, for each head: `[num_kv_heads * keys]`."""
         return self._rows(self.block_table[i][positions // self.block_size], positions % self.block_size)
 
     def of_group(

@@ -29,6 +29,8 @@ class Full:
     v_dim: int
     itemsize: int
     scale_bytes: int = field(default=0, kw_only=True)
+    # tokens of the output attend to the prompt and to the last so many tokens of the output; 0: to all
+    output_window: int = field(default=0, kw_only=True)
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes of one page of one layer."""
@@ -41,7 +43,7 @@ class Full:
 
     @property
     def group(self) -> CacheGroup:
-        return CacheGroup("full")
+        return CacheGroup("full", self.output_window)
 
 
 @dataclass(frozen=True, slots=True)

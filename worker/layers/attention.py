@@ -29,6 +29,7 @@ class Attention(nn.Module):
         sinks: nn.Parameter | None = None,
         kv_from: int | None = None,
         chunk: int | None = None,
+        output_window: int = 0,
     ):
         super().__init__()
         # numbers of heads of this rank
@@ -37,6 +38,7 @@ class Attention(nn.Module):
         self.sinks = sinks  # [num_heads], see `AttentionBackend.forward`
         self.kv_from = kv_from  # the layer whose cache this one reads
         self.chunk = chunk  # size of the chunks to which attention is confined (`attention/chunked.py`)
+        self.output_window = output_window  # see `LayerSpec`; heeded by `attention/output_window.py`
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window, self.soft_cap, self.layer_index = sliding_window, soft_cap, layer_index
         self.cache_group = 0  # index of its block table and metadata in the step's groups
@@ -49,7 +51,7 @@ class Attention(nn.Module):
         if self.chunk is not None:
             return Chunk(*sizes, self.chunk, scale_bytes=scale_bytes)
         if self.sliding_window is None:
-            return Full(*sizes, scale_bytes=scale_bytes)
+            return Full(*sizes, scale_bytes=scale_bytes, output_window=self.output_window)
         return Window(*sizes, self.sliding_window, scale_bytes=scale_bytes)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:

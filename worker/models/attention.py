@@ -57,6 +57,7 @@ class SelfAttention(nn.Module):
             kind.v_head_dim,
             _sinks(kind.num_heads, self.qkv_proj.num_heads, prefix) if kind.sinks else None,
             chunk=kind.chunk,
+            output_window=kind.output_window,
         )
         self.qk_norm_rope_write = TORCH.qk_norm_rope_write
         self.eps = spec.norm_eps

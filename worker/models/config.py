@@ -34,6 +34,8 @@ class LayerSpec:
     # number of positions that a token attends to, None for all; in an encoder, to each side and with its own
     window: int | None = None
     chunk: int | None = None  # a token attends to those of its chunk of so many positions only, None without chunks
+    # a token of the output attends to the prompt and to the last so many tokens of the output, 0: to all
+    output_window: int = 0
     rope: str | None = "default"  # a key of `ModelSpec.ropes`, None for no rotary embedding
     scale: float | None = None  # scale of attention scores, None for head_dim**-0.5
     soft_cap: float | None = None  # of attention scores
@@ -158,7 +160,7 @@ def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
     if layer.chunk is not None:
         return Chunk(*sizes, layer.chunk, scale_bytes=scale_bytes)
     if layer.window is None:
-        return Full(*sizes, scale_bytes=scale_bytes)
+        return Full(*sizes, scale_bytes=scale_bytes, output_window=layer.output_window)
     return Window(*sizes, layer.window, scale_bytes=scale_bytes)
 
 

@@ -6,6 +6,7 @@ of them, so their context is limited to that.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from quire.worker.models.config import ModelSpec
@@ -13,7 +14,7 @@ from quire.worker.models.decoder import CausalLM
 from quire.worker.models.mla import MLA_DEFAULTS, MLAFamily
 from quire.worker.models.moe_reader import MOE_DEFAULTS, MoEFamily, routing, sigmoid_routing
 from quire.worker.models.moe_spec import MoESpec, RoutingSpec
-from quire.worker.models.reader import COMMON_DEFAULTS
+from quire.worker.models.reader import COMMON_DEFAULTS, text_part
 from quire.worker.models.rope import RopeSpec
 
 # keys of config.json, with defaults of DeepSeek V2
@@ -35,6 +36,9 @@ V2_DEFAULTS = (
         "moe_layer_freq": 1,
     }
 )
+
+
+_UNLIMITED_LAYER, _UNLIMITED_WINDOW = "reference_sliding_attention", 128
 
 
 class V2Experts(MoEFamily):
@@ -87,9 +91,16 @@ class Deepseek(V2Experts, CausalLM):
 
     @classmethod
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
-        if any(name.startswith("UnlimitedO") for name in raw.get("architectures") or []):
-            raise ValueError("Unlimited-OCR is not supported: its sliding window applies to output tokens only")
-        return super().read_config(architecture, raw)
+        if not any(name.startswith("UnlimitedO") for name in raw.get("architectures") or []):
+            return super().read_config(architecture, raw)
+        text = text_part(raw)
+        window = text.get("sliding_window") or raw.get("sliding_window") or _UNLIMITED_WINDOW
+        if not isinstance(window, int) or window < 1:
+            raise ValueError(f"sliding_window must be a positive integer, not {window!r}")
+        if unknown := set(text.get("layer_types") or []) - {_UNLIMITED_LAYER}:
+            raise ValueError(f"layer_types must be {_UNLIMITED_LAYER} for Unlimited-OCR, found {sorted(unknown)}")
+        spec = super().read_config(architecture, text | {"layer_types": None, "sliding_window": None})
+        return replace(spec, layers=tuple(replace(layer, output_window=window) for layer in spec.layers))
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:

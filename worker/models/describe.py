@@ -24,6 +24,8 @@ def cache_kind(layer: LayerSpec) -> str:
         return "none"
     if layer.chunk is not None:
         return f"chunk of {layer.chunk} tokens"
+    if layer.output_window:
+        return f"full, with a window of {layer.output_window} tokens of the output"
     return "full" if layer.window is None else f"window of {layer.window} tokens"
 
 

@@ -1,0 +1,99 @@
+"""Attention of a step in which tokens of outputs attend to the whole prompt and to the last tokens of the output only
+(Unlimited-OCR's reference sliding window).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, GroupedMetadata
+from quire.worker.attention.torch_paged import Plan, attend_output
+from quire.worker.cache.scaled import KVCache
+from quire.worker.messages import CacheGroup
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTokens:
+    """Tokens [start, stop) of the request at batch position `i`, whose prompt has `num_prompt` tokens."""
+
+    i: int
+    start: int
+    stop: int
+    num_prompt: int
+
+
+class OutputWindow(AttentionBackend):
+    """`inner`, whose results for `tokens`, which do not see all tokens before them, are replaced. Made for one step."""
+
+    name = "output_window"
+
+    def __init__(self, inner: AttentionBackend, tokens: list[OutputTokens], window: int):
+        self.inner, self.tokens, self.window = inner, tokens, window
+        self._plan = Plan()  # of all layers
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        return "is made for steps with long outputs, around another backend"
+
+    def build(self, meta: AttentionMetadata) -> None:
+        self.inner.build(meta)
+
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: torch.Tensor
+    ) -> None:
+        self.inner.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = self.inner.forward(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, sinks)
+        starts, lengths = meta.host_lengths()
+        for one in self.tokens:
+            origin = starts[one.i + 1] - lengths[one.i]  # index in the step of the request's token 0
+            tokens = slice(origin + one.start, origin + one.stop)
+            out[tokens] = attend_output(
+                self._plan,
+                (one.i, one.start, one.stop, one.num_prompt),
+                q[tokens],
+                k_cache,
+                v_cache,
+                meta.block_table,
+                scale,
+                self.window,
+                soft_cap,
+                sinks,
+            )
+        return out
+
+
+def limit_outputs(
+    attn: GroupedMetadata,
+    groups: Sequence[CacheGroup],
+    num_computed: Sequence[int],
+    num_scheduled: Sequence[int],
+    num_prompt: Sequence[int],
+) -> None:
+    """Give the metadata of groups with a window of outputs a backend that heeds it, if the step has tokens that do not
+    see all tokens before them. Sequences have an entry per request of the step.
+    """
+    for meta, group in zip(attn, groups):
+        if group.shares_outputs:
+            continue
+        tokens = []
+        for i, (computed, scheduled, prompt) in enumerate(zip(num_computed, num_scheduled, num_prompt)):
+            first = max(computed, prompt + group.window)  # the first one that does not see the first output token
+            if first < computed + scheduled:
+                tokens.append(OutputTokens(i, first, computed + scheduled, prompt))
+        if tokens:
+            meta.backend = OutputWindow(meta.backend, tokens, group.window)
