@@ -18,6 +18,7 @@ read blocks filled by it, in the same step or in later steps in flight, is recom
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Collection
@@ -45,8 +46,10 @@ Outputs = dict[bytes, list[EngineOutput]]  # by client
 SCORED_CHUNK = 256  # prompt tokens with log-probabilities in a step that others share: each costs a row of logits
 # Background requests get one token for so many of the others in a step, and at least one, so that they neither slow the
 # others nor starve. When they are alone their steps have this fraction of the budget, because an arriving request waits
-# for the steps in flight.
+# for the steps in flight. For some seconds after the last other request, when the next one is likely, their steps are
+# shorter still, and one at a time.
 BACKGROUND_SHARE, BACKGROUND_STEP = 4, 8
+SHORT_STEP, SHORT_STEP_SECONDS = 256, 5.0
 
 
 @dataclass(slots=True)
@@ -77,6 +80,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, ready: WorkerReady, kv: KVCacheManager, stages: int = 1):
         self.kv, self.num_groups, self.turn = kv, stages, 0
         self.by_priority = config.scheduling_policy == "priority"
+        self._last_other = -math.inf  # time.monotonic() when a request that is not a background one was last here
         self._background_budget = 0  # tokens that background requests may still get in the step being scheduled
         self.whole_prompts = ready.pooling is not None and ready.pooling.whole_prompts
         self.long_prefill_token_threshold = 0 if self.whole_prompts else config.long_prefill_token_threshold
@@ -110,6 +114,8 @@ class Scheduler:
         message that could cause an error is used here, so that `schedule` cannot fail because of one request.
         """
         choices = message.choices
+        if not message.background:
+            self._last_other = time.monotonic()
         for choice in choices:
             if (client, choice.request_id) in self.requests:
                 raise ValueError(f"request_id {choice.request_id!r} is already in use")
@@ -151,7 +157,11 @@ class Scheduler:
     # ---- scheduling a step
 
     def schedule(self) -> Step | None:
-        """Choose the requests of the next step and advance their counters. Returns None if nothing can run."""
+        """Choose the requests of the next step and advance their counters. Returns None if nothing can run, or only
+        background requests after the step in flight.
+        """
+        if self._in_flight and self._is_background_only() and self._expects_others():
+            return None
         step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], [], [], []), [])
         self.kv.start_step()
         self.images.start_step()
@@ -174,6 +184,13 @@ class Scheduler:
         self.counts.iteration_tokens.append(step.num_tokens)
         return step
 
+    def _is_background_only(self) -> bool:
+        return all(queue.first.background for queue in (self.running, self.waiting) if queue)
+
+    def _expects_others(self) -> bool:
+        """Whether a request that is not a background one was here lately."""
+        return time.monotonic() - self._last_other < SHORT_STEP_SECONDS
+
     def _schedule_running(self, step: Step) -> None:
         """Schedule the running requests, background ones last and with a budget of their own."""
         batch: dict[Request, int] = {}  # number of tokens per request, in batch order
@@ -182,9 +199,11 @@ class Scheduler:
         self._schedule_some(others, self.token_budget, self.token_budget, batch, new_blocks)
         num_tokens = sum(batch.values())
         if others or (self.waiting and not self.waiting.first.background):
+            self._last_other = time.monotonic()
             background_budget = max(num_tokens // BACKGROUND_SHARE, 1)
         else:
-            background_budget = max(self.token_budget // BACKGROUND_STEP, 1)
+            fraction = SHORT_STEP if self._expects_others() else BACKGROUND_STEP
+            background_budget = max(self.token_budget // fraction, 1)
         self._background_budget = min(background_budget, self.token_budget - num_tokens)
         if len(others) < len(self.running):
             background = [request for request in self.running if request.background]

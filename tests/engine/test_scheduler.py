@@ -397,6 +397,22 @@ def test_background_requests_get_a_quarter_of_a_step_of_others():
     assert names[:4] == ["prompt", "x", "y", "z"] and len(names) == 5
 
 
+def test_background_steps_are_short_and_single_while_others_are_expected(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr("quire.engine.scheduler.time.monotonic", lambda: now)
+    scheduler, executor = make(max_num_batched_tokens=512, num_gpu_blocks_override=400, max_model_len="600")
+    scheduler.add(AddRequest("a", [1], greedy(1)))
+    run_step(scheduler, executor)
+    for i in range(20):
+        scheduler.add(AddRequest(f"b{i}", [i] * 10, greedy(50), background=True))
+    step = scheduler.schedule()
+    assert step.num_tokens == 512 // 256 and scheduler.schedule() is None
+    scheduler.update(step, executor.execute(step.input).result())
+    now += 5.0
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    assert [step.num_tokens for step in steps] == [512 // 8] * 2
+
+
 def test_a_background_request_makes_room_for_others_and_ends_all_the_same():
     engine = Engine(fake_config(max_num_seqs=2, num_gpu_blocks_override=50))
     engine.add("back", [1], max_tokens=20, background=True)
