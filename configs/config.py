@@ -396,8 +396,9 @@ class MediaConfig:
     )
     mm_processor_cache_gb: float = opt(
         1.0,
-        "GiB of preprocessed images to keep, in shared memory, per frontend; images of running requests count",
-        above=0,
+        "GiB of preprocessed images to keep, in shared memory, per frontend; images of running requests count; 0: "
+        "these alone, at most 1 GiB",
+        minimum=0,
     )
     max_image_bytes: int = opt(
         20 << 20,

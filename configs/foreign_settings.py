@@ -31,6 +31,8 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "interleave_mm_strings": "images and texts of a message always keep their order",
     "media_io_kwargs": "not supported: images are decoded alike for all models; --mm-processor-kwargs sizes them",
     "skip_mm_profiling": "not supported",
+    "logits_processors": "not needed for DeepSeek-OCR: requests choose its n-gram processor with vllm_xargs "
+    '{"ngram_size": 30, "window_size": 90}; others are not supported',
     "calculate_kv_scales": "not needed: without scales in the checkpoint, each head of a token gets its own",
     "cpu_offload_gb": "not supported: use a smaller model, or share it among GPUs with --tensor-parallel-size",
     "swap_space": "not needed: a preempted request is computed again instead of swapped",

@@ -49,7 +49,8 @@ class Images:
         self._default_options: dict[str, Any] = json.loads(self._config.mm_processor_kwargs or "{}")
         self._processor: ImageProcessor | None = None
         self.image_token_id = -1
-        self._store = ImageStore(int(self._config.mm_processor_cache_gb * 2**30))
+        size = self._config.mm_processor_cache_gb
+        self._store = ImageStore(int((size or 1.0) * 2**30), keeps=size > 0)
         self._threads: ThreadPoolExecutor | None = None
         self._fetcher: Fetcher | None = None
         self._num_waiting = 0

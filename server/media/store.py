@@ -39,10 +39,10 @@ class _Entry:
 
 
 class ImageStore:
-    """Creates its folder with the first image."""
+    """Creates its folder with the first image. `keeps`: images stay when no request holds them."""
 
-    def __init__(self, max_bytes: int, base: Path | None = None):
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int, base: Path | None = None, keeps: bool = True):
+        self.max_bytes, self.keeps = max_bytes, keeps
         self.num_bytes = 0
         self._base = base
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # most recently used last
@@ -85,6 +85,8 @@ class ImageStore:
         with self._mutex:
             if (entry := self._entries.get(key)) is not None:
                 entry.num_leases -= 1
+                if not entry.num_leases and not self.keeps:
+                    self._remove(key)
 
     def _make_room(self, num_bytes: int) -> None:
         """Remove the least recently used images that no request holds."""

@@ -61,6 +61,19 @@ def test_held_images_stay(store, tmp_path):
     assert "f" in files(tmp_path)
 
 
+def test_nothing_is_kept_beyond_requests(tmp_path):
+    store = ImageStore(4 * SIZE, tmp_path, keeps=False)
+    leases = [store.add("a", processed()), store.lease("a"), store.add("b", processed())]
+    leases[0].release()
+    assert files(tmp_path) == ["a", "b"]
+    leases[1].release()
+    assert files(tmp_path) == ["b"] and store.lease("a") is None
+    del leases
+    gc.collect()
+    assert files(tmp_path) == [] and store.num_bytes == 0
+    store.close()
+
+
 def test_an_image_larger_than_all_room(store, tmp_path):
     with pytest.raises(Unavailable):
         store.add("a", processed(size=10 * SIZE))
