@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from quire.engine.messages import MediaItem
 from quire.server.media.processor import ProcessedImage
 from quire.server.media.registry import load_processor
-from tests import llava_models, qwen_gemma_models
+from tests import llava_models, ocr_models, qwen_gemma_models
 from tests.llava_models import IMAGE_TOKEN_ID
 
 _SMALL = {"min_pixels": 64, "max_pixels": 64 * 24}  # of Qwen: up to 24 tokens of 8 x 8 pixels
@@ -25,6 +25,8 @@ _SMALL = {"min_pixels": 64, "max_pixels": 64 * 24}  # of Qwen: up to 24 tokens o
 PREPROCESSORS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _SMALL) | {
     "gemma4": {"max_soft_tokens": 70},
     "gemma4-large": {"max_soft_tokens": 70},
+    "unlimited_ocr": {"base_size": 128, "image_size": 64},
+    "deepseek_ocr2": {"base_size": 768, "crop_mode": False},
 }
 
 
@@ -85,8 +87,8 @@ def build(name: str, folder: str | Path, dtype: str = "float32") -> Any:
     """Write the checkpoint of a family and its preprocessor into `folder`, and return transformers' model, in float32.
     It never writes the image token, which transformers would take for a placeholder.
     """
-    families = next(one for one in (llava_models, qwen_gemma_models) if name in one.MODELS)
-    model = families.build_model(name, folder)
+    families = (one for one in (llava_models, qwen_gemma_models) if name in one.MODELS)
+    model = next(families, ocr_models).build_model(name, folder)
     model.lm_head.weight.data[IMAGE_TOKEN_ID] = 0.0
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     model.float()  # the same weights
@@ -131,6 +133,8 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         return {"pixel_values": padded, "image_sizes": sizes}
     if name.startswith("gemma4"):
         return _gemma4(images)
+    if "ocr" in name:
+        return _ocr(name, images)
     if name == "llava":
         return {"pixel_values": torch.stack(pixels)}
     return {"pixel_values": torch.cat(pixels)}
@@ -145,3 +149,16 @@ def _gemma4(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         padded[i, : rows * columns] = image["pixel_values"]
         places[i, : rows * columns] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
     return {"pixel_values": padded, "image_position_ids": places}
+
+
+def _ocr(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    def scaled(pixels: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(pixels).permute(0, 3, 1, 2) / 127.5 - 1
+
+    inputs: dict[str, Any] = {"pixel_values": scaled([image["pixel_values"] for image in images])}
+    if tiles := [image["pixel_values_local"] for image in images if "grid" in image]:
+        counts = [len(image.get("pixel_values_local", ())) for image in images]
+        inputs |= {"pixel_values_local": scaled(tiles), "num_local_patches": counts}
+        if name == "unlimited_ocr":
+            inputs["patches_grid"] = [image["grid"].tolist() if "grid" in image else [1, 1] for image in images]
+    return inputs

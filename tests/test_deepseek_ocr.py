@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import random
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from quire.engine.messages import SamplingParams
 from tests import deepseek_ocr_reading as reading
 from tests.families import judge
-from tests.in_process import InProcessEngine
+from tests.image_prompts import PREPROCESSORS, Prompt, Reference, Writer, build, picture
+from tests.in_process import InProcessEngine, Result
 from tests.ocr_models import build_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
 class Reading:
-    """The plain reading of DeepSeek-OCR, called as a model of transformers."""
+    """The plain reading of DeepSeek-OCR, called as a model of transformers. It never writes the image token."""
 
     def __init__(self, folder):
         self.tensors = reading.write_checkpoint(folder)
+        self.tensors["lm_head.weight"][reading.IMAGE_TOKEN_ID] = 0.0
+        save_file(self.tensors, folder / "model.safetensors")
 
     def __call__(self, token_ids, pages=()):
         return SimpleNamespace(logits=reading.logits(self.tensors, token_ids[0].tolist(), list(pages))[None])
@@ -47,3 +53,41 @@ def test_text(model, tmp_path):
     engine.close()
     for prompt, result in zip(prompts, results):
         check(model, prompt, result)
+
+
+def prompts_of(write: Writer) -> list[Prompt]:
+    """Text, a page with tiles in front, and small pages among text."""
+    large, small = picture(0, 130, 200), picture(1, 60, 40)
+    return [write(20, 21, 22), write(large, 23, 24), write(20, small, 21, picture(2, 50, 64), 22), write(25, small)]
+
+
+def run(folder, prompts: list[Prompt], sampling: SamplingParams = GREEDY, **settings) -> list[Result]:
+    engine = InProcessEngine(str(folder), max_model_len="800", max_num_batched_tokens=64, **settings)
+    results = engine.generate([one.token_ids for one in prompts], sampling, media=[one.media for one in prompts])
+    engine.close()
+    return results
+
+
+def test_pages(tmp_path):
+    """From pictures to tokens, against the plain reading; a step has fewer tokens than some pages."""
+    model = Reading(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS["unlimited_ocr"]))
+    prompts = prompts_of(Writer(tmp_path, tmp_path))
+    assert any("grid" in image.features for image in prompts[1].images)
+    for prompt, result in zip(prompts, run(tmp_path, prompts)):
+        pages = [{key: torch.from_numpy(value) for key, value in one.features.items()} for one in prompt.images]
+        check(model, prompt.token_ids, result, pages=pages)
+
+
+@pytest.mark.parametrize("name", ["unlimited_ocr", "deepseek_ocr2"])
+def test_pages_equal_transformers(name, tmp_path):
+    """Unlimited-OCR is DeepSeek-OCR with a window, which is longer than the prompts here."""
+    model = build(name, tmp_path)
+    if name == "unlimited_ocr":
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["architectures"] = ["DeepseekOCRForCausalLM"]
+        config["text_config"] |= {"layer_types": None, "sliding_window": None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = prompts_of(Writer(tmp_path, tmp_path))
+    for prompt, result in zip(prompts, run(tmp_path, prompts)):
+        check(Reference(name, model, prompt.images), prompt.token_ids, result)
