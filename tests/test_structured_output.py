@@ -12,7 +12,8 @@ from quire.engine.messages import SamplingParams, Vocabulary
 from quire.server.structured.compile_process import Compiler
 from quire.server.structured.compile_process import Vocabulary as CompilerVocabulary
 from quire.server.structured.structure import Structure
-from tests.checkpoints import VOCAB_SIZE
+from quire.worker.messages import ThinkingBudget
+from tests.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE
 from tests.in_process import InProcessEngine, Result
 from tests.server.test_launch import HELLO, server_process
 from tests.test_recovery import SCRIPT, TINY, crowd, wait_for_death
@@ -43,7 +44,7 @@ SETTINGS = {
     "max_model_len": "128",
     "num_threads": 1,
 }
-PROMPTS = [list(range(4, 4 + length)) for length in (5, 40, 17, 3, 30)]
+PROMPTS = [list(range(4, 4 + length)) for length in (5, 40, 17, 3, 30, 9)]
 
 
 def grammar(structure: Structure) -> str:
@@ -59,6 +60,12 @@ def params(**fields) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 80, "seed": 1, "eos_token_ids": [EOS], "grammar": JSON, **fields})
 
 
+def thinking(size: int, **fields) -> SamplingParams:
+    """The prompt has opened thoughts, which end after `size` tokens at most; then the object."""
+    budget = ThinkingBudget(size, True, (1,), (THINK_END,), (4 + ord("\n"), THINK_END))
+    return params(thinking=budget, grammar_after=[THINK_END], **fields)
+
+
 # every other parameter beside a grammar, and a row without one
 MIXED = [
     params(temperature=0),
@@ -66,11 +73,18 @@ MIXED = [
     params(seed=6, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=60),
     SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True, logprobs=1),
     params(seed=8, bad_words_ids=[[4 + ord("b")], [4 + 256 + PIECES.index("ab")]], logit_bias={4 + ord("x"): 5.0}),
+    thinking(9, seed=3, logprobs=1, frequency_penalty=0.4, logit_bias={THINK_END: -100.0}),
 ]
 
 
 def text(result: Result) -> str:
-    return b"".join(TOKENS[token] for token in result.token_ids if token != EOS).decode()
+    """The text after the thoughts."""
+    _, *ids = (
+        result.token_ids[result.token_ids.index(THINK_END) :]
+        if THINK_END in result.token_ids
+        else [0, *result.token_ids]
+    )
+    return b"".join(TOKENS[token] for token in ids if token != EOS).decode()
 
 
 def check(result: Result) -> None:
@@ -105,6 +119,7 @@ def test_answers_are_valid_beside_other_parameters_and_rows(engine):
     assert "b" not in text(results[4])
     assert len(results[2].token_ids) > 60  # end-of-sequence tokens fill up what the text does not need
     assert results[3].error is None and results[3].finish_reason == "length"
+    assert results[5].token_ids.index(THINK_END) == 9 + 1
 
 
 def test_many_seeds(engine):
@@ -139,6 +154,27 @@ def test_a_resubmitted_request_continues_in_the_middle_of_an_object(engine):
     for count in range(0, len(whole.token_ids) - 1, 3):
         (rest,) = engine.generate([[5, 6]], params(), outputs=[whole.token_ids[:count]])
         assert whole.token_ids[:count] + rest.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("size", [0, 7, 200])
+def test_a_resubmitted_request_continues_in_the_middle_of_thoughts(engine, size):
+    """The budget counts the tokens from before, and the marker is forced once."""
+    sampling = thinking(size, seed=4, logit_bias={THINK_END: -100.0})
+    (whole,) = engine.generate([[5, 6]], sampling)
+    assert whole.token_ids.count(THINK_END) == int(size < 80)
+    for count in range(0, 24):
+        (rest,) = engine.generate([[5, 6]], sampling, outputs=[whole.token_ids[:count]])
+        assert whole.token_ids[:count] + rest.token_ids == whole.token_ids
+
+
+def test_several_choices(engine):
+    """Each has a matcher and a budget of its own, and is the answer to a request of its seed."""
+    for sampling in (params(seed=20), thinking(5, seed=20)):
+        choices = engine.generate([[5, 6], list(range(4, 40))], sampling, n=3)
+        alone = [params(seed=20 + k) if sampling.thinking is None else thinking(5, seed=20 + k) for k in range(3)]
+        for choice, expected in zip(choices, engine.generate([[5, 6]] * 3 + [list(range(4, 40))] * 3, alone * 2)):
+            check(choice)
+            assert choice.token_ids == expected.token_ids
 
 
 def test_prefix_hits_do_not_change_the_answer(engine):
@@ -185,10 +221,11 @@ def test_without_a_vocabulary_only_the_request_fails(checkpoint):
 
 
 def test_preemption(checkpoint, engine):
-    """Long answers in a small cache: matchers start again in the middle."""
+    """Long answers in a small cache: matchers and budgets start again in the middle."""
     schema = {"type": "array", "items": {"enum": ["a", "bc", 3, None]}, "minItems": 30, "maxItems": 40}
     text = grammar(Structure(kind="json_schema", value=schema, compact=True))
-    sampling = [params(grammar=text, max_tokens=110, seed=seed) for seed in range(4)]
+    sampling = [params(grammar=text, max_tokens=110, seed=seed) for seed in range(2)]
+    sampling += [thinking(size, grammar=text, max_tokens=110, seed=size) for size in (12, 60)]
     prompts = [[4, 5, 6]] * 4
     small = start(InProcessEngine(checkpoint("qwen3"), **SETTINGS | {"num_gpu_blocks_override": 18}))
     try:
@@ -225,6 +262,7 @@ def test_several_ranks(checkpoint, expected, layout):
 def test_an_engine_killed_in_the_middle_of_objects(checkpoint, tmp_path):
     """Clients of HTTP get the texts of an undisturbed run, each valid."""
     schema = {"type": "array", "items": {"enum": ["a", "bc", None, 17]}, "minItems": 30}
+    others = [{"thinking_token_budget": 40}, {"stop": ["null,17"], "logprobs": True}, {"presence_penalty": 0.5}]
     bodies = [
         {
             "messages": HELLO,
@@ -234,10 +272,13 @@ def test_an_engine_killed_in_the_middle_of_objects(checkpoint, tmp_path):
             "seed": number,
             "temperature": 1.0,
             "response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": schema}},
+            **others[number % len(others)],
         }
-        for number in range(8)
+        for number in range(9)
     ]
-    with server_process(checkpoint("qwen3"), tmp_path, script=SCRIPT, **TINY) as server:
+    opened = CHAT_TEMPLATE + "{{ '<think>' }}"
+    settings = TINY | {"chat_template": opened, "reasoning_parser": "think"}
+    with server_process(checkpoint("qwen3"), tmp_path, script=SCRIPT, **settings) as server:
         expected, duration = crowd(server.wait_ready(), bodies)
         engine = server.engine()
 
@@ -247,7 +288,7 @@ def test_an_engine_killed_in_the_middle_of_objects(checkpoint, tmp_path):
 
         answers, _ = crowd(server, bodies, disturb, after=duration / 2)
     check_answers(answers, expected)
-    for answer in answers:
+    for body, answer in zip(bodies, answers):
         for choice in answer:
-            if choice.finish_reason == "stop":
+            if choice.finish_reason == "stop" and "stop" not in body:
                 jsonschema.validate(json.loads(choice.text), schema)

@@ -390,11 +390,15 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_template(value: str) -> str:
     """The text of a template that is given as a file or as text."""
-    if "\n" not in value and len(value) < 4096 and Path(value).is_file():
+    if any(mark in value for mark in ("\n", "{%", "{{")):
+        return value
+    try:
         return Path(value).read_text(encoding="utf-8")
-    if "{" not in value and "\n" not in value:
-        raise ValueError(f"chat_template: there is no file {value}, and it is not the text of a template")
-    return value
+    except FileNotFoundError:
+        reason = f"there is no file {value}, and it is not the text of a template"
+    except OSError as error:
+        reason = f"it is not the text of a template, and as a file: {error}"
+    raise ValueError(f"chat_template: {reason}")
 
 
 def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_code: bool) -> Tokenizer:

@@ -206,8 +206,11 @@ class TestLoading:
         messages = [{"role": "user", "content": "x"}]
         assert Tokenizer.load(folder, chat_template=str(tmp_path / "t.jinja")).render_chat(messages) == "1"
         assert Tokenizer.load(folder, chat_template="{{ messages[0].role }}").render_chat(messages) == "user"
+        assert Tokenizer.load(folder, chat_template="{{ 1 }}" + "a" * 300).render_chat(messages) == "1" + "a" * 300
         with pytest.raises(ValueError, match="there is no file"):
             Tokenizer.load(folder, chat_template="absent.jinja")
+        with pytest.raises(ValueError, match=r"as a file: .*too long"):
+            Tokenizer.load(folder, chat_template="a" * 300)
         with pytest.raises(ValueError, match="not valid"):
             Tokenizer.load(folder, chat_template="{% if %}")
 
