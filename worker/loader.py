@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from quire.configs.config import Config
 from quire.configs.files import damaged_weights, unreadable
 from quire.worker.layers.linear import ANY_LENGTH, Linear, Part, narrowed
+from quire.worker.layers.quantization.kv_scales import is_scale
 from quire.worker.layers.views import chain, transposed
 from quire.worker.models import build_model, read_model_spec
 from quire.worker.models.config import ModelSpec
@@ -285,6 +286,7 @@ class Checkpoint:
             for name in self._file_of
             if name not in parts
             and not tensor_names.is_ignored(name)
+            and not is_scale(name)  # `cache/storage.py` decides whether it is used
             and not model.has_elsewhere(name, tensor_names)
             and not model.weight_format.ignores(name, lambda name=name: self._file_of[name].get_tensor(name))
         ]

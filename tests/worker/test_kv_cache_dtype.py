@@ -160,6 +160,19 @@ def test_log_probabilities_stay_close(checkpoint, name):
     assert 0 < distance["int8"].mean() < 0.15 and 0 < distance["fp8"].mean() < 0.6
 
 
+@pytest.mark.parametrize("config", [None, {**COMPRESSED, "kv_cache_scheme": SCHEME}], ids=["plain", "declared"])
+def test_log_probabilities_with_the_scales_of_a_checkpoint(checkpoint, tmp_path, config):
+    """With a good scale they are about as close as with a scale per token, with one that is far too large they are
+    not.
+    """
+    exact = torch.tensor(scored(checkpoint("qwen3")))
+    distance = []
+    for name, scale in (("good", 0.02), ("large", 1000.0)):
+        folder = with_scales(checkpoint("qwen3"), tmp_path / name, config, ("k_scale", "v_scale"), scale)
+        distance.append((torch.tensor(scored(folder, kv_cache_dtype="fp8")) - exact).abs().mean())
+    assert 0 < distance[0] < 0.6 and distance[1] > 2 * distance[0]
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_chunks_hits_and_preemption_change_nothing(checkpoint, name, kind):

@@ -83,7 +83,7 @@ class Fp8Format(CheckpointFormat):
         return bool(ACTIVATION_SCALES.search(name))
 
 
-# Scales of activations and of an 8-bit KV cache: activations stay wide, and our caches have scales of their own.
+# Scales of activations, which stay wide, and of an 8-bit KV cache, which `kv_scales.py` reads.
 ACTIVATION_SCALES = re.compile(
     r"\.(input_scale|input_scale_ub|input_zero_point|activation_scale|input_global_scale|output_scale|[qkv]_scale|"
     r"[qkv]_zero_point|prob_output_scale|kv_scale|act_scale)$"

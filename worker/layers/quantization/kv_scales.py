@@ -28,6 +28,11 @@ _SCALE = re.compile(
 )
 
 
+def is_scale(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a scale for keys or values."""
+    return bool(_SCALE.search(name))
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """The type of KV cache that a config.json asks for: "fp8", "int8", or None with the words that ask for another."""
