@@ -4,12 +4,16 @@ log-probabilities are those of transformers' `generate`.
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quire.engine.messages import SamplingParams
+from tests.image_prompts import PREPROCESSORS, Reference, Writer, picture
 from tests.in_process import InProcessEngine
 from tests.ocr_models import build_model
 
@@ -29,17 +33,17 @@ def prompts() -> list[list[int]]:
 
 
 @torch.inference_mode()
-def reference(model, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+def reference(model, prompt: list[int], **images: Any) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens and the log-probabilities `[LENGTH, V]` from which they were chosen."""
     found = model.generate(
         torch.tensor([prompt]), max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=False, output_logits=True,
-        return_dict_in_generate=True,
+        return_dict_in_generate=True, **images,
     )  # fmt: skip
     return found.sequences[0, len(prompt) :].tolist(), torch.cat(found.logits).float().log_softmax(-1)
 
 
-def check(model, prompt: list[int], result) -> None:
-    tokens, logprobs = reference(model, prompt)
+def check(model, prompt: list[int], result, **images: Any) -> None:
+    tokens, logprobs = reference(model, prompt, **images)
     assert result.error is None and len(result.token_ids) == LENGTH
     for i, (mine, theirs) in enumerate(zip(result.token_ids, tokens)):
         assert abs(result.logprobs[i].logprobs[0] - logprobs[i, mine].item()) < 1e-3
@@ -62,6 +66,19 @@ def test_outputs_are_those_of_transformers(model, num_blocks):
     for prompt, result in zip(prompts(), results):
         check(theirs, prompt, result)
     assert any(result.num_preemptions for result in results) is (num_blocks == 36)
+
+
+def test_pages(model, tmp_path):
+    """Of prompts with images the whole prompt stays visible, too."""
+    folder, theirs = model
+    (Path(folder) / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS["unlimited_ocr"]))
+    write = Writer(folder, tmp_path)
+    written = [write(20, picture(1, 60, 40), 21, 22), write(picture(0, 130, 200), 23)]
+    engine = InProcessEngine(folder, block_size=4, max_num_batched_tokens=64, max_model_len="800")
+    results = engine.generate([one.token_ids for one in written], GREEDY, media=[one.media for one in written])
+    engine.close()
+    for prompt, result in zip(written, results):
+        check(theirs, prompt.token_ids, result, **Reference("unlimited_ocr", theirs, prompt.images).inputs)
 
 
 def test_an_8_bit_cache(model):

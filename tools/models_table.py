@@ -37,8 +37,7 @@ build the model; formats of checkpoints (docs/quantization.md) are those of ever
 """
 _REFUSED = """Refused, with the reason, are models with recurrent or
 convolution layers (Qwen3-Next, Qwen3.5, Nemotron-H, Granite 4 H, Falcon-H1, Jamba, LFM2, Kimi-Linear,
-MiniMax-Text), Unlimited-OCR (a window of attention for the output alone), and models whose attention does not go
-through transformers' interface (BLOOM, GPT-J).
+MiniMax-Text), and models whose attention does not go through transformers' interface (BLOOM, GPT-J).
 """
 
 
@@ -84,11 +83,7 @@ def row(architecture: str) -> str:
 def page() -> str:
     """The text of docs/models.md."""
     seeing, text_only = (
-        ", ".join(
-            f"`{name}`"
-            for name, wrapper in sorted(WRAPPERS.items())
-            if bool(wrapper.tower) is images and not name.startswith("UnlimitedO")
-        )
+        ", ".join(f"`{name}`" for name, wrapper in sorted(WRAPPERS.items()) if bool(wrapper.tower) is images)
         for images in (True, False)
     )
     rows = "".join(row(name) for name in sorted(DECODERS | ENCODERS))
