@@ -1,8 +1,8 @@
 """Writes a model of real shapes with random bfloat16 weights and a tokenizer, for servers that need a folder (quire
 has `--load-format dummy`).
 
-    python benchmarks/make_model.py {qwen3-0.6b,llama-1b,qwen3-4b,gemma3-1b,phi4-mini,qwen3-30b-a3b,gpt-oss-20b,tiny}
-    OUT_DIR [--layers N]
+    python benchmarks/make_model.py {qwen3-0.6b,llama-1b,qwen3-4b,gemma3-1b,phi4-mini,qwen3-30b-a3b,gpt-oss-20b,
+    bert-base,modernbert-base,tiny} OUT_DIR [--layers N]
 
 The text that such a model writes means nothing; its speed is that of the real one. `tiny` has one layer of next to no
 work: what is measured with it is everything but the model.
@@ -18,10 +18,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    BertConfig,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
+    ModernBertConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -108,6 +111,8 @@ SHAPES: dict[str, PreTrainedConfig] = {
         num_attention_heads=64,
         sliding_window=128,
     ),
+    "bert-base": BertConfig(),
+    "modernbert-base": ModernBertConfig(),
     "tiny": Qwen3Config(
         **_COMMON | {"head_dim": 64, "num_key_value_heads": 1},
         vocab_size=4096,
@@ -119,19 +124,21 @@ SHAPES: dict[str, PreTrainedConfig] = {
         rms_norm_eps=1e-6,
     ),
 }
+ENCODERS = ("bert-base", "modernbert-base")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def write_weights(config: PreTrainedConfig, folder: Path) -> None:
+def write_weights(config: PreTrainedConfig, folder: Path, *, generates: bool = True) -> None:
     """Norms are 1 and matrices are Gaussian of the config's initializer range, drawn in place: no second copy of the
     model is ever in memory.
     """
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        cls = AutoModelForCausalLM if generates else AutoModel
+        model = cls.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
+        if name.lower().endswith("norm.weight"):
             torch.nn.init.ones_(parameter)
         else:
             torch.nn.init.normal_(parameter, std=config.initializer_range)
@@ -139,7 +146,7 @@ def write_weights(config: PreTrainedConfig, folder: Path) -> None:
     model.save_pretrained(folder, max_shard_size="4GB")
 
 
-def write_tokenizer(vocab_size: int, folder: Path) -> None:
+def write_tokenizer(vocab_size: int, folder: Path, *, generates: bool = True) -> None:
     """Byte-level BPE trained on Python's standard library, padded so that every id of the model has a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -159,10 +166,11 @@ def write_tokenizer(vocab_size: int, folder: Path) -> None:
         bos_token=SPECIAL[0],
         pad_token=SPECIAL[0],
     )
-    fast.chat_template = (
+    chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if "
         "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+    fast.chat_template = chat_template if generates else None
     fast.save_pretrained(folder)
 
 
@@ -177,8 +185,9 @@ def main() -> None:
         config.num_hidden_layers = arguments.layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: arguments.layers]
-    write_weights(config, arguments.output)
-    write_tokenizer(config.vocab_size, arguments.output)
+    generates = arguments.shape not in ENCODERS
+    write_weights(config, arguments.output, generates=generates)
+    write_tokenizer(config.vocab_size, arguments.output, generates=generates)
 
 
 if __name__ == "__main__":

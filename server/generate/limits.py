@@ -28,7 +28,7 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=1000)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.001, le=1000)]
 Bias = Annotated[float, Meta(ge=-1e6, le=1e6, description="values beyond -100 and 100 count as -100 and 100")]
 # an image by URL or as base64; --max-body-size is usually the lower limit
 ImageText = Annotated[str, Meta(min_length=1, max_length=MAX_IMAGE_CHARS)]

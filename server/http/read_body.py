@@ -36,7 +36,8 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
     disconnects, which cancels work that still waits for a thread.
     """
     content_type = _content_type(request)
-    if content_type != "application/json":  # also prevents web pages from posting here without a CORS check
+    # also prevents web pages from posting here without a CORS check
+    if content_type != "application/json" and not _is_ollama_client(request):
         raise UnsupportedMediaType(
             f"The body must be sent with Content-Type: application/json, not '{content_type[:100]}'."
         )
@@ -104,6 +105,14 @@ def require_deliberate(request: Request) -> None:
             "This POST must be sent with Content-Type: application/json or with an X-Requested-With header, "
             "which web pages of others cannot."
         )
+
+
+def _is_ollama_client(request: Request) -> bool:
+    """Whether a body for Ollama's API, whose clients often send another type, comes from a program: web pages always
+    send an Origin.
+    """
+    from_page = any(name in request.headers for name in ("origin", "sec-fetch-site"))
+    return request.url.path.startswith("/api/") and not from_page
 
 
 def _content_type(request: Request) -> str:

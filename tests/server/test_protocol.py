@@ -278,6 +278,7 @@ TOO_MANY = [
     ("logit_bias", {str(i): 1 for i in range(2**14 + 1)}, "16384"),
     ("model", "x" * 257, "256"),
     ("repetition_penalty", 1001, "1000"),
+    ("repetition_penalty", 5e-324, "0.001"),  # logits divided by it would be infinite
     ("t_max_predict_ms", 1e10, "0"),
 ]
 

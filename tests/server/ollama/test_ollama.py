@@ -222,3 +222,17 @@ def test_the_async_client_and_the_bytes_on_the_wire(plain):
     assert answer.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in answer.text.splitlines()]
     assert lines[-1]["done"] and not any(line["done"] for line in lines[:-1])
+
+
+@pytest.mark.parametrize("content_type", [None, "application/x-www-form-urlencoded", "application/octet-stream"])
+def test_programs_may_send_another_content_type(plain, content_type):
+    """LiteLLM and curl do; a web page, which sends its Origin, must not."""
+    server, script = plain
+    headers = {"content-type": content_type} if content_type else {}
+    script.says("Hello", seed=1)
+    content = json.dumps({"model": MODEL, "messages": ASK, "stream": False}).encode()
+    assert server.http.post("/api/chat", content=content, headers=headers).json()["message"]["content"] == "Hello"
+    for name in ("origin", "sec-fetch-site"):
+        answer = server.http.post("/api/chat", content=content, headers=headers | {name: "https://example.org"})
+        assert answer.status_code == 415
+    assert server.http.post("/v1/chat/completions", content=content, headers=headers).status_code == 415
