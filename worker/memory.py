@@ -378,11 +378,12 @@ def attention_specs(
     shapes: dict[tuple[int, ...], list[LayerSpec]] = {}
     for layer in spec.layers:
         if layer.mixer == "attention":
-            shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, False
+            shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, False, False
             shapes.setdefault(shape, []).append(layer)
         if layer.latent is not None:  # absorbed and expanded, see layers/mla.py
-            absorbed = layer.num_heads, 1, layer.latent.width, layer.latent.rank, True
-            for shape in (absorbed, (layer.num_heads, layer.num_heads, layer.head_dim, layer.v_head_dim, False)):
+            absorbed = layer.num_heads, 1, layer.latent.width, layer.latent.rank, True, False
+            expanded = layer.num_heads, layer.num_heads, layer.head_dim, layer.v_head_dim, False, True
+            for shape in (absorbed, expanded):
                 shapes.setdefault(shape, []).append(layer)
     return [
         AttentionSpec(
@@ -397,10 +398,11 @@ def attention_specs(
             v_head_dim=v_head_dim,
             uses_sinks=any(layer.sinks for layer in layers),
             latent=latent,
+            expanded=expanded,
             kv_dtype=kv.dtype,
             kv_scales=kv.scales,
         )
-        for (heads, kv_heads, head_dim, v_head_dim, latent), layers in shapes.items()
+        for (heads, kv_heads, head_dim, v_head_dim, latent, expanded), layers in shapes.items()
     ]
 
 

@@ -66,6 +66,7 @@ class AttentionSpec:
     v_head_dim: int | None = None  # None: head_dim
     uses_sinks: bool = False
     latent: bool = False  # one KV head, whose values are the first v_head_dim columns of its keys
+    expanded: bool = False  # the other form of latent attention: the keys and values of all heads
     kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
     kv_scales: str | None = None  # of a cache in 8 bits: per "token" and head, or constants of the "layer"
 

@@ -14,6 +14,8 @@ BACKENDS = {
     "cpu_paged": "quire.worker.attention.torch_paged:CpuPagedAttention",
     "flash_attn_3": "quire.worker.cuda.flash_attn:FlashAttention3",
     "flash_attn_2": "quire.worker.cuda.flash_attn:FlashAttention2",
+    "flash_mla": "quire.worker.cuda.flash_mla:FlashMLA",
+    "flash_attn_3_mla": "quire.worker.cuda.flash_mla:FlashAttention3MLA",
     "torch_varlen": "quire.worker.cuda.varlen:TorchVarlenAttention",
     "triton_paged": "quire.worker.cuda.triton_paged:TritonPagedBackend",
 }

@@ -10,6 +10,7 @@ from quire.worker.platforms import host
 from quire.worker.platforms.base import TORCH, Event, Platform
 from quire.worker.platforms.ops import Ops
 
+_LATENT = ("flash_mla", "flash_attn_3_mla")  # attention backends of models with latent attention
 _CORES_PER_RANK = 4  # with fewer cores, spinning while waiting for the device would take a core that others need
 
 
@@ -21,7 +22,7 @@ class CudaPlatform(Platform):
 
     name = "cuda"
     dist_backend = "nccl"
-    attention_order = ("flash_attn_3", "flash_attn_2", "torch_varlen", "triton_paged", "cpu_paged")
+    attention_order = ("flash_attn_3", "flash_attn_2", "torch_varlen", *_LATENT, "triton_paged", "cpu_paged")
     default_depth = 2
     has_graphs = True
     measures_memory = True
