@@ -14,6 +14,7 @@ from quire.configs.config import Config
 from quire.engine.messages import Ready
 from quire.server.engines import supervisor as module
 from quire.server.engines.client import EngineUnavailable
+from quire.server.engines.process import python_environment
 from quire.server.engines.supervisor import EngineFailed, Supervisor
 from tests.server.fake_engine import ready
 
@@ -228,3 +229,11 @@ async def test_starts_without_room_are_given_up(monkeypatch):
     await watched.die()
     with pytest.raises(EngineFailed, match="no room; 3 restarts in a row failed"):
         await watched.task
+
+
+def test_threads_of_torch_do_not_spin_in_engines(monkeypatch):
+    """They would hold the cores of the native kernels' threads. A user's own setting is kept."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert python_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert python_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
