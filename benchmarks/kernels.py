@@ -1,7 +1,8 @@
 """Compares the native CPU kernels with torch's for the same work, in turn on one machine: times drift, ratios are
 stable.
 
-    python benchmarks/kernels.py [gemm] [quant] [attention] [shared] [small] [--threads N] [--rounds N] [--cpu-time]
+    python benchmarks/kernels.py [gemm] [quant] [stored] [attention] [shared] [small] [--threads N] [--rounds N]
+                                 [--cpu-time]
 
 Weights and caches rotate, so that nothing stays in cache. Each line gives the least time of the native kernel and how
 many times as fast as each alternative it is; `GB/s` counts the weight or KV bytes that must be read, `TFLOP/s` the
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from quire.configs.gguf import BLOCKS
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cpu import ops as cpu_ops
@@ -108,6 +110,25 @@ def quant(race: Race) -> None:
                 _print(
                     f"{n} x {k}, {bits} bits by {group}, {m} rows", times, n * k * (bits / 8 + 2 / group), 2 * m * n * k
                 )
+
+
+def stored(race: Race) -> None:
+    """Weights as checkpoints store them: blocks of GGUF files (random bytes) and 8-bit floats by 128."""
+    n, k, count = 4096, 2560, 12
+    for kind in (*cpu_ops.PACKED_BLOCKS, "e4m3"):
+        if kind == "e4m3":
+            values, scales = torch.randn(n, k).mul(100).to(torch.float8_e4m3fn), torch.rand(n, k // 128)
+            linears = [cpu_ops.QuantizedLinear.from_values(values, scales, None, 8, 128) for _ in range(count)]
+        else:
+            per_block, size = BLOCKS[kind]
+            blocks = torch.randint(256, (n, k // per_block * size), dtype=torch.uint8)
+            linears = [cpu_ops.QuantizedLinear.from_blocks([blocks], kind, (n, k)) for _ in range(count)]
+        for m in (1, 2, 4, 8, 16, 32, 128, 512):
+            some = linears if m <= 32 else linears[:2]
+            x = torch.randn(m, k).bfloat16()
+            times = race.run({"native": lambda: [linear(x) for linear in some]}, len(some))
+            weight_bytes = linears[0].packed.nbytes + linears[0].scales.nbytes
+            _print(f"{n} x {k}, {kind}, {m} rows", times, weight_bytes, 2 * m * n * k)
 
 
 def _cache(blocks: int, kv_heads: int) -> torch.Tensor:
@@ -237,7 +258,7 @@ def small(race: Race) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", nargs="*", help="kernels to measure: gemm, quant, attention, shared, small (default: all)"
+        "what", nargs="*", help="kernels to measure: gemm, quant, stored, attention, shared, small (default: all)"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=8)
@@ -245,7 +266,7 @@ def main() -> int:
         "--cpu-time", action="store_true", help="count the CPU time of this process only; use it with one thread"
     )
     args = parser.parse_args()
-    parts = {"gemm": gemm, "quant": quant, "attention": attention, "shared": shared, "small": small}
+    parts = {"gemm": gemm, "quant": quant, "stored": stored, "attention": attention, "shared": shared, "small": small}
     if unknown := set(args.what) - set(parts):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     torch.set_num_threads(args.threads)

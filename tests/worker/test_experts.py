@@ -12,6 +12,8 @@ from quire.worker.cpu.experts import NativeExperts
 from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
 from quire.worker.cpu.packed_linear import PackedMethod
 from quire.worker.layers.moe import fused_experts
+from quire.worker.layers.quantization.gguf_blocks import dequantize
+from tests.gguf_files import blocks_of
 
 EXPERTS, HIDDEN, SIZE = 6, 96, 80
 
@@ -31,13 +33,22 @@ class Packed:
         self.method.linear = linear
 
 
-def weights(seed: int = 0, biases: bool = False) -> list[torch.Tensor | None]:
+def weights(seed: int = 0, biases: bool = False, size: int = SIZE) -> list[torch.Tensor | None]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(EXPERTS, 2 * SIZE, HIDDEN), (EXPERTS, HIDDEN, SIZE), (EXPERTS, 2 * SIZE), (EXPERTS, HIDDEN)]
+    shapes = [(EXPERTS, 2 * size, HIDDEN), (EXPERTS, HIDDEN, size), (EXPERTS, 2 * size), (EXPERTS, HIDDEN)]
     drawn = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
     drawn[0] *= HIDDEN**-0.5
     drawn[1] *= SIZE**-0.5
     return drawn if biases else [*drawn[:2], None, None]
+
+
+def stored_weight(kind: str, weight, bias, gated) -> tuple[QuantizedLinear, torch.Tensor]:
+    """(the weight as checkpoints store it, what it stands for)."""
+    if kind == "MXFP4":
+        blocks = torch.from_numpy(blocks_of(weight.float().numpy(), kind))
+        return QuantizedLinear.from_blocks([blocks], kind, tuple(weight.shape), bias, gated), dequantize(blocks, kind)
+    values, scale = (100 * weight).to(torch.float8_e4m3fn), torch.full((len(weight), 1), 0.01)
+    return QuantizedLinear.from_values(values, scale, None, 8, -1, bias, gated), values.float() * scale
 
 
 def pack(kind: str, gate_up, down, gate_up_bias, down_bias, activation="silu", first=0, weigh_inputs=False, path=0):
@@ -46,7 +57,10 @@ def pack(kind: str, gate_up, down, gate_up_bias, down_bias, activation="silu", f
     for i in range(len(gate_up)):
         for side, (weight, biases, gated) in enumerate(((gate_up, gate_up_bias, activation), (down, down_bias, None))):
             bias = None if biases is None else biases[i]
-            if kind.startswith("int"):
+            if kind in ("MXFP4", "e4m3"):
+                linear, dense = stored_weight(kind, weight[i], bias, gated)
+                stored[side].append(dense)
+            elif kind.startswith("int"):
                 linear = QuantizedLinear.quantize(weight[i], int(kind[3:]), 32, bias, gated)
                 plain = QuantizedLinear.quantize(weight[i], int(kind[3:]), 32)
                 stored[side].append(plain.rows(torch.arange(weight.shape[1])))
@@ -70,10 +84,10 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
     assert error < 0.01, error
 
 
-@pytest.mark.parametrize("kind", ["packed", "compact", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["packed", "compact", "int8", "int4", "MXFP4", "e4m3"])
 @pytest.mark.parametrize("tokens", [1, 5, 40, 300])
 def test_formats(kind, tokens):
-    parameters = weights()
+    parameters = weights(size=64 if kind == "MXFP4" else SIZE)
     run, gate_up, down = pack(kind, *parameters)
     x, routing = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, 2)
     ids = torch.rand(tokens, EXPERTS).topk(2).indices

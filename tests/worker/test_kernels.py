@@ -19,10 +19,12 @@ from quire.worker.cpu import build, native
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.layers.activation import silu_and_mul
 from quire.worker.layers.norm import add_rms_norm, rms_norm
+from quire.worker.layers.quantization.gguf_blocks import dequantize
 from quire.worker.layers.rotary import apply_rotary
 from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling import logprobs
+from tests.gguf_files import blocks_of
 
 LEVELS = list(build.LEVELS)
 TINY_MODEL = Path(__file__).parents[2] / "configs" / "quire-tiny"
@@ -262,6 +264,63 @@ def test_quantized_gate_up(kernels, bits, m):
     linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, 32, bias, gated="silu")
     x = torch.randn(m, 100).bfloat16()
     assert_near(linear(x), silu_and_mul(F.linear(x.float(), weight.float(), bias.float())), 2**-6)
+
+
+@pytest.mark.parametrize("kind", cpu_ops.PACKED_BLOCKS)
+def test_packed_blocks(kernels, kind):
+    """Blocks of GGUF files, in two parts and with missing rows, as the reference dequantizes them."""
+    cases = (1, 33, 512), (2, 70, 256), (3, 10, 256), (5, 64, 768), (13, 40, 512), (130, 45, 256)
+    for seed, (m, n, k) in enumerate(cases):
+        torch.manual_seed(seed)
+        blocks = torch.from_numpy(blocks_of((torch.randn(n, k) * torch.rand(n, 1)).numpy(), kind))
+        weight, bias = dequantize(blocks, kind), torch.randn(n + 3)
+        parts = [blocks[: n // 3].contiguous(), blocks[n // 3 :].contiguous()]
+        linear = cpu_ops.QuantizedLinear.from_blocks(parts, kind, (n + 3, k), bias)
+        assert linear.packed.nbytes + linear.scales.nbytes <= blocks.nbytes / n * linear.columns
+        assert torch.equal(linear.rows(torch.arange(n)), weight.bfloat16())
+        assert not linear.rows(torch.tensor([n + 2])).any()
+        x = torch.randn(m, k).bfloat16()
+        x[m // 2] = 0
+        want = x.double() @ F.pad(weight, (0, 0, 0, 3)).double().T + bias.double()
+        for path in (1, 2):  # 15 bits per entry of x
+            assert (linear(x, torch.float32, path) - want).norm() < 1e-4 * want.norm()
+        for path in (0, 3):  # with AMX bf16 weights
+            assert (linear(x, torch.float32, path) - want).norm() < 4e-3 * want.norm()
+        alone = torch.cat([linear(x[i : i + 1], torch.float32, 2) for i in range(m)])
+        assert torch.equal(alone, linear(x, torch.float32, 2))
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "MXFP4"])
+@pytest.mark.parametrize("m", [1, 6, 40])
+def test_packed_blocks_of_gate_and_up(kernels, kind, m):
+    torch.manual_seed(m)
+    blocks = torch.from_numpy(blocks_of(torch.randn(74, 256).mul_(0.1).numpy(), kind))
+    weight, bias, x = dequantize(blocks, kind), torch.randn(74), torch.randn(m, 256).bfloat16()
+    parts = [blocks[:37].contiguous(), blocks[37:].contiguous()]
+    linear = cpu_ops.QuantizedLinear.from_blocks(parts, kind, (74, 256), bias, gated="silu")
+    assert_near(linear(x), silu_and_mul(F.linear(x.float(), weight, bias)), 2**-6)
+
+
+@pytest.mark.parametrize(("m", "group"), [(1, 128), (4, -1), (5, 32), (13, 256), (130, 128)])
+def test_weights_of_8_bit_floats(kernels, m, group):
+    """All codes but NaN, those without a leading one included, with scales that float16 cannot hold."""
+    torch.manual_seed(m)
+    n, k = 70, 333
+    values = torch.randn(n, k).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+    values.view(torch.uint8)[1, : len(codes)] = codes
+    scales = torch.rand(n, 1 if group < 0 else -(-k // group)) * 1e-6
+    weight, bias = values.float() * scales.repeat_interleave(k if group < 0 else group, 1)[:, :k], torch.randn(n) * 1e-4
+    linear = cpu_ops.QuantizedLinear.from_values(values, scales, None, 8, group, bias)
+    assert torch.equal(linear.rows(torch.arange(n)), weight.bfloat16())
+    x = torch.randn(m, k).bfloat16()
+    want = x.double() @ weight.double().T + bias.double()
+    for path in (1, 2):  # floats
+        assert (linear(x, torch.float32, path) - want).norm() < 1e-5 * want.norm()
+    for path in (0, 3):  # fixed point; with AMX bf16 weights
+        assert (linear(x, torch.float32, path) - want).norm() < 4e-3 * want.norm()
+    alone = torch.cat([linear(x[i : i + 1], torch.float32, 2) for i in range(m)])
+    assert torch.equal(alone, linear(x, torch.float32, 2))
 
 
 def test_quantized_linear_refuses_what_it_cannot_do(kernels):

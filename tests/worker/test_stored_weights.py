@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quire.worker.layers.linear import Linear
+from quire.worker.layers.quantization.blocks import PlainBlocks
 from quire.worker.layers.quantization.fp4 import mxfp4_blocks
 from quire.worker.layers.quantization.int_groups import PlainGroups
 from quire.worker.layers.quantization.packing import E2M1
@@ -96,6 +97,8 @@ def logits_of(model, text: list[int] = TEXT) -> torch.Tensor:
 
 
 def weight_of(layer: Linear) -> torch.Tensor:
+    if isinstance(layer.method, PlainBlocks):
+        return torch.cat([part.dequantized() for part in layer.method.parts])
     if not isinstance(layer.method, PlainGroups):
         return layer.weight
     order = layer.order

@@ -1,12 +1,15 @@
-"""The native products of weights in the blocks of GGUF files."""
+"""The native products of weights in the blocks of GGUF files: of the common types packed anew (`packed_blocks`), of the
+others as they are in the file.
+"""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
 from quire.worker.cpu.native import KERNELS
+from quire.worker.cpu.ops import PACKED_BLOCKS, MixedLinear, QuantizedLinear
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.platforms.huge_pages import Workspace
@@ -59,6 +62,25 @@ def take_rows(rows: Rows, ids: torch.Tensor, k: int) -> torch.Tensor:
         blocks.data_ptr(), blocks.shape[1], _TYPES.index(rows.type), ids.data_ptr(), len(ids), out.data_ptr(), k
     )
     return out
+
+
+def packed_blocks(layer: Linear, parts: list[Rows]) -> QuantizedLinear | MixedLinear | None:
+    """The layer's weight, packed in the same number of bits, or None if there is no kernel for a type of its blocks."""
+    runs = [(kind, [part.blocks for part in same]) for kind, same in groupby(parts, lambda part: part.type)]
+    if any(kind not in PACKED_BLOCKS for kind, _ in runs):
+        return None
+    if len(runs) == 1:
+        shape = layer.out_features, layer.in_features
+        return QuantizedLinear.from_blocks(runs[0][1], runs[0][0], shape, layer.bias, layer.gated)
+    counts = [sum(len(blocks) for blocks in run) for _, run in runs]
+    if layer.gated or sum(counts) < layer.out_features:
+        return None
+    starts = [0, *accumulate(counts)]
+    biases = [None if layer.bias is None else layer.bias[a:b] for a, b in pairwise(starts)]
+    return MixedLinear([
+        QuantizedLinear.from_blocks(run, kind, (count, layer.in_features), bias)
+        for (kind, run), count, bias in zip(runs, counts, biases)
+    ])  # fmt: skip
 
 
 class NativeBlocksMethod(LinearMethod):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quire.worker.cpu.native import LinearArgs
-from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
+from quire.worker.cpu.ops import MixedLinear, PackedLinear, QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization.int_groups import Reordered
@@ -24,8 +24,8 @@ _ONE_WAY = 3  # `path` of PackedLinear
 class FixedRows:
     """Calls `linear` with the same algorithm for any number of rows."""
 
-    def __init__(self, linear: PackedLinear | QuantizedLinear):
-        self.linear, self.path = linear, _INTEGERS if isinstance(linear, QuantizedLinear) else _ONE_WAY
+    def __init__(self, linear: PackedLinear | QuantizedLinear | MixedLinear):
+        self.linear, self.path = linear, _ONE_WAY if isinstance(linear, PackedLinear) else _INTEGERS
 
     def __call__(
         self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, workspace: Workspace | None = None

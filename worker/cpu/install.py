@@ -13,7 +13,7 @@ import torch
 
 from quire.worker.cpu import ops
 from quire.worker.cpu.argmax_prefilter import Int8ArgmaxPrefilter
-from quire.worker.cpu.blocks import NativeBlocksMethod
+from quire.worker.cpu.blocks import NativeBlocksMethod, packed_blocks
 from quire.worker.cpu.build import BuildError
 from quire.worker.cpu.experts import NativeExperts
 from quire.worker.cpu.native import KERNELS
@@ -37,6 +37,7 @@ class NativeOps(Ops):
     """The operations of the loaded library. Layers, weights and shapes that it does not support stay with torch."""
 
     name = "native"
+    e4m3_groups = True
 
     silu_and_mul = staticmethod(ops.silu_and_mul)
     rms_norm = staticmethod(ops.rms_norm)
@@ -59,12 +60,11 @@ class NativeOps(Ops):
         return NativeQuantMethod(layer, QuantizedLinear.from_values(*numbers, layer.bias, layer.gated))
 
     def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod:
-        groups = [part.as_groups() for part in parts]
-        if not (merged := Groups.merged(groups, layer.out_features)):
+        if not (linear := packed_blocks(layer, parts)):
             return NativeBlocksMethod(layer, parts)
-        for i in range(len(parts)):  # packed anew, in the same number of bits
+        for i in range(len(parts)):
             setattr(layer, f"blocks_{i}", None)
-        return self.quantized_method(layer, merged)
+        return NativeQuantMethod(layer, linear)
 
     def packed_experts(self, experts: ListedExperts) -> NativeExperts | None:
         listed = experts.experts.values()

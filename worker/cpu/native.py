@@ -87,13 +87,13 @@ class QkvArgs(ctypes.Structure):
 
 
 class QuantArgs(ctypes.Structure):
-    """A packed weight of 4 or 8 bits. Mirrors `Quant` in quant.h."""
+    """A packed weight of 4 to 8 bits. Mirrors `Quant` in quant.h."""
 
     _fields_ = [
         ("data", _P),
         ("scales", _P),
         ("offsets", _P),
-        ("bits", _I),
+        ("kind", _I),
         ("group", _I),
         ("groups", _I),
         ("k_steps", _I),
@@ -128,6 +128,7 @@ class LinearArgs(ctypes.Structure):
         ("k", _L),
         ("gated", _L),
         ("path", _L),
+        ("next", _P),
     ]
 
 
@@ -183,6 +184,7 @@ _SIGNATURES = {
     "quire_gemm_run_quant": ([_P, _L, ctypes.POINTER(QuantArgs), _P, _P, _L, _L, _L, _L, _I, _I], None),
     "quire_quantize": ([_P, _L, _P, _P, _L, _L, _I, _L, _I], None),
     "quire_pack_quantized": ([_P, _P, _P, ctypes.POINTER(QuantArgs), _L, _L, _I], None),
+    "quire_pack_blocks": ([_P, _P, _L, _I, ctypes.POINTER(QuantArgs), _L, _L, _I], None),
     "quire_blocks_run": ([_P, _L, _P, _L, _I, _P, _P, _L, _L, _L, _L, _I], None),
     "quire_blocks_rows": ([_P, _L, _I, _P, _L, _P, _L], None),
     "quire_quant_rows": ([ctypes.POINTER(QuantArgs), _P, _L, _P, _L, _L], None),

@@ -8,8 +8,9 @@ kernels compute in float32 and round at the same points.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from ctypes import addressof, byref
+from collections.abc import Callable, Sequence
+from ctypes import addressof, byref, c_long, c_void_p
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -408,9 +409,10 @@ class _NativeLinear:
         dtype: torch.dtype = torch.bfloat16,
         path: int = 0,
         workspace: huge_pages.Workspace | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiply x `[..., k]` bfloat16: returns `[..., n]` of `dtype` (bfloat16 or float32), allocated in `workspace`
-        (of the same type) if one is given.
+        (of the same type) if one is given, or writes it to `out` `[T, n]`.
 
         `path` forces one algorithm: bfloat16 weights take 1 (float vectors) or 3 (the same algorithm for any number of
         rows); quantized weights take 1 (integers without AMX), 2 (integers with AMX) or 3 (the algorithm for many
@@ -420,17 +422,15 @@ class _NativeLinear:
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        out = (
-            torch.empty(rows.shape[0], self.out_features, dtype=dtype)
-            if workspace is None
-            else workspace.take(rows.shape[0], self.out_features)
-        )
+        if out is None:
+            shape = rows.shape[0], self.out_features
+            out = torch.empty(shape, dtype=dtype) if workspace is None else workspace.take(*shape)
         self._run(
             rows.data_ptr(),
             rows.stride(0),
             *self._pointers,
             out.data_ptr(),
-            self.out_features,
+            out.stride(0),
             rows.shape[0],
             self._n,
             self.in_features,
@@ -480,7 +480,8 @@ class PackedLinear(_NativeLinear):
     def args(self, path: int = 0) -> LinearArgs:
         """The C struct of this layer, which must outlive the struct."""
         packed, compact = (self._pointers[0], None) if self.compact is None else (None, addressof(self.compact.args))
-        return LinearArgs(packed, None, compact, self._pointers[1], self._n, self.in_features, self.flags >> 1, path)
+        bias = self._pointers[1]
+        return LinearArgs(packed, None, compact, bias, self._n, self.in_features, self.flags >> 1, path, None)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the original weight: `[T, k]`. Lets an embedding share the packed head."""
@@ -533,44 +534,74 @@ class _Compact:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class QuantKind:
+    """How a quantized weight is stored: `number` in csrc/quant.h, bits per value, columns per scale (0: any of the
+    supported numbers), and bytes of the scales of 32 rows by `per` columns if they are not a table of numbers.
+    """
+
+    number: int
+    bits: int
+    group: int = 0
+    scale_bytes: int = 0
+    per: int = 1
+
+
+_INTEGERS = {4: QuantKind(0, 4), 8: QuantKind(1, 8)}
+_E2M1 = QuantKind(2, 4, 32, 32, 32)
+_E4M3 = QuantKind(6, 8)
+_Q4_0, _Q8_0 = QuantKind(0, 4, 32), QuantKind(1, 8, 32)
+# types of GGUF files that are packed: `Layout` in csrc/pack_blocks.cpp, and the kind
+PACKED_BLOCKS = {
+    "Q4_0": (0, _Q4_0),
+    "Q8_0": (1, _Q8_0),
+    "Q4_K": (2, QuantKind(3, 4, 32, 512, 256)),
+    "Q5_K": (3, QuantKind(4, 5, 32, 512, 256)),
+    "Q6_K": (4, QuantKind(5, 6, 16, 576, 256)),
+    "MXFP4": (5, _E2M1),
+}
+
+
 class QuantizedLinear(_NativeLinear):
-    """Computes x W^T + bias for a weight of 8 or 4 bits with one scale per row and group of columns: weight = scale * q
+    """Computes x W^T + bias for a weight of 4 to 8 bits with one scale per row and group of columns: weight = scale * q
     + offset. Activations are bfloat16.
 
     Few rows are multiplied as integers: x becomes 16-bit integers with one scale per at most 256 columns, which is
     finer than bfloat16. With AMX more than 32 rows are multiplied in bfloat16; without AMX 96 rows and more are
-    multiplied in fixed point. Build one with `quantize` from a bfloat16 weight, or with `from_values` from a quantized
-    checkpoint. `rows` and `gated` are as in PackedLinear.
+    multiplied in fixed point. Build one with `quantize` from a bfloat16 weight, with `from_values` from a quantized
+    checkpoint, or with `from_blocks` from the blocks of a GGUF file. `rows` and `gated` are as in PackedLinear.
     """
 
     def __init__(
         self,
         shape: tuple[int, int],
-        bits: int,
+        kind: QuantKind,
         group: int,
         bias: torch.Tensor | None,
         gated: str | None,
         has_offsets: bool,
         scale_type: torch.dtype = torch.bfloat16,
     ) -> None:
-        if bits not in (4, 8):
-            raise ValueError(f"weights of {bits} bits are not supported, only of 4 and 8")
         super().__init__(shape, gated)
-        self.bits, steps = bits, -(-self.in_features // 64)
+        self.bits, steps = kind.bits, -(-self.in_features // 64)
         self.group = group if group > 0 else -(-steps // 4) * 256
-        if not self.supports(self.group):
+        if not kind.group and not self.supports(self.group):
             raise ValueError(
                 f"group size {group} is not supported: 32, 64, 128, a multiple of 256, or -1 for one scale per row"
             )
         groups = -(-steps * 64 // self.group)
-        self.packed = huge_pages.zeros(self.columns * steps * 64 * bits // 8, dtype=torch.uint8)
-        self.scales = torch.empty(self.columns * groups, dtype=scale_type)
+        self.packed = huge_pages.zeros(self.columns * steps * 8 * kind.bits, dtype=torch.uint8)
+        if kind.scale_bytes:
+            size, scale_type = self.columns // 32 * -(-steps * 64 // kind.per) * kind.scale_bytes, torch.uint8
+        else:
+            size = self.columns * groups
+        self.scales = torch.zeros(size, dtype=scale_type)
         self.offsets = torch.empty_like(self.scales) if has_offsets else None
         self._args = QuantArgs(
             self.packed.data_ptr(),
             self.scales.data_ptr(),
             None if self.offsets is None else self.offsets.data_ptr(),
-            bits,
+            kind.number,
             self.group,
             groups,
             steps,
@@ -600,7 +631,7 @@ class QuantizedLinear(_NativeLinear):
         """
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"only bfloat16 weights can be quantized, not {weight.dtype}")
-        linear = cls(tuple(weight.shape), bits, group, bias, gated, has_offsets=False)
+        linear = cls(tuple(weight.shape), _integers(bits), group, bias, gated, has_offsets=False)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         linear.lib.quire_quantize(
             weight.data_ptr(),
@@ -628,13 +659,17 @@ class QuantizedLinear(_NativeLinear):
         """Pack a quantized weight: weight = scale * value + offset.
 
         values are int8 `[n, k]` (-8 .. 7 for 4 bits); scales and offsets are `[n, ceil(k / group)]` and are rounded to
-        float16, or to bfloat16 if float16 has not their range.
+        float16, or to bfloat16 if float16 has not their range. Or values are float8_e4m3fn, without offsets; then the
+        scales stay float32.
 
         Raises:
             ValueError: bits or group are not supported, or the shapes do not match.
         """
-        kind = _type_of_scales(scales, offsets)
-        linear = cls(tuple(values.shape), bits, group, bias, gated, offsets is not None, kind)
+        if values.dtype == torch.float8_e4m3fn:
+            values, stored, scale_type = values.view(torch.int8), _E4M3, torch.float32
+        else:
+            stored, scale_type = _integers(bits), _type_of_scales(scales, offsets)
+        linear = cls(tuple(values.shape), stored, group, bias, gated, offsets is not None, scale_type)
         if scales.shape != (len(values), -(-values.shape[1] // linear.group)) or (
             offsets is not None and offsets.shape != scales.shape
         ):
@@ -654,15 +689,87 @@ class QuantizedLinear(_NativeLinear):
         )
         return linear
 
-    def args(self, path: int = 0) -> LinearArgs:
-        """The C struct of this layer, which must outlive the struct."""
+    @property
+    def parts(self) -> list[QuantizedLinear]:
+        """As of a `MixedLinear`: only itself."""
+        return [self]
+
+    @classmethod
+    def from_blocks(
+        cls,
+        parts: Sequence[torch.Tensor],
+        kind: str,
+        shape: tuple[int, int],
+        bias: torch.Tensor | None = None,
+        gated: str | None = None,
+    ) -> QuantizedLinear:
+        """Pack a weight `shape` from the blocks of a GGUF file, uint8 `[rows, bytes]` of each part, in the type `kind`,
+        a key of PACKED_BLOCKS. Rows that are missing are zero.
+        """
+        layout, stored = PACKED_BLOCKS[kind]
+        linear = cls(shape, stored, stored.group, bias, gated, False, torch.float16)
+        assert all(part.is_contiguous() for part in parts)
+        pointers, lengths = (c_void_p * len(parts))(*(part.data_ptr() for part in parts)), (c_long * len(parts))()
+        lengths[:] = [len(part) for part in parts]
+        numbers = len(parts), layout, byref(linear._args), *shape, GATED[gated]
+        linear.lib.quire_pack_blocks(pointers, lengths, *numbers)
+        return linear
+
+    def args(self, path: int = 0, next: LinearArgs | None = None) -> LinearArgs:
+        """The C struct of this layer, which must outlive the struct, as must `next`, the columns after these."""
         return LinearArgs(
-            None, addressof(self._args), None, self._pointers[1], self._n, self.in_features, self.flags >> 1, path
+            None,
+            addressof(self._args),
+            None,
+            self._pointers[1],
+            self._n,
+            self.in_features,
+            self.flags >> 1,
+            path,
+            None if next is None else addressof(next),
         )
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the dequantized weight: `[T, k]` bfloat16."""
         return self._rows(self.lib.quire_quant_rows, ids)
+
+
+class MixedLinear:
+    """Linear layers of weights of different kinds, whose outputs are concatenated, e.g. q, k and v."""
+
+    def __init__(self, parts: Sequence[QuantizedLinear]) -> None:
+        self.parts, self.in_features = list(parts), parts[0].in_features
+        self._chains: dict[int, list[LinearArgs]] = {}
+        self.out_features = sum(part.out_features for part in parts)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        dtype: torch.dtype = torch.bfloat16,
+        path: int = 0,
+        workspace: huge_pages.Workspace | None = None,
+    ) -> torch.Tensor:
+        """Like `QuantizedLinear`, of rows `[T, k]`."""
+        shape, start = (len(x), self.out_features), 0
+        out = torch.empty(shape, dtype=dtype) if workspace is None else workspace.take(*shape)
+        for part in self.parts:
+            part(x, dtype, path, out=out[:, start : start + part.out_features])
+            start += part.out_features
+        return out
+
+    def args(self, path: int = 0) -> LinearArgs:
+        """The C struct of the first part, which refers to the others. This object must outlive it."""
+        if path not in self._chains:
+            chain = self._chains[path] = []
+            for part in reversed(self.parts):
+                chain.append(part.args(path, chain[-1] if chain else None))
+        return self._chains[path][-1]
+
+
+def _integers(bits: int) -> QuantKind:
+    if bits not in _INTEGERS:
+        raise ValueError(f"weights of {bits} bits are not supported, only of 4 and 8")
+    return _INTEGERS[bits]
 
 
 def _type_of_scales(scales: torch.Tensor, offsets: torch.Tensor | None) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
+from quire.worker.cpu.ops import MixedLinear, PackedLinear, QuantizedLinear
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.platforms.huge_pages import Workspace
 
@@ -29,12 +29,19 @@ class PackedMethod(LinearMethod):
 
 
 class NativeQuantMethod(LinearMethod):
-    """Multiplies by weights of 8 or 4 bits with the native kernel. The layer's buffers hold the packed weight."""
+    """Multiplies by weights of 4 to 8 bits with the native kernels. The layer's buffers hold the packed weights."""
 
-    def __init__(self, layer: Linear, linear: QuantizedLinear):
-        self.linear, self.rows = linear, linear.rows
-        layer.register_buffer("quantized", linear.packed, persistent=False)
-        layer.register_buffer("scales", linear.scales, persistent=False)
+    def __init__(self, layer: Linear, linear: QuantizedLinear | MixedLinear):
+        self.linear, self.parts = linear, linear.parts
+        for i, part in enumerate(self.parts):
+            suffix = f"_{i}" if i else ""  # the first replaces what the plain method held
+            layer.register_buffer(f"quantized{suffix}", part.packed, persistent=False)
+            layer.register_buffer(f"scales{suffix}", part.scales, persistent=False)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` `[T]` of the weight, for a tied embedding."""
+        (part,) = self.parts
+        return part.rows(ids)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)

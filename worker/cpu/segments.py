@@ -47,7 +47,8 @@ class Segments:
             first.attn.head_dim,
             final_norm.weight.shape[0],
         )
-        self.widths = linears[0][0].n + _PAD, linears[0][1].k + _PAD  # of rows of q, k and v; of attention output
+        # of rows of q, k and v; of attention output
+        self.widths = first.qkv_proj.out_features + _PAD, linears[0][1].k + _PAD
         self.layer_args = [
             layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap, torch.bfloat16)
             for a in self.attentions
@@ -262,7 +263,7 @@ def _segment(
             attention.attn.k_cache,
             attention.attn.v_cache,
             attention.attn.num_heads,
-            segment.qkv.n + _PAD,
+            attention.qkv_proj.out_features + _PAD,
             torch.bfloat16,
         )
     return segment

@@ -72,6 +72,8 @@ class TritonOps(Ops):
 
         return TritonBlocks(parts, layer.method.dtype)
 
+    experts_of_blocks = False
+
     def packed_experts(self, experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
         from quire.worker.cuda.quantized import grouped_experts
 

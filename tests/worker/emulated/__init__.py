@@ -17,6 +17,7 @@ _MACROS = {"amx": ["-DEMULATE_BF16", "-DEMULATE_AMX"], "avx512bf16": ["-DEMULATE
 _FLAGS = ["-O1", "-fno-tree-sra", "-Wno-psabi"]
 _ASSEMBLY = {  # of csrc that is not a macro of its own
     'asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));': "sum = emulated_dpwssd_epi32(sum, a, b);",
+    'asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(x));': "sum = emulated_dpbusd_epi32(sum, bytes, x);",
     'asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");': "emulated_ldtilecfg(&config);",
     'asm volatile("tilerelease" ::);': "emulated_tilerelease();",
 }

@@ -71,6 +71,7 @@ BY_HALVES(add_epi16, _mm256_add_epi16)
 BY_HALVES(sub_epi16, _mm256_sub_epi16)
 BY_HALVES(add_epi32, _mm256_add_epi32)
 BY_HALVES(sub_epi32, _mm256_sub_epi32)
+BY_HALVES(max_epi32, _mm256_max_epi32)
 BY_HALVES(subs_epu16, _mm256_subs_epu16)
 BY_HALVES(avg_epu16, _mm256_avg_epu16)
 BY_HALVES(madd_epi16, _mm256_madd_epi16)
@@ -233,6 +234,16 @@ EMULATED __m512bh emulated_cvtne2ps_pbh(__m512 high, __m512 low) {
   return (__m512bh)emulated_whole((__m256i)emulated_cvtneps_pbh(low), (__m256i)emulated_cvtneps_pbh(high));
 }
 EMULATED __m512i emulated_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) { return emulated_add_epi32(sum, emulated_madd_epi16(a, b)); }
+// Four bytes of x and y each, those of x with their sign, those of y as kSigned says.
+template <bool kSigned> EMULATED __m512i emulated_dp_bytes(__m512i sum, __m512i x, __m512i y) {
+  auto total = (__v16si)sum;
+  for (int byte = 0; byte < 4; byte++) {
+    const __v16si left = ((__v16si)x << (24 - 8 * byte)) >> 24, shifted = (__v16si)y << (24 - 8 * byte);
+    total += left * (kSigned ? shifted >> 24 : (__v16si)((__v16su)shifted >> 24));
+  }
+  return (__m512i)total;
+}
+EMULATED __m512i emulated_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) { return emulated_dp_bytes<false>(sum, b, a); }
 
 // --- masks --------------------------------------------------------------------------------------------------------------------------------------------
 
@@ -342,15 +353,6 @@ template <typename Step> EMULATED void emulated_tile_products(int c, int a, int 
 }
 static inline void emulated_tdpbf16ps(int c, int a, int b) {
   emulated_tile_products(c, a, b, [](__m512i sum, __m512i x, __m512i y) { return (__m512i)emulated_dp_bf16((__m512)sum, x, y); });
-}
-// Four bytes of x and y each, those of x with their sign, those of y as kSigned says.
-template <bool kSigned> EMULATED __m512i emulated_dp_bytes(__m512i sum, __m512i x, __m512i y) {
-  auto total = (__v16si)sum;
-  for (int byte = 0; byte < 4; byte++) {
-    const __v16si left = ((__v16si)x << (24 - 8 * byte)) >> 24, shifted = (__v16si)y << (24 - 8 * byte);
-    total += left * (kSigned ? shifted >> 24 : (__v16si)((__v16su)shifted >> 24));
-  }
-  return (__m512i)total;
 }
 static inline void emulated_tdpbssd(int c, int a, int b) { emulated_tile_products(c, a, b, emulated_dp_bytes<true>); }
 static inline void emulated_tdpbsud(int c, int a, int b) { emulated_tile_products(c, a, b, emulated_dp_bytes<false>); }

@@ -9,9 +9,9 @@
 // If its exponents allow, the weight is stored in three quarters of the bytes (compact.h); its k-steps are then
 // expanded into a buffer in L1.
 //
-// Weights of 4 and 8 bits have their own layout (quant.h). Their products use integer rows; more than 32 rows use bf16
-// with AMX, and many rows use fixed point without AMX, for which a stretch of the weight is expanded in cache, in the
-// layout above.
+// Quantized weights have their own layout (quant.h). Their products use integer rows; more than 32 rows use bf16 with
+// AMX, and many rows use fixed point without AMX, for which a stretch of the weight is expanded in cache, in the layout
+// above.
 #include <cassert>
 #include <vector>
 
@@ -19,6 +19,7 @@
 #include "gemm_fixed.h"
 #include "gemm_few.h"
 #include "gemm_many.h"
+#include "quant_pack.h"
 
 namespace {
 
@@ -35,7 +36,7 @@ bool by_many_rows(const Gemm& g, int path) {
 
 // Whether the product takes the path of fixed-point numbers.
 bool by_fixed(const Gemm& g, int path) {
-  if (g.quant) return path == 3 || (path == 0 && g.m >= kFixedQuantRows);
+  if (g.quant) return path == 3 || (path == 0 && g.m >= (g.quant->kind == kFloats8 ? kFixedFloatRows : kFixedQuantRows));
   return path == 0 && g.compact && g.m >= (g.out_f32 == 1 ? kFixedLogitRows : kFixedRows);
 }
 
@@ -44,7 +45,8 @@ bool run_amx(const Gemm& g, int path, int threads) {
 #if QUIRE_AMX
   if (!amx_permitted()) return false;
   if (by_many_rows(g, path)) return run_many_rows(g, threads), true;
-  if (g.quant ? path == 2 || (path == 0 && g.m > 4) : path != 1) return g.quant ? run_quant_rows(g, threads) : run_few_rows(g, threads), true;
+  const bool bytes = g.quant && g.quant->kind <= kIntegers8;
+  if (g.quant ? bytes && (path == 2 || (path == 0 && g.m > 4)) : path != 1) return g.quant ? run_quant_rows(g, threads) : run_few_rows(g, threads), true;
 #endif
   return false;
 }
@@ -56,7 +58,10 @@ void run_all(const std::vector<Gemm>& products, int path) {
   for (const Gemm& g : products)
     if (!run_amx(g, path, threads)) (by_fixed(g, path) ? fixed : vector).push_back(g);
   if (!fixed.empty()) run_fixed(fixed, threads);
-  if (!vector.empty()) vector[0].quant ? run_quant_vector(vector, threads) : run_vector(vector, threads);
+  if (vector.empty()) return;
+  if (!vector[0].quant) run_vector(vector, threads);
+  else if (vector[0].quant->kind == kFloats8) run_e4m3(vector, threads);
+  else run_quant_vector(vector, threads);
 }
 
 }  // namespace
@@ -75,14 +80,6 @@ extern "C" {
 
 // Sets the number of threads that all kernels use from now on, including the caller's.
 void quire_set_threads(int n) { Pool::get().set_threads(n); }
-
-// Returns the source column of packed column j, or -1. With silu_mul, tiles of 16 gate columns and the matching 16 up
-// columns alternate.
-static inline long source_column(long j, long n, int silu_mul) {
-  if (!silu_mul) return j < n ? j : -1;
-  long half = n / 2, i = j / 32 * 16 + j % 16;
-  return i < half ? (j % 32 < 16 ? i : half + i) : -1;
-}
 
 // Returns the number of columns of the packed weight: n rounded up to whole blocks (of each half, with silu_mul).
 long quire_gemm_packed_columns(long n, int silu_mul) { return silu_mul ? (n / 2 + 15) / 16 * 32 : (n + 31) / 32 * 32; }
@@ -218,6 +215,7 @@ void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, l
     const long ld = steps * 64;
     float* w = (float*)own_scratch.get(ld * 20);
     int8_t* q = (int8_t*)(w + ld);
+    const uint8_t zero_point = bits == 8 ? 128 : 8;
     for (int c = 0; c < 16; c++) {
       const long source = source_column(tile * 16 + c, n, silu_mul), given = source < 0 ? 0 : k;
       long i = 0;
@@ -226,11 +224,12 @@ void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, l
       for (long at = 0, begin = 0; begin < ld; at++, begin += group)
         scales[(tile / 2 * groups + at) * kCols + tile % 2 * 16 + c] = to_bf16(quantize_group(w + begin, int(std::min(group, ld - begin)), bits, q + c * ld + begin));
     }
-    pack_columns(data, bits, int(steps), tile / 2, int(tile % 2), q);
+    for (long i = 0; i < ld * 16; i++) q[i] = int8_t(q[i] + zero_point);
+    pack_columns(data, bits, int(steps), tile / 2, int(tile % 2), (const uint8_t*)q);
   });
 }
 
-// Packs a weight that is already quantized into q: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n,
+// Packs a weight that is already quantized into q, kIntegers4, kIntegers8 or kFloats8: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n,
 // ceil(k / group)] float32; offset may be null.
 void quire_pack_quantized(const int8_t* values, const float* scale, const float* offset, const Quant* q, long n, long k, int silu_mul) {
   const long groups = q->groups, columns = quire_gemm_packed_columns(n, silu_mul);
@@ -248,14 +247,15 @@ void quire_pack_quantized(const int8_t* values, const float* scale, const float*
         if (offset) q->put(q->offsets, place + i * kCols, real ? offset[source * given + i] : 0.f);
       }
     }
-    pack_columns((uint8_t*)q->data, q->bits, q->k_steps, tile / 2, int(tile % 2), rows);
+    for (long i = 0; i < ld * 16; i++) rows[i] = int8_t(rows[i] + q->zero_point());
+    pack_columns((uint8_t*)q->data, q->bits(), q->k_steps, tile / 2, int(tile % 2), (const uint8_t*)rows);
   });
 }
 
 // out[i, :k] = row ids[i] of the weight, in bf16; for an embedding that shares the packed LM head.
 void quire_quant_rows(const Quant* q, const long* ids, long num_ids, bf16* out, long ldo, long k) {
   parallel_for(num_ids, 4, [&](long i) {
-    for (long kk = 0; kk < k; kk++) out[i * ldo + kk] = to_bf16(quant_value(*q, ids[i], int(kk)));
+    for_row(*q, ids[i], int(k), [&](int kk, float value) { out[i * ldo + kk] = to_bf16(value); });
   });
 }
 }

@@ -8,7 +8,7 @@
 #include "compact.h"
 #include "kernels.h"
 #include "parallel.h"
-#include "quant.h"
+#include "quant_amx.h"
 #include "simd.h"
 
 namespace {
@@ -95,13 +95,6 @@ struct PaddedRows {
     rows = copy;
   }
 };
-
-// Returns the rows of g.x as integers, padded with zero rows from g.m to `rows`. All threads share the memory.
-inline QuantRows quant_rows(const Gemm& g, int rows, bool planes) {
-  QuantRows x((char*)shared_scratch.get(QuantRows::bytes(rows, *g.quant)), rows, *g.quant);
-  parallel_for(rows, g.m <= 4 ? rows : 4, [&](long r) { x.fill(r, r < g.m ? g.x + r * g.ldx : nullptr, g.k, planes); });
-  return x;
-}
 
 // Returns the number of blocks per piece: up to 128 KiB, but at least four pieces per thread, of `products` products.
 inline long blocks_per_piece(const Gemm& g, int threads, long products = 1) {

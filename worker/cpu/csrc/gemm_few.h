@@ -60,9 +60,16 @@ inline void run_few_rows(const Gemm& g, int threads) {
 // Maximum rows for AMX integer products; above that, expanding the weight costs less than scaling the sums
 constexpr int kMaxQuantRows = 32;
 
+// Returns the rows of g.x as integers, padded with zero rows from g.m to `rows`. All threads share the memory.
+inline QuantRows quant_rows(const Gemm& g, int rows) {
+  QuantRows x((char*)shared_scratch.get(QuantRows::bytes(rows, *g.quant)), rows, *g.quant);
+  parallel_for(rows, 4, [&](long r) { x.fill(r, r < g.m ? g.x + r * g.ldx : nullptr, g.k); });
+  return x;
+}
+
 inline void run_quant_rows(const Gemm& g, int threads) {
   const Quant& q = *g.quant;
-  const QuantRows x = quant_rows(g, (g.m + 15) / 16 * 16, true);
+  const QuantRows x = quant_rows(g, (g.m + 15) / 16 * 16);
   over_blocks(g, threads, [&](auto&& each) {
     TileScope tiles(std::min(g.m, 16), std::min(q.group, 64));
     each([&](int nb) {

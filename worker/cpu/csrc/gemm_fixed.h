@@ -1,5 +1,5 @@
-// Products of many rows in fixed point on vector units (fixed_tiles.h). Used for compact weights, and for 8-bit and
-// 4-bit weights, whose groups are too short for their own integer products (gemm_vector.h) to be as fast.
+// Products of many rows in fixed point on vector units (fixed_tiles.h). Used for compact weights, and for quantized
+// weights, whose groups are too short for their own integer products (quant_vector.h) to be as fast.
 #pragma once
 
 #include "fixed_tiles.h"
@@ -8,8 +8,9 @@
 namespace {
 
 constexpr int kFixedRows = kLanes == 16 ? 6 : 9;  // minimum rows; 5 rows, or 8 with AVX2, take as long as in floats
-// Minimum rows for 8-bit and 4-bit weights, which cost more to prepare
+// Minimum rows for quantized weights, which cost more to prepare
 constexpr int kFixedQuantRows = 96;
+constexpr int kFixedFloatRows = 16;  // the same for 8-bit floats
 // Minimum rows for logits: the largest must not depend on whether all are computed
 constexpr int kFixedLogitRows = kMostGreedy + 1;
 constexpr long kFixedPiece = 1 << 20;   // bytes of the rows of one chunk
@@ -84,57 +85,93 @@ class FixedCompact {
   const uint64_t* next_;
 };
 
-template <int BITS>
+template <int KIND>
 class FixedQuant {
  public:
   FixedQuant(const Gemm& g, int nb, bool) : q_(*g.quant), nb_(nb) {}
-  static constexpr int kLines = 2 * BITS;
+  static constexpr int kLines = 2 * quant_bits(KIND);
   const void* stored(int s) const { return q_.step(nb_, s / 2); }
   void fix(int s, int count, int16_t* fixed, float* units) const {
-    for (int i = 0; i < count; i += 2) widen(s + i, fixed + i * kStepElems);
+    for (int k = 0; k < count * kStep; k += 32) widen(s * kStep + k, fixed + k / kStep * kStepElems);
+    // The scales of each 16 k
+    GroupNumbers numbers[2][kFixedRun / 16];
+    const int each = std::max(1, std::min(q_.group, kFixedRun) / 16);
+    for (int t = 0; t < 2; t++)
+      for (int i = 0; i < count * 2; i++) numbers[t][i] = i % each ? numbers[t][i - 1] : numbers_of(q_, nb_, s * kStep + i * 16, t);
     for (int part = 0; part < kCols / kLanes; part++) {
       Floats squares[4] = {};
-      over_pairs(s, count, part, fixed, [&](int i, int16_t*, Floats even, Floats odd) __attribute__((always_inline)) {
+      over_pairs(numbers, count, part, fixed, [&](int i, int16_t*, Floats even, Floats odd) __attribute__((always_inline)) {
         squares[i] = fma(even, even, squares[i]), squares[i + 2] = fma(odd, odd, squares[i + 2]);
       });
       const Floats unit = fixed_unit((squares[0] + squares[1]) + (squares[2] + squares[3])), magic = magic_of(unit);
       store_floats(units + part * kLanes, unit);
-      over_pairs(s, count, part, fixed, [&](int, int16_t* at, Floats even, Floats odd) __attribute__((always_inline)) { store_ints(at, in_units(even, odd, magic)); });
+      over_pairs(numbers, count, part, fixed, [&](int, int16_t* at, Floats even, Floats odd) __attribute__((always_inline)) { store_ints(at, in_units(even, odd, magic)); });
     }
   }
 
  private:
-  // Widens two k-steps to 16-bit integers.
-  void widen(int s, int16_t* to) const {
-    const Ints zero_point = set1_words(q_.zero_point()), low = set1_words(0x0f0f);
+  // Widens 32 k to 16-bit integers.
+  void widen(int k, int16_t* to) const {
+    const Ints zero_point = set1_words(quant_zero_point(KIND));
     const __m128i order = _mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
     const Ints first = repeat(order), second = repeat(_mm_add_epi8(order, _mm_set1_epi16(2)));
-    const uint8_t* line = q_.step(nb_, s / 2);
-    auto put = [&](int t, int row, int part, Ints bytes) {  // four k of kLanes columns
-      int16_t* at = to + row / 8 * kStepElems + t * (kTileStep / 2) + row % 8 * 64 + part * 2 * kLanes;
-      store_ints(at, sub_words(shuffle_bytes(bytes, first), zero_point));
-      store_ints(at + 32, sub_words(shuffle_bytes(bytes, second), zero_point));
-    };
-    for (int t = 0; t < 2; t++)
-      for (int i = 0; i < 2 * BITS; i++, line += 64)
-        for (int part = 0; part < kParts; part++) {
-          const Ints bytes = load_ints(line + part * 4 * kLanes);
-          if (BITS == 8) put(t, i, part, bytes);
-          else put(t, 2 * i, part, bytes & low), put(t, 2 * i + 1, part, words_right<4>(bytes) & low);
-        }
+    for (int column = 0; column < kCols; column += kLanes) {
+      const uint8_t* at = codes_at(q_, nb_, k, column);
+      auto put = [&](int row, Ints bytes) {  // four k of kLanes columns
+        int16_t* pairs = to + row * 64 + tile_place(column);
+        store_ints(pairs, sub_words(shuffle_bytes(bytes, first), zero_point));
+        store_ints(pairs + 32, sub_words(shuffle_bytes(bytes, second), zero_point));
+      };
+      codes_of<KIND>(at, 0, put);
+      codes_of<KIND>(at, 1, [&](int i, Ints bytes) { put(4 + i, bytes); });
+    }
   }
 
   // Calls f(p % 2, address of the pairs, weights of even k, weights of odd k) for all pairs of k in register `part` of
   // the columns.
   template <typename F>
-  void over_pairs(int s, int count, int part, int16_t* fixed, F&& f) const {
-    for (int i = 0; i < count; i++) {
-      const long group = q_.group_at(nb_, (s + i) * kStep) + part / kParts * 16;
-      const Floats scale = ::part(q_.sixteen(q_.scales, group), part % kParts), offset = ::part(q_.offsets ? q_.sixteen(q_.offsets, group) : zero(), part % kParts);
-      for (int p = 0; p < 16; p++) {
-        int16_t* at = fixed + pair_place(part, i * 16 + p);
+  void over_pairs(const GroupNumbers (*numbers)[kFixedRun / 16], int count, int part, int16_t* fixed, F&& f) const {
+    for (int i = 0; i < count * 2; i++) {
+      const GroupNumbers& own = numbers[part / kParts][i];
+      const Floats scale = ::part(own.scale, part % kParts), offset = ::part(own.offset, part % kParts);
+      for (int p = 0; p < 8; p++) {
+        int16_t* at = fixed + pair_place(part, i * 8 + p);
         const Ints pairs = load_ints(at);
         f(p % 2, at, fma(to_floats(signed_right<16>(left<16>(pairs))), scale, offset), fma(to_floats(signed_right<16>(pairs)), scale, offset));
+      }
+    }
+  }
+
+  const Quant& q_;
+  int nb_;
+};
+
+class FixedE4m3 {
+ public:
+  FixedE4m3(const Gemm& g, int nb, bool) : q_(*g.quant), nb_(nb) {}
+  static constexpr int kLines = 16;
+  const void* stored(int s) const { return q_.step(nb_, s / 2); }
+  void fix(int s, int count, int16_t* fixed, float* units) const {
+    for (int part = 0; part < kCols / kLanes; part++) {
+      Floats squares[2] = {};
+      over_pairs(s, count, part, [&](int, Floats even, Floats odd) __attribute__((always_inline)) { squares[0] = fma(even, even, squares[0]), squares[1] = fma(odd, odd, squares[1]); });
+      const Floats unit = fixed_unit(squares[0] + squares[1]), magic = magic_of(unit);
+      store_floats(units + part * kLanes, unit);
+      over_pairs(s, count, part, [&](int p, Floats even, Floats odd) __attribute__((always_inline)) { store_ints(fixed + pair_place(part, p), in_units(even, odd, magic)); });
+    }
+  }
+
+ private:
+  // Calls f(p, weights of even k, weights of odd k) for all pairs p of k in register `part` of the columns.
+  template <typename F>
+  void over_pairs(int s, int count, int part, F&& f) const {
+    for (int i = 0; i < count; i++) {
+      const int k = (s + i) * kStep;
+      const Floats scale = load_floats((const float*)q_.scales + q_.group_at(nb_, k) + part * kLanes);
+      const uint8_t* lines = codes_at(q_, nb_, k, part * kLanes);
+      for (int line = 0; line < 8; line++) {
+        const Ints codes = load_ints(lines + line * 64);
+        f(i * 16 + line * 2, widen_e4m3<0>(codes) * scale, widen_e4m3<1>(codes) * scale), f(i * 16 + line * 2 + 1, widen_e4m3<2>(codes) * scale, widen_e4m3<3>(codes) * scale);
       }
     }
   }
@@ -167,7 +204,9 @@ void fixed_block(const Chunk& c, const FixedRows& x, int nb, float* y) {
 inline void run_fixed(const std::vector<Gemm>& products, int threads) {
   const Gemm& first = products[0];
   const long k = long(first.k_steps()) * kStep;
-  const auto block = first.compact ? fixed_block<FixedCompact> : first.quant->bits == 8 ? fixed_block<FixedQuant<8>> : fixed_block<FixedQuant<4>>;
+  auto block = fixed_block<FixedCompact>;
+  if (first.quant)
+    of_kind(first.quant->kind, [&](auto kind) { block = fixed_block<std::conditional_t<kind == kFloats8, FixedE4m3, FixedQuant<kind == kFloats8 ? int(kIntegers8) : int(kind)>>>; });
   auto integers = [&](float* memory, const Chunk& c) { return FixedRows(memory + c.rows * kCols, c.rows, k); };
   over_chunks(
       products, threads, kFixedPiece / (k * sizeof(int16_t)), [&](int rows) { return rows * kCols * sizeof(float) + FixedRows::bytes(rows, k); },

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "gemm.h"
+#include "quant_rows.h"
 #include "vector_tiles.h"
 
 namespace {
@@ -125,106 +126,88 @@ inline void run_vector(const std::vector<Gemm>& products, int threads) {
 
 // --- quantized weights -----------------------------------------------------------------------------------------------
 
-// K entries of a block that stay in L1 while all rows of a chunk use them; the maximum run length
-constexpr int kPart = 256;
+}  // namespace
 
-// Returns whether a product of this many rows in total prefetches weights as it uses them.
-constexpr bool streams(int rows) { return kLanes == 16 && rows <= 4; }
+// Multiplies x by block nb of a weight: y [rows][32]. The function for a kind of weights.
+using QuantBlock = void (*)(const Quant& q, const IntegerRows& x, int nb, float* y);
+QuantBlock quant_block_of(const Quant& q);
 
-// y[ROWS][32] += rows `row` to row + ROWS - 1 times k0 .. k1 - 1 (whole runs) of block nb. A step covers 64 k; a group
-// of 32 covers half a step. Every other byte or half byte of a line becomes a 16-bit entry of one register.
-template <int ROWS, int BITS>
-void quant_part(const Gemm& g, const QuantRows& x, long row, int nb, int k0, int k1, Fetch& fetch, float* y) {
-  // PARTS: 16-bit registers made from one register of a line. K: entries of k in a line of 64 bytes. TILE: bytes of a
-  // tile.
-  constexpr int PARTS = 16 / BITS, K = 32 / BITS, TILE = BITS * 128;
-  // Independent chains of sums, to hide latency
-  constexpr int CHAINS = std::min(PARTS, ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1);
-  const Quant& q = *g.quant;
-  const int run = q.run(), zero_point = q.zero_point(), stretch = std::min(run, 64);
-  const long ld = x.ld, step_bytes = q.step_bytes();
-  const Ints low = set1_words((1 << BITS) - 1);
-  for (int c = 0; c < kCols; c += 2 * kLanes)
-    for (int begin = k0; begin < k1; begin += run) {
-      const long i = row * x.runs + begin / x.run;
-      Ints sums[CHAINS][ROWS * 2] = {};
-      // Cancels the zero point that the stored weights contain
-      unrolled<ROWS>([&](auto r) { sums[0][2 * r] = sums[0][2 * r + 1] = set1_ints(-zero_point * x.sum[i + r * x.runs]); });
-      const uint8_t* w = q.step(nb, begin / 64) + c / 16 * TILE + begin % 64 * BITS * 2;
-      const int16_t *at = x.values + row * ld + begin, *end = at + std::min(run, k1 - begin);
-      for (; at < end; w += step_bytes) {
+namespace {
+
+// `memory` holds the sums, then the chunk as integers.
+inline void run_quant_vector(const std::vector<Gemm>& products, int threads) {
+  const Quant& q = *products[0].quant;
+  const QuantBlock block = quant_block_of(q);
+  auto integers = [&](float* memory, const Chunk& c) { return IntegerRows(memory + c.rows * kCols, c.rows, *c.g->quant); };
+  over_chunks(
+      products, threads, kVectorPiece / (long(q.k_steps) * 128), [&](int rows) { return rows * kCols * sizeof(float) + IntegerRows::bytes(rows, q); },
+      [&](float* memory, const Chunk& c) { integers(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; }); },
+      [&](float* memory, const Chunk& c, int nb) {
+        block(*c.g->quant, integers(memory, c), nb, memory);
+        for (int r = 0; r < c.rows; r++) finish_row(*c.g, c.row0 + r, nb * kCols, load(memory + r * kCols), load(memory + r * kCols + 16));
+      });
+}
+
+// --- 8-bit floats ----------------------------------------------------------------------------------------------------
+
+// y[ROWS][32] += k0 .. k1 - 1 (whole spans) of a group x of `Groups` times block nb of 8-bit floats, in the order of k.
+template <int ROWS>
+void e4m3_part(const Quant& q, const float* x, int nb, long k0, long k1, Fetch& fetch, float* y) {
+  constexpr bool STREAM = kLanes == 16 && ROWS <= 4;
+  for (int column = 0; column < kCols; column += 2 * kLanes)
+    for (long begin = k0; begin < k1; begin += q.span()) {
+      const long end = std::min<long>(begin + q.span(), k1);
+      Floats sums[2][ROWS] = {};
+      for (long k = begin; k < end; k += 32) {
+        const uint8_t* lines[2] = {codes_at(q, nb, int(k), column), codes_at(q, nb, int(k), column + kLanes)};
         fetch.step();
-        const uint8_t* line = w;
-        for (const int16_t* stop = at + stretch; at < stop; at += K, line += 64) {
-          if (streams(ROWS)) read_ahead(line), read_ahead(line + TILE);
-          unrolled<PARTS>([&](auto part) __attribute__((always_inline)) {
-            constexpr int shift = BITS == 8 ? part * 8 : part % 2 * 8 + part / 2 * 4;
-            Ints v[2];
-            unrolled<2>([&](auto j) __attribute__((always_inline)) {
-              v[j] = load_ints(line + (kLanes == 16 ? j * TILE : j * 32));
-              if (shift) v[j] = words_right<shift>(v[j]);
-              if (shift + BITS < 16) v[j] = v[j] & low;
-            });
+        const float* at = x + k * ROWS;
+        for (int i = 0; i < 8; i++, at += 4 * ROWS) {
+          if (STREAM) read_ahead(lines[0] + i * 64), read_ahead(lines[1] + i * 64);
+          const Ints codes[2] = {load_ints(lines[0] + i * 64), load_ints(lines[1] + i * 64)};
+          unrolled<4>([&](auto j) __attribute__((always_inline)) {
+            const Floats w[2] = {widen_e4m3<j>(codes[0]), widen_e4m3<j>(codes[1])};
             unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-              int pair;
-              memcpy(&pair, at + r * ld + part * 2, 4);
-              unrolled<2>([&](auto j) __attribute__((always_inline)) {
-                Ints& sum = sums[part % CHAINS][r * 2 + j];
-                sum = add_products(sum, v[j], set1_ints(pair));
-              });
+              const Floats one = set1_floats(at[j * ROWS + r]);
+              sums[0][r] = fma(w[0], one, sums[0][r]), sums[1][r] = fma(w[1], one, sums[1][r]);
             });
           });
         }
       }
-      for (int chain = 1; chain < CHAINS; chain++) unrolled<ROWS * 2>([&](auto i) { sums[0][i] = add_ints(sums[0][i], sums[chain][i]); });
-      const long place = q.group_at(nb, begin) + c;
-      unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
-        const vf scales = q.sixteen(q.scales, place + v * 16);
+      const float* scales = (const float*)q.scales + q.group_at(nb, int(begin)) + column;
+      unrolled<2>([&](auto p) __attribute__((always_inline)) {
+        const Floats scale = load_floats(scales + p * kLanes);
         unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-          const long j = i + r * x.runs;
-          Floats total[kParts];
-          unrolled<kParts>([&](auto p) { total[p] = to_floats(sums[0][2 * r + v * kParts + p]); });
-          float* to = y + r * kCols + c + v * 16;
-          vf sum = fma(whole(total) * set1(x.scale[j]), scales, load(to));
-          if (q.offsets) sum = fma(q.sixteen(q.offsets, place + v * 16), set1(float(x.sum[j]) * x.scale[j]), sum);
-          store(to, sum);
+          float* to = y + r * kCols + column + p * kLanes;
+          store_floats(to, fma(sums[p][r], scale, load_floats(to)));
         });
       });
     }
 }
 
-// y[rows][32] = rows row0 .. row0 + rows - 1 times block nb.
-template <int BITS>
-void quant_sums(const Gemm& g, const QuantRows& x, int row0, int rows, int nb, float* y) {
-  const Groups groups(nullptr, 0, rows);
-  const int width = g.quant->k_steps * 64, part = streams(rows) ? width : kPart, lines = std::min(g.quant->group, 64) * BITS / 16, passes = kPasses * groups.count();
+// y[rows of x][32] = x times block nb.
+inline void e4m3_block(const Quant& q, const Groups& x, int rows, int nb, float* y) {
+  const bool stream = kLanes == 16 && rows <= 4;
+  const long width = long(q.k_steps) * 64, part = stream ? width : 512;
+  const int passes = 32 / (2 * kLanes) * x.count();
   std::fill(y, y + rows * kCols, 0.f);
-  for (int k = 0; k < width; k += part) {
-    Fetch fetch{(const char*)g.quant->step(nb, k / 64) + kVectorAhead, streams(rows) ? 0 : (lines + passes - 1) / passes};
-    for (int i = 0; i < groups.count(); i++)
-      of_rows(groups.size(i), [&](auto n) { quant_part<n, BITS>(g, x, row0 + groups.begin(i), nb, k, std::min(k + part, width), fetch, y + groups.begin(i) * kCols); });
+  for (long k = 0; k < width; k += part) {
+    Fetch fetch{(const char*)q.step(nb, int(k / 64)) + kVectorAhead, stream ? 0 : (16 + passes - 1) / passes};
+    for (int i = 0; i < x.count(); i++)
+      of_rows(x.size(i), [&](auto n) { e4m3_part<n>(q, x.at(i, 0), nb, k, std::min(k + part, width), fetch, y + x.begin(i) * kCols); });
   }
 }
 
-// Like quant_sums for all rows of the chunk, which x holds; then writes them with finish_row.
-template <int BITS>
-void quant_block(const Chunk& c, const QuantRows& x, int nb, float* y) {
-  quant_sums<BITS>(*c.g, x, 0, c.rows, nb, y);
-  for (int r = 0; r < c.rows; r++) finish_row(*c.g, c.row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
-}
-
-// `memory` holds the sums, then the chunk as integers.
-inline void run_quant_vector(const std::vector<Gemm>& products, int threads) {
-  const Quant& q = *products[0].quant;
-  const auto block = q.bits == 8 ? quant_block<8> : quant_block<4>;
-  auto integers = [&](float* memory, const Chunk& c) { return QuantRows((char*)(memory + c.rows * kCols), c.rows, q); };
+inline void run_e4m3(const std::vector<Gemm>& products, int threads) {
+  const long k = long(products[0].quant->k_steps) * 64;
+  auto floats = [&](float* memory, const Chunk& c) { return Groups(memory + c.rows * kCols, k, c.rows); };
   over_chunks(
-      products, threads, kVectorPiece / (long(q.k_steps) * 128), [&](int rows) { return rows * kCols * sizeof(float) + QuantRows::bytes(rows, q); },
-      [&](float* memory, const Chunk& c) {
-        QuantRows x = integers(memory, c);
-        for (int r = 0; r < c.rows; r++) x.fill(r, c.g->x + (c.row0 + r) * c.g->ldx, c.g->k, false);
-      },
-      [&](float* memory, const Chunk& c, int nb) { block(c, integers(memory, c), nb, memory); });
+      products, threads, kVectorPiece / (k * sizeof(float)), [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
+      [&](float* memory, const Chunk& c) { floats(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; }); },
+      [&](float* memory, const Chunk& c, int nb) {
+        e4m3_block(*c.g->quant, floats(memory, c), c.rows, nb, memory);
+        for (int r = 0; r < c.rows; r++) finish_row(*c.g, c.row0 + r, nb * kCols, load(memory + r * kCols), load(memory + r * kCols + 16));
+      });
 }
 
 }  // namespace

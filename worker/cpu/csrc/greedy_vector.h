@@ -15,15 +15,15 @@ void find_limits(const Gemm& g, const Screen& screen, float* limits) {
   bf16 ones[kCols];
   std::fill(ones, ones + kCols, one);
   // One group for all of k; group stride 0, so all blocks share these scales
-  const Quant copy{(const uint8_t*)screen.data, ones, nullptr, 8, 1 << 30, 0, int(screen.k_steps)};
-  Gemm rounded = g;
-  rounded.quant = &copy;
-  const QuantRows x = quant_rows(rounded, g.m, false);
+  const Quant copy{(const uint8_t*)screen.data, ones, nullptr, kIntegers8, 1 << 30, 0, int(screen.k_steps)};
+  const IntegerRows x(rounded_rows.get(IntegerRows::bytes(g.m, copy)), g.m, copy);
+  x.fill(g.k, [&](int r) { return g.x + r * g.ldx; });
+  const QuantBlock multiply = quant_block_of(copy);
   float norm[kMostGreedy], away[kMostGreedy];  // norms of each original row and of its rounding errors
   for (int r = 0; r < g.m; r++) {
     float squares = 0, rest = 0;
     for (int k = 0; k < g.k; k++) {
-      const float v = to_float(g.x[r * g.ldx + k]), off = v - float(x.value(r, k)) * x.scale[r * x.runs + k / x.run];
+      const float v = to_float(g.x[r * g.ldx + k]), off = v - float(x.value(r, k)) * x.scale(r, k);
       squares += v * v, rest += off * off;
     }
     norm[r] = std::sqrt(squares), away[r] = std::sqrt(rest);
@@ -31,7 +31,7 @@ void find_limits(const Gemm& g, const Screen& screen, float* limits) {
   over_blocks(g, Pool::get().threads(), kGreedyPiece, [&](auto&& each) {
     each([&](int nb) {
       alignas(64) float y[kMostGreedy * kCols];
-      quant_sums<8>(rounded, x, 0, g.m, nb, y);
+      multiply(copy, x, nb, y);
       const float* about = screen.about(nb);
       for (int r = 0; r < g.m; r++) {
         vf top = set1(kNegInf);

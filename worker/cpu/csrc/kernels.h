@@ -35,6 +35,7 @@ struct Linear {
   const Compact* compact;  // likewise
   const float* bias;
   long n, k, gated, path;  // arguments of quire_gemm_run; gated: an `Activation` (gemm.h)
+  const Linear* next;      // the columns after these, whose weights are of another kind; null: none
 
   long width() const { return gated ? n / 2 : n; }
 };
@@ -45,13 +46,14 @@ struct LinearRows {
   long begin, end;
 };
 
-// Multiplies each of the rows by its layer; the layers have the same n, k and activation. out: bf16, or float32 with
-// out_f32.
+// Multiplies each of the rows by its layer; the layers have the same n, k and activation, and no `next`. out: bf16, or
+// float32 with out_f32.
 void run_products(const LinearRows* products, long count, const bf16* x, long ldx, void* out, long ldo, bool out_f32);
 
 double cache_conflicts(char* memory, long bytes);
 
 extern "C" {
+long quire_gemm_packed_columns(long n, int silu_mul);
 void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
 void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);

@@ -15,8 +15,10 @@ constexpr long kTokens = 1024;
 constexpr long kPad = 32;
 
 void run(const Linear& linear, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
-  const LinearRows all{&linear, 0, rows};
-  run_products(&all, 1, x, ldx, out, ldo, false);
+  for (const Linear* part = &linear; part; out += part->width(), part = part->next) {
+    const LinearRows all{part, 0, rows};
+    run_products(&all, 1, x, ldx, out, ldo, false);
+  }
 }
 
 // o_proj, the MLP, then the qkv projection of the next layer. The first segment has only the qkv projection; the last
@@ -46,7 +48,7 @@ void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const v
 // Computes the qkv projection and normalises, rotates and stores each head as soon as a tile of its rows is ready.
 // Returns false, with nothing done, if the matmul cannot produce its output head by head.
 bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const long* positions, const long* slots, long rows) {
-  if (s.cache.head_dim % 32 != 0 || s.cache.dtype != kBf16) return false;
+  if (s.cache.head_dim % 32 != 0 || s.cache.dtype != kBf16 || s.qkv.next) return false;
   struct Heads { QkvArgs args; const long *positions, *slots; } heads{s.cache, positions, slots};
   heads.args.qkv = out;
   const Sink sink{s.cache.head_dim, &heads, [](void* context, const bf16* x, long ldx, long row, long rows, long column) {

@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
+#include <utility>
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
@@ -183,6 +185,7 @@ static inline Ints repeat(__m128i x) { return _mm512_broadcast_i32x4(x); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 static inline Ints sub_words(Ints a, Ints b) { return _mm512_sub_epi16(a, b); }
 template <int N> static inline Ints left(Ints x) { return _mm512_slli_epi32(x, N); }
+template <int N> static inline Ints right(Ints x) { return _mm512_srli_epi32(x, N); }
 template <int N> static inline Ints signed_right(Ints x) { return _mm512_srai_epi32(x, N); }
 template <int N> static inline Ints words_left(Ints x) { return _mm512_slli_epi16(x, N); }
 template <int N> static inline Ints words_right(Ints x) { return _mm512_srli_epi16(x, N); }
@@ -203,6 +206,11 @@ static inline void store_words(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*
 // and stores them in each loop iteration.
 static inline Ints add_products(Ints sum, Ints a, Ints b) {
   asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+// sum += the four products of unsigned bytes and the signed bytes of x in each lane.
+static inline Ints add_byte_products(Ints sum, Ints bytes, Ints x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(x));
   return sum;
 }
 static inline void transpose(Ints* r) { transpose_16x16(r); }
@@ -332,6 +340,7 @@ static inline Ints repeat(__m128i x) { return _mm256_broadcastsi128_si256(x); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 static inline Ints sub_words(Ints a, Ints b) { return _mm256_sub_epi16(a, b); }
 template <int N> static inline Ints left(Ints x) { return _mm256_slli_epi32(x, N); }
+template <int N> static inline Ints right(Ints x) { return _mm256_srli_epi32(x, N); }
 template <int N> static inline Ints signed_right(Ints x) { return _mm256_srai_epi32(x, N); }
 template <int N> static inline Ints words_left(Ints x) { return _mm256_slli_epi16(x, N); }
 template <int N> static inline Ints words_right(Ints x) { return _mm256_srli_epi16(x, N); }
@@ -365,6 +374,12 @@ static inline vf whole(const Floats* r) { return {r[0], r[1]}; }
 static inline Floats part(vf x, int i) { return i ? x.b : x.a; }
 
 #endif
+
+// Calls f(0) .. f(N - 1), fully unrolled, so that an array indexed by the argument stays in registers.
+template <typename F, int... I>
+__attribute__((always_inline)) inline void unrolled(F&& f, std::integer_sequence<int, I...>) { (f(std::integral_constant<int, I>()), ...); }
+template <int N, typename F>
+__attribute__((always_inline)) inline void unrolled(F&& f) { unrolled(f, std::make_integer_sequence<int, N>()); }
 
 // Convert bf16 to float: the even or the odd elements of pairs.
 static inline Floats evens(Ints pairs) { return (Floats)left<16>(pairs); }

@@ -4,8 +4,6 @@
 // converted to float by a shift or a mask, separately for even k and odd k.
 #pragma once
 
-#include <utility>
-
 #include "simd.h"
 
 namespace {
@@ -19,12 +17,6 @@ constexpr int kParts = 16 / kLanes, kVectors = 2 / kParts;  // registers per 16 
 
 // Returns the offset of a column's pairs in a tile row, in elements.
 constexpr long tile_place(long column) { return column / 16 * (kTileStep / 2) + column % 16 * 2; }
-
-// Calls f(0) .. f(N - 1), fully unrolled, so that an array indexed by the argument stays in registers.
-template <typename F, int... I>
-__attribute__((always_inline)) inline void unrolled(F&& f, std::integer_sequence<int, I...>) { (f(std::integral_constant<int, I>()), ...); }
-template <int N, typename F>
-__attribute__((always_inline)) inline void unrolled(F&& f) { unrolled(f, std::make_integer_sequence<int, N>()); }
 
 // Calls f(n) with the number of rows, 1 .. kMostRows, as a compile-time constant.
 template <typename F, int... I>

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.configs.gguf import BLOCKS
 from quire.worker.layers.linear import Linear, PlainLinear, product
 from quire.worker.layers.quantization.gguf_blocks import dequantize
-from quire.worker.layers.quantization.int_groups import Groups
 
 _PIECE = 1 << 22  # weights dequantized at once
 
@@ -28,18 +26,6 @@ class Rows:
     def dequantized(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """Rows of the weight in float32."""
         return dequantize(self.blocks[rows], self.type)
-
-    def as_groups(self) -> Groups | None:
-        """The same weight as integers in groups of 32, or None for types that are not that."""
-        if self.type not in ("Q4_0", "Q8_0"):
-            return None
-        values, size = BLOCKS[self.type]
-        blocks = self.blocks.view(len(self.blocks), -1, size)
-        scales, codes = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1), blocks[..., 2:]
-        if self.type == "Q8_0":
-            return Groups(codes.contiguous().view(torch.int8).flatten(1), scales, None, 8, values)
-        integers = torch.cat([codes & 15, codes >> 4], -1).to(torch.int8) - 8
-        return Groups(integers.flatten(1), scales, None, 4, values)
 
     def of_rows(self, rows: torch.Tensor) -> Rows:
         """The rows with the indices `rows`."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from quire.worker.layers.linear import LinearMethod
-from quire.worker.layers.quantization.int_groups import Groups
-from quire.worker.layers.quantization.mxfp4_experts import Mxfp4Expert
+from quire.worker.layers.quantization.blocks import Rows
+from quire.worker.layers.quantization.mxfp4_experts import Mxfp4Expert, mxfp4_rows
 from quire.worker.layers.quantization.packing import e2m1_doubled, e8m0, nibbles
 from quire.worker.layers.quantization.stored import COLUMNS, ROWS, Axis, CheckpointFormat, Piece, Scheme, Stored
 
@@ -29,15 +29,16 @@ class Mxfp4(Scheme):
             "exponents": Stored("weight_scale", (Axis(ROWS), Axis(COLUMNS, 32)), torch.uint8, ("U8", "F8_E8M0")),
         }
 
-    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
-        values, scales = e2m1_doubled(nibbles(tensors["codes"])), e8m0(tensors["exponents"]) / 2
-        if piece.columns[0] % self.GROUP == 0:
-            return Groups(values, scales, None, 8, self.GROUP)
-        return Axis(COLUMNS, 32).trim(piece, values * scales.repeat_interleave(self.GROUP, 1), 1)
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Rows | torch.Tensor:
+        codes, exponents = tensors["codes"], tensors["exponents"]
+        rows = mxfp4_rows(codes.view(len(codes), -1, self.GROUP // 2), exponents)
+        if piece.columns[0] % self.GROUP == piece.columns[1] % self.GROUP == 0:
+            return rows
+        return Axis(COLUMNS, 32).trim(piece, rows.dequantized(), 1)
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
         n, k = piece.size
-        return n * k + n * k // 16
+        return n * k // self.GROUP * (self.GROUP // 2 + 1)
 
 
 class Nvfp4(Scheme):

@@ -2,7 +2,8 @@
 
 `quant_method` fp8 (DeepSeek, Qwen3-FP8, AutoFP8), fbgemm_fp8, and the schemes of modelopt and compressed-tensors.
 weight = e4m3 * scale, also where the tensor is called `weight_scale_inv`. Activations stay in the model's type, which
-is more exact than the 8 bits they were calibrated for; so scales of activations are not needed.
+is more exact than the 8 bits they were calibrated for; so scales of activations are not needed. In bfloat16 on CPU the
+weights stay in 8 bits, as groups whose values are e4m3.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from quire.worker.layers.quantization.int_groups import Groups
 from quire.worker.layers.quantization.stored import (
     COLUMNS,
     ROWS,
@@ -21,6 +23,7 @@ from quire.worker.layers.quantization.stored import (
     Piece,
     Scheme,
     Stored,
+    grouped,
     named_by,
     unsupported,
 )
@@ -42,14 +45,17 @@ class Fp8(Scheme):
             "scale": Stored(self.scale, (rows, columns), torch.float32, _SCALE_TYPES),
         }
 
-    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        scale = tensors["scale"]
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
+        scale, weight = tensors["scale"], tensors["weight"]
         if self.rows and self.rows > 1:
             axis = Axis(ROWS, self.rows)
             scale = axis.trim(piece, scale.repeat_interleave(self.rows, 0), 0)
-        if self.columns:
+        scale = scale.expand(piece.rows[1], -1)
+        if not bool((weight.view(torch.uint8) & 0x7F == 0x7F).any()):
+            return grouped(piece, weight.clone(), scale, None, 8, self.columns)
+        if self.columns:  # not finite, which kernels for groups do not expect
             scale = Axis(COLUMNS, self.columns).trim(piece, scale.repeat_interleave(self.columns, 1), 1)
-        return tensors["weight"].float() * scale
+        return weight.float() * scale
 
 
 class Fp8Format(CheckpointFormat):

@@ -24,7 +24,7 @@ _PIECE = 1 << 22  # weights dequantized at once
 class Groups:
     """A weight `[n, k]`. With `order`, column i of the weight is the input `order[i]` (GPTQ's act-order)."""
 
-    values: torch.Tensor  # int8 [n, k]; -8 .. 7 for 4 bits
+    values: torch.Tensor  # int8 [n, k]; -8 .. 7 for 4 bits. Or float8_e4m3fn, without zeros
     scales: torch.Tensor  # [n, ceil(k / group)], floating
     zeros: torch.Tensor | None  # like scales, in units of the values; None: all 0
     bits: int  # 4 or 8

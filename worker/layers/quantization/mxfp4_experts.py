@@ -1,7 +1,7 @@
 """Experts in MXFP4, as gpt-oss stores them: all experts of a layer in one tensor of blocks and one of exponents.
 
-Twice a 4-bit float (e2m1) is an integer up to 12 in size, so the weights become 8-bit integers in groups of 32 without
-loss.
+They are held as the blocks of GGUF files, 17 bytes for 32 weights; or, for a platform whose grouped products take
+integers only, as 8-bit integers in groups of 32: twice a 4-bit float (e2m1) is an integer up to 12 in size.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.worker.layers.linear import Linear, LinearMethod, empty_parameter
+from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
 from quire.worker.layers.quantization.int_groups import Groups, give_groups
 from quire.worker.layers.quantization.packing import e2m1_doubled, e8m0, nibbles
 
@@ -34,10 +35,22 @@ class Mxfp4Expert(LinearMethod):
         layer.dtype = torch.get_default_dtype()
 
     def num_bytes(self, layer: Linear) -> int:
-        weights = layer.out_features * layer.in_features
-        return weights + weights // 16 + (0 if layer.bias is None else layer.bias.nbytes)
+        groups = layer.out_features * layer.in_features // GROUP
+        return groups * (GROUP // 2 + 1) + (0 if layer.bias is None else layer.bias.nbytes)
 
     def finalize(self, layer: Linear) -> None:
-        values, scales = e2m1_doubled(nibbles(layer.blocks.data)).flatten(-2), e8m0(layer.exponents.data) / 2
+        codes, exponents = layer.blocks.data, layer.exponents.data
         layer.blocks = layer.exponents = None
-        give_groups(layer, Groups(values, scales, None, 8, GROUP), layer.dtype)
+        if layer.ops and not layer.ops.experts_of_blocks:
+            values, scales = e2m1_doubled(nibbles(codes)).flatten(-2), e8m0(exponents) / 2
+            return give_groups(layer, Groups(values, scales, None, 8, GROUP), layer.dtype)
+        rows = mxfp4_rows(codes, exponents)
+        layer.method = PlainBlocks(layer, [rows], layer.dtype)
+        layer.method.finalize(layer)
+
+
+def mxfp4_rows(codes: torch.Tensor, exponents: torch.Tensor) -> Rows:
+    """The rows whose codes are uint8 `[n, groups, 16]`, low half first, and whose exponents are `[n, groups]`."""
+    values = nibbles(codes)
+    halves = values[..., :16] | values[..., 16:] << 4
+    return Rows(torch.cat([exponents.unsqueeze(-1), halves], -1).flatten(-2), "MXFP4")

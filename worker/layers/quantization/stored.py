@@ -223,9 +223,15 @@ class StoredWeights(LinearMethod):
             layer.method = PlainBlocks(layer, decoded, self.dtype)
             return layer.method.finalize(layer)
         merged = Groups.merged(decoded, layer.out_features)
-        if merged and (regrouped := merged.regrouped()):
+        if merged and (regrouped := merged.regrouped()) and self._keeps(layer, regrouped):
             return give_groups(layer, regrouped, self.dtype)
         self._dequantize(layer, decoded)
+
+    def _keeps(self, layer: Linear, groups: Groups) -> bool:
+        """Whether the layer holds the groups as they are; 8-bit floats only for kernels that take them."""
+        if groups.values.dtype != torch.float8_e4m3fn:
+            return True
+        return layer.ops is not None and layer.ops.e4m3_groups and self.dtype in layer.ops.quantized_types
 
     def _dequantize(self, layer: Linear, decoded: list[Decoded]) -> None:
         device = tensors_of(decoded[0]).device
