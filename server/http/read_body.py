@@ -44,20 +44,22 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("Compressed bodies are not accepted.")
     raw = await read_body(request, max_body_bytes(state))
+    num_bytes, unparsed = len(raw), [raw]
+    del raw
 
     unknown: list[str] = []
 
     def work() -> R | Later[R]:
-        parsed, found = parse(raw, cls, strict=state.config.server.strict_params)
+        parsed, found = parse(unparsed.pop(), cls, strict=state.config.server.strict_params)
         unknown.extend(found)
         return use(parsed)
 
     # a template in the request is a program: its run time does not depend on its size
-    size = max(len(raw), SMALL) if state.config.server.trust_request_chat_template else len(raw)
-    used = await _run(request, state, size, work)
+    size = max(num_bytes, SMALL) if state.config.server.trust_request_chat_template else num_bytes
+    used = await in_turns(request, state, size, work)
+    # not before what was left for later has ended: until then the images of the body are in memory
     if (connection := request.scope.get("state", {}).get("connection")) is not None:
         connection.forget_body()
-    used = await _rest(request, state, size, used)
     if unknown:
         request.scope["unknown_parameters"] = unknown
         _log_once(unknown, state)
@@ -66,10 +68,7 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
 
 async def in_turns(request: Request, state: ServerState, size: int, work: Callable[[], R | Later[R]]) -> R:
     """The result of `work`, or of what it leaves for later, for a part of a body of `size` bytes. Raises as `take`."""
-    return await _rest(request, state, size, await _run(request, state, size, work))
-
-
-async def _rest(request: Request, state: ServerState, size: int, used: R | Later[R]) -> R:
+    used = await _run(request, state, size, work)
     while isinstance(used, Later):
         await sse.unless_disconnected(request, used.awaited())
         used = await _run(request, state, size, used.then)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -237,3 +240,20 @@ def test_server_info_says_what_is_done_with_images(seeing, server):
     assert info["engine"]["media"]["image_token_id"] == IMAGE_ID
     images = server.http.get("/server_info").json()["images"]
     assert images["accepted"] is False and "reads text only" in images["reason"]
+
+
+def test_bodies_count_until_their_images_are_loaded(seeing, monkeypatch):
+    """Many that wait for images are refused as many that are being received are."""
+    images, connections, go = seeing.state.images, seeing.launcher.frontend.connections, threading.Event()
+    prepare = images._prepare
+    monkeypatch.setattr(images, "_prepare", lambda *arguments: (go.wait(10), prepare(*arguments))[1])
+    body = asks(image_part("plum"), text_part("word " * 20))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(seeing.http.post, CHAT, json=body)
+        try:
+            poll(lambda: images._num_waiting == 1)
+            assert connections.body_bytes >= len(json.dumps(body)) - 50
+        finally:
+            go.set()
+        assert answer.result().status_code == 200
+    poll(lambda: connections.body_bytes == 0)
