@@ -221,7 +221,8 @@ def test_what_is_no_json_object(server, path):
     for body in (b"", b"{", b"[]", b"\xff", b"[" * 100_000):
         assert is_error(server.http.post(path, content=body, headers=headers), 400)
     for content_type in ("text/plain", "application/x-www-form-urlencoded", ""):
-        assert is_error(server.http.post(path, content=b"{}", headers={"content-type": content_type}), 415)
+        as_a_page = {"content-type": content_type, "sec-fetch-site": "cross-site"}  # programs may use Ollama's API so
+        assert is_error(server.http.post(path, content=b"{}", headers=as_a_page), 415)
     assert is_error(server.http.post(path, content=b"{}", headers=headers | {"content-encoding": "gzip"}), 415)
 
 
