@@ -139,6 +139,13 @@ def test_forms_of_experts(cls, expert_parallel, files):
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+def test_correction_biases_keep_their_float32_in_a_bfloat16_model(checkpoint, tmp_path):
+    folder, name = checkpoint("glm4-moe", dtype="bfloat16"), "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = torch.linspace(1.0, 1.001, 8)  # bfloat16 would round all of them to 1
+    model = load(rewritten(folder, tmp_path / "wide", tensors_of(folder) | {name: bias}), torch.bfloat16)
+    assert torch.equal(model.model.layers["1"].mlp.gate.correction, bias) and bias.dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss", "glm4-moe", "minimax-m2"])
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_two_ranks_agree_with_one(checkpoint, name, expert_parallel):
