@@ -6,13 +6,16 @@ import base64
 import io
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from tokenizers import AddedToken
 
 from quire.server.media.registry import load_processor
+from tests import ocr_models
 from tests.checkpoints import _byte_level
 from tests.families import judge
 from tests.image_prompts import PREPROCESSORS, Reference, picture
@@ -32,17 +35,21 @@ PICTURES = [picture(0, 40, 30), picture(1, 25, 61), picture(2, 90, 31)]
 def seeing_model(tmp_path_factory) -> tuple[str, Any]:
     """(folder, transformers' model) of a tiny Qwen3-VL with a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("qwen3_vl")
-    model = build_model("qwen3_vl", folder, image_token_id=IMAGE_ID)
+    return str(folder), complete(folder, "qwen3_vl", build_model("qwen3_vl", folder, image_token_id=IMAGE_ID), PAD)
+
+
+def complete(folder: Path, name: str, model: Any, token: str) -> Any:
+    """Add a tokenizer whose image token is `token`, a chat template and a preprocessor. Returns the model."""
     model.lm_head.weight.data[IMAGE_ID] = 0.0  # transformers would take it for a placeholder
     model.save_pretrained(folder)
     tokenizer = _byte_level()
-    tokenizer.add_special_tokens([AddedToken(PAD, special=True)])
-    assert tokenizer.token_to_id(PAD) == IMAGE_ID
+    tokenizer.add_special_tokens([AddedToken(token, special=True)])
+    assert tokenizer.token_to_id(token) == IMAGE_ID
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE.replace("<image>", f"<{PAD}>")}
+    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE.replace("<image>", f"<{token}>")}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS["qwen3_vl"]))
-    return str(folder), model
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[name]))
+    return model
 
 
 def part(image: Image.Image) -> dict[str, Any]:
@@ -101,3 +108,42 @@ def test_an_engine_that_is_killed(seeing_model, tmp_path, settings):
         answers, _ = crowd(server, bodies, disturb, after=0.3 * duration)
         check(answers, expected)
         poll(lambda: server.log.count("the engine is ready again") == 1, 60)
+
+
+def banned(outputs: list[int], size: int, window: int, exempt: set[int]) -> set[int]:
+    """The loop of vLLM's logits processor for DeepSeek-OCR."""
+    found = {
+        outputs[i + size - 1]
+        for i in range(max(0, len(outputs) - window), len(outputs) - size + 1)
+        if outputs[i : i + size - 1] == outputs[len(outputs) - size + 1 :]
+    }
+    return found - exempt
+
+
+def test_deepseek_ocr_without_repeated_ngrams(tmp_path):
+    """A page with the arguments of vLLM's processor: every token is the best of those that its loop allows."""
+    model = complete(tmp_path, "unlimited_ocr", ocr_models.build_model("unlimited_ocr", tmp_path), "<image>")
+    model.config.image_token_id = IMAGE_ID
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["DeepseekOCRForCausalLM"], "image_token_id": IMAGE_ID}
+    config["text_config"] |= {"layer_types": None, "sliding_window": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    page = picture(0, 130, 200)
+    images = load_processor(str(tmp_path))([page], {})
+    messages = [{"role": "user", "content": [part(page), {"type": "text", "text": "Free OCR."}]}]
+    asked = {"messages": messages, "max_tokens": 60, "ignore_eos": True, "temperature": 0.0, "return_token_ids": True}
+    with server_process(str(tmp_path), tmp_path, **TINY) as server:
+        server.wait_ready()
+        plain = server.http.post(CHAT, json=asked).json()["choices"][0]["token_ids"]
+        exempt = {plain[-1]}
+        xargs = {"ngram_size": 1, "window_size": 20, "whitelist_token_ids": list(exempt)}
+        answer = server.http.post(CHAT, json=asked | {"vllm_xargs": xargs}).json()
+    tokens, prompt = answer["choices"][0]["token_ids"], answer["prompt_token_ids"]
+    assert tokens != plain and any(banned(plain[:i], 1, 20, exempt) & {plain[i]} for i in range(60))
+    with torch.no_grad():
+        logits = Reference("unlimited_ocr", model, images)(torch.tensor([prompt + tokens[:-1]])).logits
+    for i, row in enumerate(logits[0, len(prompt) - 1 :].float()):
+        excluded = banned(tokens[:i], 1, 20, exempt)
+        assert tokens[i] not in excluded
+        row[list(excluded)] = -torch.inf
+        assert row.max() - row[tokens[i]] < 1e-3

@@ -107,18 +107,18 @@ def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int, quant
     return text // world_size + weight_bytes(spec, dtype, quantization) - text
 
 
-def media_info(spec: ModelSpec, limits: Limits) -> MediaInfo | None:
+def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo | None:
     """The images that requests may have, and how many embeddings are computed and kept."""
     if spec.vision is None:
         return None
     size = max(limits.max_num_batched_tokens, min(limits.max_model_len, _LARGEST_IMAGE))
-    budget, vision = limits.max_num_batched_tokens, spec.vision
+    budget, vision = min(limits.max_num_batched_tokens, platform.encoder_budget or size), spec.vision
     return MediaInfo(vision.image_token_id, size, budget, vision.bidirectional, vision.mrope)
 
 
-def estimate_images(spec: ModelSpec, limits: Limits) -> int:
+def estimate_images(spec: ModelSpec, limits: Limits, platform: Platform) -> int:
     """Bytes of the embeddings that are kept, and of what encoding the largest batch, or the largest image, needs."""
-    media = media_info(spec, limits)
+    media = media_info(spec, limits, platform)
     if media is None:
         return 0
     kept = spec.vision.width(spec.hidden_size) * limits.dtype.itemsize
@@ -298,7 +298,7 @@ def preview(config: Config) -> WorkerReady:
         weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization),
         activations=estimate_activations(spec, limits, tp),
         graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
-        images=estimate_images(spec, limits),
+        images=estimate_images(spec, limits, platform),
     )
     return report(
         spec, platform, limits, plan, num_blocks, started + choices, cache_plan(config, spec, limits).groups, pp
@@ -332,7 +332,7 @@ def report(
         plan=plan,
         choices=[describe.choice(spec), *limits.choices, *fitted, *choices],
         groups=list(groups),
-        media=media_info(spec, limits),
+        media=media_info(spec, limits, platform),
     )
 
 

@@ -128,7 +128,7 @@ class Worker:
             weights=weights,
             activations=activations,
             graphs=memory.estimate_graphs(spec, limits, tp_size) if has_graphs else 0,
-            images=memory.estimate_images(spec, limits) if pp().rank == 0 else 0,
+            images=memory.estimate_images(spec, limits, platform) if pp().rank == 0 else 0,
         )
         num_blocks = self._all_reduce_min(num_blocks, platform)
         kv_bytes = num_blocks * plan.bytes_per_block

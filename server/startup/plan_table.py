@@ -24,7 +24,8 @@ def plan_table(ready: WorkerReady) -> str:
         ("reserve", plan.reserve, "left to others"),
     ]
     if plan.images:
-        note = f"{ready.media.cache_size:,} embeddings kept, and the largest image while it is encoded"
+        size, budget = ready.media.cache_size, ready.media.encoder_budget
+        note = f"{size:,} embeddings kept, and an image of as many while it is encoded; {budget:,} in a step"
         rows.insert(2, ("images", plan.images, note))
     if plan.graphs:
         rows.insert(2, ("CUDA graphs", plan.graphs, "at most, as batch sizes come up"))

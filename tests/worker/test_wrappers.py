@@ -8,7 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.configs.config import Config
+from quire.server.startup.plan_table import plan_table
+from quire.worker import memory
 from quire.worker.loader import load_weights
+from quire.worker.messages import MediaInfo
 from quire.worker.models import build_model, parse_model_spec, read_model_spec, weight_bytes
 from quire.worker.models.decoder import CausalLM
 from quire.worker.parallel import Group, use_groups
@@ -114,3 +118,17 @@ def test_names_of_older_siglip_and_clip(name, tmp_path):
     save_file(tensors, f"{other}/model.safetensors")
     expected, found = values(load(str(tmp_path / "saved"))), values(load(other))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_memory_of_images(folder):
+    """What `quire check` shows: the embeddings and the encoder's activations; its weights are whole on every rank."""
+    settings = {"model": folder, "device": "cpu", "num_gpu_blocks_override": 200}
+    ready = memory.preview(Config.from_flat(**settings))
+    assert ready.media == MediaInfo(IMAGE_TOKEN_ID, 2048, 256)
+    assert ready.plan.images > 2048 * 32 * 4  # of embeddings alone
+    assert "2,048 embeddings kept" in plan_table(ready) and "256 in a step" in plan_table(ready)
+    bare = memory.preview(Config.from_flat(language_model_only=True, **settings))
+    assert bare.media is None and bare.plan.images == 0 and "embeddings" not in plan_table(bare)
+    spec, text = read_model_spec(folder), read_model_spec(folder, images=False)
+    alone, split = (memory.estimate_weights(spec, torch.float32, ranks) for ranks in (1, 2))
+    assert alone - split == weight_bytes(text, torch.float32) - weight_bytes(text, torch.float32) // 2
