@@ -45,6 +45,12 @@ def layers(n: int, k: int, device: str):
         values, scales = quantize(weight, bits)
         give_groups(layer, Groups(values, scales, None, bits, GROUPS[name][1]), torch.bfloat16)
         yield f"{name} in groups of {GROUPS[name][1]}", layer
+    for columns in (k, 128):
+        layer = _empty(n, k)
+        _use_kernels(layer, device)
+        values, scales = weight.to(torch.float8_e4m3fn), torch.ones(n, k // columns, device=device)
+        give_groups(layer, Groups(values, scales, None, 8, columns), torch.bfloat16)
+        yield f"fp8, a scale per {'output' if columns == k else 'output and 128 columns'}", layer
     for kind in BLOCK_TYPES:
         layer = _empty(n, k)
         _use_kernels(layer, device)

@@ -204,6 +204,8 @@ def quantized() -> None:
     for rows in (8, 1024):
         x, scales = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(12288, 32, dtype=torch.float16)
         triton_quantized.multiply_groups(x, torch.zeros(12288, 4096, dtype=torch.int8), scales, None, 8, 128)
+        floats = torch.zeros(12288, 4096, dtype=torch.float8_e4m3fn)
+        triton_quantized.multiply_groups(x, floats, scales.float(), None, 8, 128)
         triton_quantized.multiply_groups(x, torch.zeros(12288, 2048, dtype=torch.uint8), scales, scales, 4, 128)
         for kind in BLOCK_TYPES if rows == 8 else ("Q4_K", "Q6_K"):
             values, size = triton_quantized.BLOCKS[kind]

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from quire.worker.cuda.install import TritonOps
-from quire.worker.cuda.quantized import TritonBlocks, TritonGroups, grouped_experts
+from quire.worker.cuda.quantized import Float8Channels, TritonBlocks, TritonGroups, grouped_experts
 from quire.worker.cuda.triton_quantized import multiply_blocks, multiply_groups
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard
 from quire.worker.layers.moe import ListedExperts, run_experts
@@ -47,6 +47,37 @@ def test_groups(bits, group, dtype):
         assert found.dtype == dtype
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def random_floats8(n: int, k: int) -> torch.Tensor:
+    """Every e4m3 but NaN."""
+    codes = torch.randint(0, 256, (n, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
+    return torch.where(codes & 127 == 127, 0, codes).to(DEVICE).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("group", [32, None])
+def test_floats_of_8_bits(group):
+    n, k = 48, 96
+    values, scales, x = random_floats8(n, k), random(n, 1 if group is None else 3).abs() * 0.01, random(5, k)
+    weight = dequantize_groups(values, scales, None, group or k)
+    found = multiply_groups(x, values, scales, None, 8, group or k)
+    torch.testing.assert_close(found, x @ weight.T, atol=1e-3, rtol=1e-4)
+
+
+def test_floats_of_8_bits_multiply_many_rows_as_such():
+    """With one scale per output: the inputs of more than 16 rows are rounded to 8 bits, those of fewer are not."""
+    n, k = 64, 96
+    groups = Groups(random_floats8(n, k), random(n, 1).abs() * 0.01, None, 8, k)
+    layer, x = layer_of(n, k, True), random(40, k)
+    assert Float8Channels.fits(groups)
+    assert not Float8Channels.fits(replace(groups, scales=random(n, 3)))  # scales per group
+    assert not Float8Channels.fits(replace(groups, values=groups.values[:40].view(torch.int8)))
+    layer.method = Float8Channels(layer, groups, torch.float32)
+    expected = x @ groups.dequantized().T + layer.bias
+    scale = expected.abs().max()
+    torch.testing.assert_close(layer(x[:5]), expected[:5], atol=1e-3, rtol=1e-4)
+    error = (layer(x) - expected).abs().max() / scale
+    assert 1e-4 < error < 0.03
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
@@ -149,7 +180,7 @@ def test_a_fused_layer_of_gguf_blocks():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [1, 4, 8])  # 1: 8-bit floats
 def test_experts_in_groups_are_one_call(bits, bias):
     activation = "clamped_silu" if bias else "silu"
     moe = MoESpec(RoutingSpec(num_experts=4, top_k=2), 32, activation=activation, bias=bias)
@@ -159,8 +190,11 @@ def test_experts_in_groups_are_one_call(bits, bias):
             if bias:
                 layer.bias.data.copy_(random(layer.out_features) + int(i))
             layer.use(TritonOps())
-            groups = random_groups(layer.out_features, layer.in_features, bits, True, False)
-            give_groups(layer, replace(groups, values=groups.values.roll(int(i), 1)), torch.float32)
+            groups = random_groups(layer.out_features, layer.in_features, max(bits, 4), bits > 1, False)
+            values = groups.values.roll(int(i), 1)
+            if bits == 1:
+                values, groups = random_floats8(*values.shape), replace(groups, bits=8, scales=groups.scales * 0.02)
+            give_groups(layer, replace(groups, values=values), torch.float32)
     x, weights = random(7, 64), random(7, 2).abs()
     ids = torch.rand(7, 4, generator=torch.Generator().manual_seed(3)).topk(2).indices.to(DEVICE)
     expected = run_experts(x, weights, ids, {int(i): expert for i, expert in experts.experts.items()})

@@ -44,6 +44,8 @@ class TritonOps(Ops):
 
     name = "triton"
     quantized_types = (torch.bfloat16, torch.float16, torch.float32)
+    e4m3_groups = True
+    experts_of_blocks = False
 
     def __init__(self) -> None:
         from quire.worker.cuda import triton_bitmask, triton_experts, triton_sampler
@@ -53,6 +55,7 @@ class TritonOps(Ops):
         self.exclude_by_bitmask = triton_bitmask.exclude_by_bitmask
         self.rms_norm, self.add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
         self.fused_experts = triton_experts.fused_experts
+        self._multiplies_floats8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
         self.silu_and_mul, self.qk_norm_rope_write = kernels.silu_and_mul, kernels.qk_norm_rope_write
 
     def quantize_weight(self, layer: Linear, bits: int, group: int) -> LinearMethod:
@@ -63,16 +66,15 @@ class TritonOps(Ops):
         return TritonGroups(layer, groups, layer.weight.dtype)
 
     def quantized_method(self, layer: Linear, groups: Groups) -> LinearMethod:
-        from quire.worker.cuda.quantized import TritonGroups
+        from quire.worker.cuda.quantized import Float8Channels, TritonGroups
 
-        return TritonGroups(layer, groups, layer.method.dtype)
+        kind = Float8Channels if self._multiplies_floats8 and Float8Channels.fits(groups) else TritonGroups
+        return kind(layer, groups, layer.method.dtype)
 
     def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod:
         from quire.worker.cuda.quantized import TritonBlocks
 
         return TritonBlocks(parts, layer.method.dtype)
-
-    experts_of_blocks = False
 
     def packed_experts(self, experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
         from quire.worker.cuda.quantized import grouped_experts

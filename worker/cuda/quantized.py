@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.worker.cuda.triton_experts import StackedGroups, fused_experts
-from quire.worker.cuda.triton_quantized import multiply_blocks, multiply_groups
+from quire.worker.cuda.triton_quantized import FEW_ROWS, multiply_blocks, multiply_groups
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
 from quire.worker.layers.quantization.int_groups import Groups, dequantize, pack_int4, unpack_int4
 
 if TYPE_CHECKING:
     from quire.worker.layers.moe import ListedExperts
+
+_LARGEST = 448.0  # e4m3
 
 
 class TritonGroups(LinearMethod):
@@ -46,6 +48,30 @@ class TritonGroups(LinearMethod):
         values = stored if self.bits == 8 else unpack_int4(stored)[:, : self.layer.in_features]
         zeros = None if self.zeros is None else self.zeros[ids]
         return dequantize(values, self.layer.scales[ids], zeros, self.group).to(self.dtype)
+
+
+class Float8Channels(TritonGroups):
+    """8-bit floats with one scale per output, on a GPU that multiplies 8-bit floats: products of more than FEW_ROWS
+    rows round each row of the inputs to 8-bit floats, too, as other servers do for all rows.
+    """
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        if len(x) <= FEW_ROWS:
+            return super().apply(layer, x)
+        scales = x.abs().amax(1, keepdim=True).float().clamp_(min=1e-12) / _LARGEST
+        rounded = (x / scales).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+        # torch takes scales per row and column with a result in bfloat16 only
+        weight_scales = layer.scales.float().T
+        out = torch._scaled_mm(rounded, layer.quantized.T, scales, weight_scales, out_dtype=torch.bfloat16)
+        out = out.to(x.dtype)
+        return out if layer.bias is None else out + layer.bias
+
+    @staticmethod
+    def fits(groups: Groups) -> bool:
+        """Whether torch multiplies such a weight."""
+        n, k = groups.values.shape
+        floats = groups.values.dtype == torch.float8_e4m3fn
+        return floats and groups.scales.shape[1] == 1 and n % 16 == 0 and k % 16 == 0
 
 
 class TritonBlocks(PlainBlocks):
@@ -93,17 +119,15 @@ def _stack(layers: Sequence[Linear]) -> StackedGroups | None:
     methods = [layer.method for layer in layers]
     if not all(isinstance(method, TritonGroups) for method in methods):
         return None
-    if (
-        len(
-            {
-                (method.bits, method.group, method.zeros is None, layer.scales.dtype)
-                for method, layer in zip(methods, layers)
-            }
-        )
-        > 1
-    ):
+    kinds = {
+        (method.bits, method.group, method.zeros is None, layer.quantized.dtype, layer.scales.dtype)
+        for method, layer in zip(methods, layers)
+    }
+    if len(kinds) > 1:
         return None
-    values, scales = (torch.stack([getattr(layer, name) for layer in layers]) for name in ("quantized", "scales"))
+    dtype = layers[0].quantized.dtype
+    values = torch.stack([layer.quantized.view(torch.uint8) for layer in layers]).view(dtype)
+    scales = torch.stack([layer.scales for layer in layers])
     zeros = None if methods[0].zeros is None else torch.stack([method.zeros for method in methods])
     for i, layer in enumerate(layers):
         layer.quantized, layer.scales = values[i], scales[i]

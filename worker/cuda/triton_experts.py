@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.worker.cuda.triton_quantized import load_groups
+from quire.worker.cuda.triton_quantized import load_groups, stored_groups
 
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_silu": 2}
 _FEW_ROWS = 16  # per expert on average, up to which tiles are narrow
@@ -24,23 +24,24 @@ _FEW_ROWS = 16  # per expert on average, up to which tiles are narrow
 class StackedGroups:
     """The weights `[E, n, k]` of a stack of experts as integers with a scale per row and group of columns."""
 
-    values: torch.Tensor  # int8 [E, n, k], or uint8 [E, n, ceil(k / 2)] as `int_groups.pack_int4` has them
+    # int8 or float8_e4m3fn [E, n, k], or uint8 [E, n, ceil(k / 2)] as `int_groups.pack_int4` has them
+    values: torch.Tensor
     scales: torch.Tensor  # [E, n, groups]
     zeros: torch.Tensor | None  # like scales
     bits: int
     group: int  # columns
 
-    @property
-    def arguments(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors and strides that the kernels take."""
-        strides = self.values.stride(0), self.values.stride(1), self.scales.stride(0), self.scales.stride(1)
-        return self.values, self.scales, self.zeros, *strides
+    def arguments(self) -> tuple[tuple, dict[str, int]]:
+        """(tensors and strides, constants) for the kernels."""
+        values, bits = stored_groups(self.values, self.bits)
+        strides = values.stride(0), values.stride(1), self.scales.stride(0), self.scales.stride(1)
+        return (values, self.scales, self.zeros, *strides), {"BITS": bits, "GROUP": self.group}
 
 
 def arguments(weight: torch.Tensor | StackedGroups) -> tuple[tuple, dict[str, int]]:
     """(tensors and strides, constants) of a stack of weights for the kernels."""
     if isinstance(weight, StackedGroups):
-        return weight.arguments, {"BITS": weight.bits, "GROUP": weight.group}
+        return weight.arguments()
     return (weight, None, None, weight.stride(0), weight.stride(1), 0, 0), {"BITS": 0, "GROUP": 1}
 
 

@@ -15,7 +15,7 @@ from quire.configs.gguf import BLOCKS
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, IQ4_VALUES
 from quire.worker.layers.quantization.packing import E2M1
 
-_FEW_ROWS = 16  # up to which tiles are narrow, so that a decode step has enough programs
+FEW_ROWS = 16  # up to which tiles are narrow, so that a decode step has enough programs
 _DOUBLED = [round(2 * value) for value in E2M1]
 _TABLES = {"MXFP4": [*_DOUBLED, *(-value for value in _DOUBLED)], "IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES}
 # first byte of the codes in blocks of 32 4-bit codes
@@ -33,17 +33,23 @@ def multiply_groups(
 ) -> torch.Tensor:
     """x `[T, k]` times the transposed weight `[n, k]`, plus bias `[n]`: `[T, n]` of x's type.
 
-    values are int8 `[n, k]`, or uint8 `[n, ceil(k / 2)]` with two 4-bit values per byte (low half first, 8 added);
-    scales and zeros are `[n, groups]`, a group has `group` columns, or all with one group.
+    values are int8 or float8_e4m3fn (no NaN) `[n, k]`, or uint8 `[n, ceil(k / 2)]` with two 4-bit values per byte (low
+    half first, 8 added); scales and zeros are `[n, groups]`, a group has `group` columns, or all with one group.
     """
     out = x.new_empty(len(x), len(values))
     group = group if scales.shape[1] > 1 else x.shape[1]
     grid, tile = _grid(len(x), len(values))
+    stored, bits = stored_groups(values, bits)
     _groups_kernel[grid](
-        x, values, scales, zeros, bias, out, len(x), len(values), x.shape[1], x.stride(0), values.stride(0),
+        x, stored, scales, zeros, bias, out, len(x), len(values), x.shape[1], x.stride(0), values.stride(0),
         scales.stride(0), out.stride(0), GROUP=group, BITS=bits, **tile,
     )  # fmt: skip
     return out
+
+
+def stored_groups(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
+    """(values, BITS) for the kernels: 8-bit floats are bytes, which every GPU can read, and BITS is 1."""
+    return (values.view(torch.uint8), 1) if values.dtype == torch.float8_e4m3fn else (values, bits)
 
 
 def multiply_blocks(
@@ -68,7 +74,7 @@ def multiply_blocks(
 
 
 def _grid(num_rows: int, num_columns: int) -> tuple[tuple[int, int], dict[str, int]]:
-    rows, columns, depth = (16, 16, 64) if num_rows <= _FEW_ROWS else (64, 64, 32)
+    rows, columns, depth = (16, 16, 64) if num_rows <= FEW_ROWS else (64, 64, 32)
     grid = triton.cdiv(num_columns, columns), triton.cdiv(num_rows, rows)
     return grid, {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "num_warps": 4, "num_stages": 2}
 
@@ -128,10 +134,14 @@ def load_groups(
     values, scales, zeros, stored_at, group_at, depth, mask, BITS: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
     """Columns `depth` of rows of the weight, in float32. The rows begin at entries `stored_at` of the values and
-    `group_at` of the scales.
+    `group_at` of the scales. BITS is as in `stored_groups`.
     """
     if BITS == 8:
         integers = tl.load(values + stored_at + depth, mask=mask, other=0).to(tl.float32)
+    elif BITS == 1:  # the bits of an e4m3 are those of a float16 that is 2 ** 8 times smaller
+        byte = tl.load(values + stored_at + depth, mask=mask, other=0).to(tl.int32)
+        half = ((byte & 128) << 8 | (byte & 127) << 7).to(tl.uint16).to(tl.float16, bitcast=True)
+        integers = half.to(tl.float32) * 256.0
     else:
         pairs = tl.load(values + stored_at + depth // 2, mask=mask, other=0).to(tl.int32)
         integers = ((pairs >> (depth % 2 * 4) & 15) - 8).to(tl.float32)
