@@ -51,6 +51,7 @@ VARIABLES = (
     "LD_PRELOAD",
     "MKL_NUM_THREADS",
     "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
     "QUIRE_CONFIG",
 )
 # torch runs in a child process: a broken installation must not end the report
