@@ -130,8 +130,15 @@ struct KeyBlock {
   }
 };
 
+// Returns byte BYTE of each lane, in e4m3, as load() does. Its bits in the places of a float's are the number divided by
+// 2^120.
+template <int BYTE>
+inline Floats e4m3_number(Ints x) {
+  return Floats(signed_right<4>(left<24 - 8 * BYTE>(x)) & set1_ints(int(0x87f00000u))) * set1_floats(0x1p112f);
+}
+
 // Calls f(integral constant i, x) with x = k[0 .. kLanes - 1][c + i] for every i of a step, and returns the step's
-// length: 2 * kLanes for bf16 if that many elements remain, else 16.
+// length: 2 * kLanes for bf16 and, with AVX-512, 4 * kLanes for e4m3 if that many elements remain, else 16.
 template <typename T, typename F>
 __attribute__((always_inline)) inline long transposed(const T* const* k, long c, long count, F&& f) {
   if constexpr (std::is_same_v<T, bf16>)
@@ -144,6 +151,16 @@ __attribute__((always_inline)) inline long transposed(const T* const* k, long c,
         f(std::integral_constant<int, 2 * p + 1>(), odds(r[p]));
       });
       return 2 * kLanes;
+    }
+  if constexpr (std::is_same_v<T, e4m3> && kLanes == 16)
+    if (c + 4 * kLanes <= count) {
+      Ints r[kLanes];
+      unrolled<kLanes>([&](auto key) __attribute__((always_inline)) { r[key] = load_ints(k[key] + c); });
+      transpose(r);
+      unrolled<kLanes>([&](auto p) __attribute__((always_inline)) {
+        unrolled<4>([&](auto byte) __attribute__((always_inline)) { f(std::integral_constant<int, 4 * p + byte>(), e4m3_number<byte>(r[p])); });
+      });
+      return 4 * kLanes;
     }
   unrolled<16 / kLanes>([&](auto i) __attribute__((always_inline)) {
     Ints r[kLanes];
