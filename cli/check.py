@@ -1,51 +1,53 @@
 """`quire check`: print the memory plan and the choices of `quire serve` with the same flags, or the error it would end
-with, without loading weights.
+with, without loading weights. Of a Hub model it reads the headers of the weights by range requests.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import logging
 import sys
-from typing import TYPE_CHECKING
+import tempfile
+from pathlib import Path
 
 from quire.configs.config import Config
 from quire.configs.files import check_model_folder
 from quire.server.startup import hub
 from quire.server.startup.plan_table import plan_table
-
-if TYPE_CHECKING:
-    from quire.server.media.service import Images
+from quire.server.startup.weight_summary import weight_summary
 
 
 def check(config: Config) -> int:
     """Print the plan; returns 1 if `quire serve` would refuse. Downloads only the small files of a Hub model."""
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
-    try:
-        print(plan(config))
-    except ValueError as error:
-        print(f"quire check: error: {error}", file=sys.stderr)
-        return 1
+    with tempfile.TemporaryDirectory(prefix="quire-check-") as target:
+        try:
+            print(plan(config, target))
+        except ValueError as error:
+            print(f"quire check: error: {error}".replace(target, config.model.model), file=sys.stderr)
+            return 1
     return 0
 
 
-def plan(config: Config) -> str:
-    """The memory plan and the choices, as `quire serve` shows them. Raises ValueError as it would."""
+def plan(config: Config, target: str) -> str:
+    """The checkpoint, the memory plan and the choices, as `quire serve` shows them. `target` is an empty folder for
+    headers of weights. Raises ValueError as `quire serve` would.
+    """
     from quire.server.generate.sampling import read_sampling_defaults
-    from quire.server.media.service import Images
     from quire.server.text.tokenizer import Tokenizer
 
-    options = config.model
-    folder = hub.resolve(
-        options.model, revision=options.revision, download_dir=options.download_dir, tokenizer_only=True
-    )
+    options, has_weights = config.model, False
+    where = {"revision": options.revision, "download_dir": options.download_dir}
+    if options.load_format == "dummy":
+        folder = hub.resolve(options.model, tokenizer_only=True, **where)
+    else:
+        folder, has_weights = hub.resolve_headers(options.model, target=target, **where)
     config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
     check_model_folder(folder)
     # imported by name: torch loads only when this command runs
-    importlib.import_module("quire.worker.loader").check_model(
-        config, files=hub.local_folder(options.model) is not None
-    )
+    importlib.import_module("quire.worker.loader").check_model(config, files=has_weights)
     ready = importlib.import_module("quire.worker.memory").preview(config)
     tokenizer_folder = (
         folder
@@ -56,25 +58,14 @@ def plan(config: Config) -> str:
         tokenizer_folder, chat_template=config.server.chat_template, trust_remote_code=options.trust_remote_code
     )
     defaults = read_sampling_defaults(config, folder)
-    images = Images(config)
-    images.open(folder, tokenizer)
-    images.check_worker(ready.media)
-    chat = "none: /v1/chat/completions needs --chat-template"
-    if tokenizer.chat_templates:
-        chat = "yes"
-    elif images.why_not is None:
-        chat = "none: a conversation is the contents of its messages, one after another"
+    chat = "yes" if tokenizer.chat_templates else "none: /v1/chat/completions needs --chat-template"
     sampling = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "OpenAI's"
-    lines = [plan_table(ready), f"chat template: {chat}", *_about(images, folder)]
-    return "\n".join([*lines, f"default sampling parameters: {sampling}"])
+    lines = [plan_table(ready), f"chat template: {chat}", f"default sampling parameters: {sampling}"]
+    return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
 
 
-def _about(images: Images, folder: str) -> list[str]:
-    """What the server does with images; nothing for a model of text."""
-    from quire.server.media.registry import read_config
-
-    if images.why_not is None:
-        about = images.describe()
-        options = ", ".join(about["mm_processor_kwargs"]) or "none"
-        return [f"images: at most {about['max_per_prompt']} per prompt; mm_processor_kwargs: {options}"]
-    return [f"images: refused: {images.why_not}"] if "vision_config" in read_config(folder) else []
+def _checkpoint(config: Config, folder: str) -> str:
+    models = importlib.import_module("quire.worker.models")
+    spec = models.read_model_spec(folder, config.model.model_impl, images=not config.model.language_model_only)
+    raw = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    return weight_summary(folder, raw, models.num_parameters(spec))

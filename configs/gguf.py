@@ -89,11 +89,32 @@ def _read(path: Path) -> GgufFile:
         raise ValueError(f"{path} is incomplete or damaged: download it again") from error
 
 
+def header_length(data: bytes) -> int | None:
+    """The length of the header of the file that begins with `data`, or None if it is longer than that.
+
+    Raises:
+        ValueError: it is not a GGUF file that can be read.
+    """
+    header = _Header(Path("the file"), data)
+    try:
+        header.entries()
+    except (struct.error, UnicodeDecodeError, OverflowError, MemoryError):
+        return None
+    return header.at
+
+
 class _Header:
-    def __init__(self, path: Path, data: mmap.mmap):
+    def __init__(self, path: Path, data: mmap.mmap | bytes):
         self.path, self.data, self.at = path, data, 0
 
     def read(self) -> GgufFile:
+        metadata, infos = self.entries()
+        alignment = metadata.get("general.alignment", 32)
+        begin = -(-self.at // alignment) * alignment
+        return GgufFile(self.path, metadata, {name: self._placed(name, begin, *info) for name, *info in infos})
+
+    def entries(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
+        """The metadata, and (name, shape, type, offset) of the tensors."""
         if self.data[:4] != MAGIC:
             raise ValueError(f"{self.path} is not a GGUF file")
         self.at = 4
@@ -105,10 +126,7 @@ class _Header:
         for _ in range(num_entries):
             key = self._text()
             metadata[key] = self._value(self._number("I"))
-        infos = [self._tensor() for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", 32)
-        begin = -(-self.at // alignment) * alignment
-        return GgufFile(self.path, metadata, {name: self._placed(name, begin, *info) for name, *info in infos})
+        return metadata, [self._tensor() for _ in range(num_tensors)]
 
     def _number(self, kind: str) -> Any:
         (value,) = struct.unpack_from(f"<{kind}", self.data, self.at)

@@ -33,21 +33,24 @@ def hub_patterns(model: str) -> tuple[str, list[str]] | None:
 
 def first_file(folder: str, model: str) -> str:
     """The downloaded file of `model`, or its first shard. Raises ValueError if there is none, or more than one."""
-    match = _FILE.fullmatch(model)
-    if match:
-        return str(Path(folder, match["path"]))
+    names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*.gguf"))]
+    return str(Path(folder, chosen_file(names, model)))
+
+
+def chosen_file(names: list[str], model: str) -> str:
+    """The one of a repository's GGUF files that `model` names, or its first shard. Raises ValueError if there is none,
+    or more than one.
+    """
+    if match := _FILE.fullmatch(model):
+        return match["path"]
     name = _QUANTIZATION.fullmatch(model)["name"].lower()
     shards = re.compile(r"-0000[2-9]-of-|-000[1-9]\d-of-")
-    found = [
-        path
-        for path in sorted(Path(folder).rglob("*.gguf"))
-        if name in str(path.relative_to(folder)).lower() and not shards.search(path.name) and "mmproj" not in path.name
-    ]
-    exact = [path for path in found if re.search(rf"(^|[-._/]){re.escape(name)}(\.gguf|-00001|/)", str(path).lower())]
+    found = [path for path in names if name in path.lower() and not shards.search(path) and "mmproj" not in path]
+    exact = [path for path in found if re.search(rf"(^|[-._/]){re.escape(name)}(\.gguf|-00001|/)", path.lower())]
     if len(exact or found) != 1:
-        names = ", ".join(path.name for path in found) or "none"
-        raise ValueError(f"model: {model} must name one GGUF file of its repository; it names {names}")
-    return str((exact or found)[0])
+        files = ", ".join(path.rpartition("/")[2] for path in found) or "none"
+        raise ValueError(f"model: {model} must name one GGUF file of its repository; it names {files}")
+    return (exact or found)[0]
 
 
 def gguf_folder(path: str) -> str:
@@ -61,7 +64,7 @@ def gguf_folder(path: str) -> str:
     state = f"{_VERSION} {path} {status.st_size} {status.st_mtime_ns}"
     folder = _cache() / f"{Path(path).stem[:60]}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     if not folder.is_dir():
-        _write(read_gguf(path), folder)
+        write_folder(read_gguf(path), folder)
     return str(folder)
 
 
@@ -72,7 +75,8 @@ def _cache() -> Path:
     return Path(root) / "gguf"
 
 
-def _write(file: GgufFile, folder: Path) -> None:
+def write_folder(file: GgufFile, folder: Path) -> None:
+    """Write the model's folder: config.json, the tokenizer, and generation_config.json."""
     from quire.server.text.gguf_tokenizer import gguf_tokenizer
 
     config = model_config(file, _rope_factors(file))

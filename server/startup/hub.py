@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from quire.configs.files import denied
@@ -91,6 +92,34 @@ def resolve(
     except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
         raise ValueError(_explain(error, repository, revision)) from error
     return gguf.gguf_folder(gguf.first_file(folder, model)) if named else folder
+
+
+def resolve_headers(model: str, *, revision: str | None, download_dir: str | None, target: str) -> tuple[str, bool]:
+    """(the folder of `model`, whether it has the headers of all weights). Of a Hub model that is not in the cache, the
+    small files are downloaded, and headers are written to a folder below `target`; without a Hub there are none.
+
+    Raises ValueError as `resolve` does.
+    """
+    if (folder := local_folder(model)) is not None:
+        return folder, True
+    from huggingface_hub import constants
+
+    from quire.server.startup import headers
+
+    named = gguf.hub_patterns(model)
+    if named and constants.HF_HUB_OFFLINE:
+        return resolve(model, revision=revision, download_dir=download_dir), True
+    try:
+        if named:
+            return headers.gguf_with_header(model, revision, Path(target)), True
+        folder = resolve(model, revision=revision, download_dir=download_dir, tokenizer_only=True)
+        if constants.HF_HUB_OFFLINE or headers.are_complete(folder):
+            return folder, headers.are_complete(folder)
+        return headers.with_headers(folder, model, revision, Path(target)), True
+    except ValueError:
+        raise
+    except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
+        raise ValueError(_explain(error, named[0] if named else model, revision)) from error
 
 
 def _bytes_to_download(model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]) -> int:

@@ -227,10 +227,15 @@ def _build_tower(vision: VisionSpec) -> VisionTower:
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Number of weights of the whole model; tied embeddings count once. Builds the model without allocating memory."""
+    """Number of weights of the whole model, whatever stores them; tied embeddings count once. Builds the model without
+    allocating memory.
+    """
     import torch
 
-    return sum(parameter.numel() for parameter in _without_memory(spec, torch.float32).parameters())
+    from quire.worker.layers.linear import PLAIN_WEIGHTS
+
+    model = _without_memory(spec, torch.float32, weights=PLAIN_WEIGHTS)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None) -> int:
@@ -249,10 +254,13 @@ def encoder_bytes_per_embed(spec: ModelSpec, dtype: torch.dtype) -> int:
     return _without_memory(spec, dtype).vision.bytes_per_embed()
 
 
-def _without_memory(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None) -> CausalLM:
+def _without_memory(
+    spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None, weights: WeightFormat | None = None
+) -> CausalLM:
     import torch
 
     from quire.worker.parallel import Group, use_groups
 
     with use_groups(tp=Group(), pp=Group(), ep=Group()):
-        return build_model(spec, dtype, torch.device("meta"), max_model_len=1, quantization=quantization)
+        device = torch.device("meta")
+        return build_model(spec, dtype, device, max_model_len=1, quantization=quantization, weights=weights)

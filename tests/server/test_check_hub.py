@@ -1,0 +1,115 @@
+"""`quire check` of a Hub model: the whole check, from headers alone, in a process that talks to a local Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.server.startup.headers import HubFile
+from quire.server.startup.weight_summary import describe_format
+from tests.checkpoints import build_checkpoint
+from tests.gguf_files import write_gguf
+from tests.server.fake_hub import FakeHub
+from tests.worker import quantized_checkpoints as make
+
+SIZES = {"hidden_size": 256, "intermediate_size": 1536, "num_hidden_layers": 3, "head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    build_checkpoint("qwen3", folder / "plain", sharded=True, dtype="bfloat16", **SIZES)
+    settings = {"num_bits": 4, "strategy": "group", "group_size": 128}
+    source = build_checkpoint("qwen3", folder / "source", **SIZES)
+    make.write(source, folder / "made", *make.compressed_tensors("pack-quantized", **settings))
+    (folder / "files").mkdir()
+    write_gguf(source, folder / "files" / "model-Q8_0.gguf", {"default": "Q8_0"}, "qwen3")
+    write_gguf(source, folder / "files" / "model-Q4_K_M.gguf", {"default": "Q4_K"}, "qwen3")
+    return {
+        "org/plain": str(folder / "plain"),
+        "org/w4a16": str(folder / "made" / "quantized"),
+        "org/model-GGUF": str(folder / "files"),
+    }
+
+
+_PROGRAM = """
+import sys
+from quire.cli.main import main
+for model in sys.argv[1:]:
+    print(f"{model}: {main(['check', model, '--device', 'cpu', '--log-level', 'error'])}", file=sys.stderr)
+    print("----")
+"""
+
+
+def check(hub: FakeHub, cache: Path, *models: str) -> tuple[list[str], str]:
+    """(the output for each model, all errors, with the exit status of each)."""
+    variables = {**os.environ, **hub.environment(cache), "QUIRE_CACHE": str(cache / "quire")}
+    command = [sys.executable, "-c", _PROGRAM, *models]
+    result = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
+    return result.stdout.split("----\n")[:-1], result.stderr
+
+
+LINES = {
+    "org/plain": r"checkpoint: bfloat16, [\d.]+ MiB in \d+ files, 16\.00 bits per weight",
+    "org/w4a16": r"checkpoint: compressed-tensors pack-quantized \(4-bit int, groups of 128\), [\d.]+ MiB in 1 file",
+    "org/model-GGUF:Q4_K_M": r"checkpoint: GGUF, [\d.]+ MiB in 1 file, 4\.5\d bits per weight .*Q4_K 9\d\.\d %",
+    "org/model-GGUF/model-Q8_0.gguf": r"checkpoint: GGUF, [\d.]+ MiB in 1 file, 8\.5\d bits per weight",
+}
+
+
+@pytest.mark.slow
+def test_headers_suffice(repositories, tmp_path):
+    with FakeHub(repositories).running() as hub:
+        outputs, errors = check(hub, tmp_path, *LINES)
+        assert errors.splitlines() == [f"{model}: 0" for model in LINES]
+        for output, line in zip(outputs, LINES.values(), strict=True):
+            assert re.match(line, output), output
+            assert "memory of cpu" in output and "chat template: yes" in output
+        files = [path for folder in repositories.values() for path in Path(folder).iterdir()]
+        sizes = {path.name: path.stat().st_size for path in files if path.suffix in (".safetensors", ".gguf")}
+        assert sum(hub.sent[name] for name in sizes) < sum(sizes.values()) / 3
+        assert all(0 < hub.sent[name] <= 1 << 18 for name in sizes)
+    assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("*.gguf"))
+
+
+@pytest.mark.slow
+def test_what_serving_would_refuse_is_refused_before_the_download(repositories, tmp_path):
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    for path in Path(repositories["org/w4a16"]).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes().replace(b'"group_size": 128', b'"group_size": 64'))
+    with FakeHub({"org/wrong": str(folder)}).running() as hub:
+        _, errors = check(hub, tmp_path / "cache", "org/wrong", "org/none")
+        assert "the weights in org/wrong do not fit Qwen3ForCausalLM; wrong shape or type: model" in errors
+        assert "weight_scale is [128, 2], expected [128, 4]" in errors and "org/wrong: 1" in errors
+        assert "no such model on the Hugging Face Hub" in errors and "org/none: 1" in errors
+
+
+def test_a_hub_without_ranges_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 5000)
+    with FakeHub({"org/plain": str(tmp_path)}, ranges=False).running() as hub:
+        file = HubFile("org/plain", "model.safetensors", None)
+        file.url = f"{hub.url}/org/plain/resolve/main/model.safetensors"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        with pytest.raises(ValueError, match="sends whole files only"):
+            file.read(0, 100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 (128x128 blocks)"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "gptq (4 bits, groups of 128, act-"),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1}, "awq (4 bits, whole rows)"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "4 bits, nf4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt (NVFP4)"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+    ],
+)
+def test_formats_in_words(settings, words):
+    assert words in describe_format(settings, {})
