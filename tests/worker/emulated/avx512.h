@@ -130,14 +130,6 @@ EMULATED __m512i emulated_maskz_loadu_epi8(__mmask64 mask, const void* p) {
   for (int i = 0; i < 64; i++) x[i] = mask >> i & 1 ? ((const char*)p)[i] : 0;
   return emulated_loadu_si512(x);
 }
-// Adds to each lane four products of an unsigned byte of x and a signed byte of y.
-EMULATED __m512i emulated_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {
-  struct Lanes { int sum[16]; } sums = emulated_bits<Lanes>(sum);
-  struct Bytes { uint8_t x[64]; } xs = emulated_bits<Bytes>(x);
-  struct Signed { int8_t y[64]; } ys = emulated_bits<Signed>(y);
-  for (int i = 0; i < 64; i++) sums.sum[i / 4] += int(xs.x[i]) * ys.y[i];
-  return emulated_bits<__m512i>(sums);
-}
 EMULATED __m512i emulated_cvtepi8_epi16(__m256i x) {
   return emulated_whole(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1)));
 }
@@ -243,6 +235,7 @@ template <bool kSigned> EMULATED __m512i emulated_dp_bytes(__m512i sum, __m512i 
   }
   return (__m512i)total;
 }
+// Adds to each lane four products of an unsigned byte of a and a signed byte of b.
 EMULATED __m512i emulated_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) { return emulated_dp_bytes<false>(sum, b, a); }
 
 // --- masks --------------------------------------------------------------------------------------------------------------------------------------------
