@@ -10,6 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.generation import Delta, GenerationRequest
 from quire.server.generate.limits import Int64, MinP, RepetitionPenalty, Stop, Stops, Temperature, Text, TopP
@@ -19,6 +20,7 @@ from quire.server.http import admission, sse
 from quire.server.http.read_body import take
 from quire.server.http.route import EVENTS, Route
 from quire.server.state import ServerState
+from quire.server.text.infill import infill_of
 
 ID_PREFIX = "infill-"
 MAX_FILES = 256
@@ -79,6 +81,8 @@ async def infill(request: Request, state: ServerState) -> Response:
 
 
 def _prepare(request: Request, body: InfillRequest, state: ServerState) -> GenerationRequest:
+    if infill_of(state.tokenizer) is None:
+        raise BadRequest("This model has no tokens for filling in the middle.", param="input_suffix")
     limit = body.n_predict
     spec = GenerationSpec(
         prompts=[body.input_prefix + (body.prompt or "")],

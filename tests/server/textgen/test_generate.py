@@ -165,12 +165,13 @@ def test_llamacpps_infill(coder):
 
 def test_a_model_without_the_tokens_says_so(pair):
     server, _ = pair
-    for path, body in (
-        ("/v1/completions", {"prompt": "a", "suffix": "b"}),
-        ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    for path, body, param in (
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "input_suffix"),
     ):
         answer = server.http.post(path, json=body)
         assert answer.status_code == 400 and "filling in the middle" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == param
     assert server.http.post("/v1/completions", json={"prompt": "a", "suffix": "", "max_tokens": 1}).status_code == 200
 
 

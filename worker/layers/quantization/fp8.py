@@ -58,6 +58,13 @@ class Fp8(Scheme):
         return weight.float() * scale
 
 
+    def num_bytes(self, piece: Piece, itemsize: int) -> int:
+        if itemsize > 2:  # dequantized
+            return super().num_bytes(piece, itemsize)
+        n, k = piece.size
+        return n * k + 4 * n * (1 if self.columns is None else -(-k // self.columns))
+
+
 class Fp8Format(CheckpointFormat):
     """`quant_method` fp8 and fbgemm_fp8.
 

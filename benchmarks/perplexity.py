@@ -1,0 +1,92 @@
+"""The perplexity of the embedded model in every format that the repository can write: the assistant's words of held-out
+conversations, with plain torch.
+
+    python -m benchmarks.perplexity
+
+Also calibrates GPTQ, with conversations that are neither in the training data nor among those that are measured.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import gguf
+import torch
+from tokenizers import Tokenizer
+
+from quire.configs.sources import embedded_model
+from quire.server.startup.gguf import gguf_folder
+from quire.worker.loader import load_weights
+from quire.worker.models import build_model, num_parameters, read_model_spec
+from quire.worker.quantize.run import Settings, quantize_checkpoint
+from quire.worker.quantize.stages import Texts, cut
+from tests.gguf_files import write_gguf
+from tools.quire_tiny.data import conversation, encode
+
+Conversations = list[tuple[list[int], list[int]]]  # token ids, and the owner of each: at least 0 for the assistant
+COUNT, CALIBRATION, LENGTH = 60, 200, 256
+
+
+def conversations(tokenizer: Tokenizer, seed: int, count: int) -> Conversations:
+    rng = random.Random(seed)
+    return [encode(tokenizer, conversation(rng, held=True)) for _ in range(count)]
+
+
+@torch.inference_mode()
+def perplexity(folder: str, texts: Conversations, quantization: str | None = None) -> float:
+    spec = read_model_spec(folder)
+    model = build_model(spec, torch.bfloat16, torch.device("cpu"), quantization=quantization)
+    load_weights(model, spec, folder)
+    surprise, count = 0.0, 0
+    for ids, owners in texts:
+        tokens = torch.tensor(ids[: spec.max_model_len])
+        logprobs = model.logits(Texts(tokens[None]).run(model).hidden[0]).log_softmax(-1)[:-1]
+        learnt = torch.tensor(owners[1 : len(tokens)]) >= 0
+        surprise -= float(logprobs.gather(1, tokens[1:, None])[learnt].sum())
+        count += int(learnt.sum())
+    return float(torch.tensor(surprise / count).exp())
+
+
+def main() -> None:
+    folder = embedded_model()
+    tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
+    texts = conversations(tokenizer, 5, COUNT)
+    ids = [token for one, _ in conversations(tokenizer, 11, CALIBRATION) for token in one]
+    calibration = cut(ids, LENGTH, 128, None)
+    weights = num_parameters(read_model_spec(folder))
+
+    def show(name: str, model: str, num_bytes: int | None, quantization: str | None = None) -> None:
+        bits = f"{8 * num_bytes / weights:5.2f}" if num_bytes else "    -"
+        print(
+            f"{name:<34} {bits} bits per weight   perplexity {perplexity(model, texts, quantization):.4f}", flush=True
+        )
+
+    show("bfloat16", folder, os.path.getsize(Path(folder, "model.safetensors")))
+    for name in ("int8", "int4"):
+        show(f"--quantization {name}", folder, None, name)
+    with tempfile.TemporaryDirectory() as work:
+        for form in ("int8", "fp8", "int4"):
+            for method in ("rtn", "gptq"):
+                out = Path(work, f"{form}-{method}")
+                out.mkdir()
+                report = quantize_checkpoint(folder, out, Settings(form, method), calibration)
+                show(f"quire quantize {form}, {method}", str(out), report.num_bytes)
+        os.environ["QUIRE_CACHE"] = work
+        for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4"):
+            show(f"GGUF {kind}", *_gguf(folder, Path(work, kind), kind))
+
+
+def _gguf(folder: str, work: Path, kind: str) -> tuple[str, int]:
+    """(the folder made of a GGUF file of the model, the bytes of its tensors)."""
+    shutil.copytree(folder, work)
+    file = work / "model.gguf"
+    write_gguf(str(work), file, {"default": kind}, "qwen3")
+    return gguf_folder(str(file)), sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors)
+
+
+if __name__ == "__main__":
+    main()
