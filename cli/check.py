@@ -11,12 +11,16 @@ import logging
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
 from quire.configs.files import check_model_folder
 from quire.server.startup import hub
 from quire.server.startup.plan_table import plan_table
 from quire.server.startup.weight_summary import weight_summary
+
+if TYPE_CHECKING:
+    from quire.server.media.service import Images
 
 
 def check(config: Config) -> int:
@@ -36,6 +40,7 @@ def plan(config: Config, target: str) -> str:
     headers of weights. Raises ValueError as `quire serve` would.
     """
     from quire.server.generate.sampling import read_sampling_defaults
+    from quire.server.media.service import Images
     from quire.server.text.tokenizer import Tokenizer
 
     options, has_weights = config.model, False
@@ -58,10 +63,29 @@ def plan(config: Config, target: str) -> str:
         tokenizer_folder, chat_template=config.server.chat_template, trust_remote_code=options.trust_remote_code
     )
     defaults = read_sampling_defaults(config, folder)
-    chat = "yes" if tokenizer.chat_templates else "none: /v1/chat/completions needs --chat-template"
+    images = Images(config)
+    images.open(folder, tokenizer)
+    images.check_worker(ready.media)
+    chat = "none: /v1/chat/completions needs --chat-template"
+    if tokenizer.chat_templates:
+        chat = "yes"
+    elif images.why_not is None:
+        chat = "none: a conversation is the contents of its messages, one after another"
     sampling = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "OpenAI's"
-    lines = [plan_table(ready), f"chat template: {chat}", f"default sampling parameters: {sampling}"]
+    lines = [plan_table(ready), f"chat template: {chat}", *_about(images, folder)]
+    lines.append(f"default sampling parameters: {sampling}")
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
+
+
+def _about(images: Images, folder: str) -> list[str]:
+    """What the server does with images; nothing for a model of text."""
+    from quire.server.media.registry import read_config
+
+    if images.why_not is None:
+        about = images.describe()
+        options = ", ".join(about["mm_processor_kwargs"]) or "none"
+        return [f"images: at most {about['max_per_prompt']} per prompt; mm_processor_kwargs: {options}"]
+    return [f"images: refused: {images.why_not}"] if "vision_config" in read_config(folder) else []
 
 
 def _checkpoint(config: Config, folder: str) -> str:
