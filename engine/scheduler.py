@@ -34,6 +34,7 @@ from quire.engine.stats import Counts
 from quire.engine.validation import check_media, check_request
 from quire.worker.messages import (
     GRAMMAR_ERROR,
+    NO_TOKEN_ERROR,
     NewRequest,
     StepInput,
     StepOutput,
@@ -600,7 +601,8 @@ class Scheduler:
             self.images.forget(item.key)  # it may be the error
         if request.status is not Status.FINISHED:
             self._remove(request, discard=True)
-            kind = "invalid_request" if message.startswith(GRAMMAR_ERROR) else "engine"
+            own = message == NO_TOKEN_ERROR and request.sampling.excludes_tokens
+            kind = "invalid_request" if own or message.startswith(GRAMMAR_ERROR) else "engine"
             timing = request.timing(now)
             outputs.setdefault(request.client, []).append(
                 EngineOutput(request.request_id, [], "error", error=message, error_kind=kind, timing=timing)

@@ -16,6 +16,11 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 
 # how errors begin that a request's own grammar causes
 GRAMMAR_ERROR = "structured output: "
+# the error of a request for which no token can be sampled
+NO_TOKEN_ERROR = (
+    "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, "
+    "logit_bias, structured output) exclude every token"
+)
 # what the matcher of a grammar may cost, in llguidance's units (LLParserLimits): to compile, and per step
 GRAMMAR_LIMITS = {
     "initial_lexer_fuel": 1_000_000,  # about 20 ms
@@ -97,6 +102,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     thinking: ThinkingBudget | None = None
     grammar: str | None = None  # what the output must match: Lark in llguidance's variant
     grammar_after: list[int] | None = None  # outputs after which the grammar applies: the end of thinking
+
+    @property
+    def excludes_tokens(self) -> bool:
+        """Whether the request itself can exclude every token."""
+        return any((self.allowed_token_ids, self.bad_words_ids, self.min_tokens, self.logit_bias, self.grammar))
 
 
 class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

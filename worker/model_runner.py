@@ -18,7 +18,7 @@ from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBat
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import Failed, Output, SplitOutput, halves
 from quire.worker.images.step_images import StepImages
-from quire.worker.messages import StepInput, StepOutput, TokenLogprobs
+from quire.worker.messages import NO_TOKEN_ERROR, StepInput, StepOutput, TokenLogprobs
 from quire.worker.parallel import tp
 from quire.worker.pipeline import SingleStage
 from quire.worker.platforms.base import Event, Platform, is_out_of_memory
@@ -30,10 +30,6 @@ from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
 logger = logging.getLogger(__name__)
 
 _FORWARD, _LOGITS, _SAMPLING = range(3)  # phase that a step has reached
-_NOT_FINITE = (
-    "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, "
-    "logit_bias, structured output) exclude every token"
-)
 
 
 @dataclass(slots=True)
@@ -62,7 +58,7 @@ class AsyncOutput:
         if self.abandoned is not None and bool(self.abandoned):
             return Failed(self.step).result()
         token_ids = self.token_ids.tolist() if self.token_ids is not None else []
-        errors = {i: _NOT_FINITE for i, token in zip(self.step.samples, token_ids) if token < 0} | self.errors
+        errors = {i: NO_TOKEN_ERROR for i, token in zip(self.step.samples, token_ids) if token < 0} | self.errors
         sampled = [[] if i in errors else [token] for i, token in zip(self.step.samples, token_ids)]
         return StepOutput(
             self.step.step,

@@ -10,7 +10,7 @@ from quire.engine.executor.fake import FakeExecutor, FakeOptions, expected_token
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import AddRequest, Choice, SamplingParams
 from quire.engine.scheduler import Scheduler
-from quire.worker.messages import NewRequest, StepInput, StepOutput
+from quire.worker.messages import NO_TOKEN_ERROR, NewRequest, StepInput, StepOutput
 from tests.engine.harness import CLIENT, VOCAB, Engine, assert_invariants, fake_config
 
 
@@ -493,6 +493,25 @@ def test_an_error_of_one_request_is_its_own():
     step, outputs = run_step(scheduler, executor)
     assert step.input.num_computed == [5, 5, 0]
     assert {o.request_id for o in outputs if o.finish_reason == "length"} == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kind"),
+    [
+        ({}, "engine"),
+        ({"allowed_token_ids": [3]}, "invalid_request"),
+        ({"grammar": "start: /a/"}, "invalid_request"),
+        ({"logit_bias": {3: -100.0}}, "invalid_request"),
+    ],
+)
+def test_who_excluded_every_token(sampling, kind):
+    """The request, if it can; else the model's logits are at fault."""
+    scheduler, _ = make()
+    scheduler.add(AddRequest("a", [1, 2, 3], greedy(2, **sampling)))
+    step = scheduler.schedule()
+    output = StepOutput(step.input.step, [[]], errors={0: NO_TOKEN_ERROR})
+    (found,) = scheduler.update(step, output)[b""]
+    assert (found.error, found.error_kind) == (NO_TOKEN_ERROR, kind)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
