@@ -45,7 +45,7 @@ def main() -> int:
 
     torch.set_num_threads(args.threads)
     process = psutil.Process()
-    with LLM(args.model, num_threads=args.threads, max_model_len=2048, kv_cache_memory_bytes=1 << 30) as llm:
+    with LLM(args.model, num_threads=args.threads, max_model_len="auto", kv_cache_memory_bytes=1 << 30) as llm:
         texts = mixed_texts(llm.tokenizer.decode, args)
         num_tokens = sum(len(llm.tokenizer.encode(text)) for text in texts)
         models: dict[str, Callable[[], torch.Tensor]] = {
