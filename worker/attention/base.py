@@ -139,6 +139,25 @@ class AttentionBackend(ABC):
         """
 
 
+class StepBackend(AttentionBackend):
+    """Base of backends that are made for one step around `inner`, some of whose results they replace."""
+
+    def __init__(self, inner: AttentionBackend):
+        self.inner = inner
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        return "is made for single steps, around another backend"
+
+    def build(self, meta: AttentionMetadata) -> None:
+        self.inner.build(meta)
+
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: torch.Tensor
+    ) -> None:
+        self.inner.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
 def is_latent(k_cache: KVCache, v_cache: KVCache) -> bool:
     """Return whether the values are columns of the keys."""
     return isinstance(k_cache, torch.Tensor) and k_cache.data_ptr() == v_cache.data_ptr()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, StepBackend
 from quire.worker.attention.torch_paged import Plan, attend_span
 
 
@@ -19,7 +19,7 @@ class ImageSpan:
     stop: int
 
 
-class SpanAttention(AttentionBackend):
+class SpanAttention(StepBackend):
     """`inner`, whose results for the tokens of `spans` are replaced: they also see the later tokens of their span. A
     window limits only how far they see back.
 
@@ -29,20 +29,9 @@ class SpanAttention(AttentionBackend):
     name = "image_spans"
 
     def __init__(self, inner: AttentionBackend, spans: list[ImageSpan]):
-        self.inner, self.spans = inner, spans
+        super().__init__(inner)
+        self.spans = spans
         self._plan = Plan()  # of all layers
-
-    @classmethod
-    def supports(cls, spec: AttentionSpec) -> str | None:
-        return "is made for steps with images, around another backend"
-
-    def build(self, meta: AttentionMetadata) -> None:
-        self.inner.build(meta)
-
-    def write_kv(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        self.inner.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
     def forward(
         self,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, GroupedMetadata
+from quire.worker.attention.base import AttentionBackend, AttentionMetadata, GroupedMetadata, StepBackend
 from quire.worker.attention.torch_paged import Plan, attend_output
 from quire.worker.cache.scaled import KVCache
 from quire.worker.messages import CacheGroup
@@ -25,26 +25,15 @@ class OutputTokens:
     num_prompt: int
 
 
-class OutputWindow(AttentionBackend):
+class OutputWindow(StepBackend):
     """`inner`, whose results for `tokens`, which do not see all tokens before them, are replaced. Made for one step."""
 
     name = "output_window"
 
     def __init__(self, inner: AttentionBackend, tokens: list[OutputTokens], window: int):
-        self.inner, self.tokens, self.window = inner, tokens, window
+        super().__init__(inner)
+        self.tokens, self.window = tokens, window
         self._plan = Plan()  # of all layers
-
-    @classmethod
-    def supports(cls, spec: AttentionSpec) -> str | None:
-        return "is made for steps with long outputs, around another backend"
-
-    def build(self, meta: AttentionMetadata) -> None:
-        self.inner.build(meta)
-
-    def write_kv(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: torch.Tensor
-    ) -> None:
-        self.inner.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
     def forward(
         self,
