@@ -1,13 +1,14 @@
-"""Measures servers by CPU time: the seconds of all processes of a server for the same prompts. Others on the machine
-disturb this far less than they disturb times, so it compares servers on a machine that is never quiet.
+"""Measures servers that do not fit into memory together, one after the other, with the same prompts: output tokens per
+second, and the CPU seconds of all processes of a server. Others on the machine disturb CPU seconds far less than times,
+so `--by cpu` compares servers of one thread each on a machine that is never quiet.
 
-    python benchmarks/cpu_seconds.py --tokenizer MODEL [--loads c1,c8] [--rounds N] [--results FILE.json]
+    python benchmarks/in_sequence.py --tokenizer MODEL [--loads c1,c8] [--rounds N] [--by cpu|time] [--results FILE]
         quire='quire serve MODEL --num-threads 1 --port {port} ...' vllm='vllm serve MODEL --port {port} ...'
 
-Starts one server after the other with one thread each, as its command says, runs every load once to warm up and then
-`--rounds` times, and stops it. Prints a Markdown table: CPU seconds and output tokens per second of wall-clock time in
-every round, and the median CPU seconds of the best other server divided by those of the first one. With `--results`,
-servers that an earlier call measured are in the table, too.
+Starts a server as its command says, runs the first load once to warm up (`--warm-up all`: every load), every load
+`--rounds` times, and stops it. Prints a Markdown table: CPU seconds and output tokens per second in every round, and
+the ratio of the medians, which is above 1 if the first server is better than the best other. With `--results`, what
+earlier calls measured is in the table, too.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("servers", nargs="+", metavar="NAME=COMMAND", type=named_command)
     parser.add_argument("--loads", type=lambda text: text.split(","), default=list(LOADS), help=",".join(LOADS))
     parser.add_argument("--rounds", type=int, default=2, help="measured rounds of each load (default: 2)")
+    parser.add_argument("--warm-up", choices=["first", "all"], default="all", help="loads to run once more before")
+    parser.add_argument("--by", choices=["cpu", "time"], default="cpu", help="what the ratio compares")
     parser.add_argument("--results", type=Path, metavar="FILE.json", help="file that collects the results of all calls")
     parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer that makes the prompts")
     options = parser.parse_args(argv)
@@ -65,10 +68,10 @@ def main(argv: Sequence[str]) -> int:
     if file and file.exists():
         results = json.loads(file.read_text(encoding="utf-8"))
     for name, command in options.servers:
-        results[name] = asyncio.run(measure(name, command, options))
+        results[name] = results.get(name, {}) | asyncio.run(measure(name, command, options))
         if file:
             file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(table(options.loads, results)))
+    print("\n".join(table(results, options.by)))
     return 0
 
 
@@ -84,15 +87,16 @@ async def measure(name: str, command: list[str], options: argparse.Namespace) ->
     found: dict[str, Rounds] = {}
     with ServerProcess(command, free_port()) as server:
         await server.wait_for("/health")
-        for load in options.loads:
+        for i, load in enumerate(options.loads):
             found[load] = []
-            for number in range(options.rounds + 1):
+            for number in range(0 if i == 0 or options.warm_up == "all" else 1, options.rounds + 1):
                 before = cpu_seconds(server.process.pid)
                 figures = await run_load(server.port, load, number, options.tokenizer)
-                seconds = cpu_seconds(server.process.pid) - before
+                seconds, rate = cpu_seconds(server.process.pid) - before, figures["output_throughput"]
                 if number:  # the first one warms up
-                    found[load].append((seconds, figures["output_throughput"]))
-                    print(f"{name}: {LOADS[load][0]}: {seconds:.1f} s of CPU", file=sys.stderr, flush=True)
+                    found[load].append((seconds, rate))
+                    what = f"{name}: {LOADS[load][0]}: {seconds:.1f} s of CPU, {rate:.2f} tok/s"
+                    print(what, file=sys.stderr, flush=True)
     return found
 
 
@@ -115,22 +119,28 @@ async def run_load(port: int, load: str, number: int, tokenizer: str) -> dict[st
     return figures
 
 
-def table(loads: Sequence[str], results: dict[str, dict[str, Rounds]]) -> list[str]:
-    """The results as Markdown."""
+def table(results: dict[str, dict[str, Rounds]], by: str) -> list[str]:
+    """The results as Markdown. A server that did not run a load has a dash."""
     names = list(results)
-    lines = [f"| load | {' | '.join(names)} | best other / {names[0]} |", "|---" * (len(names) + 2) + "|"]
-    for load in loads:
-        medians = [statistics.median(seconds for seconds, _ in results[name][load]) for name in names]
-        cells = [
-            ", ".join(f"{seconds:.1f}" for seconds, _ in results[name][load])
-            + " ("
-            + ", ".join(f"{rate:.1f}" for _, rate in results[name][load])
-            + " tok/s)"
-            for name in names
-        ]
-        ratio = min(medians[1:], default=float("nan")) / medians[0]
-        lines.append(f"| {LOADS[load][0]} | {' | '.join(cells)} | {ratio:.2f} |")
+    lines = [f"| load | {' | '.join(names)} | {names[0]} / best other |", "|---" * (len(names) + 2) + "|"]
+    for load, (title, _) in LOADS.items():
+        rounds = {name: results[name][load] for name in names if load in results[name]}
+        if names[0] not in rounds:
+            continue
+        own, *others = (speed(found, by) for found in rounds.values())
+        cells = [f"{cell(rounds[name])}" if name in rounds else "-" for name in names]
+        lines.append(f"| {title} | {' | '.join(cells)} | {own / max(others, default=float('nan')):.2f} |")
     return lines
+
+
+def speed(rounds: Rounds, by: str) -> float:
+    """Tokens per second, or the inverse of the CPU seconds: the median of the rounds."""
+    return statistics.median(rate if by == "time" else 1 / seconds for seconds, rate in rounds)
+
+
+def cell(rounds: Rounds) -> str:
+    seconds, rates = (", ".join(f"{value:.1f}" for value in values) for values in zip(*rounds, strict=True))
+    return f"{seconds} s ({rates} tok/s)"
 
 
 if __name__ == "__main__":
