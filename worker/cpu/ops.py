@@ -537,7 +537,8 @@ class _Compact:
 @dataclass(frozen=True, slots=True)
 class QuantKind:
     """How a quantized weight is stored: `number` in csrc/quant.h, bits per value, columns per scale (0: any of the
-    supported numbers), and bytes of the scales of 32 rows by `per` columns if they are not a table of numbers.
+    supported numbers), bytes of the scales of 32 rows by `per` columns if they are not a table of numbers, and whether
+    there is a table of offsets.
     """
 
     number: int
@@ -545,13 +546,14 @@ class QuantKind:
     group: int = 0
     scale_bytes: int = 0
     per: int = 1
+    offsets: bool = False
 
 
 _INTEGERS = {4: QuantKind(0, 4), 8: QuantKind(1, 8)}
 _E2M1 = QuantKind(2, 4, 32, 32, 32)
 _E4M3 = QuantKind(6, 8)
 _Q4_0, _Q8_0 = QuantKind(0, 4, 32), QuantKind(1, 8, 32)
-# types of GGUF files that are packed: `Layout` in csrc/pack_blocks.cpp, and the kind
+# types of GGUF files: `Layout` in csrc/pack_blocks.cpp, and the kind
 PACKED_BLOCKS = {
     "Q4_0": (0, _Q4_0),
     "Q8_0": (1, _Q8_0),
@@ -559,11 +561,18 @@ PACKED_BLOCKS = {
     "Q5_K": (3, QuantKind(4, 5, 32, 512, 256)),
     "Q6_K": (4, QuantKind(5, 6, 16, 576, 256)),
     "MXFP4": (5, _E2M1),
+    "Q4_1": (6, QuantKind(7, 4, 32, offsets=True)),
+    "Q5_0": (7, QuantKind(8, 5, 32)),
+    "Q5_1": (8, QuantKind(9, 5, 32, offsets=True)),
+    "IQ4_NL": (9, QuantKind(10, 4, 32)),
+    "IQ4_XS": (10, QuantKind(13, 4, 32, 256, 256)),
+    "Q2_K": (11, QuantKind(11, 2, 16, 640, 256)),
+    "Q3_K": (12, QuantKind(12, 3, 16, 448, 256)),
 }
 
 
 class QuantizedLinear(_NativeLinear):
-    """Computes x W^T + bias for a weight of 4 to 8 bits with one scale per row and group of columns: weight = scale * q
+    """Computes x W^T + bias for a weight of 2 to 8 bits with one scale per row and group of columns: weight = scale * q
     + offset. Activations are bfloat16.
 
     Few rows are multiplied as integers: x becomes 16-bit integers with one scale per at most 256 columns, which is
@@ -596,7 +605,7 @@ class QuantizedLinear(_NativeLinear):
         else:
             size = self.columns * groups
         self.scales = torch.zeros(size, dtype=scale_type)
-        self.offsets = torch.empty_like(self.scales) if has_offsets else None
+        self.offsets = torch.zeros_like(self.scales) if has_offsets else None
         self._args = QuantArgs(
             self.packed.data_ptr(),
             self.scales.data_ptr(),
@@ -707,7 +716,7 @@ class QuantizedLinear(_NativeLinear):
         a key of PACKED_BLOCKS. Rows that are missing are zero.
         """
         layout, stored = PACKED_BLOCKS[kind]
-        linear = cls(shape, stored, stored.group, bias, gated, False, torch.float16)
+        linear = cls(shape, stored, stored.group, bias, gated, stored.offsets, torch.float16)
         assert all(part.is_contiguous() for part in parts)
         pointers, lengths = (c_void_p * len(parts))(*(part.data_ptr() for part in parts)), (c_long * len(parts))()
         lengths[:] = [len(part) for part in parts]

@@ -45,7 +45,7 @@ bool run_amx(const Gemm& g, int path, int threads) {
 #if QUIRE_AMX
   if (!amx_permitted()) return false;
   if (by_many_rows(g, path)) return run_many_rows(g, threads), true;
-  const bool bytes = g.quant && g.quant->kind <= kIntegers8;
+  const bool bytes = g.quant && has_table_of_halves(g.quant->kind);
   if (g.quant ? bytes && (path == 2 || (path == 0 && g.m > 4)) : path != 1) return g.quant ? run_quant_rows(g, threads) : run_few_rows(g, threads), true;
 #endif
   return false;

@@ -130,7 +130,7 @@ inline void run_vector(const std::vector<Gemm>& products, int threads) {
 
 // Multiplies x by block nb of a weight: y [rows][32]. The function for a kind of weights.
 using QuantBlock = void (*)(const Quant& q, const IntegerRows& x, int nb, float* y);
-QuantBlock quant_block_of(const Quant& q);
+QuantBlock quant_block_of(const Quant& q), super_block_of(const Quant& q);
 
 namespace {
 

@@ -8,42 +8,59 @@
 
 namespace {
 
-// The layouts of blocks that are packed; numbered as in worker/cpu/ops.py.
-enum Layout { kQ4_0, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kMxfp4, kLayouts };
+// The layouts of blocks; numbered as in worker/cpu/ops.py.
+enum class Layout { Q4_0, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, Q4_1, Q5_0, Q5_1, IQ4_NL, IQ4_XS, Q2_K, Q3_K };
 
 struct Source {
-  Layout layout;
-  int values, bytes;  // of a block
+  int values, bytes;     // of a block
+  int scale, codes = 0;  // where the scale (or d, then dmin), and the codes' lower bits begin
+  int upper = 0;         // where their upper bits begin
+  int integers = 0;      // where the integer scales of groups begin
 };
-constexpr Source kSources[kLayouts] = {{kQ4_0, 32, 18}, {kQ8_0, 32, 34}, {kQ4_K, 256, 144}, {kQ5_K, 256, 176}, {kQ6_K, 256, 210}, {kMxfp4, 32, 17}};
+constexpr Source kSources[] = {
+    {32, 18, 0, 2}, {32, 34, 0, 2}, {256, 144, 0, 16, 0, 4}, {256, 176, 0, 48, 16, 4}, {256, 210, 208, 0, 128, 192}, {32, 17, 0, 1},
+    {32, 20, 0, 4}, {32, 22, 0, 6, 2}, {32, 24, 0, 8, 4}, {32, 18, 0, 2}, {256, 136, 0, 8, 0, 2}, {256, 84, 80, 16, 0, 0}, {256, 110, 108, 32, 0, 96}};
 
 inline void halves(const uint8_t* q, uint8_t* codes) {
   for (int i = 0; i < 16; i++) codes[i] = q[i] & 15, codes[i + 16] = q[i] >> 4;
 }
-
+inline void add_fifth_bits(const uint8_t* bits, uint8_t* codes) {
+  for (int i = 0; i < 32; i++) codes[i] = uint8_t(codes[i] | (bits[i / 8] >> i % 8 & 1) << 4);
+}
 void pairs_of_groups(const uint8_t* q, uint8_t* codes) {
   for (int j = 0; j < 4; j++)
     for (int i = 0; i < 32; i++) codes[64 * j + i] = q[32 * j + i] & 15, codes[64 * j + 32 + i] = q[32 * j + i] >> 4;
 }
+void quarters(const uint8_t* q, uint8_t* codes) {
+  for (int j = 0; j < 8; j++)
+    for (int i = 0; i < 32; i++) codes[32 * j + i] = q[j / 4 * 32 + i] >> j % 4 * 2 & 3;
+}
+// Adds bit j of byte i to the code i of each 32.
+void add_bits_of(const uint8_t* bits, int shift, uint8_t* codes) {
+  for (int j = 0; j < 8; j++)
+    for (int i = 0; i < 32; i++) codes[32 * j + i] = uint8_t(codes[32 * j + i] | (bits[i] >> j & 1) << shift);
+}
 
 // The codes of a block, in the order of k.
 void codes_in(Layout layout, const uint8_t* b, uint8_t* codes) {
+  const Source& at = kSources[int(layout)];
   switch (layout) {
-    case kQ4_0: return halves(b + 2, codes);
-    case kMxfp4: return halves(b + 1, codes);
-    case kQ8_0:
-      for (int i = 0; i < 32; i++) codes[i] = uint8_t(b[2 + i] ^ 0x80);
+    case Layout::Q4_0: case Layout::Q4_1: case Layout::IQ4_NL: case Layout::MXFP4: return halves(b + at.codes, codes);
+    case Layout::Q5_0: case Layout::Q5_1: return halves(b + at.codes, codes), add_fifth_bits(b + at.upper, codes);
+    case Layout::Q8_0:
+      for (int i = 0; i < 32; i++) codes[i] = uint8_t(b[at.codes + i] ^ 0x80);
       return;
-    case kQ4_K: return pairs_of_groups(b + 16, codes);
-    case kQ5_K:
-      pairs_of_groups(b + 48, codes);
-      for (int j = 0; j < 8; j++)
-        for (int i = 0; i < 32; i++) codes[32 * j + i] = uint8_t(codes[32 * j + i] | (b[16 + i] >> j & 1) << 4);
+    case Layout::IQ4_XS:
+      for (int j = 0; j < 8; j++) halves(b + at.codes + 16 * j, codes + 32 * j);
       return;
-    default:  // kQ6_K
+    case Layout::Q2_K: return quarters(b + at.codes, codes);
+    case Layout::Q3_K: return quarters(b + at.codes, codes), add_bits_of(b + at.upper, 2, codes);
+    case Layout::Q4_K: return pairs_of_groups(b + at.codes, codes);
+    case Layout::Q5_K: return pairs_of_groups(b + at.codes, codes), add_bits_of(b + at.upper, 4, codes);
+    case Layout::Q6_K:
       for (int half = 0; half < 2; half++)
         for (int i = 0; i < 32; i++) {
-          const uint8_t first = b[64 * half + i], second = b[64 * half + 32 + i], high = b[128 + 32 * half + i];
+          const uint8_t first = b[64 * half + i], second = b[64 * half + 32 + i], high = b[at.upper + 32 * half + i];
           uint8_t* to = codes + 128 * half + i;
           to[0] = uint8_t((first & 15) | (high & 3) << 4), to[32] = uint8_t((second & 15) | (high >> 2 & 3) << 4);
           to[64] = uint8_t(first >> 4 | (high >> 4 & 3) << 4), to[96] = uint8_t(second >> 4 | high >> 6 << 4);
@@ -53,18 +70,24 @@ void codes_in(Layout layout, const uint8_t* b, uint8_t* codes) {
 
 // Writes the scales of a block, whose first k is `k`, for column `column` of block nb.
 void put_scales(const Quant& q, Layout layout, const uint8_t* b, int nb, int column, int k) {
-  if (layout == kQ4_0 || layout == kQ8_0) memcpy((f16*)q.scales + q.group_at(nb, k) + column, b, 2);
-  if (layout == kMxfp4) ((uint8_t*)q.scales)[q.group_at(nb, k) + column] = b[0];
-  if (!is_super_kind(q.kind)) return;
-  uint8_t* super = q.super(nb, k / 256);
-  const int tile = column / 16, lane = column % 16 * 4;
-  memcpy(super + column * 2, layout == kQ6_K ? b + 208 : b, 2);
-  if (layout == kQ6_K) {
-    for (int i = 0; i < 4; i++) memcpy(super + 64 + tile * 256 + i * 64 + lane, b + 192 + i * 4, 4);
-  } else {
-    memcpy(super + 64 + column * 2, b + 2, 2);
-    for (int i = 0; i < 3; i++) memcpy(super + 128 + tile * 192 + i * 64 + lane, b + 4 + i * 4, 4);
+  const Source& at = kSources[int(layout)];
+  const KindTraits& kind = kKinds[q.kind];
+  if (kind.super) {
+    const int heads = kind.offsets ? 128 : 64, size = (kind.super - heads) / 32;  // bytes of a column
+    uint8_t *super = q.super(nb, k / 256), *tile = super + heads + column / 16 * size * 16 + column % 16 * 4;
+    memcpy(super + column * 2, b + at.scale, 2);
+    if (kind.offsets) memcpy(super + 64 + column * 2, b + at.scale + 2, 2);
+    if (layout == Layout::IQ4_XS) {  // in the file the upper bits come first
+      memcpy(tile, b + at.integers + 2, 4), memcpy(tile + 64 - column % 16 * 2, b + at.integers, 2);
+      return;
+    }
+    for (int i = 0; i < size / 4; i++) memcpy(tile + i * 64, b + at.integers + i * 4, 4);
+    return;
   }
+  const long place = q.group_at(nb, k) + column;
+  if (layout == Layout::MXFP4) ((uint8_t*)q.scales)[place] = b[at.scale];
+  else memcpy((f16*)q.scales + place, b + at.scale, 2);
+  if (kind.offsets) memcpy((f16*)q.offsets + place, b + at.scale + 2, 2);
 }
 
 thread_local Scratch scratch;
@@ -73,10 +96,10 @@ thread_local Scratch scratch;
 
 extern "C" {
 
-// Packs rows of blocks, `counts[i]` of them at parts[i] one after another, into q, whose scales are zero. k: values of a
-// row, whole blocks. gated: as in quire_gemm_pack.
+// Packs rows of blocks, `counts[i]` of them at parts[i] one after another, into q, whose scales and offsets are zero. k:
+// values of a row, whole blocks. gated: as in quire_gemm_pack.
 void quire_pack_blocks(const uint8_t** parts, const long* counts, long num_parts, int layout, const Quant* q, long n, long k, int gated) {
-  const Source source = kSources[layout];
+  const Source& source = kSources[layout];
   const long row_bytes = k / source.values * source.bytes, ld = long(q->k_steps) * 64;
   std::vector<const uint8_t*> rows;
   for (long i = 0; i < num_parts; i++)
@@ -90,8 +113,8 @@ void quire_pack_blocks(const uint8_t** parts, const long* counts, long num_parts
       const int nb = int(tile / 2), column = int(tile % 2) * 16 + c;
       for (long at = 0; at < k; at += source.values) {
         const uint8_t* block = rows[row] + at / source.values * source.bytes;
-        codes_in(source.layout, block, codes + c * ld + at);
-        put_scales(*q, source.layout, block, nb, column, int(at));
+        codes_in(Layout(layout), block, codes + c * ld + at);
+        put_scales(*q, Layout(layout), block, nb, column, int(at));
       }
     }
     pack_columns((uint8_t*)q->data, q->bits(), q->k_steps, tile / 2, int(tile % 2), codes);

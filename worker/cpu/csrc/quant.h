@@ -1,8 +1,10 @@
-// Weights of 4 to 8 bits per value, with a scale and possibly an offset per column and group of k:
+// Weights of 2 to 8 bits per value, with a scale and possibly an offset per column and group of k:
 //     weight = scale * (code - zero point) + offset
 // Each block of 32 columns and step of 64 k has two tiles of 16 columns; a tile is 16 rows of 16 columns x 4 consecutive
 // k, the layout of the right operand of AMX's byte products. A row of codes is a line of 64 bytes; codes of fewer bits
 // share lines:
+//     2 bits   the quarters of a line's bytes are four rows
+//     3 bits   eight rows: two such lines, then one with their third bits
 //     4 bits   the halves of a line's bytes are two rows
 //     5 bits   eight rows: four such lines, then one with their fifth bits
 //     6 bits   four rows: two such lines, then one with their upper two bits
@@ -13,22 +15,31 @@
 //     kFloats4                codes are 4-bit floats (MXFP4); scales are exponents of two, uint8 [columns / 32][groups
 //                             of 32][32]
 //     kFloats8                codes are 8-bit floats (e4m3); scales are float32 [columns / 32][groups][32]
-//     kQ4_Kind and so on      as in GGUF files: integer scales of groups of 32 (Q6_K: 16) within 256, see SuperScales
+//     kQ4_1 to kIq4           as in GGUF files: scales, and for kQ4_1 and kQ5_1 offsets, f16 [columns / 32][groups of
+//                             32][32]; the codes of kIq4 are indices of a table
+//     kQ4_K and so on         as in GGUF files: integer scales of groups of 16 or 32 within 256, see SuperScales
 #pragma once
 
 #include "simd.h"
 
-enum QuantKind { kIntegers4, kIntegers8, kFloats4, kQ4_Kind, kQ5_Kind, kQ6_Kind, kFloats8, kQuantKinds };  // numbered as in worker/cpu/ops.py
+// Numbered as in worker/cpu/ops.py.
+enum QuantKind { kIntegers4, kIntegers8, kFloats4, kQ4_K, kQ5_K, kQ6_K, kFloats8, kQ4_1, kQ5_0, kQ5_1, kIq4, kQ2_K, kQ3_K, kIq4_XS, kQuantKinds };
 
-constexpr int quant_bits(int kind) {
-  constexpr int bits[kQuantKinds] = {4, 8, 4, 4, 5, 6, 8};
-  return bits[kind];
-}
-constexpr int quant_zero_point(int kind) {
-  constexpr int points[kQuantKinds] = {8, 128, 12, 0, 0, 32, 0};
-  return points[kind];
-}
-constexpr bool is_super_kind(int kind) { return kind >= kQ4_Kind && kind <= kQ6_Kind; }
+struct KindTraits {
+  int bits, zero_point;
+  int super = 0;         // bytes of the scales of 32 columns by 256 k, of kinds that have SuperScales
+  int group = 0;         // if it is the same for all weights of the kind
+  bool offsets = false;  // whether all weights of the kind have offsets
+};
+constexpr KindTraits kKinds[kQuantKinds] = {
+    {4, 8}, {8, 128}, {4, 12, 0, 32}, {4, 0, 512, 32, true}, {5, 0, 512, 32, true}, {6, 32, 576, 16}, {8, 0},
+    {4, 0, 0, 32, true}, {5, 16, 0, 32}, {5, 0, 0, 32, true}, {4, 127, 0, 32}, {2, 0, 640, 16, true}, {3, 4, 448, 16}, {4, 127, 256, 32}};
+
+constexpr int quant_bits(int kind) { return kKinds[kind].bits; }
+constexpr int quant_zero_point(int kind) { return kKinds[kind].zero_point; }
+constexpr bool is_super_kind(int kind) { return kKinds[kind].super > 0; }
+// Whether scales and offsets are f16 or bf16 per group
+constexpr bool has_table_of_halves(int kind) { return !is_super_kind(kind) && kind != kFloats4 && kind != kFloats8; }
 
 struct Quant {
   const uint8_t* data;
@@ -44,21 +55,24 @@ struct Quant {
   long group_at(int nb, int k) const { return (long(nb) * groups + k / group) * 32; }
   // Number of k whose products are added before scales are applied; 256 * 127 * 32767 still fits 32 bits
   int span() const { return group < 256 ? group : 256; }
-  // Sixteen scales or offsets of kIntegers4 and kIntegers8, or one
+  // Sixteen scales or offsets of a table of f16 or bf16, or one
   vf sixteen(const void* table, long at) const { return half ? load((const f16*)table + at) : load((const bf16*)table + at); }
   void put(const void* table, long at, float value) const {
     if (kind == kFloats8) ((float*)table)[at] = value;
     else if (half) store_scalar((f16*)table + at, value);
     else store_scalar((bf16*)table + at, value);
   }
-  // The scales of 256 k of kQ4_K and so on
-  static constexpr int super_bytes(int kind) { return kind == kQ6_Kind ? 576 : 512; }
-  uint8_t* super(int nb, int s) const { return (uint8_t*)scales + (long(nb) * (k_steps / 4) + s) * super_bytes(kind); }
+  // The scales of 256 k of a kind with SuperScales
+  uint8_t* super(int nb, int s) const { return (uint8_t*)scales + (long(nb) * (k_steps / 4) + s) * kKinds[kind].super; }
 };
 
 // --- codes -----------------------------------------------------------------------------------------------------------
 
-alignas(16) constexpr uint8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};  // 12 + twice the value
+// What four bits stand for: 12 + twice the value of a 4-bit float, 127 + the value of kIq4
+alignas(16) constexpr uint8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+alignas(16) constexpr uint8_t kIq4Codes[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
+template <int KIND>
+constexpr const uint8_t* kCodeTable = KIND == kFloats4 ? kE2m1Codes : KIND == kIq4 || KIND == kIq4_XS ? kIq4Codes : nullptr;
 
 // Calls f(i, codes), i < 4: codes are four consecutive k of kLanes columns in bytes, of 16 k. `at`: 32 k of a tile (AVX2:
 // of its columns). half: which 16 k of the 32.
@@ -68,11 +82,14 @@ __attribute__((always_inline)) inline void codes_of(const uint8_t* at, int half,
   if constexpr (quant_bits(KIND) == 8) {
     for (int i = 0; i < 4; i++) f(i, load_ints(at + half * 256 + i * 64));
   } else if constexpr (quant_bits(KIND) == 4) {
-    const Ints table = repeat(_mm_load_si128((const __m128i*)kE2m1Codes));
     for (int i = 0; i < 2; i++) {
       const Ints line = load_ints(at + half * 128 + i * 64), a = line & low, b = words_right<4>(line) & low;
-      if constexpr (KIND == kFloats4) f(2 * i, shuffle_bytes(table, a)), f(2 * i + 1, shuffle_bytes(table, b));
-      else f(2 * i, a), f(2 * i + 1, b);
+      if constexpr (kCodeTable<KIND> != nullptr) {
+        const Ints table = repeat(_mm_load_si128((const __m128i*)kCodeTable<KIND>));
+        f(2 * i, shuffle_bytes(table, a)), f(2 * i + 1, shuffle_bytes(table, b));
+      } else {
+        f(2 * i, a), f(2 * i + 1, b);
+      }
     }
   } else if constexpr (quant_bits(KIND) == 5) {
     const Ints fifth = set1_words(0x1010), high = load_ints(at + 256);
@@ -82,6 +99,14 @@ __attribute__((always_inline)) inline void codes_of(const uint8_t* at, int half,
       if (half == 0) f(2 * i, join(a, i ? words_left<2>(high) : words_left<4>(high))), f(2 * i + 1, join(b, i ? words_left<1>(high) : words_left<3>(high)));
       else f(2 * i, join(a, i ? words_right<2>(high) : high)), f(2 * i + 1, join(b, i ? words_right<3>(high) : words_right<1>(high)));
     }
+  } else if constexpr (quant_bits(KIND) == 2) {
+    const Ints line = load_ints(at + half * 64), two = set1_words(0x0303);
+    f(0, line & two), f(1, words_right<2>(line) & two), f(2, words_right<4>(line) & two), f(3, words_right<6>(line) & two);
+  } else if constexpr (quant_bits(KIND) == 3) {
+    const Ints line = load_ints(at + half * 64), two = set1_words(0x0303), third = set1_words(0x0404);
+    const Ints bits = half ? words_right<4>(load_ints(at + 128)) : load_ints(at + 128);
+    f(0, or_masked(line & two, words_left<2>(bits), third)), f(1, or_masked(words_right<2>(line) & two, words_left<1>(bits), third));
+    f(2, or_masked(words_right<4>(line) & two, bits, third)), f(3, or_masked(words_right<6>(line) & two, words_right<1>(bits), third));
   } else {
     const Ints upper = set1_words(0x3030), high = load_ints(at + half * 192 + 128);
     for (int i = 0; i < 2; i++) {
@@ -96,13 +121,11 @@ __attribute__((always_inline)) inline void codes_of(const uint8_t* at, int half,
 template <typename F>
 inline void of_kind(int kind, F&& f) {
   switch (kind) {
-    case kIntegers4: return f(std::integral_constant<int, kIntegers4>());
-    case kIntegers8: return f(std::integral_constant<int, kIntegers8>());
-    case kFloats4: return f(std::integral_constant<int, kFloats4>());
-    case kQ4_Kind: return f(std::integral_constant<int, kQ4_Kind>());
-    case kQ5_Kind: return f(std::integral_constant<int, kQ5_Kind>());
-    case kQ6_Kind: return f(std::integral_constant<int, kQ6_Kind>());
-    default: return f(std::integral_constant<int, kFloats8>());
+#define QUIRE_KIND(K) case K: return f(std::integral_constant<int, K>());
+    QUIRE_KIND(kIntegers4) QUIRE_KIND(kIntegers8) QUIRE_KIND(kFloats4) QUIRE_KIND(kFloats8)
+    QUIRE_KIND(kQ4_1) QUIRE_KIND(kQ5_0) QUIRE_KIND(kQ5_1) QUIRE_KIND(kIq4)
+    QUIRE_KIND(kQ2_K) QUIRE_KIND(kQ3_K) QUIRE_KIND(kQ4_K) QUIRE_KIND(kQ5_K) QUIRE_KIND(kQ6_K) QUIRE_KIND(kIq4_XS)
+#undef QUIRE_KIND
   }
 }
 
@@ -121,38 +144,59 @@ inline const uint8_t* codes_at(const Quant& q, int nb, int k, int column) {
 
 // --- scales ----------------------------------------------------------------------------------------------------------
 
-// The scales and offsets of kLanes columns in 256 k of a kQ4_K, kQ5_K or kQ6_K weight. In memory:
-//     kQ4_K, kQ5_K   d, then dmin: f16 [32]; for each tile the twelve bytes of 6-bit numbers that GGUF files describe, four
-//                    at a time: [3][16 columns][4]
-//     kQ6_K          d: f16 [32]; for each tile int8 [4][16 columns][4 groups]
+// The scales and offsets of kLanes columns in 256 k of a kQ4_K weight and the like. In memory, after d and (if there are
+// offsets) dmin, f16 [32]: for each tile the bytes that GGUF files describe, four of a column at a time,
+// [bytes / 4][16 columns][4]. They are
+//     kQ4_K, kQ5_K   eight scales and eight offsets, in twelve bytes
+//     kQ2_K          16 bytes, of which the lower half is a scale, the upper half an offset
+//     kQ3_K          16 scales in twelve bytes, increased by 32
+//     kQ6_K          16 signed scales
+//     kIq4_XS        eight scales increased by 32: their lower halves in four bytes; then [16 columns] of their upper two
+//                    bits, in two bytes
 // scale = d * integer, offset = -dmin * integer.
 template <int KIND>
 class SuperScales {
  public:
-  static constexpr int kGroup = KIND == kQ6_Kind ? 16 : 32;
+  static constexpr int kGroup = kKinds[KIND].group, kHeads = kKinds[KIND].offsets ? 128 : 64, kTile = (kKinds[KIND].super - kHeads) / 2;
   SuperScales(const uint8_t* super, int column) {
-    const uint8_t* tile = super + (KIND == kQ6_Kind ? 64 + column / 16 * 256 : 128 + column / 16 * 192) + column % 16 * 4;
+    const uint8_t* tile = super + kHeads + column / 16 * kTile + column % 16 * 4;
+    const Ints low = set1_words(0x0f0f), upper = set1_words(0x3030);
+    auto dword = [&](int i) { return load_ints(tile + i * 64); };
     d_ = halves(super + column * 2);
-    if constexpr (KIND == kQ6_Kind) {
-      for (int i = 0; i < 4; i++) scales_[i] = load_ints(tile + i * 64);
+    if constexpr (kKinds[KIND].offsets) dmin_ = halves(super + 64 + column * 2);
+    if constexpr (KIND == kQ6_K) {
+      for (int i = 0; i < 4; i++) scales_[i] = dword(i);
+    } else if constexpr (KIND == kQ2_K) {
+      for (int i = 0; i < 4; i++) scales_[i] = dword(i) & low, offsets_[i] = words_right<4>(dword(i)) & low;
+    } else if constexpr (KIND == kQ3_K) {
+      const Ints a = dword(0), b = dword(1), c = dword(2), increase = set1_words(0x2020);
+      scales_[0] = sub_bytes(or_masked(a & low, words_left<4>(c), upper), increase);
+      scales_[1] = sub_bytes(or_masked(b & low, words_left<2>(c), upper), increase);
+      scales_[2] = sub_bytes(or_masked(words_right<4>(a) & low, c, upper), increase);
+      scales_[3] = sub_bytes(or_masked(words_right<4>(b) & low, words_right<2>(c), upper), increase);
+    } else if constexpr (KIND == kIq4_XS) {
+      scales_[0] = dword(0), scales_[1] = widen_words(super + kHeads + column / 16 * kTile + 64 + column % 16 * 2);
     } else {
-      const Ints a = load_ints(tile), b = load_ints(tile + 64), c = load_ints(tile + 128);
-      const Ints six = set1_words(0x3f3f), low = set1_words(0x0f0f), upper = set1_words(0x3030);
+      const Ints a = dword(0), b = dword(1), c = dword(2), six = set1_words(0x3f3f);
       scales_[0] = a & six, scales_[1] = or_masked(c & low, words_right<2>(a), upper);
       offsets_[0] = b & six, offsets_[1] = or_masked(words_right<4>(c) & low, words_right<2>(b), upper);
-      dmin_ = halves(super + 64 + column * 2);
     }
   }
-  Floats d() const { return d_; }
-  Floats minus_dmin() const { return Floats{} - dmin_; }
-  // The integers of group i.
-  template <int I> Floats scale() const {
-    if constexpr (KIND == kQ6_Kind) return to_floats(signed_right<24>(left<24 - I % 4 * 8>(scales_[I / 4])));
-    else return byte<I % 4>(scales_[I / 4]);
-  }
-  template <int I> Floats offset() const { return byte<I % 4>(offsets_[I / 4]); }
+  // The scale and the offset of group I.
+  template <int I> Floats scale() const { return integer<I>() * d_; }
+  template <int I> Floats offset() const { return byte<I % 4>(offsets_[I / 4]) * (Floats{} - dmin_); }
 
  private:
+  template <int I> Floats integer() const {
+    if constexpr (KIND == kIq4_XS) {
+      const Ints upper = I < 2 ? left<I < 2 ? 4 - 2 * I : 0>(scales_[1]) : right<I < 2 ? 0 : 2 * I - 4>(scales_[1]);
+      return to_floats(add_ints((right<4 * I>(scales_[0]) & set1_ints(15)) | (upper & set1_ints(48)), set1_ints(-32)));
+    } else if constexpr (KIND == kQ3_K || KIND == kQ6_K) {
+      return to_floats(signed_right<24>(left<24 - I % 4 * 8>(scales_[I / 4])));
+    } else {
+      return byte<I % 4>(scales_[I / 4]);
+    }
+  }
   template <int I> static Floats byte(Ints x) { return to_floats(I == 3 ? right<24>(x) : right<I * 8>(x) & set1_ints(255)); }
   static Floats halves(const uint8_t* p) {
 #if defined(__AVX512F__)
@@ -161,7 +205,7 @@ class SuperScales {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #endif
   }
-  Ints scales_[KIND == kQ6_Kind ? 4 : 2], offsets_[2];
+  Ints scales_[256 / kGroup / 4], offsets_[256 / kGroup / 4];
   Floats d_, dmin_;
 };
 
@@ -178,34 +222,31 @@ inline Floats half_power(const uint8_t* exponents) {
 
 // The scale of (code - zero point) and the offset of sixteen columns of tile t, for the 16 k from k on.
 struct GroupNumbers { vf scale, offset; };
-inline GroupNumbers numbers_of(const Quant& q, int nb, int k, int t) {
-  const long at = q.group_at(nb, k) + t * 16;
-  if (q.kind == kFloats8) return {load((const float*)q.scales + at), zero()};
-  if (!is_super_kind(q.kind) && q.kind != kFloats4) {
-    return {q.sixteen(q.scales, at), q.offsets ? q.sixteen(q.offsets, at) : zero()};
-  }
+template <int KIND>
+GroupNumbers super_numbers(const Quant& q, int nb, int k, int t) {
   Floats scale[16 / kLanes], offset[16 / kLanes] = {};
   for (int part = 0; part < 16 / kLanes; part++) {
-    const int column = t * 16 + part * kLanes;
-    if (q.kind == kFloats4) {
-      scale[part] = half_power((const uint8_t*)q.scales + q.group_at(nb, k) + column);
-      continue;
-    }
-    auto of = [&](auto constant) {
-      constexpr int KIND = constant;
-      const SuperScales<KIND> super(q.super(nb, k / 256), column);
-      auto group = [&](auto i) {
-        if (k % 256 / SuperScales<KIND>::kGroup != i) return;
-        scale[part] = super.template scale<i>() * super.d();
-        if constexpr (KIND != kQ6_Kind) offset[part] = super.template offset<i>() * super.minus_dmin();
-      };
-      unrolled<256 / SuperScales<KIND>::kGroup>(group);
-    };
-    if (q.kind == kQ4_Kind) of(std::integral_constant<int, kQ4_Kind>());
-    if (q.kind == kQ5_Kind) of(std::integral_constant<int, kQ5_Kind>());
-    if (q.kind == kQ6_Kind) of(std::integral_constant<int, kQ6_Kind>());
+    const SuperScales<KIND> super(q.super(nb, k / 256), t * 16 + part * kLanes);
+    unrolled<256 / kKinds[KIND].group>([&](auto i) {
+      if (k % 256 / kKinds[KIND].group != i) return;
+      scale[part] = super.template scale<i>();
+      if constexpr (kKinds[KIND].offsets) offset[part] = super.template offset<i>();
+    });
   }
   return {whole(scale), whole(offset)};
+}
+inline GroupNumbers numbers_of(const Quant& q, int nb, int k, int t) {
+  const long at = q.group_at(nb, k) + t * 16;
+  if (has_table_of_halves(q.kind)) return {q.sixteen(q.scales, at), q.offsets ? q.sixteen(q.offsets, at) : zero()};
+  if (q.kind == kFloats8) return {load((const float*)q.scales + at), zero()};
+  GroupNumbers numbers;
+  of_kind(q.kind, [&](auto kind) {
+    if constexpr (is_super_kind(kind)) numbers = super_numbers<kind>(q, nb, k, t);
+  });
+  if (is_super_kind(q.kind)) return numbers;
+  Floats scale[16 / kLanes];  // kFloats4
+  for (int part = 0; part < 16 / kLanes; part++) scale[part] = half_power((const uint8_t*)q.scales + at + part * kLanes);
+  return {whole(scale), zero()};
 }
 
 // Calls f(k, value) with the k values of a row of the weight, 16 at a time.

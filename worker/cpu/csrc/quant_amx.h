@@ -1,6 +1,6 @@
 // Products with quantized weights on AMX, which multiplies bytes: activations are 16-bit integers with one scale per span
-// of k, in two planes, x = 256 high + low. Products and sums are exact; scales are applied once per span. The weights of
-// more rows, and those of other kinds than kIntegers4 and kIntegers8, are expanded to bf16.
+// of k, in two planes, x = 256 high + low. Products and sums are exact; scales are applied once per span. This is for few
+// rows, and kinds with a table of 16-bit scales; for more rows weights are expanded to bf16.
 #pragma once
 
 #include "amx.h"
@@ -56,14 +56,15 @@ struct QuantRows {
   }
 };
 
-// Expands a tile of 4-bit weights to bytes.
-static inline void expand_tile(const uint8_t* src, uint8_t* dst) {
-  const __m512i low = _mm512_set1_epi8(15);
-  for (int i = 0; i < 8; i++, src += 64, dst += 128) {
-    const __m512i x = _mm512_loadu_si512(src);
-    _mm512_storeu_si512(dst, _mm512_and_si512(x, low));
-    _mm512_storeu_si512(dst + 64, _mm512_and_si512(_mm512_srli_epi16(x, 4), low));
-  }
+// Expands the codes of tile t of step s (64 k) of block nb to bytes.
+static inline void expand_tile(const Quant& q, int nb, int s, int t, uint8_t (*to)[64]) {
+  of_kind(q.kind, [&](auto kind) {
+    for (int k = 0; k < 64; k += 32) {
+      const uint8_t* at = codes_at(q, nb, s * 64 + k, t * 16);
+      codes_of<kind>(at, 0, [&](int i, Ints codes) { store_ints(to[k / 4 + i], codes); });
+      codes_of<kind>(at, 1, [&](int i, Ints codes) { store_ints(to[k / 4 + 4 + i], codes); });
+    }
+  });
 }
 
 // Converts rows first .. end - 1 of a tile of bytes to scaled bf16, written to the same tile position in two consecutive
@@ -94,13 +95,7 @@ static inline void dequantize_tile(const uint8_t* src, int first, int end, vf sc
 // Dequantizes tile t of step s (64 k) of block nb to its places in two bf16 k-steps [2][2 tiles][16][32].
 static inline void dequantize_half(const Quant& q, int nb, int s, int t, bf16* dst) {
   alignas(64) uint8_t bytes[16][64];
-  of_kind(q.kind, [&](auto kind) {
-    for (int k = 0; k < 64; k += 32) {
-      const uint8_t* at = codes_at(q, nb, s * 64 + k, t * 16);
-      codes_of<kind>(at, 0, [&](int i, Ints codes) { store_ints(bytes[k / 4 + i], codes); });
-      codes_of<kind>(at, 1, [&](int i, Ints codes) { store_ints(bytes[k / 4 + 4 + i], codes); });
-    }
-  });
+  expand_tile(q, nb, s, t, bytes);
   const int rows = (q.group < 64 ? q.group : 64) / 4;
   for (int row = 0; row < 16; row += rows) {
     const GroupNumbers numbers = numbers_of(q, nb, s * 64 + row * 4, t);
@@ -138,7 +133,7 @@ static inline void add_quant_sums(const Quant& q, const QuantRows& x, const Quan
 // y[rows][32] = rows of x from row0 on times block nb (32 columns), from the planes of x. A run's sums are scaled while
 // AMX computes those of the next run, since the data of a tile store can be read only some time later.
 static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0, int rows, int nb, float (*y)[32]) {
-  alignas(64) uint8_t bytes[4][2][1024];
+  alignas(64) uint8_t bytes[4][2][16][64];
   QuantSums sums[2];
   int current = 0;
   for (int r = 0; r < rows; r++) store(y[r], zero()), store(y[r] + 16, zero());
@@ -149,13 +144,13 @@ static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0,
     if (k0 % 64 == 0) {
       const uint8_t* src = base + k0 / 64 * q.step_bytes();
       for (long i = 0, n = long(k1 - k0 + 63) / 64 * q.step_bytes(); i < n; i += 64) read_ahead(src + i);
-      if (q.bits() == 4)
-        for (int s = 0; s < (k1 - k0 + 63) / 64; s++, src += 1024) expand_tile(src, bytes[s][0]), expand_tile(src + 512, bytes[s][1]);
+      if (q.bits() != 8)
+        for (int s = 0; s < (k1 - k0 + 63) / 64; s++) expand_tile(q, nb, k0 / 64 + s, 0, bytes[s][0]), expand_tile(q, nb, k0 / 64 + s, 1, bytes[s][1]);
     }
     for (int r0 = 0; r0 < rows; r0 += 16) {
       TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
       for (int k = k0; k < k1; k += step) {
-        const uint8_t* b = q.bits() == 4 ? bytes[(k - k0 / 64 * 64) / 64][0] : base + k / 64 * 2048;
+        const uint8_t* b = q.bits() != 8 ? bytes[(k - k0 / 64 * 64) / 64][0][0] : base + k / 64 * 2048;
         b += k % 64 * 16;
         TILE_LOAD(4, x.hi + (row0 + r0) * x.ld + k, x.ld);
         TILE_LOAD(6, b, 64);

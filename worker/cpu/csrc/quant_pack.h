@@ -13,20 +13,29 @@ static inline long source_column(long j, long n, int silu_mul) {
   return i < half ? (j % 32 < 16 ? i : half + i) : -1;
 }
 
+// Adds bit `bit` of four rows of codes to a line, which the first half starts.
+static inline void pack_upper(const uint8_t (*rows)[64], int bit, uint8_t* line, int half) {
+  for (int j = 0; j < 64; j++) {
+    const int upper = (rows[0][j] >> bit & 1) | (rows[1][j] >> bit & 1) << 1 | (rows[2][j] >> bit & 1) << 2 | (rows[3][j] >> bit & 1) << 3;
+    line[j] = uint8_t(half ? line[j] | upper << 4 : upper);
+  }
+}
+
 // Packs rows of codes, [4][64] (16 k), as `codes_of` reads them. at, half: as there.
 static inline void pack_codes(int bits, const uint8_t (*rows)[64], uint8_t* at, int half) {
   if (bits == 8) {
     memcpy(at + half * 256, rows, 256);
     return;
   }
+  if (bits < 4) {
+    for (int j = 0; j < 64; j++) at[half * 64 + j] = uint8_t((rows[0][j] & 3) | (rows[1][j] & 3) << 2 | (rows[2][j] & 3) << 4 | (rows[3][j] & 3) << 6);
+    if (bits == 3) pack_upper(rows, 2, at + 128, half);
+    return;
+  }
   uint8_t* to = at + half * (bits == 6 ? 192 : 128);
   for (int i = 0; i < 2; i++)
     for (int j = 0; j < 64; j++) to[i * 64 + j] = uint8_t((rows[2 * i][j] & 15) | rows[2 * i + 1][j] << 4);
-  if (bits == 5)  // the first half comes first
-    for (int j = 0; j < 64; j++) {
-      const int upper = rows[0][j] >> 4 | rows[1][j] >> 4 << 1 | rows[2][j] >> 4 << 2 | rows[3][j] >> 4 << 3;
-      at[256 + j] = uint8_t(half ? at[256 + j] | upper << 4 : upper);
-    }
+  if (bits == 5) pack_upper(rows, 4, at + 256, half);
   if (bits == 6)
     for (int j = 0; j < 64; j++) to[128 + j] = uint8_t(rows[0][j] >> 4 | rows[1][j] >> 4 << 2 | rows[2][j] >> 4 << 4 | rows[3][j] >> 4 << 6);
 }

@@ -57,15 +57,15 @@ __attribute__((noinline)) void find_numbers(const Quant& q, int nb, long begin, 
       using Scales = SuperScales<KIND>;
       const Scales scales(q.super(nb, int(begin / 256)), c);
       unrolled<256 / Scales::kGroup>([&](auto i) {
-        store_floats(to.scales[i] + c, scales.template scale<i>() * scales.d());
-        if constexpr (KIND != kQ6_Kind) store_floats(to.offsets[i] + c, scales.template offset<i>() * scales.minus_dmin());
+        store_floats(to.scales[i] + c, scales.template scale<i>());
+        if constexpr (kKinds[KIND].offsets) store_floats(to.offsets[i] + c, scales.template offset<i>());
       });
     } else {
       const int span = q.span();
       for (long k = begin, i = 0; k < end; k += span, i++) {
         const long place = q.group_at(nb, int(k)) + c;
         store_floats(to.scales[i] + c, KIND == kFloats4 ? half_power((const uint8_t*)q.scales + place) : floats_of(q, q.scales, place));
-        if (KIND != kFloats4 && q.offsets) store_floats(to.offsets[i] + c, floats_of(q, q.offsets, place));
+        if (kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets)) store_floats(to.offsets[i] + c, floats_of(q, q.offsets, place));
       }
     }
   }
@@ -77,7 +77,7 @@ template <int KIND, int ROWS>
 void quant_part(const Quant& q, const IntegerRows& x, int group, int nb, long k0, long k1, Fetch& fetch, float* y) {
   // Registers of columns together: more independent sums, to hide latency
   constexpr int PARTS = ROWS <= 2 ? 2 : 1;
-  const bool has_offsets = KIND == kQ4_Kind || KIND == kQ5_Kind || q.offsets;
+  const bool has_offsets = kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets);
   const int span = q.span();
   const long ld = x.ld();
   RunNumbers numbers;
@@ -123,7 +123,7 @@ void quant_part(const Quant& q, const IntegerRows& x, int group, int nb, long k0
         for (long at = k; at < stop; at += 32) {
           prefetch();
           add_half(std::integral_constant<int, 0>());
-          if (KIND == kQ6_Kind) apply(), start();
+          if (kKinds[KIND].group == 16) apply(), start();
           add_half(std::integral_constant<int, 1>());
           // From the second half of a step of a tile to the next step
           unrolled<PARTS>([&](auto p) { codes[p] += at % 64 ? quant_bits(KIND) * 192 : quant_bits(KIND) * 64; });

@@ -184,6 +184,7 @@ static inline Ints set1_words(int x) { return _mm512_set1_epi16(short(x)); }
 static inline Ints repeat(__m128i x) { return _mm512_broadcast_i32x4(x); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 static inline Ints sub_words(Ints a, Ints b) { return _mm512_sub_epi16(a, b); }
+static inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 template <int N> static inline Ints left(Ints x) { return _mm512_slli_epi32(x, N); }
 template <int N> static inline Ints right(Ints x) { return _mm512_srli_epi32(x, N); }
 template <int N> static inline Ints signed_right(Ints x) { return _mm512_srai_epi32(x, N); }
@@ -339,6 +340,7 @@ static inline Ints set1_words(int x) { return _mm256_set1_epi16(short(x)); }
 static inline Ints repeat(__m128i x) { return _mm256_broadcastsi128_si256(x); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 static inline Ints sub_words(Ints a, Ints b) { return _mm256_sub_epi16(a, b); }
+static inline Ints sub_bytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
 template <int N> static inline Ints left(Ints x) { return _mm256_slli_epi32(x, N); }
 template <int N> static inline Ints right(Ints x) { return _mm256_srli_epi32(x, N); }
 template <int N> static inline Ints signed_right(Ints x) { return _mm256_srai_epi32(x, N); }
