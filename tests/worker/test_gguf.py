@@ -8,11 +8,13 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
@@ -21,7 +23,7 @@ from quire.configs.gguf_model import model_config
 from quire.server.startup.gguf import first_file, gguf_folder, hub_patterns
 from quire.server.text.gguf_tokenizer import _ALIASES, _SPLITS, gguf_tokenizer
 from quire.server.text.tokenizer import Tokenizer
-from quire.worker.cpu.blocks import multiply, take_rows
+from quire.worker.cpu.blocks import packed_blocks
 from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, dequantize
@@ -180,36 +182,18 @@ def test_the_folder_is_made_once_per_file(tmp_path):
     assert json.loads(Path(folder, "generation_config.json").read_text()) == {"eos_token_id": [2]}
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 33, 512), (5, 64, 768), (70, 10, 256)])
-def test_native_products(native_kernels, kind, m, n, k):
-    rng = np.random.default_rng(k)
-    blocks = torch.from_numpy(blocks_of(rng.normal(size=(n, k)).astype(np.float32), kind))
-    rows, x = Rows(blocks, kind), torch.from_numpy(rng.normal(size=(m, k)).astype(np.float32)).bfloat16()
-    x[m // 2] = 0
-    weight, bias = rows.dequantized(), torch.randn(n)
-    expected = (x.double() @ weight.double().T + bias.double()).float()
-    out = torch.full((m, n + 3), 7.0)
-    multiply(x, rows, out, bias, 2)
-    # 15 bits per entry of x
-    assert (out[:, 2:-1] - expected).norm() < 1e-4 * expected.norm()
-    assert bool((out[:, :2] == 7).all()) and bool((out[:, -1] == 7).all())
-    rounded = torch.empty(m, n, dtype=torch.bfloat16)
-    multiply(x, rows, rounded)
-    assert torch.allclose(rounded.float(), expected - bias, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
-    ids = torch.tensor([n - 1, 0, n // 2])
-    assert torch.equal(take_rows(rows, ids, k), weight[ids].bfloat16())
-
-
-@pytest.mark.parametrize("kind", [kind for kind, (values, _) in BLOCKS.items() if values == 32])
-def test_native_products_of_rows_that_end_inside_256(native_kernels, kind):
-    weight = np.random.default_rng(3).normal(size=(9, 320)).astype(np.float32)
-    rows, x = Rows(torch.from_numpy(blocks_of(weight, kind)), kind), torch.randn(3, 320).bfloat16()
-    out = torch.empty(3, 9)
-    multiply(x, rows, out)
-    expected = x.float() @ rows.dequantized().T
+def test_packed_parts_of_several_types(native_kernels):
+    """q, k and v of three types, and rows that are missing, e.g. of a padded vocabulary."""
+    rng, kinds = np.random.default_rng(5), ("Q3_K", "IQ4_XS", "Q5_0")
+    parts = [
+        Rows(torch.from_numpy(blocks_of(rng.normal(size=(n, 256)).astype(np.float32), kind)), kind)
+        for n, kind in zip((40, 8, 8), kinds)
+    ]
+    layer = SimpleNamespace(in_features=256, out_features=60, bias=torch.randn(60), gated=None)
+    weight = F.pad(torch.cat([part.dequantized() for part in parts]), (0, 0, 0, 4))
+    x = torch.randn(3, 256).bfloat16()
+    out, expected = packed_blocks(layer, parts)(x, torch.float32), x.float() @ weight.T + layer.bias
     assert (out - expected).norm() < 1e-4 * expected.norm()
-    assert torch.equal(take_rows(rows, torch.arange(9), 320), rows.dequantized().bfloat16())
 
 
 @pytest.mark.parametrize(("name", "arch", "kinds"), MODELS)

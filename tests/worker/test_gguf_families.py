@@ -16,6 +16,7 @@ from quire.configs.gguf import GgufFile
 from quire.configs.gguf_architectures import ARCHITECTURES
 from quire.configs.gguf_model import model_config
 from quire.server.startup.gguf import gguf_folder
+from quire.worker.cpu.experts import NativeExperts
 from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms.cpu import CpuPlatform
 from tests.checkpoints import CHECKPOINTS as DENSE
@@ -170,9 +171,10 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
 
 
-def pair(name: str, tmp_path: Path, kinds: dict[str, str] = Q, fused: bool = False) -> tuple[str, str]:
+def pair(name: str, tmp_path: Path, kinds: dict[str, str] = Q, fused: bool = False, **sizes: int) -> tuple[str, str]:
     """(the folder made of a GGUF file, transformers' checkpoint with the weights that the file stands for)."""
-    arch, sizes, keys = CASES[name]
+    arch, usual, keys = CASES[name]
+    sizes = usual | sizes
     build = build_checkpoint if name in MOE_CHECKPOINTS | DENSE else build_family
     if name in SAME_SCALE:
         rope = MOE_CHECKPOINTS[name][1]["rope_parameters"] | SAME_SCALE[name]
@@ -233,6 +235,22 @@ def test_native_kernels_multiply_the_blocks(tmp_path, native_kernels, name):
     held = sum(t.nbytes for t in {t.data_ptr(): t for t in [*native.parameters(), *native.buffers()]}.values())
     # rotary tables, kv_b_proj in bfloat16
     assert held < (tmp_path / "model.gguf").stat().st_size + (2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down"),
+    [("Q3_K", "Q2_K"), ("IQ4_XS", "IQ4_NL"), ("Q2_K", "Q3_K"), ("Q5_0", "Q4_1"), ("Q5_1", "Q5_0"), ("Q4_K", "Q6_K")],
+)
+def test_experts_of_one_type_are_one_native_call(tmp_path, native_kernels, gate_up, down):
+    kinds = {"default": "Q8_0", "ffn_gate_exps": gate_up, "ffn_up_exps": gate_up, "ffn_down_exps": down}
+    folder, source = pair("qwen3-moe", tmp_path, kinds, hidden_size=256, moe_intermediate_size=256)
+    exact, native = load(source), load(folder, torch.bfloat16, CpuPlatform().ops)
+    x = torch.randn(50, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for theirs, ours in zip(exact.model.layers.values(), native.model.layers.values()):
+        weights, ids = theirs.mlp.gate(x.float())  # the same for both: rounding may change a choice
+        expected, found = theirs.mlp.experts(x.float(), weights, ids), ours.mlp.experts(x, weights, ids)
+        assert isinstance(ours.mlp.experts._native, NativeExperts)
+        assert float((found.float() - expected).norm()) < 0.01 * float(expected.norm())
 
 
 def test_fused_gate_and_up(tmp_path):

@@ -28,11 +28,11 @@ class NativeExperts:
     def of(
         cls, gate_up: Sequence[Linear], down: Sequence[Linear], first: int, weigh_inputs: bool
     ) -> NativeExperts | None:
-        """The experts, or None if a weight is not packed."""
+        """The experts, or None if a weight is not packed, or a gate in another kind than up."""
         if not all(isinstance(layer.method, (PackedMethod, NativeQuantMethod)) for layer in (*gate_up, *down)):
             return None
-        args = [[layer.method.linear.args() for layer in layers] for layers in (gate_up, down)]
-        return cls(*args, first, weigh_inputs)
+        args = [[layer.method.args() for layer in layers] for layers in (gate_up, down)]
+        return None if None in args[0] else cls(*args, first, weigh_inputs)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The same as `layers.moe.run_experts`."""

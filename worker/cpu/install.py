@@ -13,7 +13,7 @@ import torch
 
 from quire.worker.cpu import ops
 from quire.worker.cpu.argmax_prefilter import Int8ArgmaxPrefilter
-from quire.worker.cpu.blocks import NativeBlocksMethod, packed_blocks
+from quire.worker.cpu.blocks import packed_blocks
 from quire.worker.cpu.build import BuildError
 from quire.worker.cpu.experts import NativeExperts
 from quire.worker.cpu.native import KERNELS
@@ -60,8 +60,7 @@ class NativeOps(Ops):
         return NativeQuantMethod(layer, QuantizedLinear.from_values(*numbers, layer.bias, layer.gated))
 
     def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod:
-        if not (linear := packed_blocks(layer, parts)):
-            return NativeBlocksMethod(layer, parts)
+        linear = packed_blocks(layer, parts)
         for i in range(len(parts)):
             setattr(layer, f"blocks_{i}", None)
         return NativeQuantMethod(layer, linear)

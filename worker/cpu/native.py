@@ -185,8 +185,6 @@ _SIGNATURES = {
     "quire_quantize": ([_P, _L, _P, _P, _L, _L, _I, _L, _I], None),
     "quire_pack_quantized": ([_P, _P, _P, ctypes.POINTER(QuantArgs), _L, _L, _I], None),
     "quire_pack_blocks": ([_P, _P, _L, _I, ctypes.POINTER(QuantArgs), _L, _L, _I], None),
-    "quire_blocks_run": ([_P, _L, _P, _L, _I, _P, _P, _L, _L, _L, _L, _I], None),
-    "quire_blocks_rows": ([_P, _L, _I, _P, _L, _P, _L], None),
     "quire_quant_rows": ([ctypes.POINTER(QuantArgs), _P, _L, _P, _L, _L], None),
     "quire_screen_make": ([_P, _P, ctypes.POINTER(ScreenArgs), _L, _L], ctypes.c_bool),
     "quire_greedy": ([_P, _L, _P, _P, ctypes.POINTER(ScreenArgs), _P, _L, _L, _L], _L),

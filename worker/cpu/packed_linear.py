@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.worker.cpu.native import LinearArgs
 from quire.worker.cpu.ops import MixedLinear, PackedLinear, QuantizedLinear
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.platforms.huge_pages import Workspace
@@ -18,6 +19,10 @@ class PackedMethod(LinearMethod):
         layer.register_buffer("packed_weight", self.linear.packed, persistent=False)
         self.rows = self.linear.rows  # rows of the original weight, for a tied embedding
 
+    def args(self) -> LinearArgs:
+        """The C struct of the layer, which must outlive the struct."""
+        return self.linear.args()
+
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
 
@@ -29,14 +34,22 @@ class PackedMethod(LinearMethod):
 
 
 class NativeQuantMethod(LinearMethod):
-    """Multiplies by weights of 4 to 8 bits with the native kernels. The layer's buffers hold the packed weights."""
+    """Multiplies by weights of 2 to 8 bits with the native kernels. The layer's buffers hold the packed weights."""
 
     def __init__(self, layer: Linear, linear: QuantizedLinear | MixedLinear):
         self.linear, self.parts = linear, linear.parts
+        # a gate and up of different kinds are not interleaved
+        self.activates = not (layer.gated and isinstance(linear, MixedLinear))
         for i, part in enumerate(self.parts):
             suffix = f"_{i}" if i else ""  # the first replaces what the plain method held
             layer.register_buffer(f"quantized{suffix}", part.packed, persistent=False)
             layer.register_buffer(f"scales{suffix}", part.scales, persistent=False)
+            if part.offsets is not None:
+                layer.register_buffer(f"offsets{suffix}", part.offsets, persistent=False)
+
+    def args(self) -> LinearArgs | None:
+        """The C struct of the layer, which must outlive the struct; None if its activation is applied apart."""
+        return self.linear.args() if self.activates else None
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight, for a tied embedding."""
@@ -50,4 +63,6 @@ class NativeQuantMethod(LinearMethod):
         return self.linear(x, torch.float32, workspace=workspace)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
+        if self.activates:
+            return self.linear(x)
+        return layer.activate(self.linear(x, torch.float32)).to(x.dtype)

@@ -233,7 +233,7 @@ def _shape(layer: nn.Module) -> tuple[int, ...]:
 
 
 def _args(linear: Linear) -> LinearArgs | None:
-    return linear.method.linear.args() if isinstance(linear.method, (PackedMethod, NativeQuantMethod)) else None
+    return linear.method.args() if isinstance(linear.method, (PackedMethod, NativeQuantMethod)) else None
 
 
 def _segment(
