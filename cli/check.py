@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import logging
 import sys
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
@@ -91,5 +89,5 @@ def _about(images: Images, folder: str) -> list[str]:
 def _checkpoint(config: Config, folder: str) -> str:
     models = importlib.import_module("quire.worker.models")
     spec = models.read_model_spec(folder, config.model.model_impl, images=not config.model.language_model_only)
-    raw = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    raw = models.with_quantization(models.read_config(folder), folder)
     return weight_summary(folder, raw, models.num_parameters(spec))

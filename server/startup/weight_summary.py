@@ -53,13 +53,20 @@ def describe_format(settings: dict[str, Any], sizes: Counter[str]) -> str:
             groups = settings.get("config_groups") or {}
             kinds = dict.fromkeys(_weights(group.get("weights") or {}) for group in groups.values())
             return f"compressed-tensors {settings.get('format', '')} ({'; '.join(kinds)})"
-        case "fp8" | "fbgemm_fp8":
+        case "fp8" | "fbgemm_fp8" | "mxfp8":
             block = settings.get("weight_block_size")
             return f"{method} ({'x'.join(map(str, block)) + ' blocks' if block else 'e4m3'})"
         case "awq" | "gptq":
             group = settings.get("group_size", settings.get("q_group_size", 128))
             order = ", act-order" if settings.get("desc_act") else ""
             return f"{method} ({settings.get('bits', settings.get('w_bit', 4))} bits, {_groups(group)}{order})"
+        case "auto-round" | "intel/auto-round":
+            packing = settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq"
+            return f"auto-round ({settings.get('bits')} bits, {_groups(settings.get('group_size', 128))}, {packing})"
+        case "quark":
+            weight = (settings.get("global_quant_config") or {}).get("weight") or {}
+            weight = weight[0] if isinstance(weight, list) else weight
+            return f"quark ({weight.get('dtype')} {weight.get('qscheme')})"
         case "bitsandbytes":
             four = f"4 bits, {settings.get('bnb_4bit_quant_type', 'fp4')}"
             return f"bitsandbytes ({four if settings.get('load_in_4bit') else '8 bits'})"

@@ -109,6 +109,17 @@ def test_a_hub_without_ranges_is_refused(tmp_path, monkeypatch):
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "4 bits, nf4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt (NVFP4)"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "group_size": 64, "packing_format": "auto_round:auto_awq"},
+            "auto-round (4 bits, groups of 64, auto_round:auto_awq)",
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
+            },
+            "quark (fp8_e4m3 per_tensor)",
+        ),
     ],
 )
 def test_formats_in_words(settings, words):

@@ -101,6 +101,28 @@ def compressed_tensors(form: str, targets: str = "Linear", **settings: Any) -> t
     return config, store
 
 
+def by_activation(group: int) -> tuple[dict[str, Any], Store]:
+    """Groups of columns that are not neighbours (`actorder` group), which the package no longer writes."""
+    config, _ = compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=group)
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+
+    def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        k = weight.shape[1]
+        group_of = (torch.arange(k) // group)[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
+        order = group_of.argsort(stable=True)
+        values, scales, zeros = integers(weight[:, order], 4, group, True)
+        values = values[:, order.argsort()]
+        tensors = {
+            "weight_packed": pack_columns(values, 4),
+            "weight_scale": scales,
+            "weight_g_idx": group_of.int(),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        return tensors, (values - zeros[:, group_of]) * scales[:, group_of]
+
+    return config, store
+
+
 def _parameters(weight: torch.Tensor, args: QuantizationArgs) -> Stored:
     """Scales and zero points of a weight."""
     bits, strategy = args.num_bits, str(getattr(args.strategy, "value", args.strategy))
@@ -114,8 +136,8 @@ def _parameters(weight: torch.Tensor, args: QuantizationArgs) -> Stored:
         if bits == 4 and args.group_size == 16:
             scale = 448 * 6 / weight.abs().max()[None]
             return {"weight_scale": (sizes / 6 * scale).to(torch.float8_e4m3fn).float(), "weight_global_scale": scale}
-        if bits == 4:
-            return {"weight_scale": torch.exp2((sizes / 6).log2().ceil())}
+        if args.group_size == 32:  # MXFP4, MXFP8
+            return {"weight_scale": torch.exp2((sizes / largest).log2().ceil())}
         return {"weight_scale": sizes / largest}
     group = args.group_size if strategy == "group" else None
     if strategy == "tensor":
@@ -176,6 +198,63 @@ def gptq(bits: int, group: int, *, act_order: bool = False, version: int = 1, **
     return config | more, store
 
 
+def auto_round(packing: str, config_and_store: tuple[dict[str, Any], Store], **more: Any) -> tuple[dict, Store]:
+    """The tensors of GPTQ, without g_idx and biases, or of AWQ."""
+    config, theirs = config_and_store
+
+    def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        tensors, value = theirs(name, weight)
+        return {key: t for key, t in tensors.items() if key not in ("g_idx", "bias")}, value
+
+    kept = {key: config[key] for key in ("bits", "group_size")} | {"sym": False, "data_type": "int"}
+    return {"quant_method": "auto-round", "packing_format": packing, **kept, **more}, store
+
+
+def quark(weight: dict[str, Any], store: Store, **export: Any) -> tuple[dict[str, Any], Store]:
+    """A checkpoint of Quark with one scheme; `store` writes the tensors by their names there."""
+    return {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": [], "weight_format": "real_quantized", "pack_method": "reorder"} | export,
+        "global_quant_config": {"weight": weight, "input_tensors": None, "output_tensors": None, "bias": None},
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "exclude": ["lm_head", "*.mlp.gate", "re:.*router"],
+    }, store
+
+
+def renamed(store: Store, names: dict[str, str], change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Store:
+    """The tensors of `store` whose suffixes `names` has, under other names; `change` those of the first."""
+
+    def other(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        tensors, value = store(name, weight)
+        found = {new: tensors[old] for old, new in names.items()}
+        if change:
+            first = next(iter(found))
+            found[first] = change(found[first])
+        return found, value
+
+    return other
+
+
+def quark_int4(symmetric: bool, reorder: bool) -> tuple[dict[str, Any], Store]:
+    """Words along the outputs: unsigned with zero points or in two's complement without."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if reorder else list(range(8))
+
+    def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        values, scales, zeros = integers(weight, 4, 32, symmetric)
+        wide = (values - zeros.repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1)
+
+        def words(entries: torch.Tensor) -> torch.Tensor:
+            return pack_columns(entries.T.unflatten(1, (-1, 8))[..., order].flatten(1), 4)
+
+        stored = {"weight": words(values - 8 & 15 if symmetric else values), "weight_scale": scales.T.half()}
+        return stored | ({} if symmetric else {"weight_zero_point": words(zeros)}), wide
+
+    weight = {"dtype": "int4" if symmetric else "uint4", "qscheme": "per_group", "group_size": 32}
+    pack_method = "reorder" if reorder else "order"
+    return quark(weight | {"symmetric": symmetric, "ch_axis": 1, "is_dynamic": False}, store, pack_method=pack_method)
+
+
 def fp8(block: int | None, **more: Any) -> tuple[dict[str, Any], Store]:
     """Blocks of `block` x `block`, or a scale per tensor."""
     name_of_scale = "weight_scale" if block is None else "weight_scale_inv"
@@ -185,11 +264,15 @@ def fp8(block: int | None, **more: Any) -> tuple[dict[str, Any], Store]:
         if block:
             sizes = in_groups(in_groups(weight.abs(), block).amax(-1).T, block).amax(-1).T
         scales = sizes / 448
+        if more.get("scale_fmt") == "ue8m0":
+            scales = torch.exp2(scales.log2().ceil()).to(torch.float8_e8m0fnu).float()
         wide = scales
         if block:
             wide = scales.repeat_interleave(block, 0)[: len(weight)].repeat_interleave(block, 1)[:, : weight.shape[1]]
         values = (weight / wide).to(torch.float8_e4m3fn)
         tensors = {"weight": values, name_of_scale: scales if block else scales.flatten()}
+        if more.get("scale_fmt") == "ue8m0":
+            tensors[name_of_scale] = scales.to(torch.float8_e8m0fnu)
         return tensors | ({} if block else {"input_scale": torch.ones(1)}), values.float() * wide
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
@@ -225,18 +308,24 @@ NF4 = torch.tensor(
 )  # fmt: skip
 
 
-def bitsandbytes(bits: int, nested: bool = False) -> tuple[dict[str, Any], Store]:
+# The values of FP4 (e2m1, without infinities), over the largest one
+FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3]) / 12
+
+
+def bitsandbytes(bits: int, nested: bool = False, kind: str = "nf4") -> tuple[dict[str, Any], Store]:
     def int8(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
         scb = weight.abs().amax(1)
         values = (weight / scb[:, None] * 127).round().to(torch.int8)
         tensors = {"weight": values, "SCB": scb, "weight_format": torch.zeros((), dtype=torch.uint8)}
         return tensors, values.float() * (scb[:, None] / 127)
 
-    def nf4(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    levels = NF4 if kind == "nf4" else FP4
+
+    def four(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
         runs = weight.flatten().unflatten(0, (-1, 64))
         absmax = runs.abs().amax(1)
-        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
-        tensors = {"weight.quant_map": NF4.clone()}
+        state = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
+        tensors = {"weight.quant_map": levels.clone()}
         if nested:
             offset = float(absmax.mean())
             table = torch.linspace(-1, 1, 256)
@@ -249,14 +338,14 @@ def bitsandbytes(bits: int, nested: bool = False) -> tuple[dict[str, Any], Store
             state |= {"nested_blocksize": 256, "nested_offset": offset, "nested_dtype": "float32"}
         else:
             tensors["weight.absmax"] = absmax
-        codes = (runs[..., None] / absmax[:, None, None] - NF4).abs().argmin(-1)
-        wide = (NF4[codes] * absmax[:, None]).view(weight.shape)
+        codes = (runs[..., None] / absmax[:, None, None] - levels).abs().argmin(-1)
+        wide = (levels[codes] * absmax[:, None]).view(weight.shape)
         codes = codes.flatten().to(torch.uint8)
         text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         packed = (codes[::2] << 4 | codes[1::2])[:, None]
-        return tensors | {"weight": packed, "weight.quant_state.bitsandbytes__nf4": text}, wide
+        return tensors | {"weight": packed, f"weight.quant_state.bitsandbytes__{kind}": text}, wide
 
     if bits == 8:
         return {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]}, int8
-    kind = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": nested}
-    return {"quant_method": "bitsandbytes", **kind, "llm_int8_skip_modules": ["lm_head"]}, nf4
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
+    return {"quant_method": "bitsandbytes", **settings, "llm_int8_skip_modules": ["lm_head"]}, four

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils.quantization_config import QuantizationMethod
 
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization.blocks import PlainBlocks
 from quire.worker.layers.quantization.fp4 import mxfp4_blocks
 from quire.worker.layers.quantization.int_groups import PlainGroups
+from quire.worker.layers.quantization.kv_scales import declared, read_scales
 from quire.worker.layers.quantization.packing import E2M1
 from quire.worker.loader import load_weights
 from quire.worker.models import build_model, parse_model_spec, read_model_spec, weight_bytes
@@ -26,6 +28,8 @@ from tests.worker.ranks import run_ranks, thread_groups
 
 CPU = torch.device("cpu")
 TEXT = list(range(4, 100))
+CT_FP8 = {"num_bits": 8, "type": "float"}
+QUARK_FP8 = {"dtype": "fp8_e4m3", "is_dynamic": False, "symmetric": True}
 SIZES = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2}
 FORMATS = {
     "fp8 blocks": make.fp8(128),
@@ -52,6 +56,10 @@ FORMATS = {
     "ct mxfp4": make.compressed_tensors(
         "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, scale_dtype="torch.uint8"
     ),
+    "ct mxfp8": make.compressed_tensors(
+        "mxfp8-quantized", **CT_FP8, strategy="group", group_size=32, scale_dtype="torch.uint8"
+    ),
+    "ct w4a16 act-order": make.by_activation(32),
     "awq": make.awq(32),
     "gptq 4": make.gptq(4, 32),
     "gptq 4 v2": make.gptq(4, 32, version=2),
@@ -60,8 +68,56 @@ FORMATS = {
     "gptq 2": make.gptq(2, 64),
     "gptq 3": make.gptq(3, 32),
     "gptq 5": make.gptq(5, 32),
+    "gptq 6": make.gptq(6, 64),
+    "gptq 7": make.gptq(7, 32, version=2),
     "gptq 8 act-order": make.gptq(8, 32, act_order=True, version=2),
     "modelopt nvfp4": make.modelopt_nvfp4(),
+    "modelopt fp8 blocks": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head"]},
+        make.renamed(
+            make.fp8(128)[1], {"weight_scale_inv": "weight_scale", "weight": "weight"}, lambda s: s[:, None, :, None]
+        ),
+    ),
+    "fbgemm fp8": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        make.compressed_tensors("float-quantized", **CT_FP8, strategy="channel")[1],
+    ),
+    "fp8 e8m0": make.fp8(128, scale_fmt="ue8m0"),
+    "auto-round gptq": make.auto_round("auto_round:auto_gptq", make.gptq(4, 32)),
+    "auto-round gptq 3": make.auto_round("auto_round:auto_gptq", make.gptq(3, 32)),
+    "auto-round gptqmodel": make.auto_round("auto_round:gptqmodel", make.gptq(4, 32, version=2)),
+    "auto-round 2": make.auto_round("auto_round", make.gptq(2, 64, version=2)),
+    "auto-round awq": make.auto_round("auto_round:auto_awq", make.awq(32)),
+    "quark fp8 tensor": make.quark(
+        QUARK_FP8 | {"qscheme": "per_tensor"},
+        make.compressed_tensors("float-quantized", **CT_FP8, strategy="tensor")[1],
+    ),
+    "quark fp8 channel": make.quark(
+        QUARK_FP8 | {"qscheme": "per_channel", "ch_axis": 0},
+        make.compressed_tensors("float-quantized", **CT_FP8, strategy="channel")[1],
+    ),
+    "quark int8": make.quark(
+        {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True},
+        make.compressed_tensors("int-quantized", num_bits=8, strategy="channel")[1],
+    ),
+    "quark mxfp4": make.quark(
+        {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "ch_axis": -1},
+        make.renamed(
+            make.compressed_tensors(
+                "mxfp4-pack-quantized",
+                num_bits=4,
+                type="float",
+                strategy="group",
+                group_size=32,
+                scale_dtype="torch.uint8",
+            )[1],
+            {"weight_packed": "weight", "weight_scale": "weight_scale"},
+        ),
+    ),
+    "quark int4": make.quark_int4(symmetric=True, reorder=True),
+    "quark uint4": make.quark_int4(symmetric=False, reorder=True),
+    "quark uint4 in order": make.quark_int4(symmetric=False, reorder=False),
+    "bnb fp4": make.bitsandbytes(4, kind="fp4"),
     "bnb int8": make.bitsandbytes(8),
     "bnb nf4": make.bitsandbytes(4),
     "bnb nf4 nested": make.bitsandbytes(4, nested=True),
@@ -116,24 +172,31 @@ def test_weights_are_exact(sources, tmp_path, name):
     assert torch.allclose(logits_of(model), logits_of(plain), atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fp8 small blocks",
-        "fp8 tensor",
-        "ct w4a16 zeros",
-        "ct w3 channel",
-        "ct w8a8",
-        "ct nvfp4",
-        "ct mxfp4",
-        "awq",
-        "gptq 2",
-        "gptq 3",
-        "gptq 4 act-order",
-        "bnb int8",
-        "bnb nf4 nested",
-    ],
-)
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory):
+    from tests.families import build_family
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return build_family("phi3", tmp_path_factory.mktemp("phi3"), **SIZES, num_attention_heads=8, rope_parameters=rope)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_projections_that_are_fused_in_the_file(phi3, tmp_path, name):
+    """qkv_proj and gate_up_proj have one set of scales; two ranks have rows of each of their parts."""
+    folder = Path(make.write(phi3, tmp_path, *FORMATS[name]))
+    model, plain = load(folder / "quantized"), load(folder / "plain")
+    for (path, layer), expected in zip(model.named_modules(), plain.modules()):
+        if isinstance(layer, Linear):
+            assert torch.equal(weight_of(layer), expected.weight), path
+    expected, models = logits_of(plain), []
+    for group in thread_groups(2):
+        with use_groups(tp=group):
+            models.append(load(folder / "quantized"))
+    for logits in run_ranks(lambda rank: logits_of(models[rank]), 2):
+        assert torch.allclose(logits, expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_ranks_load_their_share(sources, tmp_path, name):
     """160 columns of down_proj per rank, and fused rows: blocks and words that straddle the ranks' borders."""
     folder = Path(make.write(sources("llama2"), tmp_path, *FORMATS[name]))
@@ -199,7 +262,22 @@ def test_older_exports_of_modelopt(sources, tmp_path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "aqlm"}, "quant_method 'aqlm' is not supported; supported: fp8, "),
+        ({"quant_method": "awq", "bits": 3}, "bits 3 is not supported; supported: 4"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is not supported"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not supported; supported: fp8"),
+        ({"quant_method": "gguf", "gguf_file": "m.gguf"}, "supported: the .gguf file itself as MODEL"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type 'mx_fp' is not supported"),
+        ({"quant_method": "auto-round", "bits": 4, "act_bits": 8}, "act_bits 8 is not supported; supported: 16"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:llm_compressor"},
+            "packing_format 'auto_round:llm_compressor' is not supported; supported: auto_round, auto_round:auto_gptq",
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6_e2m3", "qscheme": "per_group"}}},
+            "weight {'dtype': 'fp6_e2m3', 'qscheme': 'per_group'} is not supported; supported: fp8_e4m3 and int8",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo 'MIXED_PRECISION' is not"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16'"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
         ({"quant_method": "gptq", "bits": 9}, "bits 9 is not supported; supported: 2 to 8"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": {"damp": 1}}}, "dynamic 'damp' is not supported"),
@@ -224,6 +302,94 @@ def test_unsupported_settings_are_named(sources, config, words):
     spec = parse_model_spec({**raw, "quantization_config": config})
     with pytest.raises(ValueError, match=re.escape(words)):
         build_model(spec, torch.float32, torch.device("meta"))
+
+
+SERVED = {
+    "awq": {},
+    "gptq": {"bits": 4},
+    "bitsandbytes": {"load_in_8bit": True},
+    "compressed-tensors": {"config_groups": {}},
+    "fp8": {},
+    "fbgemm_fp8": {},
+    "mxfp4": {},
+    "mxfp8": {"weight_block_size": [1, 32]},
+    "auto-round": {"bits": 4},
+    "quark": {},
+    "gguf": {"types": {}},
+}
+
+
+@pytest.mark.parametrize("method", [method.value for method in QuantizationMethod])
+def test_methods_of_transformers_are_served_or_refused_by_name(sources, method):
+    raw = json.loads(Path(sources("qwen3"), "config.json").read_text())
+    spec = parse_model_spec({**raw, "quantization_config": {"quant_method": method} | SERVED.get(method, {})})
+    if method in SERVED:
+        build_model(spec, torch.float32, torch.device("meta"))
+        return
+    words = f"quant_method '{method}' is not supported; supported: fp8, .*Serve the model's original weights instead"
+    with pytest.raises(ValueError, match=words):
+        build_model(spec, torch.float32, torch.device("meta"))
+
+
+@pytest.mark.parametrize(("name", "file"), [("gptq 4", "quantize_config.json"), ("awq", "quant_config.json")])
+def test_settings_beside_config_json(sources, tmp_path, name, file):
+    """As older exports have them, which do not name the method."""
+    folder = Path(make.write(sources("qwen3"), tmp_path, *FORMATS[name])) / "quantized"
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    if name == "awq":
+        settings["w_bit"], settings["q_group_size"] = settings.pop("bits"), settings.pop("group_size")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / file).write_text(json.dumps(settings))
+    assert torch.allclose(logits_of(load(folder)), logits_of(load(folder.parent / "plain")), atol=1e-3)
+
+
+def test_overrides_of_auto_round(sources, tmp_path):
+    (_, four), (_, eight) = make.gptq(4, 64), make.gptq(8, 32)
+    extra = {
+        "model.layers.0.mlp.down_proj": {"bits": 16, "data_type": "float", "act_bits": 16},
+        r".*layers\.\d\.mlp\.down_proj.*": {"bits": 8, "group_size": 32},
+    }
+    blocks = "model.layers.0,model.layers.1.mlp"
+    config, _ = make.auto_round("auto_round:auto_gptq", make.gptq(4, 64), extra_config=extra)
+
+    def store(name, weight):
+        if name == "model.layers.0.mlp.down_proj" or name.startswith("model.layers.1.self_attn"):
+            return {}, weight
+        tensors, value = (eight if name.endswith("down_proj") else four)(name, weight)
+        return {key: t for key, t in tensors.items() if key not in ("g_idx", "bias")}, value
+
+    config["block_name_to_quantize"] = blocks
+    folder = Path(make.write(sources("qwen3"), tmp_path, config, store))
+    assert torch.allclose(logits_of(load(folder / "quantized")), logits_of(load(folder / "plain")), atol=1e-3)
+
+
+def test_layers_of_quark(sources, tmp_path):
+    """Another scheme for layers that a pattern names, plain ones, and the scales of a KV cache."""
+    (config, tensor), (other, channel) = FORMATS["quark fp8 tensor"], FORMATS["quark fp8 channel"]
+    outputs = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+    layers = {f"*{name}_proj": config["global_quant_config"] | {"output_tensors": outputs} for name in "kv"}
+    config = config | {
+        "layer_quant_config": {"*down_proj": other["global_quant_config"]} | layers,
+        "exclude": ["lm_head", "model.layers.0.mlp.up_proj", "re:.*1\\.self_attn\\.q_proj"],
+        "export": config["export"] | {"kv_cache_group": ["*k_proj", "*v_proj"]},
+    }
+
+    def store(name, weight):
+        if name in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"):
+            return {}, weight
+        tensors, value = (channel if name.endswith("down_proj") else tensor)(name, weight)
+        scales = {"input_scale": torch.ones(())}
+        if name.endswith(("k_proj", "v_proj")):
+            scales["output_scale"] = torch.tensor(0.5)
+        return tensors | scales, value
+
+    folder = Path(make.write(sources("qwen3"), tmp_path, config, store))
+    assert torch.allclose(logits_of(load(folder / "quantized")), logits_of(load(folder / "plain")), atol=1e-3)
+    assert read_scales(str(folder / "quantized")) == {0: (0.5, 0.5), 1: (0.5, 0.5)}
+    raw = json.loads((folder / "quantized" / "config.json").read_text())
+    assert declared(raw).kind == "fp8"
 
 
 def test_quantizing_again_is_refused(sources):

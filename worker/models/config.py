@@ -129,16 +129,24 @@ def read_config(folder: str) -> dict[str, Any]:
     return raw
 
 
+_SETTINGS_BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
 def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Add the settings of hf_quant_config.json, which older exports of modelopt have beside config.json."""
-    path = Path(folder, "hf_quant_config.json")
-    if raw.get("quantization_config") or not path.is_file():
+    """Add the settings of a file beside config.json, where older exports of modelopt, GPTQ and AWQ have them."""
+    if raw.get("quantization_config") or raw.get("compression_config"):
         return raw
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        return {**raw, "quantization_config": {"quant_method": "modelopt", **settings["quantization"]}}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"cannot read {path}: {error}; download it again") from error
+    for name, method in _SETTINGS_BESIDE.items():
+        path = Path(folder, name)
+        if not path.is_file():
+            continue
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = settings["quantization"] if method == "modelopt" else settings
+            return {**raw, "quantization_config": {"quant_method": method, **settings}}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"cannot read {path}: {error}; download it again") from error
+    return raw
 
 
 def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> list[CacheSpec | None]:

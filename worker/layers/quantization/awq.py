@@ -25,39 +25,53 @@ from quire.worker.layers.quantization.stored import (
     unsupported,
 )
 
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 .. 7 in a word; nibble j is output (0, 2, 4, 6, 1, 3, 5, 7)[j]
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 .. 7 in a word; nibble j is output (0, 2, 4, 6, 1, 3, 5, 7)[j]
+_NAMES = "qweight", "scales", "qzeros"
 _WORD = Axis(ROWS, 8)
 
 
 class Awq(Scheme):
-    """qweight `[in, out / 8]`, qzeros `[in / group, out / 8]`, scales `[in / group, out]`."""
+    """qweight `[in, out / 8]`, scales `[in / group, out]`, qzeros `[in / group, out / 8]`, by these or other `names`.
 
-    def __init__(self, group: int | None, zeros: bool):
-        self.group, self.zeros = group, zeros
+    `in_order`: words hold outputs from the low bits on; `signed`: in two's complement.
+    """
+
+    def __init__(
+        self,
+        group: int | None,
+        zeros: bool,
+        *,
+        names: tuple[str, str, str] = _NAMES,
+        in_order: bool = False,
+        signed: bool = False,
+    ):
+        self.group, self.zeros, self.names, self.signed = group, zeros, names, signed
+        self.places = list(range(8)) if in_order else _PLACES
 
     def tensors(self, piece: Piece) -> dict[str, Stored]:
         groups = 1 if self.group is None else Axis(COLUMNS, self.group)
+        values, scales, zeros = self.names
         stored = {
-            "values": Stored("qweight", (Axis(COLUMNS), _WORD), torch.int32),
-            "scales": Stored("scales", (groups, Axis(ROWS)), torch.float32),
+            "values": Stored(values, (Axis(COLUMNS), _WORD), torch.int32),
+            "scales": Stored(scales, (groups, Axis(ROWS)), torch.float32),
         }
         if self.zeros:
-            stored["zeros"] = Stored("qzeros", (groups, _WORD), torch.int32)
+            stored["zeros"] = Stored(zeros, (groups, _WORD), torch.int32)
         return stored
 
     def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
         scales = tensors["scales"].T.contiguous()
-        zeros = _signed(piece, tensors["zeros"]).float() if self.zeros else None
-        return grouped(piece, _signed(piece, tensors["values"]), scales, zeros, 4, self.group)
+        zeros = self._unpacked(piece, tensors["zeros"]).float() if self.zeros else None
+        return grouped(piece, self._unpacked(piece, tensors["values"]), scales, zeros, 4, self.group)
+
+    def _unpacked(self, piece: Piece, words: torch.Tensor) -> torch.Tensor:
+        """int8 `[rows, entries]` of words `[entries, rows / 8]`; of unsigned ones, less 8."""
+        codes = nibbles(words.contiguous().view(torch.uint8)).view(len(words), -1, 8)[:, :, self.places].flatten(1)
+        codes = codes ^ 8 if self.signed else codes
+        return (_WORD.trim(piece, codes, 1).to(torch.int8) - 8).T.contiguous()
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
         return groups_bytes(piece, 4, self.group, 1 + self.zeros)
-
-
-def _signed(piece: Piece, words: torch.Tensor) -> torch.Tensor:
-    """int8 `[rows, entries]` of words `[entries, rows / 8]`, less 8."""
-    codes = nibbles(words.contiguous().view(torch.uint8)).view(len(words), -1, 8)[:, :, _PLACES].flatten(1)
-    return (_WORD.trim(piece, codes, 1).to(torch.int8) - 8).T.contiguous()
 
 
 class AwqFormat(CheckpointFormat):

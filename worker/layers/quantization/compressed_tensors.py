@@ -38,6 +38,7 @@ _FORMATS = (
     "naive-quantized",
     "mxfp4-pack-quantized",
     "nvfp4-pack-quantized",
+    "mxfp8-quantized",
 )
 
 
@@ -162,6 +163,8 @@ def _scheme(weights: dict[str, Any] | None, form: str) -> Scheme | None:
         strategy = "tensor" if group is None else "channel" if group == -1 else "group"
     if form == "mxfp4-pack-quantized":
         return Mxfp4()
+    if form == "mxfp8-quantized":
+        return Fp8(1, 32, exponents=True)
     if form == "nvfp4-pack-quantized":
         return Nvfp4("weight_packed", "weight_scale", "weight_global_scale", divide=True)
     if kind == "float":

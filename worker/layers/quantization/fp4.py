@@ -23,9 +23,12 @@ class Mxfp4(Scheme):
 
     GROUP = 32
 
+    def __init__(self, codes: str = "weight_packed"):
+        self.codes = codes
+
     def tensors(self, piece: Piece) -> dict[str, Stored]:
         return {
-            "codes": Stored("weight_packed", (Axis(ROWS), Axis(COLUMNS, 32, 16)), torch.uint8),
+            "codes": Stored(self.codes, (Axis(ROWS), Axis(COLUMNS, 32, 16)), torch.uint8),
             "exponents": Stored("weight_scale", (Axis(ROWS), Axis(COLUMNS, 32)), torch.uint8, ("U8", "F8_E8M0")),
         }
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from quire.worker.layers.quantization.int_groups import Groups
+from quire.worker.layers.quantization.packing import e8m0
 from quire.worker.layers.quantization.stored import (
     COLUMNS,
     ROWS,
@@ -28,25 +29,31 @@ from quire.worker.layers.quantization.stored import (
     unsupported,
 )
 
-_SCALE_TYPES = ("F32", "BF16", "F16")
+_SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
+_EXPONENTS = ("U8", "F8_E8M0")
 
 
 class Fp8(Scheme):
-    """e4m3 values and scales of `[rows, columns]` blocks, whose sizes are None where one scale serves all."""
+    """e4m3 values and scales of `[rows, columns]` blocks, whose sizes are None where one scale serves all.
 
-    def __init__(self, rows: int | None, columns: int | None, scale: str = "weight_scale"):
-        self.rows, self.columns, self.scale = rows, columns, scale
+    `exponents`: scales are powers of two, stored as bytes (MXFP8).
+    """
+
+    def __init__(self, rows: int | None, columns: int | None, scale: str = "weight_scale", *, exponents: bool = False):
+        self.rows, self.columns, self.scale, self.exponents = rows, columns, scale, exponents
 
     def tensors(self, piece: Piece) -> dict[str, Stored]:
         rows = 1 if self.rows is None else Axis(ROWS, self.rows)
         columns = 1 if self.columns is None else Axis(COLUMNS, self.columns)
+        dtype, types = (torch.uint8, _EXPONENTS) if self.exponents else (torch.float32, _SCALE_TYPES)
         return {
             "weight": Stored("weight", (Axis(ROWS), Axis(COLUMNS)), torch.float8_e4m3fn),
-            "scale": Stored(self.scale, (rows, columns), torch.float32, _SCALE_TYPES),
+            "scale": Stored(self.scale, (rows, columns), dtype, types),
         }
 
     def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
         scale, weight = tensors["scale"], tensors["weight"]
+        scale = e8m0(scale) if self.exponents else scale
         if self.rows and self.rows > 1:
             axis = Axis(ROWS, self.rows)
             scale = axis.trim(piece, scale.repeat_interleave(self.rows, 0), 0)
@@ -56,7 +63,6 @@ class Fp8(Scheme):
         if self.columns:  # not finite, which kernels for groups do not expect
             scale = Axis(COLUMNS, self.columns).trim(piece, scale.repeat_interleave(self.columns, 1), 1)
         return weight.float() * scale
-
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
         if itemsize > 2:  # dequantized
@@ -84,6 +90,8 @@ class Fp8Format(CheckpointFormat):
             self.weights = Fp8(*block, "weight_scale_inv")
         else:
             unsupported("weight_block_size", block, "[rows, columns]")
+        if (experts := config.get("expert_dtype", "fp8")) != "fp8":
+            unsupported("expert_dtype", experts, "fp8")
         if (kind := config.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
             unsupported("fmt", kind, "e4m3")
 

@@ -20,6 +20,7 @@ from quire.worker.layers.quantization.stored import (
     Piece,
     Scheme,
     Stored,
+    unsupported,
 )
 
 
@@ -49,6 +50,8 @@ class GgufFormat(CheckpointFormat):
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()
+        if "types" not in config:
+            unsupported("quant_method", "gguf", "the .gguf file itself as MODEL")
         self.types = config["types"]
 
     def scheme(self, name: str) -> Scheme | None:

@@ -35,7 +35,8 @@ _OVERRIDES = {"bits", "group_size", "desc_act", "sym"}
 
 
 class Gptq(Scheme):
-    """qweight `[in * bits / 32, out]`, qzeros `[groups, out * bits / 32]`, scales `[groups, out]`, g_idx `[in]`."""
+    """qweight `[in * bits / 32, out]`, qzeros `[groups, out * bits / 32]`, scales `[groups, out]`; with act-order g_idx
+    `[in]`."""
 
     def __init__(self, bits: int, group: int | None, desc_act: bool, zero_step: int):
         self.bits, self.group, self.desc_act, self.zero_step = bits, group, desc_act, zero_step
@@ -43,12 +44,12 @@ class Gptq(Scheme):
     def tensors(self, piece: Piece) -> dict[str, Stored]:
         # with act-order, columns of any group may be in a slice of the columns
         groups = 1 if self.group is None else Axis(COLUMNS, self.group, whole=self.desc_act)
-        return {
+        stored = {
             "values": Stored("qweight", (Axis(COLUMNS, 32, self.bits), Axis(ROWS)), torch.int32),
             "zeros": Stored("qzeros", (groups, Axis(ROWS, 32, self.bits)), torch.int32),
             "scales": Stored("scales", (groups, Axis(ROWS)), torch.float32),
-            "group_of": Stored("g_idx", (Axis(COLUMNS),), torch.int64),
         }
+        return stored | ({"group_of": Stored("g_idx", (Axis(COLUMNS),), torch.int64)} if self.desc_act else {})
 
     def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
         words, zeros = tensors["values"].T, tensors["zeros"]
@@ -59,8 +60,7 @@ class Gptq(Scheme):
         zeros = (zeros.int() + self.zero_step) & ((1 << self.bits) - 1) if self.zero_step else zeros.int()
         zeros = Axis(ROWS, 32, self.bits).trim(piece, zeros, 1).T - (1 << (self.bits - 1))
         scales, stored_bits = tensors["scales"].T.contiguous(), 4 if self.bits <= 4 else 8
-        order = tensors["group_of"] if self.desc_act else None
-        return grouped(piece, values, scales, zeros.float(), stored_bits, self.group, order)
+        return grouped(piece, values, scales, zeros.float(), stored_bits, self.group, tensors.get("group_of"))
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
         return groups_bytes(piece, 4 if self.bits <= 4 else 8, self.group, 2)
@@ -93,7 +93,7 @@ class GptqFormat(CheckpointFormat):
             unsupported("bits", bits, "2 to 8")
         return Gptq(bits, None if group == -1 else group, bool(settings.get("desc_act")), self.zero_step)
 
-    def scheme(self, name: str) -> Scheme | None:
+    def scheme(self, name: str) -> Gptq | None:
         for pattern in self.dynamic:
             if re.match(pattern.removeprefix("+:").removeprefix("-:"), name):
                 return None if pattern.startswith("-:") else self.overrides.get(pattern, self.weights)
@@ -103,5 +103,9 @@ class GptqFormat(CheckpointFormat):
         return None if any(named_by(name, skip) for skip in self.skipped) else self.weights
 
     def ignores(self, name: str, read: Callable[[], torch.Tensor]) -> bool:
-        # written for layers without biases too, and then zero
-        return name.endswith(".bias") and self.scheme(name.removesuffix(".bias")) is not None and not read().any()
+        prefix, _, suffix = name.rpartition(".")
+        scheme = self.scheme(prefix) if suffix in ("bias", "g_idx") else None
+        if scheme is None:
+            return False
+        # biases are written for layers without them too, and then zero; without act-order g_idx says nothing new
+        return not read().any() if suffix == "bias" else not scheme.desc_act

@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def declared(raw: dict[str, Any]) -> Declared | None:
     config = config.get("quantization") or config  # modelopt
     if scheme := config.get("kv_cache_scheme"):
         return Declared(_kind_of(scheme), f"kv_cache_scheme {json.dumps(scheme)}")
+    if names := (config.get("export") or {}).get("kv_cache_group"):  # Quark
+        return Declared(_quark_kind(config, names), f"export.kv_cache_group {json.dumps(names)}")
     algorithm = config.get("kv_cache_quant_algo")
     if not algorithm or str(algorithm).lower() in ("none", "auto"):
         return None
@@ -58,6 +61,22 @@ def _kind_of(scheme: Any) -> str | None:
     if not isinstance(scheme, dict) or scheme.get("num_bits") != 8 or not scheme.get("symmetric", True):
         return None
     return {"float": "fp8", "int": "int8"}.get(scheme.get("type", "int"))
+
+
+def _quark_kind(config: dict[str, Any], names: list[str]) -> str | None:
+    """The type of the outputs of the layers that `names` lists, by their patterns in `layer_quant_config`."""
+    layers = config.get("layer_quant_config") or {}
+    outputs = [
+        values.get("output_tensors") or {}
+        for pattern, values in layers.items()
+        if any(fnmatchcase(pattern, name) for name in names)
+    ]
+    kinds = {
+        (output.get("dtype"), output.get("qscheme"))
+        for part in outputs
+        for output in (part if isinstance(part, list) else [part])
+    }
+    return {("fp8_e4m3", "per_tensor"): "fp8"}.get(kinds.pop()) if len(kinds) == 1 else None
 
 
 def read_scales(folder: str) -> Scales | None:

@@ -1,4 +1,5 @@
-"""Checkpoints of NVIDIA's modelopt: `quant_algo` FP8 (per tensor), FP8_PB_WO (blocks of 128 x 128) and NVFP4.
+"""Checkpoints of NVIDIA's modelopt: `quant_algo` FP8 (per tensor, or per output), FP8_PB_WO (blocks of
+128 x 128), MXFP8 and NVFP4.
 
 The settings are in config.json or, in older exports, in hf_quant_config.json.
 """
@@ -19,6 +20,7 @@ _SCHEMES: dict[str, Scheme] = {
     "FP8": Fp8(None, None),
     "FP8_PER_CHANNEL_PER_TOKEN": Fp8(1, None),
     "FP8_PB_WO": Fp8(128, 128),
+    "MXFP8": Fp8(1, 32, exponents=True),
     "NVFP4": Nvfp4("weight", "weight_scale", "weight_scale_2", divide=False),
 }
 
