@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from quire.cli.main import Parser
@@ -21,6 +23,9 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"quire quantize: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"quire quantize: interrupted, nothing is left in {args.out}", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -76,9 +81,28 @@ def _quantize(args) -> None:
     check_model_folder(folder)
     run = importlib.import_module("quire.worker.quantize.run")  # loads torch
     settings = run.Settings(args.format, method, args.group_size, not args.no_act_order)
-    out.mkdir(parents=True, exist_ok=True)
-    report = run.quantize_checkpoint(folder, out, settings, _texts(args, folder) if args.calibration else None)
+    texts = _texts(args, folder) if args.calibration else None
+    try:
+        with _emptied_on_failure(out):
+            report = run.quantize_checkpoint(folder, out, settings, texts)
+    except OSError as error:
+        raise ValueError(f"cannot write {out}: {error.strerror or error}") from error
     _print(report, out)
+
+
+@contextmanager
+def _emptied_on_failure(out: Path) -> Iterator[None]:
+    """Makes the folder `out`; if the block fails or is interrupted, all is as before."""
+    made = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in out.iterdir():
+            path.unlink()
+        if made:
+            out.rmdir()
+        raise
 
 
 def _new_folder(name: str) -> Path:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quire.cli.main import main
@@ -212,3 +213,27 @@ def test_command(tmp_path, capsys):
     ):
         assert main(["quantize", *arguments]) == 1
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "quire quantize: interrupted, nothing is left in "),
+        (OSError(28, "No space left on device"), 1, "error: cannot write "),
+        (SafetensorError("I/O error: No space left on device"), 1, "model-00001.safetensors.part: I/O error: No space"),
+    ],
+)
+@pytest.mark.parametrize("existed", [False, True])
+def test_failures_leave_nothing(tmp_path, capsys, monkeypatch, error, status, words, existed):
+    source, out = build_checkpoint("qwen3", tmp_path / "source", **SIZES), tmp_path / "out"
+    if existed:
+        out.mkdir()
+
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"the beginning")
+        raise error
+
+    monkeypatch.setattr("quire.worker.quantize.writer.save_file", fail)
+    assert main(["quantize", source, str(out), "--format", "int8"]) == status
+    assert words in capsys.readouterr().err
+    assert out.exists() == existed and not (existed and list(out.iterdir()))

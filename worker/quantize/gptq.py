@@ -48,19 +48,22 @@ def gptq(weight: torch.Tensor, hessian: torch.Tensor, form: Format, act_order: b
     scales = form.scales(weight[:, order.argsort()], importance)
     again = not act_order and form.group is not None
     block = size * max(1, _BLOCK // size) if again else _BLOCK  # so that no group is in two blocks
-    values = torch.empty_like(weight)
+    values, scales = torch.empty_like(weight.T), scales.T.contiguous()
     for start in range(0, weight.shape[1], block):
         end = min(start + block, weight.shape[1])
-        errors = torch.empty(len(weight), end - start)
+        columns = weight[:, start:end].T.contiguous()  # one after another in memory
+        errors = torch.empty_like(columns)
         for i in range(start, end):
+            column, rest = columns[i - start], columns[i - start + 1 :]
             if again and i % size == 0:
-                scales[:, groups[i]] = form.scales(weight[:, i : i + size], importance[i : i + size])[:, 0]
-            scale = scales[:, groups[i]].float()
-            values[:, i] = form.round(weight[:, i], scale)
-            errors[:, i - start] = (weight[:, i] - values[:, i] * scale) / inverse[i, i]
-            weight[:, i:end] -= errors[:, i - start, None] * inverse[i, i:end]
-        weight[:, end:] -= errors @ inverse[start:end, end:]
-    return form.stored(values[:, order.argsort()], scales)
+                group = columns[i - start : i - start + size].T.contiguous()
+                scales[groups[i]] = form.scales(group, importance[i : i + size])[:, 0]
+            scale = scales[groups[i]].float()
+            values[i] = form.round(column, scale)
+            torch.div(column - values[i] * scale, inverse[i, i], out=errors[i - start])
+            rest.addr_(inverse[i, i + 1 : end], errors[i - start], alpha=-1)
+        weight[:, end:].addmm_(errors.T, inverse[start:end, end:], alpha=-1)
+    return form.stored(values.T[:, order.argsort()].contiguous(), scales.T.contiguous())
 
 
 def _inverse(hessian: torch.Tensor) -> torch.Tensor:

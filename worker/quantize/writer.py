@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 SHARD_BYTES = 2 << 30
@@ -48,6 +49,10 @@ class ShardWriter:
         return self.folder / f"model-{i + 1:05}.safetensors.part"
 
     def _write(self) -> None:
-        save_file(self._pending, self._path(len(self._shards)), {"format": "pt"})
+        path = self._path(len(self._shards))
+        try:
+            save_file(self._pending, path, {"format": "pt"})
+        except SafetensorError as error:  # no space, or no permission
+            raise ValueError(f"cannot write {path}: {error}") from error
         self._shards.append(list(self._pending))
         self._pending, self._size = {}, 0
