@@ -63,6 +63,15 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Whether the file begins as GGUF files do, whatever its name (Ollama's have none)."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
 def read_gguf(path: str | Path) -> GgufFile:
     """Read the header of `path` and, if it is a shard (`-00001-of-00003.gguf`), of all others.
 
@@ -74,6 +83,8 @@ def read_gguf(path: str | Path) -> GgufFile:
         return _read(path)
     count = int(match[2])
     names = [_SHARD.sub(f"-{i:05}-of-{count:05}.gguf", path.name) for i in range(1, count + 1)]
+    if missing := [name for name in names if not path.with_name(name).is_file()]:
+        raise ValueError(f"{path} is one of {count} shards; missing in its folder: {', '.join(missing)}")
     shards = [_read(path.with_name(name)) for name in names]
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     return GgufFile(shards[0].path, shards[0].metadata, tensors)
@@ -81,6 +92,8 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 def _read(path: Path) -> GgufFile:
     try:
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty: download it again")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Header(path, data).read()
     except OSError as error:
@@ -110,6 +123,8 @@ class _Header:
     def read(self) -> GgufFile:
         metadata, infos = self.entries()
         alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise struct.error("an alignment that is none")
         begin = -(-self.at // alignment) * alignment
         return GgufFile(self.path, metadata, {name: self._placed(name, begin, *info) for name, *info in infos})
 
@@ -168,7 +183,7 @@ class _Header:
         if kind not in TYPES:
             raise ValueError(
                 f"{self.path}: {name} has the type {_OTHER_TYPES.get(kind, kind)}, which is not supported; supported: "
-                f"{', '.join(sorted(BLOCKS))}"
+                f"{', '.join(sorted(BLOCKS))}. Give the model in another quantization, e.g. Q4_K_M"
             )
         type_name, values, size = TYPES[kind]
         count = 1

@@ -10,6 +10,13 @@ from quire.configs.gguf import GgufFile
 from quire.configs.gguf_architectures import ARCHITECTURES, GgufArchitecture, Metadata
 from quire.configs.gguf_names import LONG_FACTORS, ROPE_FACTORS, halves_of_experts, tensor_name
 
+# by general.type or general.architecture: what else GGUF files hold
+_OTHER_CONTENTS = {
+    "adapter": "a LoRA adapter",
+    "mmproj": "an encoder of images (mmproj)",
+    "clip": "an encoder of images (mmproj)",
+    "imatrix": "an importance matrix",
+}
 Factors = Mapping[str, list[float]]  # the values of the tensors ROPE_FACTORS and LONG_FACTORS that the file has
 
 
@@ -20,6 +27,8 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
         ValueError: the architecture or a setting is not supported, or a key is missing.
     """
     kind = file.metadata.get("general.architecture")
+    if other := _OTHER_CONTENTS.get(file.metadata.get("general.type")) or _OTHER_CONTENTS.get(kind):
+        raise ValueError(f"{file.path} is {other}, not a language model: give the model's own GGUF file")
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"{file.path}: the architecture {kind!r} of GGUF files is not supported; supported: "

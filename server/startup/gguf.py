@@ -31,6 +31,13 @@ def hub_patterns(model: str) -> tuple[str, list[str]] | None:
     return None
 
 
+def chosen_files(names: list[str], model: str) -> list[str]:
+    """The one of a repository's GGUF files that `model` names with all its shards, the first one first."""
+    first = chosen_file(names, model)
+    shards = re.compile(re.sub(r"-00001-of-(\d{5})\\\.gguf$", r"-\\d{5}-of-\1\\.gguf", re.escape(first)))
+    return [first, *(name for name in sorted(names) if name != first and shards.fullmatch(name))]
+
+
 def first_file(folder: str, model: str) -> str:
     """The downloaded file of `model`, or its first shard. Raises ValueError if there is none, or more than one."""
     names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*.gguf"))]
@@ -42,6 +49,9 @@ def chosen_file(names: list[str], model: str) -> str:
     or more than one.
     """
     if match := _FILE.fullmatch(model):
+        if match["path"] not in names:
+            have = ", ".join(names) or "no GGUF files"
+            raise ValueError(f"model: {match['repo']} has no file {match['path']}; there are {have}")
         return match["path"]
     name = _QUANTIZATION.fullmatch(model)["name"].lower()
     shards = re.compile(r"-0000[2-9]-of-|-000[1-9]\d-of-")
@@ -49,7 +59,8 @@ def chosen_file(names: list[str], model: str) -> str:
     exact = [path for path in found if re.search(rf"(^|[-._/]){re.escape(name)}(\.gguf|-00001|/)", path.lower())]
     if len(exact or found) != 1:
         files = ", ".join(path.rpartition("/")[2] for path in found) or "none"
-        raise ValueError(f"model: {model} must name one GGUF file of its repository; it names {files}")
+        have = "" if found else f"; there are {', '.join(names) or 'no GGUF files'}"
+        raise ValueError(f"model: {model} must name one GGUF file of its repository; it names {files}{have}")
     return (exact or found)[0]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -80,12 +79,11 @@ def gguf_with_header(model: str, revision: str | None, target: Path) -> str:
 
     repository, _ = gguf.hub_patterns(model)
     names = HfApi().list_repo_files(repository, revision=revision)
-    first = gguf.chosen_file([name for name in names if name.lower().endswith(".gguf")], model)
-    shards = re.compile(re.sub(r"-00001-of-(\d{5})\\\.gguf$", r"-\\d{5}-of-\1\\.gguf", re.escape(first)))
-    files = {name: HubFile(repository, name, revision) for name in names if shards.fullmatch(name)}
+    names = gguf.chosen_files([name for name in names if name.lower().endswith(".gguf")], model)
+    files = {name: HubFile(repository, name, revision) for name in names}
     for name, file in files.items():
         file.copy_header(target / "files" / name, header_length)
-    parsed = read_gguf(target / "files" / first)
+    parsed = read_gguf(target / "files" / names[0])
     for name in IGNORED:  # small tensors whose values config.json depends on
         if tensor := parsed.tensors.get(name):
             file = files[tensor.path.relative_to(target / "files").as_posix()]

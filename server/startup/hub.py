@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.configs.files import denied
+from quire.configs.gguf import is_gguf
 from quire.server.startup import gguf
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,12 @@ def local_folder(model: str) -> str | None:
     if os.path.isdir(path):
         return os.path.abspath(path)
     if os.path.isfile(path):
-        if path.lower().endswith(".gguf"):
+        if path.lower().endswith(".gguf") or is_gguf(path):
             return gguf.gguf_folder(path)
         raise ValueError(f"model: {model} is a file; give the folder that has the model's config.json and safetensors")
     _require_reachable(path)
     if gguf.hub_patterns(model) is None and (model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)):
-        raise ValueError(f"model: there is no folder {model}")
+        raise ValueError(f"model: there is no {'file' if path.lower().endswith('.gguf') else 'folder'} {model}")
     return None
 
 
@@ -73,7 +74,7 @@ def resolve(
 
     named = gguf.hub_patterns(model)
     if named:
-        repository, patterns = named[0], {"allow_patterns": named[1]}
+        repository, patterns = named[0], {"allow_patterns": _gguf_files(named[0], model, revision) or named[1]}
     else:
         files = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
         repository, patterns = model, {"allow_patterns": files, "ignore_patterns": UNUSED_FILES}
@@ -120,6 +121,20 @@ def resolve_headers(model: str, *, revision: str | None, download_dir: str | Non
         raise
     except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
         raise ValueError(_explain(error, named[0] if named else model, revision)) from error
+
+
+def _gguf_files(repository: str, model: str, revision: str | None) -> list[str] | None:
+    """The files that `model` names, None if the Hub does not list them. Raises ValueError if there is no such model."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        names = HfApi().list_repo_files(repository, revision=revision)
+    except Exception as error:  # snapshot_download then finds the files in the cache, or fails likewise
+        logger.debug("cannot list the files of %s: %s", repository, error)
+        return None
+    return gguf.chosen_files([name for name in names if name.lower().endswith(".gguf")], model)
 
 
 def _bytes_to_download(model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]) -> int:

@@ -20,7 +20,8 @@ from tokenizers import pre_tokenizers
 
 from quire.configs.gguf import BLOCKS, read_gguf
 from quire.configs.gguf_model import model_config
-from quire.server.startup.gguf import first_file, gguf_folder, hub_patterns
+from quire.server.startup.gguf import chosen_files, first_file, gguf_folder, hub_patterns
+from quire.server.startup.hub import local_folder
 from quire.server.text.gguf_tokenizer import _ALIASES, _SPLITS, gguf_tokenizer
 from quire.server.text.tokenizer import Tokenizer
 from quire.worker.cpu.blocks import packed_blocks
@@ -137,7 +138,7 @@ def test_shards_are_read_together(tmp_path):
         shutil.copy(tmp_path / "model.gguf", tmp_path / f"part-0000{i}-of-00002.gguf")
     assert read_gguf(tmp_path / "part-00002-of-00002.gguf").tensors.keys() == file.tensors.keys()
     (tmp_path / "part-00001-of-00002.gguf").unlink()
-    with pytest.raises(ValueError, match=r"part-00001-of-00002\.gguf: No such file"):
+    with pytest.raises(ValueError, match=r"is one of 2 shards; missing in its folder: part-00001-of-00002\.gguf"):
         read_gguf(tmp_path / "part-00002-of-00002.gguf")
 
 
@@ -155,9 +156,48 @@ def test_what_cannot_be_served_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="architecture 'mamba' of GGUF files is not supported; supported: arcee, "):
         model_config(read_gguf(path), None)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"model\.gguf is empty"):
+        read_gguf(path)
+    at = whole.index(b"blk.0.ffn_down.weight") + len(b"blk.0.ffn_down.weight") + 4 + 2 * 8
+    path.write_bytes(whole[:at] + bytes([16]) + whole[at + 1 :])
+    with pytest.raises(ValueError, match=r"blk\.0\.ffn_down\.weight has the type IQ2_XXS, .*another quantization"):
+        read_gguf(path)
     path.write_bytes(whole.replace(b"qwen2", b"weird"))
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre 'weird' is not supported; supported: llama-bpe"):
         gguf_folder(str(path))
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "words"),
+    [
+        ("qwen3", "adapter", "a LoRA adapter"),
+        ("clip", "mmproj", r"an encoder of images \(mmproj\)"),
+        ("clip", None, r"an encoder of images \(mmproj\)"),
+        ("imatrix", "imatrix", "an importance matrix"),
+    ],
+)
+def test_files_of_something_else_are_refused(tmp_path, arch, kind, words):
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(path, arch)
+    if kind:
+        writer.add_type(kind)
+    writer.add_tensor("a", np.zeros((8, 32), np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    with pytest.raises(ValueError, match=rf"other\.gguf is {words}, not a language model"):
+        gguf_folder(str(path))
+
+
+def test_a_file_may_have_any_name(tmp_path):
+    """Those of Ollama are called by their hash."""
+    folder, _ = pair("qwen3", tmp_path, {"default": "Q8_0"}, "qwen3")
+    (tmp_path / "model.gguf").rename(tmp_path / "sha256-0a1b")
+    other = local_folder(str(tmp_path / "sha256-0a1b"))
+    assert Path(other, "config.json").is_file() and other != folder
+    with pytest.raises(ValueError, match=r"there is no file .*model\.gguf"):
+        local_folder(str(tmp_path / "model.gguf"))
 
 
 def test_names_on_the_hub(tmp_path):
@@ -168,6 +208,14 @@ def test_names_on_the_hub(tmp_path):
     for name in ("m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf", "m-Q4_K_S.gguf", "mmproj-Q8_0.gguf"):
         (tmp_path / name).touch()
     assert first_file(str(tmp_path), "org/name:q4_k_m").endswith("m-Q4_K_M-00001-of-00002.gguf")
+    names = [path.name for path in tmp_path.iterdir()]
+    both = [f"m-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2)]
+    assert chosen_files(names, "org/name:Q4_K_M") == chosen_files(names, f"org/name/{both[0]}") == both
+    assert chosen_files(names, "org/name:q4_k_s") == ["m-Q4_K_S.gguf"]
+    with pytest.raises(ValueError, match=re.escape("it names none; there are m-Q4_K_M-00001-of-00002.gguf, m-Q4_K_M-")):
+        first_file(str(tmp_path), "org/name:Q9")
+    with pytest.raises(ValueError, match=re.escape("org/name has no file a.gguf; there are m-Q4_K_M-00001")):
+        first_file(str(tmp_path), "org/name/a.gguf")
     with pytest.raises(
         ValueError, match=re.escape("org/name:Q4 must name one GGUF file of its repository; it names m-")
     ):
