@@ -56,12 +56,14 @@ def blocks_of(weight: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:
     return blocks.reshape(*weight.shape[:-1], -1)
 
 
-def write_gguf(source: str, path: Path, kinds: dict[str, str], arch: str, tokenizer: str = "gpt2") -> dict[str, Any]:
+def write_gguf(
+    source: str, path: Path, kinds: dict[str, str], arch: str, tokenizer: str = "gpt2", *, tensors_per_shard: int = 0
+) -> dict[str, Any]:
     """Write checkpoint `source` to `path`. `kinds` has the type of each weight by the last part of its GGUF name
     ("attn_q"), and a "default". Returns the weights that the file stands for, by their names in `source`.
     """
     config = json.loads(Path(source, "config.json").read_text())
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_shard)
     _write_settings(writer, config)
     _write_tokenizer(writer, source, tokenizer)
     plain = {}

@@ -19,6 +19,7 @@ from quire.configs.gguf_names import IGNORED
 
 _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _VERSION = 2  # of the folder's contents
 
 
@@ -32,10 +33,17 @@ def hub_patterns(model: str) -> tuple[str, list[str]] | None:
 
 
 def chosen_files(names: list[str], model: str) -> list[str]:
-    """The one of a repository's GGUF files that `model` names with all its shards, the first one first."""
-    first = chosen_file(names, model)
-    shards = re.compile(re.sub(r"-00001-of-(\d{5})\\\.gguf$", r"-\\d{5}-of-\1\\.gguf", re.escape(first)))
-    return [first, *(name for name in sorted(names) if name != first and shards.fullmatch(name))]
+    """The one of a repository's GGUF files that `model` names; of a sharded one all shards, in their order.
+
+    Raises ValueError if there is none, or more than one, or a shard is missing.
+    """
+    chosen = chosen_file(names, model)
+    if not (match := _SHARD.fullmatch(chosen)):
+        return [chosen]
+    shards = [f"{match['stem']}-{i:05}-of-{match['count']}.gguf" for i in range(1, int(match["count"]) + 1)]
+    if missing := [name for name in shards if name not in names]:
+        raise ValueError(f"model: {model} is incomplete: the repository lacks {', '.join(missing)}")
+    return shards
 
 
 def first_file(folder: str, model: str) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,11 @@ def repositories(tmp_path_factory):
     (folder / "files").mkdir()
     write_gguf(source, folder / "files" / "model-Q8_0.gguf", {"default": "Q8_0"}, "qwen3")
     write_gguf(source, folder / "files" / "model-Q4_K_M.gguf", {"default": "Q4_K"}, "qwen3")
+    (folder / "shards" / "Q5_0").mkdir(parents=True)
+    write_gguf(source, folder / "shards" / "Q5_0" / "m-Q5_0.gguf", {"default": "Q5_0"}, "qwen3", tensors_per_shard=20)
+    write_gguf(source, folder / "shards" / "m-F16.gguf", {"default": "F16"}, "qwen3")
     return {
+        "org/shards-GGUF": str(folder / "shards"),
         "org/plain": str(folder / "plain"),
         "org/w4a16": str(folder / "made" / "quantized"),
         "org/model-GGUF": str(folder / "files"),
@@ -57,6 +62,7 @@ def check(hub: FakeHub, cache: Path, *models: str) -> tuple[list[str], str]:
 LINES = {
     "org/plain": r"checkpoint: bfloat16, [\d.]+ MiB in \d+ files, 16\.00 bits per weight",
     "org/w4a16": r"checkpoint: compressed-tensors pack-quantized \(4-bit int, groups of 128\), [\d.]+ MiB in 1 file",
+    "org/shards-GGUF:q5_0": r"checkpoint: GGUF, [\d.]+ MiB in 2 files, 5\.5\d bits per weight .*Q5_0 9\d\.\d %",
     "org/model-GGUF:Q4_K_M": r"checkpoint: GGUF, [\d.]+ MiB in 1 file, 4\.5\d bits per weight .*Q4_K 9\d\.\d %",
     "org/model-GGUF/model-Q8_0.gguf": r"checkpoint: GGUF, [\d.]+ MiB in 1 file, 8\.5\d bits per weight",
 }
@@ -70,11 +76,45 @@ def test_headers_suffice(repositories, tmp_path):
         for output, line in zip(outputs, LINES.values(), strict=True):
             assert re.match(line, output), output
             assert "memory of cpu" in output and "chat template: yes" in output
-        files = [path for folder in repositories.values() for path in Path(folder).iterdir()]
+        assert not [name for name in hub.sent if "F16" in name]
+        files = [path for folder in repositories.values() for path in Path(folder).rglob("*") if "F16" not in path.name]
+        hub.sent = Counter({Path(name).name: count for name, count in hub.sent.items()})
         sizes = {path.name: path.stat().st_size for path in files if path.suffix in (".safetensors", ".gguf")}
         assert sum(hub.sent[name] for name in sizes) < sum(sizes.values()) / 3
         assert all(0 < hub.sent[name] <= 1 << 18 for name in sizes)
     assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("*.gguf"))
+
+
+def resolved(hub: FakeHub, cache: Path, *models: str, **variables: str) -> list[str]:
+    """The folder of each model as `quire serve` finds it, or why there is none."""
+    program = """
+import sys
+from quire.server.startup.hub import resolve
+for model in sys.argv[1:]:
+    try:
+        print(resolve(model))
+    except ValueError as error:
+        print(error)
+"""
+    found = {**os.environ, **hub.environment(cache), "QUIRE_CACHE": str(cache / "quire"), **variables}
+    command = [sys.executable, "-c", program, *models]
+    return subprocess.run(command, capture_output=True, text=True, env=found, check=True).stdout.splitlines()
+
+
+def test_files_are_downloaded_by_name(repositories, tmp_path):
+    """Whatever the case of the name; only the files of the one model; and found in the cache without a Hub."""
+    named = ["org/shards-GGUF:q5_0", "org/shards-GGUF/Q5_0/m-Q5_0-00001-of-00002.gguf"]
+    with FakeHub(repositories).running() as hub:
+        first, second, none, nowhere = resolved(hub, tmp_path, *named, "org/shards-GGUF:Q3", "org/none:Q4_0")
+        assert first == second and Path(first, "config.json").is_file()
+        assert {Path(name).name for name in hub.sent} == {f"m-Q5_0-0000{i}-of-00002.gguf" for i in (1, 2)}
+        assert none.startswith("model: org/shards-GGUF:Q3 must name one GGUF file of its repository; it names none;")
+        assert none.endswith("there are Q5_0/m-Q5_0-00001-of-00002.gguf, Q5_0/m-Q5_0-00002-of-00002.gguf, m-F16.gguf")
+        assert "no such model on the Hugging Face Hub (a private one needs HF_TOKEN)" in nowhere
+    offline, missing = resolved(hub, tmp_path, "org/shards-GGUF:Q5_0", "org/other:Q5_0", HF_HUB_OFFLINE="1")
+    assert offline == first and "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set" in missing
+    gone, missing = resolved(hub, tmp_path, "org/shards-GGUF:Q5_0", "org/other:Q5_0")
+    assert gone == first and "it is not in the Hugging Face cache, and the Hub cannot be reached" in missing
 
 
 @pytest.mark.slow
