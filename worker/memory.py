@@ -199,7 +199,7 @@ def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
 def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
     """Bytes of one KV block on the pipeline stage that needs the most."""
     plan, num_stages = cache_plan(config, spec, limits), config.parallel.pipeline_parallel_size
-    stages = (stage_layers(spec.num_hidden_layers, rank, num_stages) for rank in range(num_stages))
+    stages = (stage_layers(spec.layers, rank, num_stages) for rank in range(num_stages))
     return max(plan.page_bytes(limits.attention.block_size, layers) for layers in stages)
 
 
@@ -355,10 +355,7 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: boo
             split_size("intermediate_size of the shared expert", layer.moe.shared_size, group)
     if stages > 1 and spec.is_encoder:
         raise ValueError(f"--pipeline-parallel-size must be 1 for {spec.architecture}, an encoder")
-    if stages > spec.num_hidden_layers:
-        raise ValueError(
-            f"pipeline_parallel_size {stages} is more than the model's num_hidden_layers {spec.num_hidden_layers}"
-        )
+    stage_layers(spec.layers, 0, stages)
 
 
 def _quantized_dtype(config: Config) -> tuple[torch.dtype, str]:

@@ -3,6 +3,8 @@
 Hidden states travel from stage to stage. The last stage samples and sends the token ids to the first stage, the only
 one that embeds them; no other stage needs token ids. Waiting is minimal: a stage starts the next step while its
 messages are still in transit.
+
+W is the width of what travels between two stages: the hidden size, and more in some families.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ class SingleStage:
         """
 
     def receive_hidden(self, num_tokens: int) -> torch.Tensor | None:
-        """Return the previous stage's result `[T, H]`, or None on the first stage."""
+        """Return the previous stage's result `[T, W]`, or None on the first stage."""
         return None
 
     def send_hidden(self, batch: InputBatch, hidden: torch.Tensor) -> None:
-        """Send this stage's result `[T, H]` to the next stage; the tensor must not change afterwards. Not on the last
+        """Send this stage's result `[T, W]` to the next stage; the tensor must not change afterwards. Not on the last
         stage.
         """
         raise AssertionError("a single stage has no next stage")
@@ -57,11 +59,11 @@ class PipelineStage(SingleStage):
     `depth` is the maximum number of steps in flight: messages sent that many steps ago have arrived.
     """
 
-    def __init__(self, stages: Group, depth: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, stages: Group, depth: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         # token ids must not queue behind hidden states, which their receiver reads only after it has the ids
         self.stages, self.tokens = stages, stages.twin()
         self.first, self.last = stages.rank == 0, stages.rank == stages.size - 1
-        self.depth, self.hidden_size, self.dtype, self.device = depth, hidden_size, dtype, device
+        self.depth, self.width, self.dtype, self.device = depth, width, dtype, device
         # (send handle, tensor that must stay alive until the send completes)
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._told: deque[tuple[Any, torch.Tensor]] = deque()  # the same for flags
@@ -79,7 +81,7 @@ class PipelineStage(SingleStage):
         if self.first:
             return None
         return self.stages.receive(
-            torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device), self.stages.rank - 1
+            torch.empty(num_tokens, self.width, dtype=self.dtype, device=self.device), self.stages.rank - 1
         )
 
     def send_hidden(self, batch: InputBatch, hidden: torch.Tensor) -> None:
@@ -112,8 +114,6 @@ class PipelineStage(SingleStage):
         table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, token_ids, batch.max_seq_len)
 
 
-def pipeline_stage(
-    stages: Group, depth: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-) -> SingleStage:
-    """Return this rank's stage. All ranks of `stages` must call it together."""
-    return SingleStage() if stages.size == 1 else PipelineStage(stages, depth, hidden_size, dtype, device)
+def pipeline_stage(stages: Group, depth: int, width: int, dtype: torch.dtype, device: torch.device) -> SingleStage:
+    """Return this rank's stage, which receives `width` entries per token. All ranks of `stages` call it together."""
+    return SingleStage() if stages.size == 1 else PipelineStage(stages, depth, width, dtype, device)

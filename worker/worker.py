@@ -104,7 +104,7 @@ class Worker:
 
         progress("profiling memory", 0.0)
         depth = config.scheduler.steps_in_flight or pp().size + 1
-        stage = pipeline_stage(pp(), depth, spec.hidden_size, limits.dtype, platform.device)
+        stage = pipeline_stage(pp(), depth, model.received_width, limits.dtype, platform.device)
         cache = memory.cache_plan(config, spec, limits)
         activations = (
             _measure_activations(model, spec, platform, limits, cache, stage)

@@ -10,6 +10,7 @@ import torch
 from quire.worker.cpu import build, native
 from quire.worker.loader import load_weights
 from quire.worker.models import build_model, num_parameters, read_model_spec
+from quire.worker.models.config import LayerSpec
 from quire.worker.models.decoder import stage_layers
 from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms.cpu import CpuPlatform
@@ -180,6 +181,17 @@ def test_pipeline_stages_pass_on_hidden_states(checkpoint, name):
 
 
 def test_stage_layers():
-    assert [list(stage_layers(7, rank, 3)) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size 3.*num_hidden_layers 2"):
-        stage_layers(2, 0, 3)
+    def stages(num_stages: int, kv_from: list[int | None]) -> list[list[int]]:
+        layers = [LayerSpec(1, 1, 8, 8, 8, kv_from=source) for source in kv_from]
+        return [list(stage_layers(layers, rank, num_stages)) for rank in range(num_stages)]
+
+    assert stages(3, [None] * 7) == [[0, 1, 2], [3, 4], [5, 6]]
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size 3.*num_hidden_layers 2$"):
+        stages(3, [None] * 2)
+    sharing = [None] * 4 + [2, 3, 2, 3]  # layers 4 to 7 read the caches of 2 and 3
+    assert stages(1, sharing) == [list(range(8))]
+    assert stages(2, sharing) == [[0, 1], [2, 3, 4, 5, 6, 7]]
+    assert stages(3, sharing) == [[0], [1], [2, 3, 4, 5, 6, 7]]
+    assert stages(2, [None] * 6 + [4, 5]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="num_hidden_layers 8, of which the last 6 share caches"):
+        stages(4, sharing)

@@ -7,7 +7,7 @@ Llama's checkpoints, so a parameter's path is its tensor's name, but for a famil
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
 from quire.worker.layers.norm import NORMS
 from quire.worker.layers.rotary import RotaryEmbedding, Rotation, still_query_scale
 from quire.worker.models.blocks import BLOCKS, DecoderLayer
-from quire.worker.models.config import ModelSpec
+from quire.worker.models.config import LayerSpec, ModelSpec
 from quire.worker.models.moe import MoE
 from quire.worker.models.names import TensorNames, below
 from quire.worker.models.reader import ConfigReader
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 class Decoder(nn.Module):
     """The layers of this pipeline stage. The first stage also has the embedding, the last stage the final norm."""
 
+    # modules outside the layers that only the first or only the last stage has
+    of_first_stage: ClassVar[tuple[str, ...]] = ("model.embed_tokens", "model.embed_positions")
+    of_last_stage: ClassVar[tuple[str, ...]] = ("model.norm",)
+
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
         stage = pp()
@@ -49,7 +53,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {
                 str(i): self.layer_cls(spec)(spec, i, f"model.layers.{i}", weights)
-                for i in stage_layers(spec.num_hidden_layers, stage.rank, stage.size)
+                for i in stage_layers(spec.layers, stage.rank, stage.size)
             }
         )
         if self.last and self.layer_cls(spec).needs_norm:
@@ -64,6 +68,11 @@ class Decoder(nn.Module):
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
         """The class of all layers."""
         return BLOCKS[spec.form]
+
+    @property
+    def received_width(self) -> int:
+        """Number of entries per token that this stage receives from the one before it."""
+        return self.spec.hidden_size
 
     def use(self, ops: Ops) -> None:
         """Switch to a platform's operations."""
@@ -180,6 +189,11 @@ class CausalLM(ConfigReader, nn.Module):
             tied_to = self.model.embed_tokens if spec.tie_word_embeddings and self.model.first else None
             self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to, weights.head(name))
 
+    @property
+    def received_width(self) -> int:
+        """See `Decoder.received_width`."""
+        return self.model.received_width
+
     def make_decoder(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat) -> Decoder:
         """Build the layers."""
         return Decoder(spec, max_model_len, weights)
@@ -265,20 +279,31 @@ class CausalLM(ConfigReader, nn.Module):
                 return True
             mixtures = (part for part in self.model.layers[str(layer)].children() if isinstance(part, MoE))
             return any(moe.has_elsewhere(name, names) for moe in mixtures)
-        first = ("model.embed_tokens.weight", "model.embed_positions.weight")
-        last = ("model.norm.weight", "model.norm.bias", "lm_head.weight", "score.weight")
-        return (not self.model.first and name in map(names.in_file, first)) or (
-            not self.model.last and name in map(names.in_file, last)
-        )
+        first = () if self.model.first else self.model.of_first_stage
+        last = () if self.model.last else (*self.model.of_last_stage, "lm_head", "score")
+        return name.startswith(tuple(f"{names.in_file(module)}." for module in (*first, *last)))
 
 
-def stage_layers(num_layers: int, rank: int, num_stages: int) -> range:
-    """Return the layers of pipeline stage `rank`: 7 layers over 3 stages are 3, 2, 2.
+def stage_layers(layers: Sequence[LayerSpec], rank: int, num_stages: int) -> range:
+    """Return the layers of pipeline stage `rank`: 7 layers over 3 stages are 3, 2, 2. Layers whose cache others read
+    are all on the last stage, as are these.
 
-    Raises ValueError if there are more stages than layers.
+    Raises ValueError if there are more stages than layers that can be divided.
     """
-    if num_stages > num_layers:
-        raise ValueError(f"pipeline_parallel_size {num_stages} is more than the model's num_hidden_layers {num_layers}")
+    num_layers = len(layers)
+    divisible = min((layer.kv_from for layer in layers if layer.kv_from is not None), default=num_layers - 1) + 1
+    if num_stages > divisible:
+        last = "" if divisible == num_layers else f", of which the last {num_layers - divisible + 1} share caches"
+        raise ValueError(
+            f"pipeline_parallel_size {num_stages} is more than the model's num_hidden_layers {num_layers}{last}"
+        )
+    first = divisible - 1  # the last stage begins here at the latest
+    if num_stages == 1 or _even(num_layers, num_stages - 1, num_stages).start <= first:
+        return _even(num_layers, rank, num_stages)
+    return range(first, num_layers) if rank == num_stages - 1 else _even(first, rank, num_stages - 1)
+
+
+def _even(num_layers: int, rank: int, num_stages: int) -> range:
     each, more = divmod(num_layers, num_stages)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))

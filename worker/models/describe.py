@@ -36,10 +36,8 @@ def cache_kinds(spec: ModelSpec) -> str:
 
 
 def has_stages(spec: ModelSpec) -> bool:
-    """Whether the layers can be divided into pipeline stages (`per_layer.refuse_stages`)."""
-    if spec.is_encoder:
-        return False
-    return not spec.hidden_size_per_layer_input and all(layer.kv_from is None for layer in spec.layers)
+    """Whether the layers can be divided into pipeline stages."""
+    return not spec.is_encoder
 
 
 def choice(spec: ModelSpec) -> tuple[str, str, str]:

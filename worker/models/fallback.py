@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -32,6 +32,8 @@ class TransformersLM(nn.Module):
     Raises:
         ValueError: there are several ranks.
     """
+
+    received_width: ClassVar = 0  # there is one pipeline stage
 
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()

@@ -23,11 +23,11 @@ from quire.worker.models.config import LayerSpec, ModelSpec
 from quire.worker.models.decoder import CausalLM, Decoder
 from quire.worker.models.gemma import Gemma
 from quire.worker.models.mlp import MLP
-from quire.worker.models.per_layer import PerLayerGate, PerLayerInputs, refuse_stages, replicated
+from quire.worker.models.per_layer import PerLayerDecoder, PerLayerGate, replicated
 from quire.worker.models.reader import pattern, shared_layer
 from quire.worker.models.rope import RopeSpec, read_ropes_by_kind
 from quire.worker.models.vision.embeds import ImageEmbeds
-from quire.worker.parallel import tp
+from quire.worker.parallel import Exchange, tp
 
 _HALF = 2.0**-0.5
 
@@ -36,9 +36,8 @@ class SparseMLP(MLP):
     """Keeps only the gates above the quantile `sparsity` of a normal distribution with their mean and deviation."""
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat, sparsity: float):
-        if tp().size > 1:
-            raise ValueError("tensor_parallel_size must be 1: sparse activations need the gates of all ranks")
         super().__init__(spec, layer, prefix, weights)
+        self.group, self.num_gates = tp(), spec.layers[layer].intermediate_size
         # not a gated layer: the gates are needed before the activation
         self.gate_up_proj = MergedColumnParallelLinear(
             spec.hidden_size,
@@ -53,8 +52,22 @@ class SparseMLP(MLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, unbiased=False) * self.deviations
-        return self.down_proj(self.activation(F.relu(gate - cutoff)) * up)
+        if self.group.size == 1:
+            mean, deviation = gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, unbiased=False)
+        else:
+            mean, deviation = self._of_all_ranks(gate)
+        return self.down_proj(self.activation(F.relu(gate - (mean + deviation * self.deviations))) * up)
+
+    def _of_all_ranks(self, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of the gates, of which each rank has a part."""
+        exact = gate.float()
+        mean = self.group.all_reduce(exact.sum(-1, keepdim=True)) / self.num_gates
+        variance = self.group.all_reduce((exact - mean).square().sum(-1, keepdim=True)) / self.num_gates
+        return mean.to(gate.dtype), variance.sqrt().to(gate.dtype)
+
+    def exchanges(self, num_tokens: int) -> list[Exchange]:
+        gates = [] if self.group.size == 1 else [((num_tokens, 1), torch.float32)] * 2
+        return [*gates, *super().exchanges(num_tokens)]
 
 
 class Laurel(nn.Module):
@@ -132,15 +145,20 @@ class Gemma3nLayer(SandwichLayer):
         return corrected
 
 
-class Gemma3nDecoder(Decoder):
+class Gemma3nDecoder(PerLayerDecoder):
+    of_first_stage = (*PerLayerDecoder.of_first_stage, "model.altup_projections")
+    of_last_stage = (*PerLayerDecoder.of_last_stage, "model.altup_unembed_projections")
+
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
-        refuse_stages(spec)
         super().__init__(spec, max_model_len, weights)
-        self.inputs = PerLayerInputs(spec, weights)
-        for name in ("altup_projections", "altup_unembed_projections"):
-            hidden, others = spec.hidden_size, range(num_streams(spec) - 1)
+        for name, here in (("altup_projections", self.first), ("altup_unembed_projections", self.last)):
+            hidden, others = spec.hidden_size, range(num_streams(spec) - 1) if here else ()
             linears = [replicated(hidden, hidden, f"model.{name}.{i}", weights) for i in others]
             self.add_module(name, nn.ModuleList(linears))
+
+    @property
+    def stream_width(self) -> int:
+        return num_streams(self.spec) * self.spec.hidden_size
 
     @staticmethod
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
@@ -155,12 +173,19 @@ class Gemma3nDecoder(Decoder):
         needed_rows: torch.Tensor | None = None,
         images: ImageEmbeds | None = None,
     ) -> torch.Tensor:
-        x = self.embed(input_ids, positions, images)
-        inputs, rotations, last = self.inputs(input_ids, x), self.rotary_emb(positions), list(self.layers)[-1]
-        streams = torch.stack([x, *(like(project(x), x) for project in self.altup_projections)])
-        for name, layer in self.layers.items():
-            needed = needed_rows if name == last else None
-            streams = layer(streams, rotations[layer.rope], attn, inputs[:, int(name)], needed)
+        if self.first:
+            x = self.embed(input_ids, positions, images)
+            inputs = self.inputs(input_ids, x)
+            streams = torch.stack([x, *(like(project(x), x) for project in self.altup_projections)])
+        else:
+            x, inputs = self.unpack(hidden)
+            streams = x.unflatten(1, (-1, self.spec.hidden_size)).transpose(0, 1).contiguous()
+        rotations, last = self.rotary_emb(positions), len(self.layers) - 1
+        for i, layer in enumerate(self.layers.values()):
+            needed = needed_rows if i == last else None
+            streams = layer(streams, rotations[layer.rope], attn, inputs[:, i], needed)
+        if not self.last:
+            return self.pack(streams.transpose(0, 1).flatten(1), inputs)
         first, *others = streams
         projected = [like(project(x), first) for project, x in zip(self.altup_unembed_projections, others)]
         return self.norm(torch.stack([first, *projected]).mean(0))

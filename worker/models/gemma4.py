@@ -21,7 +21,7 @@ from quire.worker.models.gemma import Gemma
 from quire.worker.models.moe import MoE, Router
 from quire.worker.models.moe_reader import MoEFamily, routing
 from quire.worker.models.moe_spec import MoESpec, RoutingSpec
-from quire.worker.models.per_layer import PerLayerGate, PerLayerInputs, refuse_stages
+from quire.worker.models.per_layer import PerLayerDecoder, PerLayerGate
 from quire.worker.models.reader import ALIASES, FULL, SLIDING, pattern, shared_layer
 from quire.worker.models.rope import RopeSpec, read_rope
 from quire.worker.models.vision.embeds import ImageEmbeds
@@ -106,12 +106,7 @@ class Gemma4ExpertsLayer(Gemma4Layer):
         return [*super().exchanges(num_tokens, num_needed), *self.moe.exchanges(num_needed)]
 
 
-class Gemma4Decoder(Decoder):
-    def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
-        refuse_stages(spec)
-        super().__init__(spec, max_model_len, weights)
-        self.inputs = PerLayerInputs(spec, weights) if spec.hidden_size_per_layer_input else None
-
+class Gemma4Decoder(PerLayerDecoder):
     @staticmethod
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
         return Gemma4ExpertsLayer if spec.layers[0].moe else Gemma4Layer
@@ -125,15 +120,18 @@ class Gemma4Decoder(Decoder):
         needed_rows: torch.Tensor | None = None,
         images: ImageEmbeds | None = None,
     ) -> torch.Tensor:
-        x = self.embed(input_ids, positions, images) if self.first else hidden
-        if images is not None:
-            input_ids = input_ids.index_fill(0, images.rows, self.spec.raw.get("pad_token_id") or 0)
-        inputs = self.inputs(input_ids, x) if self.inputs is not None else None
-        rotations, last = self.rotary_emb(positions), list(self.layers)[-1]
-        for name, layer in self.layers.items():
-            needed, mine = needed_rows if name == last else None, None if inputs is None else inputs[:, int(name)]
+        if self.first:
+            x = self.embed(input_ids, positions, images)
+            if images is not None:
+                input_ids = input_ids.index_fill(0, images.rows, self.spec.raw.get("pad_token_id") or 0)
+            inputs = self.inputs(input_ids, x) if self.inputs is not None else None
+        else:
+            x, inputs = self.unpack(hidden)
+        rotations, last = self.rotary_emb(positions), len(self.layers) - 1
+        for i, layer in enumerate(self.layers.values()):
+            needed, mine = needed_rows if i == last else None, None if inputs is None else inputs[:, i]
             x, _ = layer(x, None, rotations[layer.rope], attn, needed, mine)
-        return self.norm(x) if self.last else x
+        return self.norm(x) if self.last else self.pack(x, inputs)
 
 
 class Gemma4(CausalLM):

@@ -4,6 +4,8 @@ gates an addition to the residual stream at the end of the layer.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -12,16 +14,7 @@ from quire.worker.layers.embedding import WholeEmbedding
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard, WeightFormat
 from quire.worker.layers.norm import NORMS
 from quire.worker.models.config import ModelSpec
-from quire.worker.parallel import pp
-
-
-def refuse_stages(spec: ModelSpec) -> None:
-    """Raise ValueError if there are several pipeline stages but the layers need what only the first one has."""
-    if pp().size > 1 and (spec.hidden_size_per_layer_input or any(layer.kv_from is not None for layer in spec.layers)):
-        raise ValueError(
-            f"pipeline_parallel_size must be 1 for {spec.architecture}: layers need the token ids and the caches of "
-            "earlier layers"
-        )
+from quire.worker.models.decoder import Decoder
 
 
 def replicated(in_features: int, out_features: int, prefix: str, weights: WeightFormat) -> ColumnParallelLinear:
@@ -58,6 +51,45 @@ class PerLayerInputs(nn.ModuleDict):
         own = table(torch.where(input_ids < table.num_rows, input_ids, 0)) * self.scale
         normed = self["per_layer_projection_norm"](projected.flatten(0, 1)).view_as(projected)
         return (normed + own.unflatten(-1, shape)) * 2.0**-0.5
+
+
+class PerLayerDecoder(Decoder):
+    """A decoder whose first stage computes the per-layer inputs, because the others have no token ids. Each stage sends
+    the inputs of the layers behind it along with its hidden states.
+    """
+
+    of_first_stage: ClassVar = (
+        *Decoder.of_first_stage,
+        "model.embed_tokens_per_layer",
+        "model.per_layer_model_projection",
+        "model.per_layer_projection_norm",
+    )
+
+    def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, max_model_len, weights)
+        self.inputs = PerLayerInputs(spec, weights) if self.first and spec.hidden_size_per_layer_input else None
+
+    @property
+    def stream_width(self) -> int:
+        """Number of entries per token in the residual stream."""
+        return self.spec.hidden_size
+
+    @property
+    def received_width(self) -> int:
+        behind = self.spec.num_hidden_layers - int(next(iter(self.layers)))
+        return self.stream_width + behind * self.spec.hidden_size_per_layer_input
+
+    def unpack(self, received: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Split what the previous stage sent into the residual stream and the inputs of the layers from here on `[T, L,
+        size]`, None in a model without.
+        """
+        size = self.spec.hidden_size_per_layer_input
+        stream, inputs = received[:, : self.stream_width], received[:, self.stream_width :]
+        return stream, inputs.unflatten(1, (-1, size)) if size else None
+
+    def pack(self, stream: torch.Tensor, inputs: torch.Tensor | None) -> torch.Tensor:
+        """The opposite, for the next stage."""
+        return stream if inputs is None else torch.cat([stream, inputs[:, len(self.layers) :].flatten(1)], 1)
 
 
 class PerLayerGate(nn.ModuleDict):
