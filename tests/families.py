@@ -100,6 +100,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"embedding_multiplier": 2.0, "logits_scaling": 0.5, "residual_multiplier": 0.7}
         | {"attention_multiplier": 0.4, "attention_bias": True},
     ),
+    "granite4": (
+        "granitemoehybrid",
+        _B
+        | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4, "mamba_n_heads": 8}
+        | {"num_local_experts": 0, "shared_intermediate_size": 48, "layer_types": ["attention"] * 4}
+        | {"position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
+    "granite4-experts": (
+        "granitemoehybrid",
+        _B
+        | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4, "mamba_n_heads": 8}
+        | {"num_local_experts": 4, "shared_intermediate_size": 40, "layer_types": ["attention"] * 4},
+    ),
+    "granite_moe_shared": (
+        "granitemoeshared",
+        _B | {"attention_multiplier": 0.4, "num_local_experts": 4, "shared_intermediate_size": 40},
+    ),
     "granite_swa": (
         "granite_swa",
         _B
@@ -113,6 +130,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _H | {"rope_parameters": {"rope_type": "dynamic", "alpha": 10.0, "factor": 1.0, "rope_theta": 1e4}},
     ),
     "internlm3": ("internlm3", _H | {"qkv_bias": True, "bias": True}),
+    "kimi_k2": ("deepseek_v3", _B | _EXPERTS | _LATENT | {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}),
     "llama4": (
         "llama4_text",
         _H

@@ -73,7 +73,10 @@ def compare(spec, config) -> None:
             rope, theirs = spec.ropes[layer.rope], ropes(config)[kind]
             assert rope.theta == theirs["rope_theta"]
             assert (rope.scaling or {"rope_type": "default"})["rope_type"] == theirs["rope_type"]
-            assert rope.rotary_dim == head_dim * (1.0 if rope.scaling else theirs.get("partial_rotary_factor", 1.0))
+            whole = (
+                theirs["rope_type"] == "proportional" or spec.model_type == "mistral4"
+            )  # the factor is not of this head
+            assert rope.rotary_dim == head_dim * (1.0 if whole else theirs.get("partial_rotary_factor") or 1.0)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -89,9 +92,9 @@ def default_config(architecture: str, **settings):
     return CONFIG_MAPPING[model_class(architecture).config_defaults["model_type"]](**settings)
 
 
-# The default sizes of GLM-4.5 do not divide; transformers does not have DeepSeek with plain attention, whose published
-# code tests/test_deepseek_ocr.py reads.
-WITH_DEFAULTS = sorted(DECODERS.keys() - {"Glm4MoeForCausalLM", "DeepseekForCausalLM"})
+# The default sizes of GLM-4.5 do not divide. Layers of Granite 4 are recurrent by default. transformers does not have
+# DeepSeek with plain attention, whose published code tests/test_deepseek_ocr.py reads.
+WITH_DEFAULTS = sorted(DECODERS.keys() - {"Glm4MoeForCausalLM", "GraniteMoeHybridForCausalLM", "DeepseekForCausalLM"})
 
 
 @pytest.mark.parametrize("architecture", [*WITH_DEFAULTS, *WRAPPED])

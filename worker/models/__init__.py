@@ -73,6 +73,8 @@ DECODERS = {
     "OlmoeForCausalLM": "olmoe:Olmoe",
     "GptOssForCausalLM": "gpt_oss:GptOss",
     "GraniteMoeForCausalLM": "granite_moe:GraniteMoe",
+    "GraniteMoeHybridForCausalLM": "granite_moe:GraniteMoeHybrid",
+    "GraniteMoeSharedForCausalLM": "granite_moe:GraniteMoeShared",
     "Glm4MoeForCausalLM": "glm4_moe:Glm4Moe",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe:Ernie45Moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_moe:HunyuanMoe",

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from quire.worker.models.vision.embeds import ImageEmbeds
 
 
+# keys of config.json whose values are numbers of layers that draft tokens
+_DRAFTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+
+
 class Decoder(nn.Module):
     """The layers of this pipeline stage. The first stage also has the embedding, the last stage the final norm."""
 
@@ -274,7 +278,7 @@ class CausalLM(ConfigReader, nn.Module):
         """Return whether another rank holds the checkpoint tensor `name`, or none because the layer drafts tokens."""
         if (layer := names.layer(name)) is not None:
             if layer >= self.spec.num_hidden_layers:
-                return bool(self.spec.raw.get("num_nextn_predict_layers"))
+                return any(self.spec.raw.get(key) for key in _DRAFTING) or names.drafts(layer)
             if str(layer) not in self.model.layers:
                 return True
             mixtures = (part for part in self.model.layers[str(layer)].children() if isinstance(part, MoE))

@@ -42,8 +42,6 @@ class Ernie45Moe(MoEFamily, CausalLM):
         "mlp.shared_expert": "mlp.shared_experts",
         "mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias",
     }
-    # experts of the vision part and drafting layers
-    ignored = (r"^model\.mtp_",)
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:

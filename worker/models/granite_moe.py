@@ -1,13 +1,17 @@
-"""Granite 3 with experts: multipliers of embedding, residual, attention and logits."""
+"""Granite 3 and 4 with experts: multipliers of embedding, residual, attention and logits. In some a shared MLP stands
+beside the experts. Granite 4 also has models without experts, and models with Mamba layers, which are refused.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from quire.worker.models.config import LayerSpec
 from quire.worker.models.decoder import CausalLM
 from quire.worker.models.moe_reader import MOE_DEFAULTS, MoEFamily, routing
 from quire.worker.models.moe_spec import MoESpec
-from quire.worker.models.reader import COMMON_DEFAULTS
+from quire.worker.models.reader import COMMON_DEFAULTS, FULL
 
 
 class GraniteMoe(MoEFamily, CausalLM):
@@ -46,3 +50,51 @@ class GraniteMoe(MoEFamily, CausalLM):
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:
         return MoESpec(routing(values, scores="logits", weights="softmax"), values["intermediate_size"])
+
+
+class GraniteMoeShared(GraniteMoe):
+    config_defaults = GraniteMoe.config_defaults | {"model_type": "granitemoeshared", "shared_intermediate_size": 0}
+    facts = GraniteMoe.facts | {"fused": ("gate_up_proj",)}
+    renames = GraniteMoe.renames | {
+        "mlp.shared_expert.gate_up_proj": "shared_mlp.input_linear",
+        "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
+        "mlp.gate_up_proj": "shared_mlp.input_linear",
+        "mlp.down_proj": "shared_mlp.output_linear",
+    }
+
+    @classmethod
+    def moe(cls, values: dict[str, Any]) -> MoESpec:
+        return replace(super().moe(values), shared_size=values["shared_intermediate_size"])
+
+
+class GraniteMoeHybrid(GraniteMoeShared):
+    """Granite 4: with `num_local_experts` 0 the shared MLP is the only one."""
+
+    config_defaults = GraniteMoeShared.config_defaults | {
+        "model_type": "granitemoehybrid",
+        "shared_intermediate_size": 1024,
+        "position_embedding_type": None,
+        "layers_block_type": None,
+    }
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        super().complete(values, raw)
+        kinds = values["layer_types"] or values["layers_block_type"] or ["mamba"] * values["num_hidden_layers"]
+        if others := sorted(set(kinds) - {"attention", FULL}):
+            raise ValueError(
+                f"layers of the types {', '.join(others)} are not implemented: they keep a recurrent state; supported: "
+                "attention"
+            )
+        values["layer_types"] = [FULL] * len(kinds)
+
+    @classmethod
+    def is_sparse(cls, values: dict[str, Any], index: int) -> bool:
+        return values["num_experts"] != 0
+
+    @classmethod
+    def layer(cls, values: dict[str, Any], index: int, kind: str, layer: LayerSpec) -> LayerSpec:
+        layer = super().layer(values, index, kind, layer)
+        if layer.moe is None:
+            layer = replace(layer, intermediate_size=values["shared_intermediate_size"])
+        return layer if values["position_embedding_type"] == "rope" else replace(layer, rope=None)

@@ -79,10 +79,11 @@ class Router(nn.Module):
 class SharedExpert(nn.Module):
     """An MLP; this rank's part of its sum over the ranks."""
 
-    def __init__(self, hidden_size: int, moe: MoESpec, bias: bool, prefix: str, weights: WeightFormat):
+    def __init__(self, spec: ModelSpec, moe: MoESpec, prefix: str, weights: WeightFormat):
         super().__init__()
+        hidden_size, bias, fused = spec.hidden_size, spec.mlp_bias, "gate_up_proj" in spec.fused
         size, method = moe.shared_size, weights.linear(f"{prefix}.gate_up_proj")
-        self.gate_up_proj = GateUpParallelLinear(hidden_size, size, bias, prefix, method, moe.activation)
+        self.gate_up_proj = GateUpParallelLinear(hidden_size, size, bias, prefix, method, moe.activation, fused)
         self.down_proj = RowParallelLinear(
             size, hidden_size, bias, f"{prefix}.down_proj", "shared_size", weights.linear(f"{prefix}.down_proj")
         )
@@ -104,7 +105,7 @@ class MoE(nn.Module):
         self.experts = make_experts(hidden, moe, f"{prefix}.experts", weights)
         self.shared_expert = self.shared_expert_gate = None
         if moe.shared_size:
-            self.shared_expert = SharedExpert(hidden, moe, spec.mlp_bias, f"{prefix}.shared_expert", weights)
+            self.shared_expert = SharedExpert(spec, moe, f"{prefix}.shared_expert", weights)
         if moe.shared_gate:
             self.shared_expert_gate = nn.Module()
             self.shared_expert_gate.weight = empty_parameter(

@@ -22,8 +22,10 @@ _PLACES = (
 )
 _IGNORED = (
     r"rotary_emb\.inv_freq$",  # old checkpoints contain these tables
-    r"^mtp\.",  # layers that draft tokens
-    r"^(model\.)?(vision_\w+|visual|audio_\w+|multi_modal_projector|mm_\w+|embed_vision|embed_audio)\.",  # encoders
+    r"^(model\.)?mtp(_\w+)?\.",  # layers that draft tokens
+    # encoders
+    r"^(model\.)?(vision_\w+|visual|audio_\w+|multi_modal_projector|mm_\w+|embed_vision|embed_audio)\.",
+    r"^(model\.)?image_newline$",
 )
 
 
@@ -94,3 +96,7 @@ class TensorNames:
         """The index of the layer to which a tensor of the files belongs."""
         match = self._layer.match(name)
         return int(match[1]) if match else None
+
+    def drafts(self, layer: int) -> bool:
+        """Whether layer `layer` of the files drafts tokens: it reads a hidden state and an embedding."""
+        return self.in_file(f"model.layers.{layer}.eh_proj.weight") in self.files

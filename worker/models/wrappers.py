@@ -27,16 +27,22 @@ class Wrapper:
 
 
 WRAPPERS: dict[str, Wrapper] = {
+    "AyaVisionForConditionalGeneration": Wrapper(),
+    "Cohere2VisionForConditionalGeneration": Wrapper(),
     "DeepseekOCR2ForCausalLM": Wrapper("deepseek_ocr:DeepseekOCR2Tower", "DeepseekForCausalLM"),
     "DeepseekOCRForCausalLM": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekForCausalLM"),
     "DeepseekOcr2ForConditionalGeneration": Wrapper("deepseek_ocr:DeepseekOCR2Tower", "DeepseekForCausalLM"),
+    "Exaone4_5_ForConditionalGeneration": Wrapper(),
     "Gemma3ForConditionalGeneration": Wrapper("gemma3:Gemma3Tower"),
     "Gemma3nForConditionalGeneration": Wrapper(),
     "Gemma4ForConditionalGeneration": Wrapper("gemma4:Gemma4Tower"),
     "Idefics3ForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
     "InternVLForConditionalGeneration": Wrapper("intern_vit:InternVLTower"),
+    "KimiK25ForConditionalGeneration": Wrapper(),
+    "Kimi_K25ForConditionalGeneration": Wrapper(),
     "Llama4ForConditionalGeneration": Wrapper(),
     "LlavaForConditionalGeneration": Wrapper("llava:LlavaTower"),
+    "LlavaNextForConditionalGeneration": Wrapper(),
     "LlavaOnevisionForConditionalGeneration": Wrapper("llava_onevision:LlavaOnevisionTower"),
     "Mistral3ForConditionalGeneration": Wrapper("pixtral:Mistral3Tower"),
     "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl:Qwen2VLTower", "Qwen2VLForCausalLM"),
@@ -49,16 +55,32 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 # `model_type` of the text part -> its architecture
 _TEXT = {
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 
 

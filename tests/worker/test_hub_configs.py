@@ -1,0 +1,72 @@
+"""config.json as published with models of every family, in the spelling of their generation, against transformers' own
+reading. `hub_configs.json` has them, with fewer layers where they list something for each.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from quire.worker.models import DECODERS, model_class, parse_model_spec
+from quire.worker.models.moe_spec import RoutingSpec
+from tests.worker.test_model_config import compare, kinds, ropes
+
+CONFIGS = json.loads(Path(__file__).with_name("hub_configs.json").read_text(encoding="utf-8"))
+NOT_NUMBERS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+
+
+def theirs(raw: dict):
+    """transformers' configuration."""
+    kind = model_class(raw["architectures"][0]).config_defaults["model_type"]  # Kimi K2's is not transformers' own
+    return CONFIG_MAPPING[kind].from_dict({key: value for key, value in raw.items() if key != "quantization_config"})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_transformers_reading(name):
+    spec, config = parse_model_spec(CONFIGS[name]), theirs(CONFIGS[name])
+    compare(spec, config)
+    for layer, kind in zip(spec.layers, kinds(config)):
+        if layer.rope is None:
+            continue
+        mine, numbers = spec.ropes[layer.rope].scaling or {}, ropes(config)[kind]
+        for key in numbers.keys() - NOT_NUMBERS:
+            assert mine.get(key) == numbers[key], key
+    for index, layer in enumerate(spec.layers):
+        if layer.moe:
+            compare_routing(layer.moe.routing, config, index)
+
+
+def compare_routing(routing: RoutingSpec, config, index: int) -> None:
+    def first(keys: tuple[str, ...]):
+        value = next(value for key in keys if (value := getattr(config, key, None)) is not None)
+        return value[index] if isinstance(value, list) else value
+
+    assert (routing.num_experts, routing.top_k) == (first(EXPERTS), first(CHOSEN))
+    assert routing.scale == (getattr(config, "routed_scaling_factor", None) or 1.0)
+
+
+def test_every_family_is_among_them():
+    """But those whose files have transformers' own spelling."""
+    read = {raw["architectures"][0] for raw in CONFIGS.values()}
+    assert DECODERS.keys() - read <= {
+        "ArceeForCausalLM",
+        "AXK1ForCausalLM",
+        "DeepseekForCausalLM",
+        "GemmaForCausalLM",
+        "GlmForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "GraniteSWAForCausalLM",
+        "HYV3ForCausalLM",
+        "LlamaForCausalLM",
+        "MinistralForCausalLM",
+        "Ministral3ForCausalLM",
+        "Mistral4ForCausalLM",
+        "Qwen2ForCausalLM",
+        "SolarOpenForCausalLM",
+    }
