@@ -132,6 +132,11 @@ def _check(config: Any, text: Any) -> None:
             raise ValueError(reason)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError("it has an encoder")
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"transformers has no causal language model of the model type {config.model_type!r}; models with an "
+            "encoder of images are served if docs/models.md lists them"
+        )
     ropes = getattr(text, "rope_parameters", None) or {}
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         if rope.get("rope_type") in _GROWING_ROPES:
@@ -157,10 +162,15 @@ def _layers(config: Any, text: Any) -> tuple[LayerSpec, ...]:
             ids = torch.zeros(1, 3, dtype=torch.long)
             with attending(lambda *call: _record(found, text, *call)):
                 base_of(model)(input_ids=ids, position_ids=ids, use_cache=False)
-    except KeyError as error:
-        if error.args != (NAME,):
-            raise
-        raise ValueError("its attention does not go through transformers' attention interface") from error
+    except ValueError:
+        raise
+    except Exception as error:
+        if error.args == (NAME,):
+            raise ValueError("its attention does not go through transformers' attention interface") from error
+        raise ValueError(
+            "it needs more than tokens, positions and the attention interface: a pass without transformers' own cache "
+            f"and without memory ends with {type(error).__name__}: {error}"
+        ) from error
     finally:
         torch.set_default_dtype(default)
         torch.distributions.Distribution.set_default_validate_args(checks)
