@@ -35,7 +35,7 @@ measure http "$largest" 70
 for model in $models; do [ "$model" = "$largest" ] || measure steps "$model" 40; done
 measure offline "$largest" 60
 for model in $models; do [ "$model" = "$largest" ] || { measure offline "$model" 30; measure http "$model" 40; }; done
-part products 30 "$python" benchmarks/gpu.py --device "$device" --results "$results" products
+part products 70 "$python" benchmarks/gpu.py --device "$device" --results "$results" products
 measure files "$largest" 75
 
 printf '\n'; "$python" benchmarks/gpu.py --results "$results" table

@@ -25,6 +25,7 @@ from quire.worker.models.decoder import stage_layers
 from quire.worker.models.moe_spec import MoESpec
 from quire.worker.parallel import Group, split_size
 from quire.worker.platforms.base import Platform
+from quire.worker.platforms.ops import Ops
 from quire.worker.platforms.platform import get_platform
 
 Choice = tuple[str, str, str]  # setting, value, reason
@@ -99,12 +100,14 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     )
 
 
-def estimate_weights(spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None) -> int:
+def estimate_weights(
+    spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None, ops: Ops | None = None
+) -> int:
     """Bytes of the weights on each rank, estimated before loading; with `quantization`, their quantized size. An
-    encoder of images is whole on every rank.
+    encoder of images is whole on every rank. `ops` decide which quantized weights stay so.
     """
-    text = weight_bytes(replace(spec, vision=None), dtype, quantization)
-    return text // world_size + weight_bytes(spec, dtype, quantization) - text
+    text = weight_bytes(replace(spec, vision=None), dtype, quantization, ops)
+    return text // world_size + weight_bytes(spec, dtype, quantization, ops) - text
 
 
 def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo | None:
@@ -172,15 +175,12 @@ def _kv_width(spec: ModelSpec, tp: int) -> int:
 
 def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:
     """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
-    stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. The experts of a
-    quantized checkpoint may differ in form, unless they are in MXFP4; then they are multiplied one by one, by a list of
-    those that have tokens, for which the host waits. Attention with a window of the output is not recorded either.
+    stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. Attention with a
+    window of the output is not recorded either; nor, which only the loaded model shows, experts that differ in form:
+    they are multiplied one by one, by a list of those that have tokens, for which the host waits.
     """
-    method = (spec.raw.get("quantization_config") or {}).get("quant_method", "mxfp4")
-    listed = method != "mxfp4" and any(layer.moe for layer in spec.layers)
     return (
         platform.has_graphs
-        and not listed
         and spec.implementation == "quire"
         and not spec.is_encoder
         and not any(layer.output_window for layer in spec.layers)
@@ -295,7 +295,7 @@ def preview(config: Config) -> WorkerReady:
         device=platform.name,
         total=total,
         available=available,
-        weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization),
+        weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization, platform.ops),
         activations=estimate_activations(spec, limits, tp),
         graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
         images=estimate_images(spec, limits, platform),

@@ -17,6 +17,7 @@ from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.spec import CachePlan
 from quire.worker.check_ranks import CheckedSampler
 from quire.worker.cpu.fixed_order_linear import fix_order
+from quire.worker.layers.moe import pack_experts
 from quire.worker.loader import load_weights
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
 from quire.worker.model_runner import ModelRunner
@@ -98,6 +99,7 @@ class Worker:
         pooling = read_pooling(config.model.model, spec, config.model.pooling)
         limits = memory.resolve_limits(config, spec, platform)
         model = self._load_model(spec, limits, platform, progress)
+        one_call = pack_experts(model)
         if pooling is not None:
             model.pooler = Pooler(pooling, spec.hidden_size, platform.device)
         weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
@@ -117,7 +119,7 @@ class Worker:
         if platform.measures_memory:
             # other processes on the GPU, and libraries, may have allocated memory meanwhile
             total, available = platform.memory(num_ranks)
-        has_graphs = memory.uses_graphs(config, spec, limits, platform)
+        has_graphs = one_call and memory.uses_graphs(config, spec, limits, platform)
         plan, num_blocks, choices = memory.plan_memory(
             config,
             spec,

@@ -28,6 +28,7 @@ from quire.worker.cuda import (
     triton_scaled,
 )
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
+from quire.worker.layers.quantization.packing import E2M1_TABLE
 
 TYPES = {
     torch.float32: "fp32",
@@ -187,26 +188,48 @@ def experts() -> None:
         biases = parameters[2:] if activation == "clamped_silu" else (None, None)
         x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
         triton_experts.fused_experts(x, torch.ones(tokens, top_k), ids, *parameters[:2], *biases, activation)
-        if tokens == 8:
-            stacks = [groups_of(shape) for shape in shapes[:2]]
+        kinds = ("mxfp4",) if biases[0] is not None else ("int4", "nvfp4", "Q4_K") if tokens == 8 else ("mxfp4",)
+        for kind in kinds:
+            stacks = [stack_of(kind, shape) for shape in shapes[:2]]
             triton_experts.fused_experts(x, torch.ones(tokens, top_k), ids, *stacks, *biases, activation)
 
 
-def groups_of(shape: tuple[int, int, int]) -> triton_experts.StackedGroups:
-    """4-bit weights in groups of 32, without memory of their own."""
-    values = torch.empty(1, dtype=torch.uint8).expand(*shape[:2], shape[2] // 2)
-    scales = torch.empty(1, dtype=torch.float16).expand(*shape[:2], shape[2] // 32)
-    return triton_experts.StackedGroups(values, scales, None, 4, 32)
+def stack_of(kind: str, shape: tuple[int, int, int]) -> triton_experts.Stack:
+    """A stack of weights without memory of its own."""
+
+    def empty(dtype: torch.dtype, columns: int) -> torch.Tensor:
+        return torch.empty(1, dtype=dtype).expand(*shape[:2], columns)
+
+    if kind in BLOCK_TYPES:
+        values, size = triton_quantized.BLOCKS[kind]
+        return triton_experts.StackedBlocks(empty(torch.uint8, shape[2] // values * size), kind)
+    codes = empty(torch.uint8, shape[2] // 2)
+    if kind == "int4":
+        return triton_quantized.StoredGroups(codes, empty(torch.float16, shape[2] // 32), None, 4, 32)
+    if kind == "mxfp4":
+        exponents = empty(torch.float8_e8m0fnu, shape[2] // 32)
+        return triton_quantized.StoredGroups(codes, exponents, None, 4, 32, E2M1_TABLE)
+    scales, row_scales = empty(torch.float8_e4m3fn, shape[2] // 16), torch.zeros(1).expand(shape[:2])
+    return triton_quantized.StoredGroups(codes, scales, None, 4, 16, E2M1_TABLE, row_scales)
 
 
 def quantized() -> None:
     """Decode and prefill with the weights of Qwen3-8B's MLP."""
     for rows in (8, 1024):
         x, scales = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(12288, 32, dtype=torch.float16)
-        triton_quantized.multiply_groups(x, torch.zeros(12288, 4096, dtype=torch.int8), scales, None, 8, 128)
-        floats = torch.zeros(12288, 4096, dtype=torch.float8_e4m3fn)
-        triton_quantized.multiply_groups(x, floats, scales.float(), None, 8, 128)
-        triton_quantized.multiply_groups(x, torch.zeros(12288, 2048, dtype=torch.uint8), scales, scales, 4, 128)
+        values, codes = torch.zeros(12288, 4096, dtype=torch.int8), torch.zeros(12288, 2048, dtype=torch.uint8)
+        small = [torch.zeros(12288, 4096 // group, dtype=torch.uint8) for group in (32, 16)]
+        powers, floats = small[0].view(torch.float8_e8m0fnu), small[1].view(torch.float8_e4m3fn)
+        table = tuple(map(float, range(16)))
+        for stored in (
+            (values, scales, None, 8, 128),
+            (values.view(torch.float8_e4m3fn), scales.float(), None, 8, 128),
+            (codes, scales, scales, 4, 128),
+            (codes, powers, None, 4, 32, E2M1_TABLE),
+            (codes, floats, None, 4, 16, E2M1_TABLE, torch.zeros(12288)),
+            (codes, torch.zeros(12288, 64), None, 4, 64, table),
+        ):
+            triton_quantized.multiply_groups(x, triton_quantized.StoredGroups(*stored))
         for kind in BLOCK_TYPES if rows == 8 else ("Q4_K", "Q6_K"):
             values, size = triton_quantized.BLOCKS[kind]
             blocks = torch.zeros(1, 1, dtype=torch.uint8).expand(12288, 4096 // values * size)

@@ -5,7 +5,6 @@ are compared in test_models.py.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS
 from quire.worker.layers.moe import ListedExperts, StackedExperts, run_experts
 from quire.worker.layers.quantization.fp4 import mxfp4_blocks
 from quire.worker.loader import load_weights
-from quire.worker.memory import resolve_limits, uses_graphs
+from quire.worker.memory import resolve_limits
 from quire.worker.models import build_model, parse_model_spec, read_model_spec
 from quire.worker.models.moe_spec import MoESpec, RoutingSpec
 from quire.worker.parallel import use_groups
@@ -193,9 +192,8 @@ def test_experts_quantized_at_load(checkpoint, kernels, monkeypatch, quantizatio
     assert median_error(native_logits, exact) < most
 
 
-def test_mxfp4_experts_of_gpt_oss(checkpoint, tmp_path, kernels):  # noqa: F811
-    """Blocks and exponents as in its checkpoints, against transformers with the same weights dequantized."""
-    folder = checkpoint("gpt-oss", intermediate_size=64)
+def mxfp4_checkpoints(folder: str, target: Path) -> tuple[str, str]:
+    """A checkpoint of gpt-oss with other experts, dequantized and in MXFP4."""
     tensors, generator = tensors_of(folder), torch.Generator().manual_seed(5)
     plain, stored = dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -205,10 +203,17 @@ def test_mxfp4_experts_of_gpt_oss(checkpoint, tmp_path, kernels):  # noqa: F811
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
         del stored[name]
         plain[name] = mxfp4_blocks(blocks, exponents).transpose(1, 2)
-    (want,) = reference_logits(rewritten(folder, tmp_path / "plain", plain), texts := prompts([70]))
-    quantized = rewritten(folder, tmp_path / "mxfp4", stored)
+    quantized = rewritten(folder, target / "mxfp4", stored)
     path = Path(quantized, "config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return rewritten(folder, target / "plain", plain), quantized
+
+
+def test_mxfp4_experts_of_gpt_oss(checkpoint, tmp_path, kernels):  # noqa: F811
+    """Blocks and exponents as in its checkpoints, against transformers with the same weights dequantized."""
+    folder = checkpoint("gpt-oss", intermediate_size=64)
+    plain, quantized = mxfp4_checkpoints(folder, tmp_path)
+    (want,) = reference_logits(plain, texts := prompts([70]))
     logits = [load(quantized, dtype) for dtype in (torch.float32, torch.bfloat16)]
     exact, rounded = (model.logits(PagedRunner(model, 1, 128).step({0: texts[0]})[0]) for model in logits)
     torch.testing.assert_close(exact, want, atol=1e-4, rtol=0)
@@ -273,18 +278,6 @@ def test_contexts_beyond_the_index_are_refused_with_the_reason(checkpoint, name)
     )
     with pytest.raises(ValueError, match=words):
         limits("801")
-
-
-def test_quantized_experts_are_not_recorded(checkpoint, monkeypatch):
-    class Recording(CpuPlatform):
-        has_graphs = True
-
-    spec = read_model_spec(folder := checkpoint("qwen3-moe"))
-    config = Config.from_flat(model=folder, device="cpu")
-    limits = resolve_limits(config, spec, CpuPlatform())
-    monkeypatch.setattr(limits.attention.backend, "graph_safe", True)
-    quantized = replace(spec, raw=spec.raw | {"quantization_config": {"quant_method": "awq"}})
-    assert uses_graphs(config, spec, limits, Recording()) and not uses_graphs(config, quantized, limits, Recording())
 
 
 @pytest.mark.parametrize("stored", [fp8(16), fp8(None), gptq(4, 16), awq(16)], ids=["fp8", "fp8-tensor", "gptq", "awq"])

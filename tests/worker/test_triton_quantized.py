@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 from quire.worker.cuda.install import TritonOps
-from quire.worker.cuda.quantized import Float8Channels, TritonBlocks, TritonGroups, grouped_experts
-from quire.worker.cuda.triton_quantized import multiply_blocks, multiply_groups
+from quire.worker.cuda.quantized import Float8Channels, TritonBlocks, TritonGroups
+from quire.worker.cuda.stacks import grouped_experts
+from quire.worker.cuda.triton_quantized import StoredGroups, multiply_blocks, multiply_groups
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard
 from quire.worker.layers.moe import ListedExperts, run_experts
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
@@ -18,6 +19,8 @@ from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, dequantize
 from quire.worker.layers.quantization.int_at_load import QuantizeAtLoad
 from quire.worker.layers.quantization.int_groups import Groups, Reordered, give_groups, pack_int4
 from quire.worker.layers.quantization.int_groups import dequantize as dequantize_groups
+from quire.worker.layers.quantization.mxfp4_experts import mxfp4_groups
+from quire.worker.layers.quantization.packing import E2M1_TABLE
 from quire.worker.models.moe_spec import MoESpec, RoutingSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +46,7 @@ def test_groups(bits, group, dtype):
         x = random(rows, k).to(dtype)
         weight = dequantize_groups(values.to(DEVICE), scales, zeros, group or k).to(dtype)
         expected = x.float() @ weight.float().T + (0 if bias is None else bias.float())
-        found = multiply_groups(x, stored, scales, zeros, bits, group or k, bias)
+        found = multiply_groups(x, StoredGroups(stored, scales, zeros, bits, group or k), bias)
         assert found.dtype == dtype
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
@@ -60,8 +63,64 @@ def test_floats_of_8_bits(group):
     n, k = 48, 96
     values, scales, x = random_floats8(n, k), random(n, 1 if group is None else 3).abs() * 0.01, random(5, k)
     weight = dequantize_groups(values, scales, None, group or k)
-    found = multiply_groups(x, values, scales, None, 8, group or k)
+    found = multiply_groups(x, StoredGroups(values, scales, None, 8, group or k))
     torch.testing.assert_close(found, x @ weight.T, atol=1e-3, rtol=1e-4)
+
+
+NF4 = tuple(value.item() for value in random(16).sort().values)
+CODES = ["mxfp4", "nvfp4", "nf4"]
+
+
+def random_codes(kind: str, n: int, k: int) -> Groups:
+    """Every code, and scales of every kind that a format has."""
+    codes = torch.randint(0, 16, (n, k), generator=torch.Generator().manual_seed(n)).to(DEVICE)
+    group, table = {"mxfp4": 32, "nvfp4": 16, "nf4": 64}[kind], NF4 if kind == "nf4" else E2M1_TABLE
+    scales, row_scales = random(n, -(-k // group)).abs(), None
+    if kind == "mxfp4":
+        exponents = torch.randint(120, 130, scales.shape, generator=torch.Generator().manual_seed(k)).byte()
+        scales = exponents.to(DEVICE).view(torch.float8_e8m0fnu)
+    if kind == "nvfp4":
+        scales, row_scales = scales.to(torch.float8_e4m3fn), random(n).abs().double() * 0.1
+    return Groups(codes.to(torch.int8) - 8, scales, None, 4, group, None, table, row_scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("kind", CODES)
+def test_4_bit_codes(kind, dtype):
+    n, k = 40, 200  # the last group is shorter
+    groups = random_codes(kind, n, k)
+    tables = groups.scales, None, 4, groups.group, groups.table
+    row_scales = None if groups.row_scales is None else groups.row_scales.float()
+    stored = StoredGroups(pack_int4(groups.values), *tables, row_scales)
+    for rows, bias in ((3, None), (70, random(n).to(dtype))):
+        x = random(rows, k).to(dtype)
+        expected = x.float() @ groups.dequantized().T + (0 if bias is None else bias.float())
+        found = multiply_groups(x, stored, bias)
+        assert found.dtype == dtype
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_a_layer_of_4_bit_codes_takes_its_bits(kind):
+    n, k = 48, 128
+    groups, layer = random_codes(kind, n, k), layer_of(n, k, True)
+    layer.use(TritonOps())
+    layer.weight = None
+    give_groups(layer, groups, torch.float32)
+    assert isinstance(layer.method, TritonGroups)
+    bits = {"mxfp4": 4.25, "nvfp4": 4.5 + 32 / k, "nf4": 4.5}[kind]  # and a scale per row
+    assert layer.method.num_bytes(layer) == bits / 8 * n * k + layer.bias.nbytes
+    x, ids = random(5, k), torch.tensor([3, 0, 47], device=DEVICE)
+    torch.testing.assert_close(layer(x), x @ groups.dequantized().T + layer.bias, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer.method.rows(ids), groups.dequantized()[ids])
+
+
+def test_the_groups_of_mxfp4_blocks_are_the_same_numbers():
+    blocks = random_blocks("MXFP4", 24, 256, np.random.default_rng(3))
+    blocks[0, 0] = 0  # the smallest power of two
+    weight = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4))
+    assert torch.equal(mxfp4_groups(Rows(torch.from_numpy(blocks), "MXFP4")).dequantized(), weight)
 
 
 def test_floats_of_8_bits_multiply_many_rows_as_such():
@@ -179,29 +238,52 @@ def test_a_fused_layer_of_gguf_blocks():
     assert torch.equal(layer.method.rows(ids), parts[0].dequantized(ids))
 
 
+STACKS = ["e4m3", "int4", "int8", "act-order", "some zeros", *CODES, "Q4_K", "IQ4_NL", "MXFP4", "plain"]
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("bits", [1, 4, 8])  # 1: 8-bit floats
-def test_experts_in_groups_are_one_call(bits, bias):
-    activation = "clamped_silu" if bias else "silu"
-    moe = MoESpec(RoutingSpec(num_experts=4, top_k=2), 32, activation=activation, bias=bias)
-    experts = ListedExperts(64, moe, "experts", PLAIN_WEIGHTS).to(DEVICE)
+@pytest.mark.parametrize("kind", STACKS)
+def test_experts_of_a_kind_are_one_call(kind, bias):
+    activation, k = "clamped_silu" if bias else "silu", 256 if kind == "Q4_K" else 64
+    moe = MoESpec(RoutingSpec(num_experts=4, top_k=2), k, activation=activation, bias=bias)
+    experts = ListedExperts(k, moe, "experts", PLAIN_WEIGHTS).to(DEVICE)
     for i, expert in experts.experts.items():
         for layer in (expert.gate_up_proj, expert.down_proj):
             if bias:
                 layer.bias.data.copy_(random(layer.out_features) + int(i))
             layer.use(TritonOps())
-            groups = random_groups(layer.out_features, layer.in_features, max(bits, 4), bits > 1, False)
-            values = groups.values.roll(int(i), 1)
-            if bits == 1:
-                values, groups = random_floats8(*values.shape), replace(groups, bits=8, scales=groups.scales * 0.02)
-            give_groups(layer, replace(groups, values=values), torch.float32)
-    x, weights = random(7, 64), random(7, 2).abs()
+            give_weight(layer, kind, int(i))
+    by_id = {int(i): expert for i, expert in experts.experts.items()}
+    x, weights = random(7, k) * 0.1, random(7, 2).abs()
     ids = torch.rand(7, 4, generator=torch.Generator().manual_seed(3)).topk(2).indices.to(DEVICE)
-    expected = run_experts(x, weights, ids, {int(i): expert for i, expert in experts.experts.items()})
+    expected = run_experts(x, weights, ids, by_id)
+    scale = expected.abs().max()
     run = grouped_experts(experts)
-    torch.testing.assert_close(run(x, weights, ids), expected, atol=1e-3, rtol=1e-3)
+    assert (run(x, weights, ids) - expected).abs().max() < 1e-4 * scale
     # the layers' weights are views of the stacks now, and multiply as before
-    again = run_experts(x, weights, ids, {int(i): expert for i, expert in experts.experts.items()})
-    torch.testing.assert_close(again, expected)
+    assert (run_experts(x, weights, ids, by_id) - expected).abs().max() < 1e-4 * scale
     experts.experts["0"].down_proj.method = None
     assert grouped_experts(experts) is None
+
+
+def give_weight(layer, kind: str, i: int) -> None:
+    """A random weight of a kind, different for each i."""
+    n, k = layer.out_features, layer.in_features
+    if kind == "plain":
+        layer.weight.data.copy_(random(n, k).roll(i, 1) * 0.1)
+        return
+    layer.weight = None
+    if kind in BLOCK_TYPES:
+        sizes = (n // 2, n // 2) if layer.gated else (n,)
+        blocks = [random_blocks(kind, size, k, np.random.default_rng(10 * i + j)) for j, size in enumerate(sizes)]
+        layer.method = PlainBlocks(layer, [Rows(torch.from_numpy(b).to(DEVICE), kind) for b in blocks], torch.float32)
+        return layer.method.finalize(layer)
+    if kind in CODES:
+        groups = random_codes(kind, n, k)
+    elif kind == "e4m3":
+        groups = Groups(random_floats8(n, k), random(n, k // 32).abs() * 1e-4, None, 8, 32)
+    else:
+        groups = random_groups(n, k, 8 if kind == "int8" else 4, kind != "some zeros" or i == 1, kind == "act-order")
+    values = groups.values.view(torch.uint8).roll(i, 1).view(groups.values.dtype)
+    order = None if groups.order is None else groups.order.roll(i)
+    give_groups(layer, replace(groups, values=values, order=order), torch.float32)

@@ -21,7 +21,7 @@ from quire.worker.cpu.ops import QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.cpu.segments import Segments
 from quire.worker.layers.linear import Linear, LinearMethod
-from quire.worker.layers.quantization.int_groups import Groups
+from quire.worker.layers.quantization.int_groups import E4M3, Groups
 from quire.worker.platforms.ops import Ops
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class NativeOps(Ops):
     """The operations of the loaded library. Layers, weights and shapes that it does not support stay with torch."""
 
     name = "native"
-    e4m3_groups = True
+    takes = frozenset({E4M3})
 
     silu_and_mul = staticmethod(ops.silu_and_mul)
     rms_norm = staticmethod(ops.rms_norm)
@@ -57,7 +57,9 @@ class NativeOps(Ops):
         offsets = None if groups.zeros is None else -groups.zeros.float() * groups.scales.float()
         group = groups.group if groups.scales.shape[1] > 1 else -1
         numbers = groups.values, groups.scales, offsets, groups.bits, group
-        return NativeQuantMethod(layer, QuantizedLinear.from_values(*numbers, layer.bias, layer.gated))
+        linear = QuantizedLinear.from_values(*numbers, layer.bias, layer.gated)
+        layer.zeros = None  # the offsets are packed
+        return NativeQuantMethod(layer, linear)
 
     def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod:
         linear = packed_blocks(layer, parts)

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.int_at_load import quantize
-from quire.worker.layers.quantization.int_groups import Groups
+from quire.worker.layers.quantization.int_groups import E4M3, GROUP_SIZE, TABLE, Groups
+from quire.worker.layers.quantization.mxfp4_experts import mxfp4_groups
 from quire.worker.platforms.ops import Ops
 
 if TYPE_CHECKING:
     from quire.worker.layers.linear import Linear, LinearMethod
     from quire.worker.layers.moe import ListedExperts
-    from quire.worker.layers.quantization.blocks import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,7 @@ class TritonOps(Ops):
 
     name = "triton"
     quantized_types = (torch.bfloat16, torch.float16, torch.float32)
-    e4m3_groups = True
-    experts_of_blocks = False
+    takes = frozenset({E4M3, TABLE, GROUP_SIZE})
 
     def __init__(self) -> None:
         from quire.worker.cuda import triton_bitmask, triton_experts, triton_sampler
@@ -68,15 +68,24 @@ class TritonOps(Ops):
     def quantized_method(self, layer: Linear, groups: Groups) -> LinearMethod:
         from quire.worker.cuda.quantized import Float8Channels, TritonGroups
 
+        if groups.bits == 4 and groups.group % 2 and groups.scales.shape[1] > 1:
+            return None  # the two values of a byte may have different scales
         kind = Float8Channels if self._multiplies_floats8 and Float8Channels.fits(groups) else TritonGroups
         return kind(layer, groups, layer.method.dtype)
 
     def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod:
-        from quire.worker.cuda.quantized import TritonBlocks
+        from quire.worker.cuda.quantized import TritonBlocks, TritonGroups
 
-        return TritonBlocks(parts, layer.method.dtype)
+        dtype, num_rows = layer.method.dtype, sum(len(part.blocks) for part in parts)
+        if any(part.type != "MXFP4" for part in parts) or num_rows < layer.out_features:
+            return TritonBlocks(parts, dtype)
+        # blocks of 17 bytes are slow to read
+        groups = mxfp4_groups(Rows(torch.cat([part.blocks for part in parts]), "MXFP4"))
+        for i in range(len(parts)):
+            setattr(layer, f"blocks_{i}", None)
+        return TritonGroups(layer, groups, dtype)
 
     def packed_experts(self, experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
-        from quire.worker.cuda.quantized import grouped_experts
+        from quire.worker.cuda.stacks import grouped_experts
 
         return grouped_experts(experts)

@@ -1,53 +1,61 @@
-"""Linear methods and experts whose quantized weights are multiplied by the Triton kernels."""
+"""Linear methods whose quantized weights are multiplied by the Triton kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 
-from quire.worker.cuda.triton_experts import StackedGroups, fused_experts
-from quire.worker.cuda.triton_quantized import FEW_ROWS, multiply_blocks, multiply_groups
+from quire.worker.cuda.triton_quantized import FEW_ROWS, StoredGroups, multiply_blocks, multiply_groups
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
-from quire.worker.layers.quantization.int_groups import Groups, dequantize, pack_int4, unpack_int4
-
-if TYPE_CHECKING:
-    from quire.worker.layers.moe import ListedExperts
+from quire.worker.layers.quantization.int_groups import Groups, bytes_held, pack_int4, unpack_int4
 
 _LARGEST = 448.0  # e4m3
 
 
 class TritonGroups(LinearMethod):
-    """Integers in groups, as buffers of the layer: `quantized`, `scales` and `zeros`."""
+    """A weight in groups, as buffers of the layer: `quantized`, `scales`, `zeros` and `row_scales`."""
 
     fixed_order = True  # each result is one program's sum, in the order of the columns
 
     def __init__(self, layer: Linear, groups: Groups, dtype: torch.dtype):
-        self.layer, self.bits, self.dtype = layer, groups.bits, dtype
+        self.layer, self.bits, self.table, self.dtype = layer, groups.bits, groups.table, dtype
         self.group = groups.group if groups.scales.shape[1] > 1 else layer.in_features
-        self.zeros = groups.zeros
-        layer.register_buffer(
-            "quantized", groups.values if groups.bits == 8 else pack_int4(groups.values), persistent=False
-        )
-        layer.register_buffer("scales", groups.scales, persistent=False)
+        integers = groups.table is None and groups.values.dtype == torch.int8
+        tensors = {
+            "quantized": groups.values if groups.bits == 8 else pack_int4(groups.values),
+            "scales": _narrowed(groups.scales) if integers else groups.scales.contiguous(),
+            "zeros": None if groups.zeros is None else groups.zeros.half().contiguous(),  # whole numbers
+            "row_scales": None if groups.row_scales is None else groups.row_scales.float(),
+        }
+        for name, tensor in tensors.items():
+            layer.register_buffer(name, tensor, persistent=False)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        numbers = layer.quantized, layer.scales, self.zeros, self.bits, self.group
-        return multiply_groups(x if x.stride(1) == 1 else x.contiguous(), *numbers, layer.bias)
+        tables = layer.scales, layer.zeros, self.bits, self.group, self.table, layer.row_scales
+        weight = StoredGroups(layer.quantized, *tables)
+        return multiply_groups(x if x.stride(1) == 1 else x.contiguous(), weight, layer.bias)
 
     def num_bytes(self, layer: Linear) -> int:
-        held = layer.quantized, layer.scales, self.zeros, layer.bias
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return bytes_held(layer)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight, for a tied embedding."""
-        stored = self.layer.quantized[ids]
-        values = stored if self.bits == 8 else unpack_int4(stored)[:, : self.layer.in_features]
-        zeros = None if self.zeros is None else self.zeros[ids]
-        return dequantize(values, self.layer.scales[ids], zeros, self.group).to(self.dtype)
+        layer = self.layer
+        tables = layer.scales, layer.zeros, self.bits, self.group, None, self.table, layer.row_scales
+        rows = Groups(layer.quantized, *tables).of_rows(ids)
+        if self.bits == 4:
+            rows = replace(rows, values=unpack_int4(rows.values)[:, : layer.in_features])
+        return rows.dequantized().to(self.dtype)
+
+
+def _narrowed(scales: torch.Tensor) -> torch.Tensor:
+    """The same scales in 16 bits, if one of the two types has all of them."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if scales.element_size() > 2 and torch.equal((narrow := scales.to(dtype)).to(scales.dtype), scales):
+            return narrow.contiguous()
+    return scales.contiguous()
 
 
 class Float8Channels(TritonGroups):
@@ -94,46 +102,3 @@ class TritonBlocks(PlainBlocks):
             first = last
         out[:, first:] = 0  # rows that pad the vocabulary
         return out
-
-
-def grouped_experts(experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
-    """The experts, whose weights are integers in groups, as one call, or None if they are not all alike. Their layers'
-    buffers become views of the stacks.
-    """
-    listed = list(experts.experts.values())
-    stacks = [_stack([one.gate_up_proj for one in listed]), _stack([one.down_proj for one in listed])]
-    if None in stacks:
-        return None
-    biases = [_stack_biases([getattr(one, name) for one in listed]) for name in ("gate_up_proj", "down_proj")]
-    return partial(
-        _run, stacks=stacks, biases=biases, activation=listed[0].gate_up_proj.gated, first=experts.local.start,
-        weigh_inputs=experts.weigh_inputs,
-    )  # fmt: skip
-
-
-def _run(x, weights, ids, stacks, biases, activation, first, weigh_inputs) -> torch.Tensor:
-    return fused_experts(x, weights, ids, *stacks, *biases, activation, first, weigh_inputs)
-
-
-def _stack(layers: Sequence[Linear]) -> StackedGroups | None:
-    methods = [layer.method for layer in layers]
-    if not all(isinstance(method, TritonGroups) for method in methods):
-        return None
-    kinds = {
-        (method.bits, method.group, method.zeros is None, layer.quantized.dtype, layer.scales.dtype)
-        for method, layer in zip(methods, layers)
-    }
-    if len(kinds) > 1:
-        return None
-    dtype = layers[0].quantized.dtype
-    values = torch.stack([layer.quantized.view(torch.uint8) for layer in layers]).view(dtype)
-    scales = torch.stack([layer.scales for layer in layers])
-    zeros = None if methods[0].zeros is None else torch.stack([method.zeros for method in methods])
-    for i, layer in enumerate(layers):
-        layer.quantized, layer.scales = values[i], scales[i]
-        methods[i].zeros = None if zeros is None else zeros[i]
-    return StackedGroups(values, scales, zeros, methods[0].bits, methods[0].group)
-
-
-def _stack_biases(layers: Sequence[Linear]) -> torch.Tensor | None:
-    return None if layers[0].bias is None else torch.stack([layer.bias for layer in layers])

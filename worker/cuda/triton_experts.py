@@ -14,43 +14,47 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.worker.cuda.triton_quantized import load_groups, stored_groups
+from quire.worker.cuda.triton_quantized import StoredGroups, block_constants, block_table, load_blocks, load_groups
 
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_silu": 2}
 _FEW_ROWS = 16  # per expert on average, up to which tiles are narrow
 
 
 @dataclass(frozen=True, slots=True)
-class StackedGroups:
-    """The weights `[E, n, k]` of a stack of experts as integers with a scale per row and group of columns."""
+class StackedBlocks:
+    """The weights of a stack of experts as blocks of a GGUF file: uint8 `[E, n, bytes]` of the type `kind`, a key of
+    BLOCKS.
+    """
 
-    # int8 or float8_e4m3fn [E, n, k], or uint8 [E, n, ceil(k / 2)] as `int_groups.pack_int4` has them
-    values: torch.Tensor
-    scales: torch.Tensor  # [E, n, groups]
-    zeros: torch.Tensor | None  # like scales
-    bits: int
-    group: int  # columns
-
-    def arguments(self) -> tuple[tuple, dict[str, int]]:
-        """(tensors and strides, constants) for the kernels."""
-        values, bits = stored_groups(self.values, self.bits)
-        strides = values.stride(0), values.stride(1), self.scales.stride(0), self.scales.stride(1)
-        return (values, self.scales, self.zeros, *strides), {"BITS": bits, "GROUP": self.group}
+    blocks: torch.Tensor
+    kind: str
 
 
-def arguments(weight: torch.Tensor | StackedGroups) -> tuple[tuple, dict[str, int]]:
+Stack = torch.Tensor | StoredGroups | StackedBlocks  # the weights [E, n, k] of a stack of experts
+_NO_BLOCKS = {"KIND": 0, "CODES_AT": 0, "VALUES": 1, "BYTES": 1}
+
+
+def arguments(stack: Stack) -> tuple[tuple, dict[str, int | str]]:
     """(tensors and strides, constants) of a stack of weights for the kernels."""
-    if isinstance(weight, StackedGroups):
-        return weight.arguments()
-    return (weight, None, None, weight.stride(0), weight.stride(1), 0, 0), {"BITS": 0, "GROUP": 1}
+    if isinstance(stack, StoredGroups):
+        values, scales = stack.values, stack.scales
+        strides = values.stride(0), values.stride(1), scales.stride(0), scales.stride(1)
+        return (*stack.tensors, stack.order, *strides), stack.constants | _NO_BLOCKS
+    plain = isinstance(stack, torch.Tensor)
+    weight, table = (stack, None) if plain else (stack.blocks, block_table(stack.kind, stack.blocks.device))
+    constants = {"FORM": "plain" if plain else "blocks", "SCALES": "", "GROUP": 1}
+    return (
+        (weight, None, None, table, None, None, weight.stride(0), weight.stride(1), 0, 0),
+        constants | (_NO_BLOCKS if plain else block_constants(stack.kind)),
+    )
 
 
 def fused_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor | StackedGroups,
-    down: torch.Tensor | StackedGroups,
+    gate_up: Stack,
+    down: Stack,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     activation: str,
@@ -129,21 +133,45 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _load(weight, scales, zeros, row_at, scale_at, depth, mask, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Columns `depth` of rows of a floating-point weight (BITS 0) or of one in groups."""
-    if BITS == 0:
-        tile = tl.load(weight + row_at + depth, mask=mask, other=0.0)
+def _load(
+    weight, scales, zeros, table, row_at, scale_at, start, size, inside, FORM: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, KIND: tl.constexpr, CODES_AT: tl.constexpr, VALUES: tl.constexpr, BYTES: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Columns `start` to `start` + DEPTH of COLUMNS rows of a weight, of which `inside` exist: `[DEPTH, COLUMNS]`."""
+    if FORM == "plain" or FORM == "blocks":
+        depth = start + tl.arange(0, DEPTH)
+        mask = (depth < size)[:, None] & inside[None, :]
+        if FORM == "plain":
+            tile = tl.load(weight + row_at[None, :] + depth[:, None], mask=mask, other=0.0)
+        else:
+            at = weight + row_at[None, :] + (depth // VALUES * BYTES)[:, None]
+            tile = load_blocks(at, (depth % VALUES)[:, None], table, mask, KIND, CODES_AT)
     else:
-        tile = load_groups(weight, scales, zeros, row_at, scale_at, depth, mask, BITS, GROUP)
+        tile = load_groups(
+            weight, scales, zeros, table, row_at, scale_at, start, size, inside, FORM, SCALES, GROUP, COLUMNS, DEPTH
+        )
     return tile
 
 
 @triton.jit
+def _inputs(rows, order, start, there, SIZE: tl.constexpr, DEPTH: tl.constexpr):
+    """The inputs that columns `start` to `start` + DEPTH of the weight multiply, of rows that begin at the pointers
+    `rows`: `[ROWS, DEPTH]`.
+    """
+    depth = start + tl.arange(0, DEPTH)
+    left = depth < SIZE
+    at = depth if order is None else tl.load(order + depth, mask=left, other=0)
+    return tl.load(rows[:, None] + at[None, :], mask=there[:, None] & left[None, :], other=0.0)
+
+
+@triton.jit
 def _gate_up_kernel(
-    x, weight, scales, zeros, expert_stride, row_stride, scales_expert_stride, scales_row_stride, bias, weights, pairs,
-    experts, out, num_pairs, x_stride, HIDDEN: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, WEIGH: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, weight, scales, zeros, table, row_scales, order, expert_stride, row_stride, scales_expert_stride,
+    scales_row_stride, bias, weights, pairs, experts, out, num_pairs, x_stride, HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, WEIGH: tl.constexpr, FORM: tl.constexpr,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, CODES_AT: tl.constexpr, VALUES: tl.constexpr,
+    BYTES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
@@ -151,9 +179,9 @@ def _gate_up_kernel(
     if tl.max(there.to(tl.int32), 0) > 0:
         expert = tl.load(experts + tile).to(tl.int64)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside, depth = columns < SIZE, tl.arange(0, DEPTH)
-        rows = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + depth[None, :]
-        own = columns[None, :].to(tl.int64)
+        inside, own = columns < SIZE, columns.to(tl.int64)
+        rows = x + (pair // TOP_K).to(tl.int64) * x_stride
+        own_order = None if order is None else order + expert * HIDDEN
         gate_at = expert * expert_stride + own * row_stride
         up_at = gate_at + SIZE * row_stride
         gate_scale = expert * scales_expert_stride + own * scales_row_stride
@@ -162,21 +190,27 @@ def _gate_up_kernel(
         up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         if WEIGH:
             factor = tl.load(weights + pair, mask=there, other=0.0)
-        for k in range(0, tl.cdiv(HIDDEN, DEPTH)):
-            left = k * DEPTH + depth < HIDDEN
-            a = tl.load(rows + k * DEPTH, mask=there[:, None] & left[None, :], other=0.0)
+        for start in range(0, HIDDEN, DEPTH):
+            a = _inputs(rows, own_order, start, there, HIDDEN, DEPTH)
             if WEIGH:
                 a = (a.to(tl.float32) * factor[:, None]).to(a.dtype)
-            mask = left[:, None] & inside[None, :]
-            at = k * DEPTH + depth[:, None]
-            b = _load(weight, scales, zeros, gate_at, gate_scale, at, mask, BITS, GROUP)
+            b = _load(
+                weight, scales, zeros, table, gate_at, gate_scale, start, HIDDEN, inside, FORM, SCALES, GROUP, KIND,
+                CODES_AT, VALUES, BYTES, COLUMNS, DEPTH,
+            )  # fmt: skip
             gate = tl.dot(a, b.to(a.dtype), gate, input_precision="ieee")
-            b = _load(weight, scales, zeros, up_at, up_scale, at, mask, BITS, GROUP)
+            b = _load(
+                weight, scales, zeros, table, up_at, up_scale, start, HIDDEN, inside, FORM, SCALES, GROUP, KIND,
+                CODES_AT, VALUES, BYTES, COLUMNS, DEPTH,
+            )  # fmt: skip
             up = tl.dot(a, b.to(a.dtype), up, input_precision="ieee")
+        own = expert * 2 * SIZE + columns
+        if row_scales is not None:
+            gate *= tl.load(row_scales + own, mask=inside, other=0.0)[None, :]
+            up *= tl.load(row_scales + own + SIZE, mask=inside, other=0.0)[None, :]
         if bias is not None:
-            own = bias + expert * 2 * SIZE + columns
-            gate += tl.load(own, mask=inside, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(own + SIZE, mask=inside, other=0.0).to(tl.float32)[None, :]
+            gate += tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + own + SIZE, mask=inside, other=0.0).to(tl.float32)[None, :]
         result = _activate(gate, up, ACTIVATION)
         at = out + pair.to(tl.int64)[:, None] * SIZE + columns[None, :]
         tl.store(at, result.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
@@ -184,9 +218,10 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    x, weight, scales, zeros, expert_stride, row_stride, scales_expert_stride, scales_row_stride, bias, pairs, experts,
-    out, num_pairs, HIDDEN: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, weight, scales, zeros, table, row_scales, order, expert_stride, row_stride, scales_expert_stride,
+    scales_row_stride, bias, pairs, experts, out, num_pairs, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
+    FORM: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, CODES_AT: tl.constexpr,
+    VALUES: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
@@ -194,18 +229,21 @@ def _down_kernel(
     if tl.max(there.to(tl.int32), 0) > 0:
         expert = tl.load(experts + tile).to(tl.int64)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside, depth = columns < HIDDEN, tl.arange(0, DEPTH)
-        rows = x + pair.to(tl.int64)[:, None] * SIZE + depth[None, :]
-        own = columns[None, :].to(tl.int64)
+        inside, own = columns < HIDDEN, columns.to(tl.int64)
+        rows = x + pair.to(tl.int64) * SIZE
+        own_order = None if order is None else order + expert * SIZE
         row_at = expert * expert_stride + own * row_stride
         scale_at = expert * scales_expert_stride + own * scales_row_stride
         sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for k in range(0, tl.cdiv(SIZE, DEPTH)):
-            left = k * DEPTH + depth < SIZE
-            a = tl.load(rows + k * DEPTH, mask=there[:, None] & left[None, :], other=0.0)
-            mask = left[:, None] & inside[None, :]
-            b = _load(weight, scales, zeros, row_at, scale_at, k * DEPTH + depth[:, None], mask, BITS, GROUP)
+        for start in range(0, SIZE, DEPTH):
+            a = _inputs(rows, own_order, start, there, SIZE, DEPTH)
+            b = _load(
+                weight, scales, zeros, table, row_at, scale_at, start, SIZE, inside, FORM, SCALES, GROUP, KIND,
+                CODES_AT, VALUES, BYTES, COLUMNS, DEPTH,
+            )  # fmt: skip
             sums = tl.dot(a, b.to(a.dtype), sums, input_precision="ieee")
+        if row_scales is not None:
+            sums *= tl.load(row_scales + expert * HIDDEN + columns, mask=inside, other=0.0)[None, :]
         if bias is not None:
             sums += tl.load(bias + expert * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         result_at = out + pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]

@@ -1,11 +1,15 @@
 """Products with quantized weights in Triton: each program dequantizes the part of the weight that it multiplies.
 
-Weights are integers in groups (`layers.quantization.int_groups`) or blocks of GGUF files
-(`layers.quantization.gguf_blocks`, whose layouts the kernel's branches follow). The dequantized numbers are those of
-the torch twins, rounded to the inputs' type; sums are float32.
+Weights are in groups (`layers.quantization.int_groups`: integers, 8-bit floats, 4-bit floats, codes of a table) or
+blocks of GGUF files (`layers.quantization.gguf_blocks`, whose layouts the kernel's branches follow). The dequantized
+numbers are those of the torch twins, rounded to the inputs' type; sums are float32. Scales of rows multiply the sums,
+so that 4-bit floats times e4m3 or powers of two are not rounded in bfloat16.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -13,43 +17,66 @@ import triton.language as tl
 
 from quire.configs.gguf import BLOCKS
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, IQ4_VALUES
-from quire.worker.layers.quantization.packing import E2M1
+from quire.worker.layers.quantization.packing import E2M1_TABLE
 
 FEW_ROWS = 16  # up to which tiles are narrow, so that a decode step has enough programs
-_DOUBLED = [round(2 * value) for value in E2M1]
-_TABLES = {"MXFP4": [*_DOUBLED, *(-value for value in _DOUBLED)], "IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES}
+_TABLES = {"MXFP4": E2M1_TABLE, "IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES}
 # first byte of the codes in blocks of 32 4-bit codes
 _CODES_AT = {"Q4_0": 2, "Q4_1": 4, "Q5_0": 6, "Q5_1": 8, "IQ4_NL": 2, "MXFP4": 1}
 
 
-def multiply_groups(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bits: int,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x `[T, k]` times the transposed weight `[n, k]`, plus bias `[n]`: `[T, n]` of x's type.
+@dataclass(frozen=True, slots=True)
+class StoredGroups:
+    """A weight `[n, k]` in groups, or a stack `[E, n, k]` of them, as the kernels read it."""
 
-    values are int8 or float8_e4m3fn (no NaN) `[n, k]`, or uint8 `[n, ceil(k / 2)]` with two 4-bit values per byte (low
-    half first, 8 added); scales and zeros are `[n, groups]`, a group has `group` columns, or all with one group.
+    # int8 or float8_e4m3fn (no NaN) [.., n, k]; or, with 4 bits, uint8 [.., n, ceil(k / 2)] as `int_groups.pack_int4`
+    # has them: two values per byte, low half first, 8 added
+    values: torch.Tensor
+    scales: torch.Tensor  # [.., n, groups], floating, or with a table e4m3 or e8m0
+    zeros: torch.Tensor | None  # like scales
+    bits: int
+    group: int  # columns; an even number with 4 bits
+    table: tuple[float, ...] | None = None
+    row_scales: torch.Tensor | None = None  # float32 [.., n]
+    order: torch.Tensor | None = None  # int64 [.., k]: column i is the input order[i]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """values, scales, zeros, table and row_scales for the kernels; 8-bit floats are bytes, which every GPU can
+        read.
+        """
+        table = None if self.form != "table" else _table(self.table, self.values.device)
+        return _bytes(self.values), _bytes(self.scales), self.zeros, table, self.row_scales
+
+    @property
+    def form(self) -> str:
+        """int8, int4, e4m3, e2m1 or table."""
+        if self.table:
+            return "e2m1" if self.table == E2M1_TABLE else "table"
+        return "e4m3" if self.values.dtype == torch.float8_e4m3fn else f"int{self.bits}"
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        scales = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}.get(self.scales.dtype, "")
+        return {"FORM": self.form, "SCALES": scales, "GROUP": self.group}
+
+
+def multiply_groups(x: torch.Tensor, weight: StoredGroups, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x `[T, k]`, whose columns are in the weight's order, times the transposed weight `[n, k]`, plus bias `[n]`: `[T,
+    n]` of x's type.
     """
-    out = x.new_empty(len(x), len(values))
-    group = group if scales.shape[1] > 1 else x.shape[1]
-    grid, tile = _grid(len(x), len(values))
-    stored, bits = stored_groups(values, bits)
+    n = len(weight.values)
+    out = x.new_empty(len(x), n)
+    grid, tile = _grid(len(x), n)
     _groups_kernel[grid](
-        x, stored, scales, zeros, bias, out, len(x), len(values), x.shape[1], x.stride(0), values.stride(0),
-        scales.stride(0), out.stride(0), GROUP=group, BITS=bits, **tile,
+        x, *weight.tensors, bias, out, len(x), n, x.shape[1], x.stride(0), weight.values.stride(0),
+        weight.scales.stride(0), out.stride(0), **weight.constants, **tile,
     )  # fmt: skip
     return out
 
 
-def stored_groups(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
-    """(values, BITS) for the kernels: 8-bit floats are bytes, which every GPU can read, and BITS is 1."""
-    return (values.view(torch.uint8), 1) if values.dtype == torch.float8_e4m3fn else (values, bits)
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else tensor
 
 
 def multiply_blocks(
@@ -64,12 +91,10 @@ def multiply_blocks(
 
     blocks are uint8 `[n, bytes]` of the type `kind`, a key of BLOCKS.
     """
-    size_of_block, num_bytes = BLOCKS[kind]
     grid, tile = _grid(len(x), len(blocks))
     _blocks_kernel[grid](
-        x, blocks, _table(kind, x.device), bias, out[:, first:], len(x), len(blocks), x.shape[1], x.stride(0),
-        blocks.stride(0), out.stride(0), KIND=BLOCK_TYPES.index(kind), CODES_AT=_CODES_AT.get(kind, 0),
-        VALUES=size_of_block, BYTES=num_bytes, **tile,
+        x, blocks, block_table(kind, x.device), bias, out[:, first:], len(x), len(blocks), x.shape[1], x.stride(0),
+        blocks.stride(0), out.stride(0), **block_constants(kind), **tile,
     )  # fmt: skip
 
 
@@ -79,31 +104,45 @@ def _grid(num_rows: int, num_columns: int) -> tuple[tuple[int, int], dict[str, i
     return grid, {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "num_warps": 4, "num_stages": 2}
 
 
-def _table(kind: str, device: torch.device) -> torch.Tensor | None:
-    """The values of 4-bit codes for types that look them up."""
-    return torch.tensor(_TABLES[kind], dtype=torch.int8, device=device) if kind in _TABLES else None
+def block_constants(kind: str) -> dict[str, int]:
+    """The kernels' constants for blocks of a type."""
+    values, size = BLOCKS[kind]
+    return {"KIND": BLOCK_TYPES.index(kind), "CODES_AT": _CODES_AT.get(kind, 0), "VALUES": values, "BYTES": size}
+
+
+def block_table(kind: str, device: torch.device) -> torch.Tensor | None:
+    """The values of 4-bit codes for types of blocks that look them up."""
+    return _table(_TABLES[kind], device) if kind in _TABLES else None
+
+
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """The values on the device: copied once, because a copy makes the host wait and cannot be recorded."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @triton.jit
 def _groups_kernel(
-    x, values, scales, zeros, bias, out, num_rows, num_columns, size, x_stride, values_stride, scales_stride,
-    out_stride, GROUP: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    x, values, scales, zeros, table, row_scales, bias, out, num_rows, num_columns, size, x_stride, values_stride,
+    scales_stride, out_stride, FORM: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there, inside = rows < num_rows, columns < num_columns
     x_at = x + rows.to(tl.int64)[:, None] * x_stride
-    own = columns.to(tl.int64)[None, :]
-    stored_at, group_at = own * values_stride, own * scales_stride
+    stored_at, group_at = columns.to(tl.int64) * values_stride, columns.to(tl.int64) * scales_stride
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, size, DEPTH):
         depth = start + tl.arange(0, DEPTH)
         left = depth < size
         a = tl.load(x_at + depth[None, :], mask=there[:, None] & left[None, :], other=0.0)
-        mask = left[:, None] & inside[None, :]
-        weight = load_groups(values, scales, zeros, stored_at, group_at, depth[:, None], mask, BITS, GROUP)
+        weight = load_groups(
+            values, scales, zeros, table, stored_at, group_at, start, size, inside, FORM, SCALES, GROUP, COLUMNS, DEPTH
+        )
         sums = tl.dot(a, weight.to(a.dtype), sums, input_precision="ieee")
+    if row_scales is not None:
+        sums *= tl.load(row_scales + columns, mask=inside, other=0.0)[None, :]
     _store(out, bias, sums, rows, columns, out_stride, there, inside)
 
 
@@ -124,30 +163,78 @@ def _blocks_kernel(
         left = depth < size
         a = tl.load(x_at + depth[None, :], mask=there[:, None] & left[None, :], other=0.0)
         at = row_at + (depth // VALUES * BYTES)[:, None]
-        weight = _values(at, (depth % VALUES)[:, None], table, left[:, None] & inside[None, :], KIND, CODES_AT)
+        weight = load_blocks(at, (depth % VALUES)[:, None], table, left[:, None] & inside[None, :], KIND, CODES_AT)
         sums = tl.dot(a, weight.to(a.dtype), sums, input_precision="ieee")
     _store(out, bias, sums, rows, columns, out_stride, there, inside)
 
 
 @triton.jit
 def load_groups(
-    values, scales, zeros, stored_at, group_at, depth, mask, BITS: tl.constexpr, GROUP: tl.constexpr
+    values, scales, zeros, table, stored_at, group_at, start, size, inside, FORM: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Columns `depth` of rows of the weight, in float32. The rows begin at entries `stored_at` of the values and
-    `group_at` of the scales. BITS is as in `stored_groups`.
+    """Columns `start` to `start` + DEPTH of COLUMNS rows of the weight, of which `inside` exist, in float32 `[DEPTH,
+    COLUMNS]`. The rows begin at entries `stored_at` of the values and `group_at` of the scales.
+
+    Rows are read along their columns, so that a thread reads neighbouring bytes.
     """
-    if BITS == 8:
-        integers = tl.load(values + stored_at + depth, mask=mask, other=0).to(tl.float32)
-    elif BITS == 1:  # the bits of an e4m3 are those of a float16 that is 2 ** 8 times smaller
-        byte = tl.load(values + stored_at + depth, mask=mask, other=0).to(tl.int32)
-        half = ((byte & 128) << 8 | (byte & 127) << 7).to(tl.uint16).to(tl.float16, bitcast=True)
-        integers = half.to(tl.float32) * 256.0
+    PAIRS: tl.constexpr = FORM == "int4" or FORM == "e2m1" or FORM == "table"
+    if PAIRS:
+        pair = start // 2 + tl.arange(0, DEPTH // 2)
+        depth = 2 * pair
+        mask = inside[:, None] & (depth < size)[None, :]
+        both = tl.load(values + stored_at[:, None] + pair[None, :], mask=mask, other=0)
+        codes = tl.join(both & 15, both >> 4)
+        if FORM == "int4":
+            numbers = codes.to(tl.float32) - 8.0
+        elif FORM == "e2m1":  # sign, exponent and mantissa are those of a float16 that is 2 ** 14 times smaller
+            wide = codes.to(tl.uint16)
+            numbers = ((wide & 7) << 9 | (wide & 8) << 12).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+        else:
+            numbers = tl.load(table + codes)
     else:
-        pairs = tl.load(values + stored_at + depth // 2, mask=mask, other=0).to(tl.int32)
-        integers = ((pairs >> (depth % 2 * 4) & 15) - 8).to(tl.float32)
+        depth = start + tl.arange(0, DEPTH)
+        mask = inside[:, None] & (depth < size)[None, :]
+        numbers = tl.load(values + stored_at[:, None] + depth[None, :], mask=mask, other=0)
+        numbers = _e4m3(numbers) if FORM == "e4m3" else numbers.to(tl.float32)
+    at = group_at[:, None] + (depth // GROUP)[None, :]
+    scale = _scales(scales, at, mask, SCALES)
+    if PAIRS:
+        scale = scale[:, :, None]
     if zeros is not None:
-        integers -= tl.load(zeros + group_at + depth // GROUP, mask=mask, other=0.0).to(tl.float32)
-    return integers * tl.load(scales + group_at + depth // GROUP, mask=mask, other=0.0).to(tl.float32)
+        zero = tl.load(zeros + at, mask=mask, other=0.0).to(tl.float32)
+        numbers -= zero[:, :, None] if PAIRS else zero
+    weight = numbers * scale
+    if PAIRS:
+        weight = tl.reshape(weight, (COLUMNS, DEPTH))
+    return tl.trans(weight)
+
+
+@triton.jit
+def _e4m3(byte):
+    """The 8-bit floats, whose bits are those of float16 that are 2 ** 8 times smaller, in float32."""
+    byte = byte.to(tl.uint16)
+    return ((byte & 128) << 8 | (byte & 127) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _e8m0(exponent):
+    """2 ** (exponent - 127), whose exponent is that of a float32."""
+    exponent = exponent.to(tl.int32)
+    return tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scales(scales, at, mask, SCALES: tl.constexpr):
+    """The scales at entries `at`, in float32."""
+    stored = tl.load(scales + at, mask=mask, other=0)
+    if SCALES == "e4m3":
+        scale = _e4m3(stored)
+    elif SCALES == "e8m0":
+        scale = _e8m0(stored)
+    else:
+        scale = stored.to(tl.float32)
+    return scale
 
 
 @triton.jit
@@ -176,7 +263,7 @@ def _half(at, offset, mask):
 
 
 @triton.jit
-def _values(at, e, table, mask, KIND: tl.constexpr, CODES_AT: tl.constexpr):
+def load_blocks(at, e, table, mask, KIND: tl.constexpr, CODES_AT: tl.constexpr):
     """Values `e` of the blocks that begin at the pointers `at`, in float32. KIND indexes `BLOCK_TYPES`; CODES_AT is as
     in `_CODES_AT`.
     """
@@ -212,7 +299,7 @@ def _values(at, e, table, mask, KIND: tl.constexpr, CODES_AT: tl.constexpr):
         low = _byte(at, 4 + j // 2, mask) >> (j % 2 * 4) & 15
         high = (_byte(at, 2, mask) | _byte(at, 3, mask) << 8) >> (2 * j) & 3
         code = _byte(at, 8 + j * 16 + e % 16, mask) >> (e % 32 // 16 * 4) & 15
-        value = _half(at, 0, mask) * ((low | high << 4) - 32) * tl.load(table + code).to(tl.float32)
+        value = _half(at, 0, mask) * ((low | high << 4) - 32) * tl.load(table + code)
     else:  # blocks of 32 values in 16 bytes: the low halves, then the high ones
         code = _byte(at, CODES_AT + e % 16, mask) >> (e // 16 * 4) & 15
         if KIND == 2 or KIND == 3:
@@ -224,11 +311,9 @@ def _values(at, e, table, mask, KIND: tl.constexpr, CODES_AT: tl.constexpr):
         elif KIND == 1 or KIND == 3:  # Q4_1, Q5_1
             value = _half(at, 0, mask) * code + _half(at, 2, mask)
         elif KIND == 10:  # IQ4_NL
-            value = _half(at, 0, mask) * tl.load(table + code).to(tl.float32)
-        else:  # MXFP4: half of 2 ** (exponent - 127), whose bits are those of a float32
-            exponent = _byte(at, 0, mask)
-            scale = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
-            value = scale * 0.5 * tl.load(table + code).to(tl.float32)
+            value = _half(at, 0, mask) * tl.load(table + code)
+        else:  # MXFP4
+            value = _e8m0(_byte(at, 0, mask)) * tl.load(table + code)
     return value
 
 

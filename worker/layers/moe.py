@@ -212,13 +212,25 @@ class ListedExperts(nn.Module):
         """Switch to a platform's operations."""
         self._ops, self._native = ops, None
 
+    def pack(self) -> bool:
+        """Let the platform take over the loaded weights, if it has not. Returns whether the experts are one call."""
+        if self._ops:
+            self._native, self._ops = self._ops.packed_experts(self), None
+        return self._native is not None
+
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """This rank's part of `run_experts`."""
-        if self._ops:  # made on first use, when the weights are packed
-            self._native, self._ops = self._ops.packed_experts(self), None
-        if self._native:
+        if self.pack():
             return self._native(x, weights, ids)
         return run_experts(x, weights, ids, self._by_id, self.weigh_inputs)
+
+
+def pack_experts(model: nn.Module) -> bool:
+    """Pack the experts of all layers, whose weights are loaded, before the first step. Returns whether those of each
+    layer are one call, for which the host does not wait.
+    """
+    packed = [module.pack() for module in model.modules() if isinstance(module, ListedExperts)]
+    return all(packed)
 
 
 class StackedExperts(nn.Module):

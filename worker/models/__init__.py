@@ -240,11 +240,13 @@ def num_parameters(spec: ModelSpec) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None) -> int:
-    """Bytes of the weights of the whole model once they are loaded. Builds the model without allocating memory."""
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None, ops: Ops | None = None) -> int:
+    """Bytes of the weights of the whole model once they are loaded for a platform's operations. Builds the model
+    without allocating memory.
+    """
     from quire.worker.layers.linear import Linear
 
-    model = _without_memory(spec, dtype, quantization)
+    model = _without_memory(spec, dtype, quantization, ops=ops)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     counted = {id(parameter) for linear in linears for parameter in linear.parameters(recurse=False)}
     others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in counted)
@@ -257,7 +259,11 @@ def encoder_bytes_per_embed(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def _without_memory(
-    spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None, weights: WeightFormat | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    quantization: str | None = None,
+    weights: WeightFormat | None = None,
+    ops: Ops | None = None,
 ) -> CausalLM:
     import torch
 
@@ -265,4 +271,4 @@ def _without_memory(
 
     with use_groups(tp=Group(), pp=Group(), ep=Group()):
         device = torch.device("meta")
-        return build_model(spec, dtype, device, max_model_len=1, quantization=quantization, weights=weights)
+        return build_model(spec, dtype, device, max_model_len=1, quantization=quantization, ops=ops, weights=weights)

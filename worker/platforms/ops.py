@@ -106,7 +106,8 @@ class Ops:
 
     # types of inputs and weights for which `quantized_method` and `blocks_method` are asked
     quantized_types: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    e4m3_groups = False  # whether `quantized_method` takes groups of 8-bit floats; else they are dequantized at load
+    # what groups may need that `quantized_method` takes (`Groups.needs`); others are dequantized at load
+    takes: frozenset[str] = frozenset()
 
     def linear_method(self, layer: Linear) -> LinearMethod | None:
         """Return a method that replaces `PlainLinear` for the loaded floating-point weight of `layer` (for example, one
@@ -129,7 +130,6 @@ class Ops:
     # ---- experts (`layers/moe.py`)
 
     fused_experts = staticmethod(fused_experts)
-    experts_of_blocks = True  # whether `packed_experts` takes weights in the blocks of GGUF files
 
     def packed_experts(self, experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
         """Return `experts`, whose weights are loaded, as one call (x, weights, ids) -> result, or None if that is not

@@ -21,6 +21,7 @@ from quire.worker.layers.quantization.stored import (
     Stored,
     grouped,
     groups_bytes,
+    groups_needs,
     named_by,
     unsupported,
 )
@@ -72,6 +73,9 @@ class Awq(Scheme):
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
         return groups_bytes(piece, 4, self.group, 1 + self.zeros)
+
+    def needs(self, piece: Piece) -> frozenset[str]:
+        return groups_needs(self.group)
 
 
 class AwqFormat(CheckpointFormat):

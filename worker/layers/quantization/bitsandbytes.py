@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire.worker.layers.linear import ANY_LENGTH
-from quire.worker.layers.quantization.int_groups import Groups
+from quire.worker.layers.quantization.int_groups import TABLE, Groups
 from quire.worker.layers.quantization.packing import nibbles
 from quire.worker.layers.quantization.stored import (
     COLUMNS,
@@ -24,6 +24,7 @@ from quire.worker.layers.quantization.stored import (
     Piece,
     Scheme,
     Stored,
+    grouped,
     named_by,
     unsupported,
 )
@@ -54,7 +55,7 @@ class FourBits(Scheme):
             "nested_map": Stored("weight.nested_quant_map", (256,), torch.float32),
         }
 
-    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
         state = json.loads(bytes(tensors["state"].tolist()))
         sizes = state["blocksize"], state.get("nested_blocksize", _NESTED_BLOCK), tuple(state["shape"])
         if sizes != (_BLOCK, _NESTED_BLOCK, piece.shape):
@@ -63,9 +64,21 @@ class FourBits(Scheme):
         if self.nested:
             nested = tensors["nested_absmax"].repeat_interleave(_NESTED_BLOCK)[: len(scales)]
             scales = tensors["nested_map"][scales.long()] * nested + state["nested_offset"]
-        values = tensors["map"][nibbles(tensors["codes"].flatten(), low_first=False).long()]
-        weight = (values * scales.repeat_interleave(_BLOCK)[: len(values)])[: piece.shape[0] * piece.shape[1]]
-        return weight.view(piece.shape).narrow(0, *piece.rows).narrow(1, *piece.columns)
+        n, k = piece.shape
+        codes = nibbles(tensors["codes"].flatten(), low_first=False)[: n * k]
+        if k % _BLOCK:  # runs that straddle rows
+            weight = tensors["map"][codes.long()] * scales.repeat_interleave(_BLOCK)[: n * k]
+            return weight.view(n, k).narrow(0, *piece.rows).narrow(1, *piece.columns)
+        values = (codes.to(torch.int8) - 8).view(n, k).narrow(0, *piece.rows).narrow(1, *piece.columns).contiguous()
+        scales = scales.view(n, -1).narrow(0, *piece.rows).narrow(1, *Axis(COLUMNS, _BLOCK).covered(piece))
+        return grouped(piece, values, scales, None, 4, _BLOCK, table=tuple(tensors["map"].tolist()))
+
+    def needs(self, piece: Piece) -> frozenset[str]:
+        return frozenset({TABLE})
+
+    def num_bytes(self, piece: Piece, itemsize: int) -> int:
+        n, k = piece.size
+        return n * k // 2 + 4 * n * -(-k // _BLOCK)
 
 
 class EightBits(Scheme):

@@ -27,6 +27,7 @@ from quire.worker.layers.quantization.stored import (
     Stored,
     grouped,
     groups_bytes,
+    groups_needs,
     signed,
     unsupported,
 )
@@ -104,7 +105,10 @@ class Integers(Scheme):
         return signed(Axis(ROWS, 32, self.bits).trim(piece, unpacked, 0), self.bits)
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
-        return groups_bytes(piece, self.stored_bits, self.group, 1 if self.symmetric else 2)
+        return groups_bytes(piece, self.stored_bits, self.group, 1 if self.symmetric else 2, self.act_order)
+
+    def needs(self, piece: Piece) -> frozenset[str]:
+        return groups_needs(self.group)
 
 
 class CompressedTensorsFormat(CheckpointFormat):

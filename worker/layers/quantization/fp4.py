@@ -13,9 +13,19 @@ import torch
 
 from quire.worker.layers.linear import LinearMethod
 from quire.worker.layers.quantization.blocks import Rows
+from quire.worker.layers.quantization.int_groups import GROUP_SIZE, TABLE, Groups
 from quire.worker.layers.quantization.mxfp4_experts import Mxfp4Expert, mxfp4_rows
-from quire.worker.layers.quantization.packing import e2m1_doubled, e8m0, nibbles
-from quire.worker.layers.quantization.stored import COLUMNS, ROWS, Axis, CheckpointFormat, Piece, Scheme, Stored
+from quire.worker.layers.quantization.packing import E2M1_TABLE, e2m1_doubled, e8m0, nibbles
+from quire.worker.layers.quantization.stored import (
+    COLUMNS,
+    ROWS,
+    Axis,
+    CheckpointFormat,
+    Piece,
+    Scheme,
+    Stored,
+    grouped,
+)
 
 
 class Mxfp4(Scheme):
@@ -62,11 +72,21 @@ class Nvfp4(Scheme):
             "scale": Stored(scale, (1,), torch.float32),
         }
 
-    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        scales, scale = tensors["scales"].float(), tensors["scale"]
-        scales = scales / scale if self.divide else scales * scale
-        values = e2m1_doubled(nibbles(tensors["codes"])).float() / 2
-        return Axis(COLUMNS, 16).trim(piece, values * scales.repeat_interleave(self.GROUP, 1), 1)
+    def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
+        codes = Axis(COLUMNS, self.GROUP).trim(piece, nibbles(tensors["codes"]), 1)
+        scale = tensors["scale"].double()  # so that a product with its reciprocal rounds to float32 like the quotient
+        row_scales = (1 / scale if self.divide else scale).repeat(piece.rows[1])
+        return grouped(
+            piece, codes.to(torch.int8) - 8, tensors["scales"].clone(), None, 4, self.GROUP,
+            table=E2M1_TABLE, row_scales=row_scales,
+        )  # fmt: skip
+
+    def needs(self, piece: Piece) -> frozenset[str]:
+        return frozenset({TABLE, GROUP_SIZE})
+
+    def num_bytes(self, piece: Piece, itemsize: int) -> int:
+        n, k = piece.size
+        return n * k // 2 + n * -(-k // self.GROUP) + 4 * n
 
 
 class Mxfp4Format(CheckpointFormat):

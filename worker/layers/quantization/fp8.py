@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quire.worker.layers.quantization.int_groups import Groups
+from quire.worker.layers.quantization.int_groups import E4M3, Groups
 from quire.worker.layers.quantization.packing import e8m0
 from quire.worker.layers.quantization.stored import (
     COLUMNS,
@@ -25,6 +25,7 @@ from quire.worker.layers.quantization.stored import (
     Scheme,
     Stored,
     grouped,
+    groups_needs,
     named_by,
     unsupported,
 )
@@ -64,9 +65,10 @@ class Fp8(Scheme):
             scale = Axis(COLUMNS, self.columns).trim(piece, scale.repeat_interleave(self.columns, 1), 1)
         return weight.float() * scale
 
+    def needs(self, piece: Piece) -> frozenset[str]:
+        return frozenset({E4M3}) | groups_needs(self.columns)
+
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
-        if itemsize > 2:  # dequantized
-            return super().num_bytes(piece, itemsize)
         n, k = piece.size
         return n * k + 4 * n * (1 if self.columns is None else -(-k // self.columns))
 

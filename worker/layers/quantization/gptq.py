@@ -25,6 +25,7 @@ from quire.worker.layers.quantization.stored import (
     Stored,
     grouped,
     groups_bytes,
+    groups_needs,
     named_by,
     signed,
     unsupported,
@@ -63,7 +64,10 @@ class Gptq(Scheme):
         return grouped(piece, values, scales, zeros.float(), stored_bits, self.group, tensors.get("group_of"))
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
-        return groups_bytes(piece, 4 if self.bits <= 4 else 8, self.group, 2)
+        return groups_bytes(piece, 4 if self.bits <= 4 else 8, self.group, 2, self.desc_act)
+
+    def needs(self, piece: Piece) -> frozenset[str]:
+        return groups_needs(self.group)
 
 
 class GptqFormat(CheckpointFormat):

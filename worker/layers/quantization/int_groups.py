@@ -2,6 +2,7 @@
 
 weight[row, column] = scale[row, column // group] * (value[row, column] - zero[row, column // group])
 
+The values may be 8-bit floats instead, or 4-bit codes that a table of 16 numbers gives a value each (`Groups.table`).
 `PlainGroups` is plain torch for machines without native kernels, and until these are compiled: it dequantizes the
 weights for every matmul, which is correct but slow. A platform's native method (`Ops.quantized_method`) takes over its
 numbers unchanged.
@@ -18,6 +19,8 @@ from quire.worker.layers.linear import Linear, LinearMethod, PlainLinear, produc
 from quire.worker.platforms.huge_pages import Workspace
 
 _PIECE = 1 << 22  # weights dequantized at once
+# what groups may need of kernels (`Groups.needs`)
+E4M3, TABLE, GROUP_SIZE = "e4m3", "table", "group size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +28,40 @@ class Groups:
     """A weight `[n, k]`. With `order`, column i of the weight is the input `order[i]` (GPTQ's act-order)."""
 
     values: torch.Tensor  # int8 [n, k]; -8 .. 7 for 4 bits. Or float8_e4m3fn, without zeros
-    scales: torch.Tensor  # [n, ceil(k / group)], floating
+    scales: torch.Tensor  # [n, ceil(k / group)], floating; with a table also in 8 bits (float8_e4m3fn, float8_e8m0fnu)
     zeros: torch.Tensor | None  # like scales, in units of the values; None: all 0
     bits: int  # 4 or 8
     group: int  # columns; the last group may be shorter
     order: torch.Tensor | None = None  # int64 [k]
+    table: tuple[float, ...] | None = None  # 4 bits without zeros: 16 numbers, of which -8 stands for the first
+    row_scales: torch.Tensor | None = None  # float64 [n], by which the scales of each row are multiplied
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What not every platform's kernels take (`Ops.takes`)."""
+        needs = {TABLE} if self.table else {E4M3} if self.values.dtype == torch.float8_e4m3fn else set()
+        whole = self.scales.shape[1] == 1
+        return frozenset(needs) | (frozenset() if whole else needs_of(self.group))
 
     def dequantized(self) -> torch.Tensor:
         """The weight in float32 `[n, k]`, its columns in the order of the inputs."""
-        weight = dequantize(self.values, self.scales, self.zeros, self.group)
+        weight = dequantize(self.values, self.scales, self.zeros, self.group, self.table, self.row_scales)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
-    def of_rows(self, rows: torch.Tensor) -> Groups:
+    def of_rows(self, rows: torch.Tensor | slice) -> Groups:
         """The rows with the indices `rows`."""
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
+
+        def taken(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None or tensor.element_size() > 1:
+                return None if tensor is None else tensor[rows]
+            return tensor.view(torch.uint8)[rows].view(tensor.dtype)  # not every device indexes 8-bit floats
+
+        tensors = {name: taken(getattr(self, name)) for name in ("values", "scales", "zeros", "row_scales")}
+        return replace(self, **tensors)
 
     def regrouped(self) -> Groups | None:
-        """The same weight in groups of a size that kernels take (32, 64, 128, 256 n, whole rows), or None."""
-        if self.scales.shape[1] == 1 or self.group in (32, 64, 128) or self.group % 256 == 0:
+        """The same weight in groups of a size that all kernels take, or None."""
+        if self.scales.shape[1] == 1 or not needs_of(self.group):
             return self
         size = next((size for size in (128, 64, 32) if self.group % size == 0), None)
         if size is None:
@@ -63,7 +81,7 @@ class Groups:
             return None
         if not others:
             return first
-        if any((part.bits, part.group) != (first.bits, first.group) for part in others):
+        if any((part.bits, part.group, part.table) != (first.bits, first.group, first.table) for part in others):
             return None
         orders = [part.order for part in parts]
         if any(order is not None for order in orders) and (
@@ -74,18 +92,41 @@ class Groups:
         if any(part.zeros is not None for part in parts):
             zeros = torch.cat([torch.zeros_like(p.scales) if p.zeros is None else p.zeros for p in parts])
         values, scales = torch.cat([p.values for p in parts]), torch.cat([p.scales for p in parts])
-        return replace(first, values=values, scales=scales, zeros=zeros)
+        row_scales = None if first.row_scales is None else torch.cat([p.row_scales for p in parts])
+        return replace(first, values=values, scales=scales, zeros=zeros, row_scales=row_scales)
 
 
-def dequantize(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int) -> torch.Tensor:
-    """The weight in float32 `[n, k]` of values `[n, k]` and scales (and zeros) `[n, ceil(k / group)]`."""
+def needs_of(group: int) -> frozenset[str]:
+    """What groups of so many columns need of kernels: all kernels take 32, 64, 128 and multiples of 256."""
+    return frozenset() if group in (32, 64, 128) or group % 256 == 0 else frozenset({GROUP_SIZE})
+
+
+def dequantize(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int | torch.Tensor,
+    table: tuple[float, ...] | None = None,
+    row_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weight in float32 `[n, k]` of values `[n, k]` and scales (and zeros) `[n, ceil(k / group)]`, or `[n, groups]`
+    with the group of each column, int64 `[k]`. table and row_scales are as in `Groups`.
+    """
 
     def wide(entries: torch.Tensor) -> torch.Tensor:
-        return entries.float().repeat_interleave(group, 1)[:, : values.shape[1]] if entries.shape[1] > 1 else entries
+        entries = entries.float()
+        if isinstance(group, torch.Tensor):
+            return entries[:, group]
+        return entries.repeat_interleave(group, 1)[:, : values.shape[1]] if entries.shape[1] > 1 else entries
 
-    weight = values.float()
+    if table is None:
+        weight = values.float()
+    else:
+        weight = torch.tensor(table, device=values.device)[values.int() + 8]
     if zeros is not None:
         weight -= wide(zeros)
+    if row_scales is not None:  # rounds once, like the product or quotient of two floats
+        scales = scales.double() * row_scales[:, None]
     return weight.mul_(wide(scales))
 
 
@@ -102,22 +143,21 @@ class PlainGroups(PlainLinear):
 
     def __init__(self, layer: Linear, groups: Groups, dtype: torch.dtype):
         self.layer, self.bits, self.group, self.dtype = layer, groups.bits, groups.group, dtype
+        self.table = groups.table
         values = groups.values if groups.bits == 8 else pack_int4(groups.values)
         layer.register_buffer("quantized", values, persistent=False)
         layer.register_buffer("scales", groups.scales, persistent=False)
         layer.register_buffer("zeros", groups.zeros, persistent=False)
         layer.register_buffer("order", groups.order, persistent=False)
+        layer.register_buffer("row_scales", groups.row_scales, persistent=False)
 
     def num_bytes(self, layer: Linear) -> int:
-        held = (layer.quantized, layer.scales, layer.zeros, layer.order, layer.bias)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return bytes_held(layer)
 
     def finalize(self, layer: Linear) -> None:
         if layer.ops is None or self.dtype not in layer.ops.quantized_types:
             return
-        groups = Groups(self._values(layer.quantized), layer.scales, layer.zeros, self.bits, self.group)
-        if native := layer.ops.quantized_method(layer, groups):
-            layer.zeros = None  # the method holds what it needs
+        if native := layer.ops.quantized_method(layer, replace(self._groups(), order=None)):
             layer.method = native if layer.order is None else Reordered(native)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -132,14 +172,22 @@ class PlainGroups(PlainLinear):
         """Rows `ids` `[T]` of the weight, for a tied embedding."""
         return self._weight(ids)
 
-    def _values(self, stored: torch.Tensor) -> torch.Tensor:
-        return stored if self.bits == 8 else unpack_int4(stored)[:, : self.layer.in_features]
+    def _groups(self, rows: slice | torch.Tensor = slice(None)) -> Groups:
+        """Rows of the weight."""
+        layer = self.layer
+        stored = Groups(
+            layer.quantized, layer.scales, layer.zeros, self.bits, self.group, layer.order, self.table, layer.row_scales
+        ).of_rows(rows)
+        return stored if self.bits == 8 else replace(stored, values=unpack_int4(stored.values)[:, : layer.in_features])
 
     def _weight(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        layer = self.layer
-        zeros = None if layer.zeros is None else layer.zeros[rows]
-        values = self._values(layer.quantized[rows])
-        return dequantize(values, layer.scales[rows], zeros, self.group).to(self.dtype)
+        return replace(self._groups(rows), order=None).dequantized().to(self.dtype)
+
+
+def bytes_held(layer: Linear) -> int:
+    """Bytes of the parameters and buffers of a layer."""
+    held = {id(tensor): tensor for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))}
+    return sum(tensor.nbytes for tensor in held.values())
 
 
 class Reordered(LinearMethod):
@@ -147,6 +195,9 @@ class Reordered(LinearMethod):
 
     def __init__(self, method: LinearMethod):
         self.method = method
+
+    def num_bytes(self, layer: Linear) -> int:
+        return bytes_held(layer)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(layer, x[:, layer.order])

@@ -1,7 +1,6 @@
 """Experts in MXFP4, as gpt-oss stores them: all experts of a layer in one tensor of blocks and one of exponents.
 
-They are held as the blocks of GGUF files, 17 bytes for 32 weights; or, for a platform whose grouped products take
-integers only, as 8-bit integers in groups of 32: twice a 4-bit float (e2m1) is an integer up to 12 in size.
+They are held as the blocks of GGUF files, 17 bytes for 32 weights, or in the same bits by a platform's method.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import torch
 
 from quire.worker.layers.linear import Linear, LinearMethod, empty_parameter
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
-from quire.worker.layers.quantization.int_groups import Groups, give_groups
-from quire.worker.layers.quantization.packing import e2m1_doubled, e8m0, nibbles
+from quire.worker.layers.quantization.int_groups import Groups
+from quire.worker.layers.quantization.packing import E2M1_TABLE, nibbles
 
 GROUP = 32
 
@@ -28,7 +27,8 @@ class Mxfp4Expert(LinearMethod):
         groups = layer.in_features // GROUP
         if layer.in_features % GROUP:
             raise ValueError(
-                f"experts in MXFP4 with {layer.in_features} inputs per rank, which {GROUP} does not divide"
+                f"experts in MXFP4 with {layer.in_features} inputs per rank, which {GROUP} does not divide: give every "
+                "rank whole experts with --enable-expert-parallel, or use another --tensor-parallel-size"
             )
         layer.blocks = empty_parameter(layer.out_features, groups, GROUP // 2, parts=[], dtype=torch.uint8)
         layer.exponents = empty_parameter(layer.out_features, groups, parts=[], dtype=torch.uint8)
@@ -41,9 +41,6 @@ class Mxfp4Expert(LinearMethod):
     def finalize(self, layer: Linear) -> None:
         codes, exponents = layer.blocks.data, layer.exponents.data
         layer.blocks = layer.exponents = None
-        if layer.ops and not layer.ops.experts_of_blocks:
-            values, scales = e2m1_doubled(nibbles(codes)).flatten(-2), e8m0(exponents) / 2
-            return give_groups(layer, Groups(values, scales, None, 8, GROUP), layer.dtype)
         rows = mxfp4_rows(codes, exponents)
         layer.method = PlainBlocks(layer, [rows], layer.dtype)
         layer.method.finalize(layer)
@@ -54,3 +51,12 @@ def mxfp4_rows(codes: torch.Tensor, exponents: torch.Tensor) -> Rows:
     values = nibbles(codes)
     halves = values[..., :16] | values[..., 16:] << 4
     return Rows(torch.cat([exponents.unsqueeze(-1), halves], -1).flatten(-2), "MXFP4")
+
+
+def mxfp4_groups(rows: Rows) -> Groups:
+    """The same numbers as groups: codes in a table with a power of two per 32."""
+    blocks = rows.blocks.unflatten(1, (-1, GROUP // 2 + 1))
+    exponents, halves = blocks[..., 0].contiguous(), blocks[..., 1:]
+    codes = torch.cat([halves & 15, halves >> 4], -1).flatten(1)
+    scales = exponents.view(torch.float8_e8m0fnu)
+    return Groups(codes.to(torch.int8) - 8, scales, None, 4, GROUP, table=E2M1_TABLE)

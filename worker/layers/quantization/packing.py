@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of 4-bit floats; the fourth bit is the sign
+E2M1_TABLE = (*E2M1, *(-value for value in E2M1))
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
@@ -34,8 +35,8 @@ def nibbles(stored: torch.Tensor, low_first: bool = True) -> torch.Tensor:
 
 def e2m1_doubled(codes: torch.Tensor) -> torch.Tensor:
     """Twice the value of 4-bit floats (sign, two bits of exponent, one of mantissa), which is a whole number: int8."""
-    table = [round(2 * value) for value in E2M1]
-    return torch.tensor(table + [-value for value in table], dtype=torch.int8, device=codes.device)[codes.long()]
+    table = [round(2 * value) for value in E2M1_TABLE]
+    return torch.tensor(table, dtype=torch.int8, device=codes.device)[codes.long()]
 
 
 def e8m0(exponents: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 
 from quire.worker.layers.linear import ANY_LENGTH, MATRIX, PLAIN, Linear, LinearMethod, Part, WeightFormat
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
-from quire.worker.layers.quantization.int_groups import Groups, give_groups
+from quire.worker.layers.quantization.int_groups import Groups, dequantize, give_groups, needs_of
 from quire.worker.layers.views import RowOrder, View
 
 Decoded = Groups | Rows | torch.Tensor
@@ -130,8 +130,12 @@ class Scheme(ABC):
         no memory with `tensors`. Or the blocks of a GGUF file, as they are.
         """
 
+    def needs(self, piece: Piece) -> frozenset[str]:
+        """What the piece needs of kernels (`Groups.needs`), without which it is dequantized at load."""
+        return frozenset()
+
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
-        """Estimated bytes of the piece once it is loaded; `itemsize` is that of the model's type."""
+        """Bytes of the piece once it is loaded, unless it is dequantized; `itemsize` is that of the model's type."""
         return piece.rows[1] * piece.columns[1] * itemsize
 
 
@@ -211,9 +215,11 @@ class StoredWeights(LinearMethod):
     def num_bytes(self, layer: Linear) -> int:
         bias = 0 if layer.bias is None else layer.bias.nbytes
         size = self.dtype.itemsize
-        if self.plain is MATRIX:
+        parts = list(zip(self.pieces, self.schemes))
+        needs = frozenset().union(*(scheme.needs(piece) for piece, scheme in parts))
+        if self.plain is MATRIX or not self._takes(layer, needs):
             return bias + layer.out_features * layer.in_features * size
-        return bias + sum(scheme.num_bytes(piece, size) for piece, scheme in zip(self.pieces, self.schemes))
+        return bias + sum(scheme.num_bytes(piece, size) for piece, scheme in parts)
 
     def finalize(self, layer: Linear) -> None:
         decoded = [self._take(layer, i) for i in range(len(self.pieces))]
@@ -222,16 +228,17 @@ class StoredWeights(LinearMethod):
         if all(isinstance(part, Rows) for part in decoded):
             layer.method = PlainBlocks(layer, decoded, self.dtype)
             return layer.method.finalize(layer)
-        merged = Groups.merged(decoded, layer.out_features)
-        if merged and (regrouped := merged.regrouped()) and self._keeps(layer, regrouped):
-            return give_groups(layer, regrouped, self.dtype)
+        if merged := Groups.merged(decoded, layer.out_features):
+            for groups in (merged, merged.regrouped()):
+                if groups and self._takes(layer, groups.needs):
+                    return give_groups(layer, groups, self.dtype)
         self._dequantize(layer, decoded)
 
-    def _keeps(self, layer: Linear, groups: Groups) -> bool:
-        """Whether the layer holds the groups as they are; 8-bit floats only for kernels that take them."""
-        if groups.values.dtype != torch.float8_e4m3fn:
-            return True
-        return layer.ops is not None and layer.ops.e4m3_groups and self.dtype in layer.ops.quantized_types
+    def _takes(self, layer: Linear, needs: frozenset[str]) -> bool:
+        """Whether the layer holds groups that need this as they are. Others have kernels, or will, on any platform."""
+        return not needs or (
+            layer.ops is not None and needs <= layer.ops.takes and self.dtype in layer.ops.quantized_types
+        )
 
     def _dequantize(self, layer: Linear, decoded: list[Decoded]) -> None:
         device = tensors_of(decoded[0]).device
@@ -254,7 +261,7 @@ class StoredWeights(LinearMethod):
         if isinstance(decoded, torch.Tensor):
             return piece.view(decoded)
         if isinstance(piece.view, RowOrder):
-            return decoded.of_rows(piece.view(torch.arange(piece.rows[1])))
+            return decoded.of_rows(piece.view(torch.arange(piece.rows[1], device=tensors_of(decoded).device)))
         return piece.view(decoded.dequantized())
 
 
@@ -278,11 +285,13 @@ def grouped(
     bits: int,
     group: int | None,
     group_of: torch.Tensor | None = None,
+    table: tuple[float, ...] | None = None,
+    row_scales: torch.Tensor | None = None,
 ) -> Groups | torch.Tensor:
     """The piece in groups of equal length, or dequantized if its columns cannot be arranged so.
 
     values are int8 `[n, k]`; scales and zeros `[n, groups]` cover the columns' groups or, with `group_of` `[k]`, are
-    those of the whole weight.
+    those of the whole weight. The other arguments are as in `Groups`.
     """
     k = values.shape[1]
     if zeros is not None and not zeros.any():
@@ -296,27 +305,25 @@ def grouped(
             zeros = None if zeros is None else zeros[:, present]
             straight = torch.equal(order, torch.arange(k, device=order.device))
             return Groups(values[:, order], scales[:, present], zeros, bits, group, None if straight else order)
-        return dequantized(values, scales, zeros, group_of)
+        return dequantize(values, scales, zeros, group_of)
     start = piece.columns[0] % group
     if start == 0:
-        return Groups(values, scales.contiguous(), zeros, bits, group)
+        return Groups(values, scales.contiguous(), zeros, bits, group, None, table, row_scales)
     # a slice that begins inside a group
     columns = (torch.arange(k, device=values.device) + start) // group
-    return dequantized(values, scales, zeros, columns)
+    return dequantize(values, scales, zeros, columns, table, row_scales)
 
 
-def dequantized(
-    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_of: torch.Tensor
-) -> torch.Tensor:
-    """The weight in float32, where column i has the scale and zero point `group_of[i]`."""
-    wide = values.float()
-    return (wide if zeros is None else wide - zeros[:, group_of]) * scales[:, group_of]
+def groups_needs(group: int | None) -> frozenset[str]:
+    """`Scheme.needs` of integers in groups of so many columns, or in whole rows."""
+    return frozenset() if group is None or any(group % size == 0 for size in (32, 64, 128)) else needs_of(group)
 
 
-def groups_bytes(piece: Piece, bits: int, group: int | None, num_tables: int) -> int:
+def groups_bytes(piece: Piece, bits: int, group: int | None, num_tables: int, act_order: bool = False) -> int:
     """Bytes of a piece in groups, with 16-bit tables of scales and, if there are two, offsets."""
     n, k = piece.size
-    return n * k * bits // 8 + 2 * num_tables * n * (1 if group is None else -(-k // group))
+    order = 8 * k if act_order else 0
+    return n * k * bits // 8 + 2 * num_tables * n * (1 if group is None else -(-k // group)) + order
 
 
 def named_by(name: str, pattern: str) -> bool:
