@@ -396,8 +396,8 @@ def attention_specs(
             uses_sinks=any(layer.sinks for layer in layers),
             latent=latent,
             expanded=expanded,
-            kv_dtype=kv.dtype,
-            kv_scales=kv.scales,
+            kv_dtype=dtype if expanded else kv.dtype,  # temporary keys and values have the type of the activations
+            kv_scales=None if expanded else kv.scales,
         )
         for (heads, kv_heads, head_dim, v_head_dim, latent, expanded), layers in shapes.items()
     ]

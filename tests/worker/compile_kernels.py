@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from quire.worker.cache.scaled import ScaledCache
+from quire.worker.cache.scaled import ScaledCache, ScaledLatents
 from quire.worker.cuda import (
     triton_bitmask,
     triton_experts,
@@ -121,7 +121,9 @@ def eight_bits() -> None:
 
 
 def latent_attention() -> None:
-    """DeepSeek V3's and MiniCPM3's sizes, decode with and without splits and a chunk; and expanded keys and values."""
+    """DeepSeek V3's and MiniCPM3's sizes, decode with and without splits and a chunk, also in 8 bits; and expanded keys
+    and values.
+    """
     for query_lens, heads, rank, rope, splits in (
         ([1] * 9, 128, 512, 64, 1),
         ([1], 16, 512, 64, 8),
@@ -130,9 +132,10 @@ def latent_attention() -> None:
         starts, lens = torch.tensor([0, *query_lens]).cumsum(0).int(), torch.tensor(query_lens).int()
         q, cache = (torch.zeros(sum(query_lens), n, rank + rope, dtype=torch.bfloat16) for n in (heads, 1))
         table = torch.zeros(len(query_lens), 40, dtype=torch.int32)
-        triton_mla.latent_attention(
-            q, cache[:1, None].expand(3, 16, 1, -1), rank, table, starts, lens, max(query_lens), 0.1, splits
-        )
+        cache, scales = cache[:1, None].expand(3, 16, 1, -1), torch.zeros(3, 16, 1, 2)
+        in_8_bits = (ScaledLatents(cache.to(kind), scales, rank) for kind in (torch.int8, torch.float8_e4m3fn))
+        for latents in (cache, *in_8_bits):
+            triton_mla.latent_attention(q, latents, rank, table, starts, lens, max(query_lens), 0.1, splits)
     q, k, v = (torch.zeros(70, 16, dim, dtype=torch.bfloat16) for dim in (192, 192, 128))
     starts, table = torch.tensor([0, 70]).int(), torch.zeros(1, 40, dtype=torch.int32)
     triton_paged.paged_attention(q, k[None, :16], v[None, :16], table, starts, starts[1:], 70, 0.1)

@@ -151,6 +151,12 @@ def test_the_first_one_that_applies_is_selected_with_reasons(flash_mla, flash_at
     selected = select_backend(CudaPlatform.attention_order, small)
     assert selected.backend.name == "triton_paged"
     assert selected.rejected["flash_attn_3_mla"].startswith("has kernels for latents of (576, 512) entries only")
+    for scales in ("token", "layer"):
+        in_8_bits = replace(ABSORBED, kv_dtype=torch.float8_e4m3fn, kv_scales=scales)
+        selected = select_backend(CudaPlatform.attention_order, [in_8_bits, EXPANDED])
+        assert selected.backend.name == "triton_paged"
+        for name in ("flash_mla", "flash_attn_3_mla"):
+            assert selected.rejected[name] == "has no window, soft cap, sinks or 8-bit cache"
 
 
 def test_why_they_do_not_apply(flash_attn_3, monkeypatch):

@@ -18,6 +18,7 @@ from quire.worker import memory
 from quire.worker.cache.scaled import FP8
 from quire.worker.models import read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
+from tests.families import FAMILIES, build_family
 from tests.in_process import InProcessEngine
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -91,6 +92,30 @@ def test_integer_scales_and_incomplete_ones(checkpoint, tmp_path):
     assert resolve(per_head)[0].scales == "token"
 
 
+def test_latents_have_two_scales_per_token(checkpoint, tmp_path):
+    folder = checkpoint("deepseek-v3")
+    for name, dtype in (("int8", torch.int8), ("fp8", FP8), ("fp8_per_token_head", FP8)):
+        kv, reason = resolve(folder, kv_cache_dtype=name)
+        assert (kv.dtype, kv.scales, kv.scale_bytes) == (dtype, "token", 4)
+        assert reason == "as asked; two scales per token, of its latent and of its rotary key"
+
+
+def test_the_one_scale_of_latents_in_a_checkpoint(checkpoint, tmp_path):
+    """It is that of keys, which the values are a part of. Integers do not use it."""
+    scheme = {**COMPRESSED, "kv_cache_scheme": SCHEME}
+    for name, names in (("both", ("attn.k_scale", "attn.v_scale")), ("keys", ("k_scale",) * 2)):
+        folder = with_scales(checkpoint("deepseek-v3"), tmp_path / name, scheme, names)
+        kv, reason = resolve(folder)
+        assert (kv.dtype, kv.scales) == (FP8, "layer") and "the checkpoint's scale of each layer" in reason
+        assert kv.constants == {i: (pytest.approx(0.02),) * 2 for i in range(3)}
+    assert resolve(folder, kv_cache_dtype="fp8_per_token_head")[0].scales == "token"
+    folder = with_scales(checkpoint("deepseek-v3"), tmp_path / "values", scheme, ("v_scale",) * 2)
+    assert resolve(folder)[0].scales == "token"
+    scheme = {**COMPRESSED, "kv_cache_scheme": {**SCHEME, "type": "int"}}
+    kv, reason = resolve(with_scales(checkpoint("deepseek-v3"), tmp_path / "int", scheme, ("k_scale", "v_scale")))
+    assert (kv.dtype, kv.scales) == (torch.int8, "token") and "would leave the smaller few bits" in reason
+
+
 def test_a_scheme_that_is_not_supported_is_named(checkpoint, tmp_path):
     folder = with_scales(
         checkpoint("qwen3"), tmp_path / "m", {**MODELOPT, "kv_cache_quant_algo": "NVFP4"}, ("k_scale", "v_scale")
@@ -103,11 +128,6 @@ def test_a_scheme_that_is_not_supported_is_named(checkpoint, tmp_path):
     ("name", "settings", "words"),
     [
         ("qwen3", {"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16: keys and values are stored in float32"),
-        (
-            "deepseek-v3",
-            {"kv_cache_dtype": "fp8"},
-            "DeepseekV3ForCausalLM keeps latents .MLA., which are not stored in 8",
-        ),
     ],
 )
 def test_refusals(checkpoint, name, settings, words):
@@ -134,6 +154,9 @@ def test_about_twice_the_tokens_in_the_same_memory(checkpoint, tmp_path):
     assert blocks_of(folder, "int8") == blocks_of(folder, "fp8") == pytest.approx(plain * 256 / 132, abs=1)
     scaled = with_scales(folder, tmp_path / "m", None, ("k_scale", "v_scale"))
     assert blocks_of(scaled, "fp8") == pytest.approx(2 * plain, abs=1)
+    latent = checkpoint("deepseek-v3", dtype="bfloat16", kv_lora_rank=512, qk_rope_head_dim=64)
+    plain = blocks_of(latent, "auto")
+    assert blocks_of(latent, "int8") == blocks_of(latent, "fp8") == pytest.approx(plain * 1152 / 584, abs=2)
 
 
 LONG = [(7 * i) % 480 + 4 for i in range(300)]
@@ -160,6 +183,19 @@ def test_log_probabilities_stay_close(checkpoint, name):
     assert 0 < distance["int8"].mean() < 0.15 and 0 < distance["fp8"].mean() < 0.6
 
 
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-5", "glm4-moe-lite", "minicpm3", "axk1", "mistral4"]
+)
+def test_log_probabilities_with_latents_stay_close(checkpoint, tmp_path, name):
+    """Every form of latent attention, with prompts expanded and, below, tokens absorbed. A router of random weights may
+    choose other experts, which changes a token's log-probabilities by any amount: hence medians.
+    """
+    folder = build_family(name, tmp_path, vocab_size=512) if name in FAMILIES else checkpoint(name)
+    exact = torch.tensor(scored(folder))
+    distance = {kind: (torch.tensor(scored(folder, kv_cache_dtype=kind)) - exact).abs() for kind in ("int8", "fp8")}
+    assert 0 < distance["int8"].median() < 0.15 and 0 < distance["fp8"].median() < 0.6
+
+
 @pytest.mark.parametrize("config", [None, {**COMPRESSED, "kv_cache_scheme": SCHEME}], ids=["plain", "declared"])
 def test_log_probabilities_with_the_scales_of_a_checkpoint(checkpoint, tmp_path, config):
     """With a good scale they are about as close as with a scale per token, with one that is far too large they are
@@ -174,7 +210,7 @@ def test_log_probabilities_with_the_scales_of_a_checkpoint(checkpoint, tmp_path,
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "minicpm3"])
 def test_chunks_hits_and_preemption_change_nothing(checkpoint, name, kind):
     """A token's numbers in the cache depend on that token alone, so greedy tokens are the same however it got there."""
     settings = dict(kv_cache_dtype=kind, block_size=4, max_num_seqs=4, max_model_len="220")
@@ -193,12 +229,13 @@ def test_chunks_hits_and_preemption_change_nothing(checkpoint, name, kind):
 
 
 @pytest.mark.slow
-def test_two_stages_or_ranks_give_the_same_tokens(checkpoint):
+@pytest.mark.parametrize("name", ["qwen3", "minicpm3"])
+def test_two_stages_or_ranks_give_the_same_tokens(checkpoint, name):
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     tokens = []
     for parallel in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
         engine = InProcessEngine(
-            checkpoint("qwen3"), kv_cache_dtype="int8", max_num_seqs=4, max_model_len="400", num_threads=1, **parallel
+            checkpoint(name), kv_cache_dtype="int8", max_num_seqs=4, max_model_len="400", num_threads=1, **parallel
         )
         tokens.append([result.token_ids for result in engine.generate([LONG[:90], LONG[40:60]], sampling)])
         engine.close()

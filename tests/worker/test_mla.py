@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cache.allocation import allocate
+from quire.worker.cache.scaled import FP8, ScaledLatents, store
 from quire.worker.cache.spec import Latent, plan_cache
 from quire.worker.cache.storage import KVStorage
 from quire.worker.layers import mla
@@ -34,23 +35,36 @@ def _definition(q_nope, q_pe, latents, kv_b):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), v).flatten(1)
 
 
-def _layer(num_blocks: int) -> LatentAttention:
-    layer = LatentAttention(HEADS, SIZES, 0, SCALE)
-    spec = layer.cache_spec(4)
-    assert spec == Latent(40, 8, 4)
-    allocate([layer], plan_cache([spec]), num_blocks, BLOCK_SIZE, KVStorage(torch.float32), torch.device("cpu"))
+def _layer(num_blocks: int, dtype: torch.dtype) -> LatentAttention:
+    layer, storage = LatentAttention(HEADS, SIZES, 0, SCALE), KVStorage(dtype)
+    spec = layer.cache_spec(dtype.itemsize, storage.scale_bytes)
+    assert spec == Latent(40, 8, *((4, 0) if dtype == torch.float32 else (1, 4)))
+    allocate([layer], plan_cache([spec]), num_blocks, BLOCK_SIZE, storage, torch.device("cpu"))
     return layer
 
 
-def check(batch: list[tuple[int, int]]) -> list[str]:
-    """Compare a step of requests with (new tokens, tokens before them). Returns how each part attends."""
+def _stored(latents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers that a cache of type `dtype` stands for after latents `[L, R + P]` were stored."""
+    if dtype == torch.float32:
+        return latents
+    values, scales = torch.zeros(1, len(latents), 1, SIZES.width).to(dtype), torch.zeros(1, len(latents), 1, 2)
+    cache = ScaledLatents(values, scales, SIZES.rank)
+    store(cache, torch.arange(len(latents)), latents[:, None])
+    return cache.widened(values, scales)[0, :, 0]
+
+
+def check(batch: list[tuple[int, int]], dtype: torch.dtype = torch.float32) -> list[str]:
+    """Compare a step of requests with (new tokens, tokens before them) over a cache of type `dtype`. Returns how each
+    part attends.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = [new + before for new, before in batch]
     counts = [-(-length // BLOCK_SIZE) for length in lengths]
     order = (torch.randperm(sum(counts), generator=generator) + 1).split(counts)
     table = torch.zeros(len(batch), max(counts), dtype=torch.int32)
-    layer = _layer(sum(counts) + 1)
-    layer.k_cache[1:] = float("nan")  # entries behind a request's last token
+    layer = _layer(sum(counts) + 1, dtype)
+    # entries behind a request's last token
+    (layer.k_cache if dtype == torch.float32 else layer.k_cache.scales)[1:] = float("nan")
     kv_b = torch.randn(HEADS * (SIZES.nope_dim + SIZES.v_dim), SIZES.rank, generator=generator) / SIZES.rank**0.5
     q = torch.randn(sum(new for new, _ in batch), HEADS, SIZES.nope_dim + SIZES.rope_dim, generator=generator)
     want, slots, starts = [], [], [0, *accumulate(new for new, _ in batch)]
@@ -60,10 +74,10 @@ def check(batch: list[tuple[int, int]]) -> list[str]:
         table[i, : counts[i]] = order[i]
         positions = torch.arange(lengths[i])
         slot = order[i][positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        layer.k_cache[slot[:before] // BLOCK_SIZE, slot[:before] % BLOCK_SIZE] = latents[:before, None]
+        store(layer.k_cache, slot[:before], latents[:before, None])
         slots.append(slot[before:])
         written.append(latents[before:])
-        want.append(_definition(*q[starts[i] : starts[i + 1]].split([16, 8], -1), latents, kv_b))
+        want.append(_definition(*q[starts[i] : starts[i + 1]].split([16, 8], -1), _stored(latents, dtype), kv_b))
     meta = AttentionMetadata(
         CpuPagedAttention(),
         torch.cat(slots),
@@ -77,13 +91,13 @@ def check(batch: list[tuple[int, int]]) -> list[str]:
     layer.write(torch.cat(written), meta)
     out = layer.attend_latent(*q.split([16, 8], -1), kv_b, meta)
     torch.testing.assert_close(out.double(), torch.cat(want), rtol=1e-4, atol=1e-5)
-    return ["absorbed" if part.blocks is None else "expanded" for part in layer._parts(meta)]
+    return ["absorbed" if part.blocks is None else "expanded" for part in layer._parts(meta, 4)]
 
 
 @settings(max_examples=40, deadline=None)
-@given(requests)
-def test_equals_its_definition(batch):
-    check(batch)
+@given(requests, st.sampled_from([torch.float32, torch.int8, FP8]))
+def test_equals_its_definition(batch, dtype):
+    check(batch, dtype)
 
 
 def test_prompts_are_expanded_and_tokens_absorbed(monkeypatch):
@@ -92,7 +106,10 @@ def test_prompts_are_expanded_and_tokens_absorbed(monkeypatch):
     assert check([(1, 9), (20, 0), (2, 60), (30, 7)]) == ["absorbed", "expanded"]
     # memory for 32 tokens of all heads: requests take turns, and of a long one the heads do
     monkeypatch.setattr(mla, "EXPANDED_BYTES", 32 * HEADS * 4 * (16 + 8 + 24))
-    assert check([(20, 0), (1, 9), (14, 0), (30, 7)]) == ["absorbed", "expanded", "expanded", "expanded"]
+    monkeypatch.setattr(mla, "_WIDENED_TOKENS", 10)
+    for dtype in (torch.float32, torch.int8, FP8):
+        parts = check([(20, 0), (1, 9), (14, 0), (30, 7)], dtype)
+        assert parts == ["absorbed", "expanded", "expanded", "expanded"]
 
 
 def test_the_way_follows_from_the_number_of_products():

@@ -13,10 +13,11 @@ import torch
 from quire.worker.attention.base import AttentionMetadata, AttentionSpec
 from quire.worker.attention.registry import BACKENDS, select_backend
 from quire.worker.cache.allocation import Warmer, allocate
-from quire.worker.cache.scaled import FP8, LARGEST, ScaledCache, rounded, scale_of, store, widened
-from quire.worker.cache.spec import Full, Window, plan_cache
+from quire.worker.cache.scaled import FP8, LARGEST, ScaledCache, ScaledLatents, rounded, scale_of, store, widened
+from quire.worker.cache.spec import Full, Latent, LatentSizes, Window, plan_cache
 from quire.worker.cache.storage import KVStorage
 from quire.worker.layers.attention import Attention
+from quire.worker.layers.mla import LatentAttention
 from tests.worker.attention_cases import Case, dense, make_case
 
 CPU = torch.device("cpu")
@@ -79,6 +80,25 @@ def eight_bits(case: Case, dtype: torch.dtype, constant: bool = False) -> Case:
     return replace(case, k_cache=caches[0], v_cache=caches[1], keys=entries[0], values=entries[1])
 
 
+def latents_in_8_bits(case: Case, dtype: torch.dtype, rank: int, constant: bool = False) -> Case:
+    """The same for a latent cache, with NaN for the scales of latents of no request."""
+    blocks, block_size, _, width = case.k_cache.shape
+    values = torch.full((blocks, 1, block_size, width), 127, dtype=torch.int8).transpose(1, 2)
+    scales = torch.full((blocks, block_size, 1, 2), torch.nan)
+    values[0], scales[0] = 0, 1.0
+    if constant:
+        scales = torch.tensor(0.01 if dtype == FP8 else 0.03).expand(scales.shape)
+    latents, keys = ScaledLatents(values.view(dtype), scales, rank, constant), []
+    for x, table in zip(case.keys, case.meta.block_table.cpu()):
+        positions = torch.arange(len(x))
+        at = table[positions // block_size].long(), positions % block_size
+        store(latents, at[0] * block_size + at[1], x.to(case.q.dtype))
+        keys.append(latents.widened(values[at].view(dtype), scales[at]))
+    device = case.q.device
+    latents = ScaledLatents(latents.values.to(device), scales.to(device), rank, constant)
+    return replace(case, k_cache=latents, v_cache=latents.latent, keys=keys, values=[k[..., :rank] for k in keys])
+
+
 def backend_of(request, name: str, **changes):
     if name in ("cpu_native", "cpu_fixed"):
         request.getfixturevalue("native_kernels")
@@ -131,6 +151,48 @@ def test_constant_scales(request, name, kind, batch):
     torch.testing.assert_close(out, dense(case, 0.2), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 32, 16), (20, 64, 16), (16, 256, 32)])  # heads, rank, rotary width
+@pytest.mark.parametrize("block_size", [5, 16])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("name", ["cpu_paged"])
+def test_latents(request, name, kind, batch, block_size, sizes, constant):
+    heads, rank, rope = sizes
+    shape = {"num_heads": heads, "num_kv_heads": 1, "head_dim": rank + rope, "v_head_dim": rank, "latent": True}
+    backend = backend_of(request, name, **shape, kv_scales="layer" if constant else "token")
+    plain = make_case(backend, *BATCHES[batch], **shape, block_size=block_size)
+    case = latents_in_8_bits(plain, TYPES[kind], rank, constant)
+    backend.build(case.meta)
+    out = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.1)
+    torch.testing.assert_close(out, dense(case, 0.1), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rotary_keys_have_a_scale_of_their_own(kind):
+    """Latents are normalized, rotary keys may be 50 times as large: with one scale for both, integers would lose the
+    latents.
+    """
+    backend, sizes = select_backend(("cpu_paged",), [], None).backend, {"head_dim": 80, "v_head_dim": 64}
+    case = make_case(backend, [1, 9], [500, 300], num_kv_heads=1, latent=True, **sizes)
+    case.q[..., 64:] /= 50
+    for k in case.keys:
+        k[..., 64:] *= 50
+    exact = dense(case, 0.1)
+    case = latents_in_8_bits(case, TYPES[kind], 64)
+    backend.build(case.meta)
+    out = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.1)
+    assert (out - exact).norm() / exact.norm() < (0.01 if kind == "int8" else 0.04)
+    worse = replace(case, keys=[one_scale(k, TYPES[kind]) for k in case.keys])
+    worse.values = [k[..., :64] for k in worse.keys]
+    assert (dense(worse, 0.1) - exact).norm() / exact.norm() > 0.1 or kind == "fp8"
+
+
+def one_scale(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    scales, inverse = scale_of(x, kind)
+    return widened(rounded(x * inverse[..., None], kind), scales)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_distance_from_attention_without_rounding(kind):
     """Random keys and values, whose errors average out over many keys."""
@@ -147,6 +209,7 @@ def test_a_page_holds_its_scales():
     plain, scaled = Full(8, 128, 128, 2), Full(8, 128, 128, 1, scale_bytes=4)
     assert plain.page_bytes(16) / scaled.page_bytes(16) == pytest.approx(256 / 132)
     assert Full(8, 128, 128, 1).page_bytes(16) * 2 == plain.page_bytes(16)  # constant scales
+    assert Latent(576, 64, 2).page_bytes(16) / Latent(576, 64, 1, 4).page_bytes(16) == 1152 / 584  # DeepSeek
     window = Window(2, 96, 64, 1, 24, scale_bytes=4)
     plan = plan_cache([scaled, window])
     assert plan.layer_page_bytes(16) % 128 == plan.layer_page_bytes(16) % 96 == 0
@@ -189,6 +252,24 @@ def test_all_of_the_memory_is_made_resident(constants):
     warmer = Warmer(layers)
     try:
         assert len(warmer._tensors) == (8 if constants is None else 4)
+    finally:
+        warmer.stop()
+
+
+@pytest.mark.parametrize("constants", [None, {0: (0.1, 0.1), 1: (0.2, 0.2)}])
+def test_latents_fill_their_pages(constants):
+    """All memory that the plan counts is theirs, and is made resident."""
+    layers = [LatentAttention(4, LatentSizes(32, 16, 8, 24), i, 1.0) for i in range(2)]
+    storage = KVStorage(torch.int8, constants)
+    plan = plan_cache([layer.cache_spec(1, storage.scale_bytes) for layer in layers])
+    allocate(layers, plan, 6, 4, storage, CPU)
+    for i, layer in enumerate(layers):
+        assert layer.v_cache.values.data_ptr() == layer.k_cache.values.data_ptr()
+        assert constants is None or layer.k_cache.scales[3, 1, 0].tolist() == pytest.approx(constants[i])
+    warmer = Warmer(layers)
+    try:
+        assert sum(tensor.nbytes for tensor in warmer._tensors) == 6 * plan.page_bytes(4)
+        assert len(warmer._tensors) == (4 if constants is None else 2)
     finally:
         warmer.stop()
 

@@ -6,8 +6,9 @@ head, and `v_cache` is the first columns of `k_cache`. In memory, each slot of a
 CPU, each head of a block holds all slots. Block 0 is the null block: padding rows write to slot 0 and read from it, so
 no kernel needs a `-1` branch. A slot is `block_id * block_size + offset`.
 
-A cache in 8 bits is a `ScaledCache`, values and scales, instead of a tensor (`cache/scaled.py`). A backend gets one
-only if `supports` accepts an `AttentionSpec` with `kv_scales`.
+A cache in 8 bits is a `ScaledCache`, values and scales, instead of a tensor (`cache/scaled.py`); of latents `k_cache`
+is `ScaledLatents`, whose values and first scales are also those of `v_cache`. A backend gets one only if `supports`
+accepts an `AttentionSpec` with `kv_scales`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quire.worker.cache.scaled import KVCache, ScaledCache, store
+from quire.worker.cache.scaled import KVCache, ScaledCache, ScaledLatents, store, values_of
 
 NativeRequests = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # block table, lengths, starts, path
 
@@ -160,7 +161,24 @@ class StepBackend(AttentionBackend):
 
 def is_latent(k_cache: KVCache, v_cache: KVCache) -> bool:
     """Return whether the values are columns of the keys."""
-    return isinstance(k_cache, torch.Tensor) and k_cache.data_ptr() == v_cache.data_ptr()
+    return values_of(k_cache).data_ptr() == values_of(v_cache).data_ptr()
+
+
+def _tiny_caches(spec: AttentionSpec, block_size: int) -> tuple[KVCache, KVCache]:
+    """(k_cache, v_cache) of three blocks for `spec`."""
+    shape = 3, block_size, spec.num_kv_heads
+    k, v = (
+        torch.zeros(*shape, dim, dtype=spec.kv_dtype or spec.dtype, device=spec.device)
+        for dim in (spec.head_dim, spec.v_dim)
+    )
+    constant = spec.kv_scales == "layer"
+    scales = torch.ones(() if constant else (*shape, 2), device=spec.device).expand(*shape, 2)
+    if spec.latent and spec.kv_scales:
+        latents = ScaledLatents(k, scales, spec.v_dim, constant)
+        return latents, latents.latent
+    if spec.kv_scales:
+        return ScaledCache(k, scales[..., 0], constant), ScaledCache(v, scales[..., 1], constant)
+    return k, k[..., : spec.v_dim] if spec.latent else v
 
 
 def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
@@ -172,16 +190,7 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
     """
     size = spec.block_size or backend.default_block_size
     device = spec.device
-    caches: list[KVCache] = [
-        torch.zeros(3, size, spec.num_kv_heads, dim, dtype=spec.kv_dtype or spec.dtype, device=device)
-        for dim in (spec.head_dim, spec.v_dim)
-    ]
-    if spec.kv_scales:
-        constant = spec.kv_scales == "layer"
-        scales = torch.ones(() if constant else (3, size, spec.num_kv_heads), device=device)
-        caches = [ScaledCache(values, scales.expand(3, size, spec.num_kv_heads), constant) for values in caches]
-    if spec.latent:
-        caches[1] = caches[0][..., : spec.v_dim]
+    caches = _tiny_caches(spec, size)
     for query_lens in ([2, 1], [1, 1]):
         starts = torch.tensor([0, query_lens[0], sum(query_lens)], dtype=torch.int32, device=device)
         table = torch.tensor([[1, 2], [2, 1]], dtype=torch.int32, device=device)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, is_latent
-from quire.worker.cache.scaled import KVCache, ScaledCache, as_bytes, widened
+from quire.worker.cache.scaled import KVCache, ScaledCache, ScaledLatents, as_bytes, widened
 
 _DECODE_TOKENS = 8192  # maximum number of keys gathered at once for decoding requests
 _PREFILL_SCORES = 1 << 23  # maximum number of scores per head in one piece of a prefill
@@ -166,8 +166,10 @@ def attend_output(
 
 def _tensors(k_cache: KVCache, v_cache: KVCache) -> list[torch.Tensor]:
     """What is gathered, `[num_blocks, block_size, num_kv_heads, _]` each: keys and values, whose scales follow if each
-    token has its own; only the keys of a latent cache.
+    token has its own; only the keys of a latent cache, and the scales of these.
     """
+    if isinstance(k_cache, ScaledLatents):
+        return [as_bytes(k_cache.values), *([] if k_cache.constant else [k_cache.scales])]
     if is_latent(k_cache, v_cache):
         return [k_cache]
     if not isinstance(k_cache, ScaledCache):
@@ -183,7 +185,11 @@ def _keys_and_values(
     values of a latent cache are columns of the keys.
     """
     if is_latent(k_cache, v_cache):
-        return gathered[0], gathered[0][..., : v_cache.shape[3]]
+        k = gathered[0]
+        if isinstance(k_cache, ScaledLatents):
+            scales = k_cache.scales[0, 0] if k_cache.constant else gathered[1]
+            k = k_cache.widened(k.view(k_cache.values.dtype), scales).to(dtype)
+        return k, k[..., : v_cache.shape[3]]
     if not isinstance(k_cache, ScaledCache):
         return gathered[0], gathered[1]
     scales = (

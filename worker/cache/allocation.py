@@ -12,7 +12,7 @@ import time
 import torch
 from torch import nn
 
-from quire.worker.cache.scaled import SCALE, KVCache, ScaledCache, tensors_of
+from quire.worker.cache.scaled import SCALE, KVCache, ScaledCache, ScaledLatents, tensors_of
 from quire.worker.cache.spec import CachePlan, CacheSpec, Latent
 from quire.worker.cache.storage import KVStorage
 from quire.worker.layers.attention import Attention
@@ -67,9 +67,9 @@ _Part = tuple[int, int, torch.dtype]  # of what a layer keeps per token: heads, 
 
 
 def _parts(spec: CacheSpec, storage: KVStorage) -> list[_Part]:
-    """The tensors of a layer: keys, their scales if each token has some, values, and theirs."""
+    """The tensors of a layer: keys, their scales if each token has some, values, and theirs; or latents and theirs."""
     if isinstance(spec, Latent):
-        return [(1, spec.width, storage.dtype)]
+        return [(1, spec.width, storage.dtype), *([(1, 2, SCALE)] if storage.scale_bytes else [])]
     scales = [(spec.num_kv_heads, 1, SCALE)] if storage.scale_bytes else []
     k, v = ((spec.num_kv_heads, dim, storage.dtype) for dim in (spec.k_dim, spec.v_dim))
     return [k, *scales, v, *scales]
@@ -79,14 +79,17 @@ def _caches(tensors: list[torch.Tensor], layer: Attention, storage: KVStorage) -
     """(k_cache, v_cache) of a layer in the tensors of its `_parts`."""
     if not storage.scaled:
         return tensors[0], tensors[-1][..., : layer.v_head_dim]
-    if storage.constants is None:
-        k, k_scales, v, v_scales = tensors
-        return ScaledCache(k, k_scales[..., 0]), ScaledCache(v, v_scales[..., 0])
-    scales = storage.constants[layer.layer_index]
-    return tuple(
-        ScaledCache(values, torch.tensor(scale, dtype=SCALE, device=values.device).expand(values.shape[:3]), True)
-        for values, scale in zip(tensors, scales)
-    )
+    constant = storage.constants is not None
+    if constant:
+        numbers = torch.tensor(storage.constants[layer.layer_index], dtype=SCALE, device=tensors[0].device)
+        values, scales = tensors, [number.expand(*tensors[0].shape[:3], 2) for number in numbers]
+    else:
+        values, scales = tensors[::2], tensors[1::2]
+    if len(values) == 1:
+        latents = ScaledLatents(values[0], scales[0], layer.v_head_dim, constant)
+        return latents, latents.latent
+    k, v = (ScaledCache(entries, scale[..., 0], constant) for entries, scale in zip(values, scales))
+    return k, v
 
 
 def _zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

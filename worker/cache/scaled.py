@@ -2,7 +2,8 @@
 
 A scale belongs to one head of one token and is stored in its page, or it is a constant of the layer, from the
 checkpoint. Both are read in the same way: the scales of a layer are a tensor with one entry per token and head, whose
-strides are 0 if there is one number only.
+strides are 0 if there is one number only. A latent has two scales, because its two parts differ in size: one was
+normalized, the other is a key with rotary embedding.
 
 The arithmetic here is the definition; native and Triton kernels store the same bits. With A = max |x| of a head, its
 scale is A / 127 (e4m3: A / 448), and an element is x * (127 / A), rounded to nearest even, in float32.
@@ -42,21 +43,55 @@ class ScaledCache:
         as_bytes(self.values)[blocks, offsets] = as_bytes(rounded(x.float() * inverse, self.values.dtype))
 
 
-KVCache = torch.Tensor | ScaledCache
+@dataclass(frozen=True, slots=True)
+class ScaledLatents:
+    """The latents [c | k_pe] of a layer (`layers/mla.py`), each part times a scale of its own. c is also the values."""
+
+    values: torch.Tensor  # [num_blocks, block_size, 1, width], a type of LARGEST
+    scales: torch.Tensor  # [num_blocks, block_size, 1, 2] float32: of c, and of k_pe
+    rank: int  # width of c
+    constant: bool = False  # all scales are one number
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def latent(self) -> ScaledCache:
+        """c alone."""
+        return ScaledCache(self.values[..., : self.rank], self.scales[..., 0], self.constant)
+
+    @property
+    def rope(self) -> ScaledCache:
+        """k_pe alone."""
+        return ScaledCache(self.values[..., self.rank :], self.scales[..., 1], self.constant)
+
+    def write(self, blocks: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor) -> None:
+        """Store x `[T, 1, width]`."""
+        self.latent.write(blocks, offsets, x[..., : self.rank])
+        self.rope.write(blocks, offsets, x[..., self.rank :])
+
+    def widened(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """float32 of values `[..., width]` and scales `[..., 2]` that were taken from this cache."""
+        parts = values.split([self.rank, values.shape[-1] - self.rank], -1)
+        return torch.cat([widened(part, scale) for part, scale in zip(parts, scales.unbind(-1))], -1)
+
+
+KVCache = torch.Tensor | ScaledCache | ScaledLatents
 
 
 def store(cache: KVCache, slot_mapping: torch.Tensor, x: torch.Tensor) -> None:
     """Store x `[T, num_kv_heads, head_dim]` in the slots `[T]` of a cache."""
     blocks, offsets = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
-    if isinstance(cache, ScaledCache):
-        cache.write(blocks, offsets, x)
-    else:
+    if isinstance(cache, torch.Tensor):
         cache[blocks, offsets] = x
+    else:
+        cache.write(blocks, offsets, x)
 
 
 def values_of(cache: KVCache) -> torch.Tensor:
     """The elements of a cache, without their scales."""
-    return cache.values if isinstance(cache, ScaledCache) else cache
+    return cache if isinstance(cache, torch.Tensor) else cache.values
 
 
 def tensors_of(cache: KVCache) -> list[torch.Tensor]:

@@ -71,19 +71,20 @@ class Chunk(Full):
 @dataclass(frozen=True, slots=True)
 class Latent:
     """One vector of `width` per token, shared by all heads (MLA, arXiv:2405.04434); its first `width - rope_width`
-    entries are also the values.
+    entries are also the values. `scale_bytes` are those of the scale of each of the two parts.
     """
 
     width: int
     rope_width: int
     itemsize: int
+    scale_bytes: int = 0
 
     def page_bytes(self, block_size: int) -> int:
-        return block_size * self.width * self.itemsize
+        return block_size * (self.width * self.itemsize + 2 * self.scale_bytes)
 
     @property
     def row_bytes(self) -> int:
-        return self.width * self.itemsize
+        return math.lcm(self.width * self.itemsize, 2 * self.scale_bytes or 1)
 
     @property
     def group(self) -> CacheGroup:

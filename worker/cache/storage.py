@@ -2,7 +2,9 @@
 
 `--kv-cache-dtype auto` follows the checkpoint, as vLLM does: a model that was exported for an FP8 or int8 cache gets
 one. Scales of the checkpoint are used if every layer has them; otherwise each head of each token gets its own when it
-is stored, which loses less and takes 4 bytes.
+is stored, which loses less and takes 4 bytes. The two parts of a latent (MLA) count as two heads. A checkpoint has one
+number for both, which suits e4m3, whose precision is relative, but not integers: of these the smaller part would keep
+few bits.
 """
 
 from __future__ import annotations
@@ -74,30 +76,30 @@ def resolve_storage(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tupl
 
 def _obstacle(spec: ModelSpec) -> str | None:
     """Why a model has no keys and values to store in 8 bits."""
-    if spec.is_encoder:
-        return f"{spec.architecture} is an encoder, which keeps no keys and values"
-    if any(layer.latent for layer in spec.layers):
-        return f"{spec.architecture} keeps latents (MLA), which are not stored in 8 bits yet"
-    return None
+    return f"{spec.architecture} is an encoder, which keeps no keys and values" if spec.is_encoder else None
 
 
 def _in_8_bits(
     config: Config, spec: ModelSpec, asked: str, wanted: Declared | None, why: str
 ) -> tuple[KVStorage, Choice]:
-    kind = asked.removesuffix(_OWN_SCALES)
+    kind, latent = asked.removesuffix(_OWN_SCALES), any(layer.latent for layer in spec.layers)
     own, note = (KVStorage(_TYPES[kind]), ("kv_cache_dtype", kind)), "one scale per token and head"
+    if latent:
+        note = "two scales per token, of its latent and of its rotary key"
     if asked != kind:
         return own[0], (*own[1], f"{why}; {note}")
     # a scale for another type does not fit this one's range
     if config.model.load_format == "dummy" or (wanted and wanted.kind != kind) or (not wanted and kind != "fp8"):
         return own[0], (*own[1], f"{why}; {note}")
-    scales = read_scales(config.model.model)
+    if latent and kind == "int8":
+        return own[0], (*own[1], f"{why}; {note}, as one of the checkpoint for both would leave the smaller few bits")
+    scales = read_scales(config.model.model, latent)
     if scales is None:
         return own[0], (*own[1], f"{why}; {note}, unless the weights, which are not here, have some")
     lacking = [
         i
         for i, layer in enumerate(spec.layers)
-        if layer.mixer == "attention" and layer.kv_from is None and i not in scales
+        if layer.mixer in ("attention", "mla") and layer.kv_from is None and i not in scales
     ]
     if not lacking:
         return KVStorage(_TYPES[kind], scales), (*own[1], f"{why}; the checkpoint's scale of each layer")

@@ -29,6 +29,8 @@ class CpuNativeAttention(AttentionBackend):
             return KERNELS.status
         if spec.uses_sinks:
             return "has no attention sinks"
+        if spec.latent and spec.kv_scales:
+            return "has no latents (MLA) in 8 bits"
         return cpu_ops.attention_reason(spec.head_dim, spec.v_dim, spec.dtype)
 
     def build(self, meta: AttentionMetadata) -> None:

@@ -23,7 +23,7 @@ _KINDS = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 
 def kind_of(cache: KVCache) -> int:
     """The kind of a cache in kernels."""
-    return _KINDS[cache.values.dtype] if isinstance(cache, ScaledCache) else 0
+    return 0 if isinstance(cache, torch.Tensor) else _KINDS[cache.values.dtype]
 
 
 if triton is not None:

@@ -3,7 +3,8 @@ head's keys and values follow by a matrix.
 
 Sizes: H heads of this rank, R = rank of the latent, N and P = sizes of a head's keys without and with rotary embedding,
 V = size of its values. The cache entry of a token is [c (R) | k_pe (P)]; a head's key is [W_k c (N) | k_pe], its value
-W_v c. Two ways to attend, which differ in rounding only:
+W_v c. In 8 bits, c and k_pe of a token have a scale each (`cache/scaled.py`). Two ways to attend, which differ in
+rounding only:
 
 - absorbed: `(q_nope W_k) c + q_pe k_pe` are the scores, and W_v multiplies the weighted sum of c. Attention is over one
   KV head, R + P wide, whatever the number of heads: little to read, but 2 R + P products per pair of tokens and head.
@@ -23,11 +24,13 @@ from itertools import pairwise
 import torch
 
 from quire.worker.attention.base import AttentionMetadata
+from quire.worker.cache.scaled import ScaledLatents, as_bytes, store
 from quire.worker.cache.spec import Latent, LatentSizes
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import product
 
 EXPANDED_BYTES = 256 << 20  # of the temporary keys and values
+_WIDENED_TOKENS = 16384  # of latents in 8 bits that exist in float32 at a time
 
 
 @dataclass(slots=True)
@@ -51,13 +54,16 @@ class LatentAttention(Attention):
         self.sizes = sizes
 
     def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> Latent:
-        assert not scale_bytes, "latents are not stored in 8 bits"
-        return Latent(self.sizes.width, self.sizes.rope_dim, itemsize)
+        return Latent(self.sizes.width, self.sizes.rope_dim, itemsize, scale_bytes)
 
     def write(self, latents: torch.Tensor, attn: AttentionMetadata) -> None:
         """Store latents `[T, R + P]` in their slots."""
-        block_size = self.k_cache.shape[1]
-        self.k_cache[attn.slot_mapping // block_size, attn.slot_mapping % block_size] = latents[:, None]
+        latents = latents[:, None]
+        if isinstance(self.k_cache, ScaledLatents):
+            parts = latents.split([self.sizes.rank, self.sizes.rope_dim], -1)
+            attn.backend.write_kv(*parts, self.k_cache.latent, self.k_cache.rope, attn.slot_mapping)
+        else:
+            store(self.k_cache, attn.slot_mapping, latents)
 
     def attend_latent(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_b: torch.Tensor, attn: AttentionMetadata
@@ -69,7 +75,7 @@ class LatentAttention(Attention):
         w_k = kv_b[:num_keys].unflatten(0, (self.num_heads, self.sizes.nope_dim))
         w_v = kv_b[num_keys:].unflatten(0, (self.num_heads, self.sizes.v_dim))
         out = q_nope.new_empty(len(q_nope), self.num_heads, self.sizes.v_dim)
-        for part in self._parts(attn):
+        for part in self._parts(attn, q_nope.element_size()):
             q = q_nope[part.tokens], q_pe[part.tokens]
             if part.blocks is None:
                 out[part.tokens] = self._absorbed(*q, w_k, w_v, part.meta)
@@ -77,12 +83,12 @@ class LatentAttention(Attention):
                 out[part.tokens] = self._expanded(*q, w_k, w_v, part)
         return out.flatten(1)
 
-    def _parts(self, attn: AttentionMetadata) -> list[_Part]:
-        """The requests by the way they attend, for all layers."""
+    def _parts(self, attn: AttentionMetadata, itemsize: int) -> list[_Part]:
+        """The requests by the way they attend, for all layers. `itemsize` is that of the activations."""
         if attn.max_query_len == 1:
             return [_Part(slice(None), attn)]
         if attn.latent_parts is None:
-            attn.latent_parts = list(_split(attn, self.sizes, self.num_heads, self.k_cache))
+            attn.latent_parts = list(_split(attn, self.sizes, self.num_heads, self.k_cache.shape[1], itemsize))
         return attn.latent_parts
 
     def _absorbed(
@@ -95,7 +101,7 @@ class LatentAttention(Attention):
     def _expanded(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, part: _Part
     ) -> torch.Tensor:
-        latents = self.k_cache[part.blocks].view(-1, self.sizes.width)  # copies whole blocks
+        latents = self._latents(part.blocks, q_nope.dtype)
         c, k_pe = latents.split([self.sizes.rank, self.sizes.rope_dim], -1)
         num_blocks, block_size = len(part.blocks), self.k_cache.shape[1]
         out = q_nope.new_empty(len(q_nope), self.num_heads, self.sizes.v_dim)
@@ -115,6 +121,18 @@ class LatentAttention(Attention):
             out[:, heads] = part.meta.backend.forward(q, *caches, part.meta, self.scale)
         return out
 
+    def _latents(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the latents of whole blocks, `[tokens, R + P]`."""
+        cache = self.k_cache
+        if isinstance(cache, torch.Tensor):
+            return cache[blocks].view(-1, self.sizes.width)
+        latents = torch.empty(len(blocks), *cache.shape[1:], dtype=dtype, device=blocks.device)
+        count = -(-_WIDENED_TOKENS // cache.shape[1])
+        for some, part in zip(blocks.split(count), latents.split(count)):
+            values = as_bytes(cache.values)[some].view(cache.values.dtype)
+            part.copy_(cache.widened(values, cache.scales[some]))
+        return latents.view(-1, self.sizes.width)
+
     def _heads_at_once(self, entry_bytes: int) -> int:
         """The number of heads whose keys and values fit into EXPANDED_BYTES; `entry_bytes` are those of one entry of
         each token. It divides the number of heads, because a backend's data for a step depends on it.
@@ -124,7 +142,9 @@ class LatentAttention(Attention):
         return next((n for n in divisors if n * of_head <= EXPANDED_BYTES), 1)
 
 
-def _split(attn: AttentionMetadata, sizes: LatentSizes, num_heads: int, cache: torch.Tensor) -> Iterator[_Part]:
+def _split(
+    attn: AttentionMetadata, sizes: LatentSizes, num_heads: int, block_size: int, itemsize: int
+) -> Iterator[_Part]:
     """Split a step into the requests that are absorbed, and groups of those that are expanded together."""
     starts, lengths = attn.host_lengths()
     counts = [end - start for start, end in pairwise(starts)]
@@ -137,8 +157,7 @@ def _split(attn: AttentionMetadata, sizes: LatentSizes, num_heads: int, cache: t
         chosen = _Chosen(attn, absorbed, starts, lengths)
         meta = chosen.metadata(attn.block_table[chosen.rows])
         yield _Part(chosen.tokens, meta)
-    block_size = cache.shape[1]
-    bytes_per_token = (sizes.nope_dim + sizes.rope_dim + sizes.v_dim) * cache.element_size()
+    bytes_per_token = (sizes.nope_dim + sizes.rope_dim + sizes.v_dim) * itemsize
     for group in _groups(expanded, lengths, EXPANDED_BYTES // (bytes_per_token * num_heads)):
         chosen = _Chosen(attn, group, starts, lengths)
         num_blocks = [-(-lengths[i] // block_size) for i in group]
@@ -148,7 +167,7 @@ def _split(attn: AttentionMetadata, sizes: LatentSizes, num_heads: int, cache: t
         for row, number in zip(table, num_blocks):
             row[:number] = torch.arange(first, first + number)
             first += number
-        yield _Part(chosen.tokens, chosen.metadata(table.to(cache.device, non_blocking=True)), blocks)
+        yield _Part(chosen.tokens, chosen.metadata(table.to(attn.block_table.device, non_blocking=True)), blocks)
 
 
 def _groups(requests: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:

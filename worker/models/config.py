@@ -163,7 +163,7 @@ def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
     if layer.mixer == "bidirectional":
         return Full(1, 1, 1, itemsize)  # nothing is kept: blocks only bound the tokens of requests in flight
     if layer.latent is not None:
-        return Latent(layer.latent.width, layer.latent.rope_dim, itemsize)
+        return Latent(layer.latent.width, layer.latent.rope_dim, itemsize, scale_bytes)
     sizes = max(1, layer.num_kv_heads // tp), layer.head_dim, layer.v_head_dim, itemsize
     if layer.chunk is not None:
         return Chunk(*sizes, layer.chunk, scale_bytes=scale_bytes)

@@ -79,9 +79,9 @@ def _quark_kind(config: dict[str, Any], names: list[str]) -> str | None:
     return {("fp8_e4m3", "per_tensor"): "fp8"}.get(kinds.pop()) if len(kinds) == 1 else None
 
 
-def read_scales(folder: str) -> Scales | None:
+def read_scales(folder: str, latent: bool = False) -> Scales | None:
     """The scales of the layers that have one number for keys and one for values, or None if there are no safetensors in
-    `folder`.
+    `folder`. Latents (MLA) need the number for keys only: their values are a part of them.
 
     Raises:
         ValueError: a scale is not positive, or a file is damaged.
@@ -104,7 +104,8 @@ def read_scales(folder: str) -> Scales | None:
                         found[int(match["layer"])][kind] = _positive(name, float(tensor))
         except (OSError, SafetensorError) as error:
             raise ValueError(damaged_weights(path, error)) from error
-    return {layer: (scales["k"], scales["v"]) for layer, scales in sorted(found.items()) if scales.keys() >= {"k", "v"}}
+    v = "k" if latent else "v"
+    return {layer: (scales["k"], scales[v]) for layer, scales in sorted(found.items()) if {"k", v} <= scales.keys()}
 
 
 def _kinds(name: str, kind: str) -> str:
