@@ -7,7 +7,7 @@ from ctypes import byref
 import torch
 
 from quire.worker.cpu.native import KERNELS, ScreenArgs
-from quire.worker.cpu.ops import PackedLinear
+from quire.worker.cpu.ops import PackedLinear, has_amx
 from quire.worker.platforms import huge_pages
 
 
@@ -21,7 +21,10 @@ class Int8ArgmaxPrefilter:
 
     MIN_WEIGHTS = 1 << 24  # a smaller weight fits in the caches
     MAX_ROWS = 32
-    _MOST = 1 / 4  # maximum fraction of outputs to compute before a pause
+    # Maximum fraction of outputs to compute before a pause. For several rows few of them take part in each block; AMX
+    # computes all rows at once.
+    _MOST, _MOST_OF_ROWS = 1 / 4, 3 / 4
+    _FEW_ROWS = 4
     _PAUSE = 64  # calls
 
     def __init__(self, linear: PackedLinear) -> None:
@@ -65,6 +68,7 @@ class Int8ArgmaxPrefilter:
             self.linear.n,
             self.linear.k,
         )
-        if self.computed > len(self.columns) * self._MOST:
+        most = self._MOST if len(x) <= self._FEW_ROWS or has_amx() else self._MOST_OF_ROWS
+        if self.computed > len(self.columns) * most:
             self._pause = self._PAUSE
         return None if self.computed < 0 else ids

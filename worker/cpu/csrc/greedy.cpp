@@ -1,7 +1,7 @@
 // argmax of each row of logits without computing all of them: the same result, but reads little more than 8 bits of
 // each weight.
 //
-// The output head has an additional copy that is rounded to 8 bits. With a row h = h' + d, h' of 16 bits, and a weight
+// The output head has an additional copy that is rounded to 8 bits. With a row h = h' + d, h' of 16 or 8 bits, and a weight
 // w = w' + e, h w is at most h' w' + |d| |w'| + |h| |e| (Cauchy-Schwarz); all norms are known beforehand. One pass over
 // the copy yields an upper bound (limit) for each block of 32 logits. For each row the block with the highest limit is
 // computed exactly, then all blocks whose limits reach the largest logit found there: for random weights a few in a
@@ -32,15 +32,20 @@ struct Best {  // argmax of each row so far; the lowest index wins ties
   }
 };
 
+struct Wanted {  // logits to compute: those of block nb, for the rows whose bits are set
+  int nb;
+  uint32_t rows;
+};
+
 class Greedy {
  public:
   Greedy(const Gemm& g, const float* limits) : g_(g), logits_(g), limits_(limits), ld_(limits_ld(g.m)), done_(g.n_blocks()) {}
 
   // Computes the blocks that may hold a row's largest logit; returns the number of blocks.
   long find() {
-    const std::vector<int> likely = highest();
+    const std::vector<Wanted> likely = highest();
     compute(likely);
-    const std::vector<int> others = reached();
+    const std::vector<Wanted> others = reached();
     compute(others);
     return long(likely.size() + others.size());
   }
@@ -48,8 +53,8 @@ class Greedy {
 
  private:
   // Returns each row's block with the highest limit.
-  std::vector<int> highest() {
-    std::vector<int> blocks;
+  std::vector<Wanted> highest() {
+    std::vector<Wanted> blocks;
     for (int r0 = 0; r0 < g_.m; r0 += 16) {
       float top[16];
       int at[16] = {};
@@ -58,25 +63,28 @@ class Greedy {
         const float* limit = limits_ + nb * ld_ + r0;
         for (int r = 0; r < 16; r++) at[r] = limit[r] > top[r] ? nb : at[r], top[r] = limit[r] > top[r] ? limit[r] : top[r];
       }
-      for (int r = 0; r < std::min(16, g_.m - r0); r++)
-        if (!done_[at[r]]) blocks.push_back(at[r]), done_[at[r]] = true;
+      for (int r = 0; r < std::min(16, g_.m - r0); r++) {
+        if (!done_[at[r]]) blocks.push_back({at[r], 0});
+        done_[at[r]] |= 1u << (r0 + r);
+      }
     }
+    for (Wanted& block : blocks) block.rows = done_[block.nb] = logits_.computed(done_[block.nb]);
     return blocks;
   }
 
-  // Returns the remaining blocks whose limit for some row is not below the largest logit found for that row.
-  std::vector<int> reached() const {
-    std::vector<int> blocks;
+  // Returns the remaining blocks, with the rows whose limits are not below the largest logits found for them.
+  std::vector<Wanted> reached() const {
+    std::vector<Wanted> blocks;
     for (int nb = 0; nb < g_.n_blocks(); nb++) {
       const float* limit = limits_ + nb * ld_;
-      int rows = 0;
-      for (int r = 0; r < g_.m; r++) rows += !(limit[r] < best_.value[r]);
-      if (!done_[nb] && rows) blocks.push_back(nb);
+      uint32_t rows = 0;
+      for (int r = 0; r < g_.m; r++) rows |= uint32_t(!(limit[r] < best_.value[r])) << r;
+      if (rows &= ~done_[nb]) blocks.push_back({nb, logits_.computed(rows)});
     }
     return blocks;
   }
 
-  void compute(const std::vector<int>& blocks) {
+  void compute(const std::vector<Wanted>& blocks) {
     std::vector<Best> found(Pool::get().threads());
     Stretches stretches(long(blocks.size()), Pool::get().threads());
     Pool::get().run([&] {
@@ -90,13 +98,15 @@ class Greedy {
     }
   }
 
-  void add(int nb, Best& best) const {
+  void add(Wanted wanted, Best& best) const {
+    const auto [nb, rows] = wanted;
     alignas(64) float logits[kMostGreedy][kCols];
     Gemm here = g_;
     here.out = &logits[0][0] - nb * kCols, here.ldo = kCols;
     for (auto& row : logits) std::fill(row, row + kCols, kNegInf);  // the last block may have fewer
-    logits_.block(here, nb);
+    logits_.block(here, nb, rows);
     for (int r = 0; r < g_.m; r++) {
+      if (!(rows >> r & 1)) continue;
       const vf a = load(logits[r]), b = load(logits[r] + 16);
       const float top = reduce_max(max(a, b));
       best.nan |= any_nan(a, b);
@@ -108,7 +118,7 @@ class Greedy {
   const Logits logits_;
   const float* limits_;
   const long ld_;
-  std::vector<bool> done_;
+  std::vector<uint32_t> done_;  // rows of each block that are computed
   Best best_;
 };
 

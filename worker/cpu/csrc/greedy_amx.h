@@ -121,7 +121,9 @@ class Logits {
     TileScope tiles(std::min(g_.m, 16), 64, std::max(g_.m - 16, 0));
     f();
   }
-  void block(const Gemm& to, int nb) const {
+  // Returns the rows that block computes to compute `rows`: a tile computes all.
+  uint32_t computed(uint32_t) const { return uint32_t((1ull << g_.m) - 1); }
+  void block(const Gemm& to, int nb, uint32_t) const {
     if (g_.compact) amx_few_rows_block<true>(to, g_.x, g_.ldx, nb);
     else amx_few_rows_block<false>(to, g_.x, g_.ldx, nb);
   }

@@ -51,6 +51,8 @@ class IntegerRows {
     return ((const int16_t*)at)[k % 4 / 2 + k % 2 * 2];
 #endif
   }
+  // The high byte of the integer of x, which is 256 times that, rounded.
+  int high_byte(long r, long k) const { return (value(r, k) + 128) >> 8; }
   float scale(long r, long k) const { return scales_[k / kRun * rows_ + r]; }
 
  private:
