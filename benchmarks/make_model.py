@@ -5,7 +5,7 @@ has `--load-format dummy`).
     bert-base,modernbert-base,tiny} OUT_DIR [--layers N]
 
 The text that such a model writes means nothing; its speed is that of the real one. `tiny` has one layer of next to no
-work: what is measured with it is everything but the model.
+work: what is measured with it is everything but the model. Experts of gpt-oss are in MXFP4, as in its checkpoints.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModel,
@@ -27,6 +28,7 @@ from transformers import (
     ModernBertConfig,
     Phi3Config,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -85,6 +87,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
         num_attention_heads=24,
         max_position_embeddings=4096,
         rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
     ),
     "qwen3-30b-a3b": Qwen3MoeConfig(
         **_COMMON | {"num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -136,14 +139,43 @@ def write_weights(config: PreTrainedConfig, folder: Path, *, generates: bool = T
     with torch.device("meta"):
         cls = AutoModelForCausalLM if generates else AutoModel
         model = cls.from_config(config, dtype=torch.bfloat16)
+    if config.model_type == "gpt_oss":
+        return write_mxfp4(model, folder)
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
-        if name.lower().endswith("norm.weight"):
-            torch.nn.init.ones_(parameter)
-        else:
-            torch.nn.init.normal_(parameter, std=config.initializer_range)
+        draw(name, parameter, config.initializer_range)
     model.tie_weights()
     model.save_pretrained(folder, max_shard_size="4GB")
+
+
+def draw(name: str, parameter: torch.Tensor, std: float) -> None:
+    if name.lower().endswith("norm.weight"):
+        torch.nn.init.ones_(parameter)
+    else:
+        torch.nn.init.normal_(parameter, std=std)
+
+
+def write_mxfp4(model: PreTrainedModel, folder: Path) -> None:
+    """Write a gpt-oss model, which is on the meta device, as its checkpoints are: with blocks and exponents in place of
+    its experts' weights, random ones.
+    """
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        file = files.setdefault("-".join(name.split(".")[:3]), {})
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            file[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            draw(name, file[name], model.config.initializer_range)
+            continue
+        num, inputs, outputs = tensor.shape
+        file[f"{name}_blocks"] = torch.randint(0, 256, (num, outputs, inputs // 32, 16), dtype=torch.uint8)
+        file[f"{name}_scales"] = torch.randint(119, 122, (num, outputs, inputs // 32), dtype=torch.uint8)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, tensors in files.items():
+        save_file(tensors, folder / f"model-{file}.safetensors", metadata={"format": "pt"})
+    index = {name: f"model-{file}.safetensors" for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
 
 
 def write_tokenizer(vocab_size: int, folder: Path, *, generates: bool = True) -> None:

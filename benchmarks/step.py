@@ -30,6 +30,7 @@ from quire.worker.attention.base import AttentionBackend, AttentionMetadata, Att
 from quire.worker.cache.allocation import attention_layers
 from quire.worker.cache.scaled import ScaledCache, as_bytes
 from quire.worker.cpu.native import KERNELS
+from quire.worker.memory import preview
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
 from quire.worker.worker import Worker
 
@@ -157,22 +158,22 @@ def main() -> int:
     if not KERNELS.load(background=False, level=args.cpu_level):
         parser.error(KERNELS.status)
     KERNELS.lib = timed = Timed(KERNELS.lib, clock)
-    config = Config.from_flat(
-        model=args.model,
-        device="cpu",
-        max_num_seqs=64,
-        max_model_len=str(max(2048, *(context + count for _, context, count in loads.values()))),
-        num_gpu_blocks_override=max(
-            256, *(num * -(-(context + count) // 16) + 1 for num, context, count in loads.values())
-        ),
-        num_threads=args.threads,
-        max_num_batched_tokens=2048,
-        quantization=args.quantization,
-        deterministic=args.deterministic,
-        cpu_level=args.cpu_level,
-        kv_cache_dtype=args.kv_cache_dtype,
-        block_size=16,
-    )
+    flags = {
+        "model": args.model,
+        "device": "cpu",
+        "max_num_seqs": 64,
+        "num_threads": args.threads,
+        "max_num_batched_tokens": 2048,
+        "quantization": args.quantization,
+        "deterministic": args.deterministic,
+        "cpu_level": args.cpu_level,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "block_size": 16,
+    }
+    longest = max(2048, *(context + count for _, context, count in loads.values()))
+    blocks = max(longest // 16 + 1, *(num * -(-(context + count) // 16) + 1 for num, context, count in loads.values()))
+    groups = len(preview(Config.from_flat(**flags, max_model_len="auto")).groups)
+    config = Config.from_flat(**flags, max_model_len=str(longest), num_gpu_blocks_override=max(256, blocks * groups))
     worker = Worker(config)
     worker.initialize(lambda phase, fraction: None)
     fill_cache(worker)
