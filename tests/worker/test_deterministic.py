@@ -10,7 +10,6 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker import memory
-from quire.worker.cpu import batch_invariance
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.fixed_order_linear import FixedRows
 from quire.worker.cpu.native import KERNELS
@@ -21,7 +20,6 @@ from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.sampling import logprobs
 from quire.worker.worker import Worker
-from tests.families import build_family
 from tests.worker.steps import Script
 
 NUM_OUTPUTS = 12
@@ -102,7 +100,15 @@ CASES = [
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "bf16",
 )
 def test_same_bits_whatever_runs_beside(checkpoint, native_kernels, name, settings):
-    worker = _worker(checkpoint(name, dtype="bfloat16"), deterministic=True, **settings)
+    _check_bits(_worker(checkpoint(name, dtype="bfloat16"), deterministic=True, **settings))
+
+
+def test_same_bits_with_sinks_and_experts(checkpoint, native_kernels):
+    layers = ["full_attention", "full_attention"]
+    _check_bits(_worker(checkpoint("gpt-oss", dtype="bfloat16", layer_types=layers), deterministic=True))
+
+
+def _check_bits(worker: Worker) -> None:
     assert worker.runner.backend.name == "cpu_fixed"
     for sampling in SAMPLING:
         alone = _play(worker, sampling)
@@ -259,15 +265,3 @@ def test_what_does_not_go_together_is_refused(checkpoint, monkeypatch, platform,
         memory.resolve_limits(
             Config.from_flat(model=folder, deterministic=True, **settings), read_model_spec(folder), platform
         )
-
-
-def test_refused_for_attention_sinks(native_kernels, tmp_path):
-    """The fixed-order attention has none; without the flag such a model runs with another backend."""
-    folder = build_family("granite_swa", tmp_path, dtype="bfloat16")
-    spec = read_model_spec(folder)
-    config = Config.from_flat(model=folder, device="cpu")
-    on, reason = batch_invariance.resolve(config, spec, torch.bfloat16)
-    assert not on and "has no attention sinks" in reason
-    config = Config.from_flat(model=folder, device="cpu", deterministic=True)
-    with pytest.raises(ValueError, match="--deterministic has no attention sinks"):
-        batch_invariance.resolve(config, spec, torch.bfloat16)

@@ -574,7 +574,7 @@ def test_sample_without_a_token(kernels):
 # ----------------------------------------------------------------------------------------------------
 
 
-def dense_attention(q, k, v, scale, window, soft_cap):
+def dense_attention(q, k, v, scale, window, soft_cap, sinks=None):
     """Attention of one request in float64: q [n, H, D] holds the last n of the L tokens of k and v [L, Hk, D]."""
     n, length, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
@@ -585,7 +585,10 @@ def dense_attention(q, k, v, scale, window, soft_cap):
     seen = torch.arange(length) <= positions
     if window:
         seen &= torch.arange(length) > positions - window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, n, 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v)
 
 
 def _paged_case(
@@ -619,6 +622,7 @@ def _paged_case(
     table = torch.zeros(len(lengths), width + 2, dtype=torch.int32)[:, : width + 1]
     q = torch.randn(sum(query_lens), group * kv_heads + 1, head_dim).to(dtype)[:, : group * kv_heads]
     scale, want, start = head_dim**-0.5 * rng.choice([1.0, 3.0]), [], 0
+    sinks = rng.choice([None, 3 * torch.randn(q.shape[1]).to(dtype)])
     for i, (n, length) in enumerate(zip(query_lens, lengths)):
         k, v = (torch.randn(length, kv_heads, d).to(dtype) for d in (head_dim, v_dim))
         v = k[..., :v_dim] if latent else v
@@ -630,10 +634,10 @@ def _paged_case(
             if part.start < part.stop:
                 k_cache[table[i, b], part.start - b * block_size : part.stop - b * block_size] = k[part]
                 v_cache[table[i, b], part.start - b * block_size : part.stop - b * block_size] = v[part]
-        want.append(dense_attention(q[start : start + n], k, v, scale, window, soft_cap))
+        want.append(dense_attention(q[start : start + n], k, v, scale, window, soft_cap, sinks))
         start += n
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    arguments = (q, k_cache, v_cache, table, torch.tensor(lengths).int(), starts, scale, window, soft_cap)
+    arguments = (q, k_cache, v_cache, table, torch.tensor(lengths).int(), starts, scale, window, soft_cap, sinks)
     return arguments, torch.cat(want)
 
 
@@ -770,6 +774,7 @@ def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
         head_dim**-0.5 * rng.choice([1.0, 3.0]),
     )
     content, blocks, want, start = {}, {}, [], 0
+    sinks = rng.choice([None, 3 * torch.randn(q.shape[1]).to(dtype)])
     tables = [torch.zeros(len(requests), -(-max(lengths) // block_size), dtype=torch.int32) for _ in range(2)]
     filled = []
     for i, (pieces, n) in enumerate(requests):
@@ -786,7 +791,7 @@ def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
             for table, key in ((tables[0], (names[piece], b) if shared else (i, b)), (tables[1], (i, b, "private"))):
                 table[i, b] = blocks.setdefault(key, len(blocks))
                 filled.append((int(table[i, b]), k[part], v[part]))
-        want.append(dense_attention(q[start : start + n], k, v, scale, window, soft_cap))
+        want.append(dense_attention(q[start : start + n], k, v, scale, window, soft_cap, sinks))
         start += n
     order = torch.randperm(len(blocks)).int()
     k_cache, v_cache = (_cache(len(blocks), block_size, kv_heads, head_dim, dtype, "tokens first") for _ in range(2))
@@ -794,7 +799,7 @@ def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
         k_cache[order[block], : len(k)], v_cache[order[block], : len(v)] = k, v
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     shared, private = (
-        (q, k_cache, v_cache, order[table], torch.tensor(lengths).int(), starts, scale, window, soft_cap)
+        (q, k_cache, v_cache, order[table], torch.tensor(lengths).int(), starts, scale, window, soft_cap, sinks)
         for table in tables
     )
     return shared, private, torch.cat(want)

@@ -86,7 +86,7 @@ def test_qk_norm_rope_write(kernels, rng, dtype, kind):  # noqa: F811
 
 def in_8_bits(arguments: tuple, kind: torch.dtype) -> tuple[tuple, torch.Tensor]:
     """(arguments of `paged_attention` over caches in 8 bits, the result over the numbers these stand for)."""
-    q, k_cache, v_cache, table, lengths, starts, scale, window, soft_cap = arguments
+    q, k_cache, v_cache, table, lengths, starts, *options = arguments
     caches, numbers = [], []
     for cache in (k_cache, v_cache):
         scales, inverse = scale_of(cache, kind)  # NaN where nothing was written
@@ -96,8 +96,8 @@ def in_8_bits(arguments: tuple, kind: torch.dtype) -> tuple[tuple, torch.Tensor]
     want = []
     for i, length in enumerate(lengths.tolist()):
         k, v = (x[table[i].long()].flatten(0, 1)[:length] for x in numbers)
-        want.append(dense_attention(q[starts[i] : starts[i + 1]], k, v, scale, window, soft_cap))
-    return (q, *caches, table, lengths, starts, scale, window, soft_cap), torch.cat(want)
+        want.append(dense_attention(q[starts[i] : starts[i + 1]], k, v, *options))
+    return (q, *caches, table, lengths, starts, *options), torch.cat(want)
 
 
 def check(arguments: tuple, kind: torch.dtype, dtype: torch.dtype) -> None:

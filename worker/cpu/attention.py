@@ -27,8 +27,6 @@ class CpuNativeAttention(AttentionBackend):
             return "runs on CPU only"
         if KERNELS.lib is None:
             return KERNELS.status
-        if spec.uses_sinks:
-            return "has no attention sinks"
         if spec.latent and spec.kv_scales:
             return "has no latents (MLA) in 8 bits"
         return cpu_ops.attention_reason(spec.head_dim, spec.v_dim, spec.dtype)
@@ -56,4 +54,6 @@ class CpuNativeAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         *requests, path = self.native_requests(meta, q.shape[2], q.dtype)
-        return cpu_ops.paged_attention(q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap, path=path)
+        return cpu_ops.paged_attention(
+            q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap, sinks, path=path
+        )

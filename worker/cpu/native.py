@@ -52,6 +52,7 @@ class LayerArgs(ctypes.Structure):
         ("cache", _L),
         ("k_scales", ScalesArgs),
         ("v_scales", ScalesArgs),
+        ("sinks", _P),
     ]
 
 

@@ -208,7 +208,8 @@ def paged_attention(
     )
     if out is None:
         out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype)
-    args = layer_args(k_cache, v_cache, q.shape[1], scale, window, soft_cap, q.dtype)
+    sinks = None if sinks is None else sinks.float()
+    args = layer_args(k_cache, v_cache, q.shape[1], scale, window, soft_cap, q.dtype, sinks)
     KERNELS.lib.quire_paged_attention(
         byref(args),
         q.data_ptr(),
@@ -233,10 +234,12 @@ def layer_args(
     num_heads: int,
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None = None,
     soft_cap: float | None,
     dtype: torch.dtype,
 ) -> LayerArgs:
-    """The C struct of those arguments of `paged_attention` that stay the same from step to step.
+    """The C struct of those arguments of `paged_attention` that stay the same from step to step;
+    sinks are float32 `[num_heads]`.
 
     It holds addresses only: the caller keeps the tensors alive.
     """
@@ -278,6 +281,7 @@ def fill_inputs(
         KERNELS.lib.quire_fill_inputs(
             step.data_ptr(),
             num_reqs,
+    sinks: torch.Tensor | None = None,
             num_samples,
             tokens.data_ptr(),
             tokens.stride(0),
@@ -300,6 +304,7 @@ def fill_inputs(
 def exclude_by_bitmask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """See `Ops.exclude_by_bitmask`; rows and masks are contiguous."""
     KERNELS.lib.quire_exclude_by_bitmask(
+        None if sinks is None else sinks.data_ptr(),
         logits.data_ptr(),
         logits.stride(0),
         logits.shape[1],

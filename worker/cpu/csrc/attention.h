@@ -10,6 +10,8 @@
 
 namespace {
 
+constexpr float kLog2e = 1.44269504f;
+
 struct Layer {  // constant across steps; strides in elements
   const void* k_cache;
   const void* v_cache;
@@ -18,6 +20,10 @@ struct Layer {  // constant across steps; strides in elements
   float scale, soft_cap;
   long cache;  // a CacheType
   Scales k_scales, v_scales;
+  const float* sinks;  // [num_heads]: scores of one more key per head, whose value is zero; null: none
+
+  // Returns the sum of a row's softmax, relative to its maximum m (of scores times log2 e), with the head's sink.
+  float with_sink(long head, float m, float sum) const { return sinks ? sum + std::exp2(sinks[head] * kLog2e - m) : sum; }
 
   // Offset in each cache, in elements, of the token at position `at` of a sequence.
   long k_place(const int* table, long at) const { return table[at / block_size] * k_block + at % block_size * k_slot; }
@@ -50,8 +56,6 @@ struct Step {  // i: index of a request; token: row of q and out
   }
   const int* table(long i) const { return block_table + i * ld_table; }
 };
-
-constexpr float kLog2e = 1.44269504f;
 
 // Key ranges are cut at multiples of kSplit from a sequence's start, independent of the batch: decode tasks and shared
 // prefixes end there.

@@ -150,7 +150,7 @@ inline void attend_decode(const Step& s, const Task& t, const Partials& partials
         if (j % 8 == 0) decode_values(l, t, h, key, tiles, f.p + column * 64, c0, chunks, f.v, f.o);
         const float* row = f.o + j % 8 * 32;
         if (!t.keep) {
-          const vf inverse = set1(1.f / total[column]);
+          const vf inverse = set1(1.f / l.with_sink(head, top[column], total[column]));
           for (int c = 0; c < chunks; c++) store_interleaved((bf16*)s.out + *t.tokens * s.ldo + head * dv + c0 + c * 32, row + c * 256, row + c * 256 + 16, inverse);
           continue;
         }

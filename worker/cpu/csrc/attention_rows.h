@@ -561,7 +561,7 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
     for (int r = 0; r < rows; r++) {
       const float* values = acc + r * ld;
       if (!t.keep) {
-        write_row((Q*)s.out + token(r) * s.ldo + (h * g + r % g) * dv, values, sum[r], dv);
+        write_row((Q*)s.out + token(r) * s.ldo + (h * g + r % g) * dv, values, l.with_sink(h * g + r % g, m[r], sum[r]), dv);
         continue;
       }
       const Partial to = partial(h, r);

@@ -205,7 +205,7 @@ void merge(const Step& s, const Merge& t, const Partials& partials) {
       sum += w * reduce_add(load(part.l));
       for (long i = 0; i < d; i += 16) store(acc + i, fma(set1(w), load(part.acc + i), load(acc + i)));
     }
-    write_row((T*)s.out + t.token * s.ldo + head * d, acc, sum, d);
+    write_row((T*)s.out + t.token * s.ldo + head * d, acc, s.layer.with_sink(head, top, sum), d);
   }
 }
 

@@ -249,7 +249,7 @@ void attend_flash(const Step& s, const Task& t, const Partials& partials, const 
       continue;
     }
     bf16* out = (bf16*)s.out + token(r) * s.ldo + (t.h0 * g + r % g) * dv;
-    const float sum = reduce_add(load(f.l + r * 16));
+    const float sum = l.with_sink(t.h0 * g + r % g, f.m[r], reduce_add(load(f.l + r * 16)));
     const vf inverse = set1(sum > 0 ? 1.f / sum : 0.f);
     for (long c = 0; c < dv; c += 16) store(out + c, load(x + flash_offset(c)) * inverse);
   }
