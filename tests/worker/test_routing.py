@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.worker.cpu import ops as cpu_ops
 from quire.worker.layers.routing import route
 from quire.worker.models.moe_spec import RoutingSpec
 
@@ -72,13 +73,39 @@ def test_equals_transformers(name):
     with torch.no_grad():
         _, want, want_ids = router(*args)
         linear = router.wg if hasattr(router, "wg") else router
-        logits = torch.nn.functional.linear(x, linear.weight, router.bias if spec.bias else None)
-        got, ids = route(spec, logits, correction)
+        logits = torch.nn.functional.linear(x, linear.weight)
+        got, ids = route(spec, logits, correction, router.bias if spec.bias else None)
     order, want_order = ids.argsort(-1), want_ids.argsort(-1)
     assert torch.equal(ids.gather(-1, order), want_ids.gather(-1, want_order))
     torch.testing.assert_close(got.gather(-1, order), want.gather(-1, want_order), atol=1e-6, rtol=1e-5)
     if correction is not None:  # the comparison would see biases that are left out
         assert not torch.equal(route(replace(spec), logits)[1].sort(-1).values, want_ids.sort(-1).values)
+
+
+@pytest.mark.parametrize("tokens", [1, 200])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "logits"])
+@pytest.mark.parametrize("weights", ["scores", "normalized", "softmax", "sigmoid"])
+@pytest.mark.parametrize("sizes", [(8, 3), (128, 8), (60, 1)])
+def test_native_equals_torch(native_kernels, sizes, weights, scores, tokens):
+    spec = RoutingSpec(*sizes, scores, weights, scale=1.5, epsilon=0.1)
+    torch.manual_seed(1)
+    logits, biases = 3 * torch.randn(tokens, sizes[0]), torch.randn(2, sizes[0])
+    for correction in (None, biases[0]):
+        for bias in (None, biases[1]):
+            want, want_ids = route(spec, logits, correction, bias)
+            got, ids = cpu_ops.route(spec, logits, correction, bias)
+            same = (ids == want_ids).all(-1)
+            assert same.float().mean() > 0.98  # in other rows, scores are equal but for rounding
+            torch.testing.assert_close(got[same], want[same], atol=1e-6, rtol=1e-5)
+
+
+def test_native_choice_among_equals_and_numbers_that_are_none(native_kernels):
+    """The first of equals, and experts that exist whatever the logits are."""
+    logits = torch.zeros(2, 8)
+    logits[1] = float("nan")
+    weights, ids = cpu_ops.route(RoutingSpec(8, 3), logits)
+    assert ids[0].tolist() == [0, 1, 2] and weights[1].isnan().all()
+    assert ((ids >= 0) & (ids < 8)).all()
 
 
 def test_llama4_weights_are_sigmoids_of_the_chosen_logits():

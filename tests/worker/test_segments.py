@@ -92,6 +92,23 @@ def test_same_bits_of_other_forms(native_kernels, monkeypatch, tmp_path, family,
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("wanted", [None, lambda count: 1], ids=["all", "last"])
+@pytest.mark.parametrize("backend", [DenseAttention, CpuFixedAttention])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("qwen3-moe", {}), ("qwen3-moe", {"mlp_only_layers": [1]}), ("gpt-oss", {})], ids=str
+)
+def test_same_bits_of_experts(checkpoint, native_kernels, monkeypatch, name, changes, backend, wanted):
+    """Routers with and without biases, sinks, biased experts, and a layer without experts."""
+    model = _model(checkpoint(name, dtype="bfloat16", **changes))
+    fix_order(model)
+    num_groups = len({layer.self_attn.attn.sliding_window for layer in model.model.layers.values()})
+    got = _play(model, backend(), wanted, num_groups=num_groups)
+    assert model.model.fused_layers() is not None
+    monkeypatch.setattr(model.model, "fused_layers", lambda: None)
+    for ours, theirs in zip(got, _play(model, backend(), wanted, num_groups=num_groups)):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("backend", [CpuNativeAttention, CpuFixedAttention, CpuPagedAttention])
 @pytest.mark.parametrize("name", ["qwen3", "llama-bias"])
@@ -177,7 +194,7 @@ def test_conflicts_of_a_workspace(native_kernels, hidden):
     """The value depends on the machine. The measurement writes zeros to the whole workspace and to no other memory."""
     size = 1024 * (hidden + 32)
     memory = torch.full((size + 2048,), 3.0, dtype=torch.bfloat16)
-    assert 1 <= native_kernels.lib.quire_segment_conflicts(memory[1024:].data_ptr(), hidden) < 1000
+    assert 1 <= native_kernels.lib.quire_segment_conflicts(memory[1024:].data_ptr(), hidden, 1024) < 1000
     assert not memory[1024 : 1024 + size].any() and (memory[:1024] == 3).all() and (memory[1024 + size :] == 3).all()
 
 

@@ -34,14 +34,17 @@ class NativeExperts:
         args = [[layer.method.args() for layer in layers] for layers in (gate_up, down)]
         return None if None in args[0] else cls(*args, first, weigh_inputs)
 
+    def args(self, top_k: int) -> ExpertsArgs:
+        """The C struct for `top_k` experts per token; this object must outlive it."""
+        return ExpertsArgs(*self._layers, self._first, len(self._layers[0]), top_k, self._weigh_inputs)
+
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The same as `layers.moe.run_experts`."""
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.contiguous()
         assert x.dtype == torch.bfloat16 and ids.dtype == torch.int64
         out = torch.empty_like(x)
-        args = ExpertsArgs(*self._layers, self._first, len(self._layers[0]), ids.shape[1], self._weigh_inputs)
         KERNELS.lib.quire_run_experts(
-            byref(args),
+            byref(self.args(ids.shape[1])),
             x.data_ptr(),
             x.stride(0),
             ids.data_ptr(),

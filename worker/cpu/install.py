@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import Norm
     from quire.worker.layers.quantization.blocks import Rows
+    from quire.worker.models.moe_spec import RoutingSpec
 
 
 class NativeOps(Ops):
@@ -66,6 +67,15 @@ class NativeOps(Ops):
         for i in range(len(parts)):
             setattr(layer, f"blocks_{i}", None)
         return NativeQuantMethod(layer, linear)
+
+    @staticmethod
+    def route(
+        spec: RoutingSpec,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return (Ops.route if spec.bounds_groups else ops.route)(spec, logits, correction, bias)
 
     def packed_experts(self, experts: ListedExperts) -> NativeExperts | None:
         listed = experts.experts.values()

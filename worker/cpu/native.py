@@ -146,6 +146,31 @@ class ExpertsArgs(ctypes.Structure):
     ]
 
 
+class RoutingArgs(ctypes.Structure):
+    """How experts are chosen. Mirrors `Routing` in kernels.h."""
+
+    _fields_ = [
+        ("bias", _P),
+        ("correction", _P),
+        ("num_experts", _L),
+        ("top_k", _L),
+        ("scores", _L),
+        ("weights", _L),
+        ("scale", _F),
+        ("epsilon", _F),
+    ]
+
+
+class MixtureArgs(ctypes.Structure):
+    """A mixture of experts. Mirrors `Mixture` in segment.cpp."""
+
+    _fields_ = [
+        ("router", LinearArgs),
+        ("routing", RoutingArgs),
+        ("experts", ExpertsArgs),
+    ]
+
+
 class SegmentArgs(ctypes.Structure):
     """The operations between the attention of one layer and that of the next. Mirrors `Segment` in segment.cpp."""
 
@@ -161,6 +186,8 @@ class SegmentArgs(ctypes.Structure):
         ("cache", QkvArgs),
         ("attention", _P),
         ("group", _L),
+        ("mixture", _P),
+        ("at_once", _L),
         ("hidden", _L),
         ("wide", _L),
         ("eps", _F),
@@ -198,8 +225,8 @@ _SIGNATURES = {
     "quire_append_tokens": ([_P, _L, _P, _P, _P, _L], None),
     "quire_sample": ([_P, _L, _L, _L, _P, _P, _P, _P, _L, _P], None),
     "quire_logprobs": ([_P, _L, _L, _L, _P, _L, _I, _P, _P, _P], None),
-    "quire_segment_workspace": ([_L, _L], _L),
-    "quire_segment_conflicts": ([_P, _L], ctypes.c_double),
+    "quire_segment_workspace": ([_L, _L, _L], _L),
+    "quire_segment_conflicts": ([_P, _L, _L], ctypes.c_double),
     "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _L, _P, _P, _P, _P, _L, _P], None),
     "quire_run_layers": (
         [
@@ -223,6 +250,7 @@ _SIGNATURES = {
         ],
         None,
     ),
+    "quire_route": ([ctypes.POINTER(RoutingArgs), _P, _P, _P, _L], None),
     "quire_run_experts": ([ctypes.POINTER(ExpertsArgs), _P, _L, _P, _P, _P, _L, _L], None),
     "quire_paged_attention": ([ctypes.POINTER(LayerArgs), _P, _L, _P, _L, _P, _L, _P, _P, _L, _I, _P, _L], None),
 }

@@ -16,15 +16,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.worker.cache.scaled import FP8, KVCache, ScaledCache, values_of
-from quire.worker.cpu.native import KERNELS, CompactArgs, LayerArgs, LinearArgs, QkvArgs, QuantArgs, ScalesArgs
+from quire.worker.cpu.native import (
+    KERNELS,
+    CompactArgs,
+    LayerArgs,
+    LinearArgs,
+    QkvArgs,
+    QuantArgs,
+    RoutingArgs,
+    ScalesArgs,
+)
 from quire.worker.platforms import huge_pages
 
 if TYPE_CHECKING:
     from quire.worker.batch.input_batch import StepTensors
+    from quire.worker.models.moe_spec import RoutingSpec
 
 _CACHE_TYPES = {torch.int8: 1, FP8: 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM, MAX_V_DIM = 576, 512
+# `RoutingSpec.scores` and `.weights`, numbered as in `Routing` in csrc/kernels.h
+_SCORES, _WEIGHTS = ("softmax", "sigmoid", "logits"), ("scores", "normalized", "softmax", "sigmoid")
 # activations that products of a gate and up may end with, numbered as `Activation` in csrc/gemm.h
 GATED = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "clamped_silu": 3}
 
@@ -159,6 +171,37 @@ def _scales_args(k_cache: KVCache, v_cache: KVCache) -> tuple[int, ScalesArgs, S
     return _CACHE_TYPES[k_cache.values.dtype], *scales
 
 
+def routing_args(spec: RoutingSpec, correction: torch.Tensor | None, bias: torch.Tensor | None) -> RoutingArgs:
+    """The C struct of `route`'s arguments, for a spec that does not bound groups.
+
+    It holds addresses only: the caller keeps the tensors alive.
+    """
+    assert not spec.bounds_groups and all(t is None or t.dtype == torch.float32 for t in (correction, bias))
+    return RoutingArgs(
+        None if bias is None else bias.data_ptr(),
+        None if correction is None else correction.data_ptr(),
+        spec.num_experts,
+        spec.top_k,
+        _SCORES.index(spec.scores),
+        _WEIGHTS.index(spec.weights),
+        spec.scale,
+        spec.epsilon,
+    )
+
+
+def route(
+    spec: RoutingSpec, logits: torch.Tensor, correction: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Same as its twin, `layers.routing.route`, except for the last bits of the weights."""
+    logits = logits.float().contiguous()
+    weights = torch.empty(len(logits), spec.top_k)
+    ids = torch.empty(len(logits), spec.top_k, dtype=torch.int64)
+    KERNELS.lib.quire_route(
+        byref(routing_args(spec, correction, bias)), logits.data_ptr(), weights.data_ptr(), ids.data_ptr(), len(logits)
+    )
+    return weights, ids
+
+
 def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Store k and v `[T, num_kv_heads, head_dim]` (heads of a token contiguous) into their slots, int64 `[T]`."""
     args = qkv_args(None, None, 0.0, None, k_cache, v_cache, 0, 0, k.dtype)
@@ -190,6 +233,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     path: int = 0,
     wanted: torch.Tensor | None = None,
@@ -234,9 +278,9 @@ def layer_args(
     num_heads: int,
     scale: float,
     window: int | None,
-    sinks: torch.Tensor | None = None,
     soft_cap: float | None,
     dtype: torch.dtype,
+    sinks: torch.Tensor | None = None,
 ) -> LayerArgs:
     """The C struct of those arguments of `paged_attention` that stay the same from step to step;
     sinks are float32 `[num_heads]`.
@@ -260,6 +304,7 @@ def layer_args(
         scale,
         soft_cap or 0.0,
         *_scales_args(k_cache, v_cache),
+        None if sinks is None else sinks.data_ptr(),
     )
 
 
@@ -281,7 +326,6 @@ def fill_inputs(
         KERNELS.lib.quire_fill_inputs(
             step.data_ptr(),
             num_reqs,
-    sinks: torch.Tensor | None = None,
             num_samples,
             tokens.data_ptr(),
             tokens.stride(0),
@@ -304,7 +348,6 @@ def fill_inputs(
 def exclude_by_bitmask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """See `Ops.exclude_by_bitmask`; rows and masks are contiguous."""
     KERNELS.lib.quire_exclude_by_bitmask(
-        None if sinks is None else sinks.data_ptr(),
         logits.data_ptr(),
         logits.stride(0),
         logits.shape[1],

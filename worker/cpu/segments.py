@@ -7,6 +7,7 @@ parts of `DecoderLayer` in `models/decoder.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from ctypes import addressof, byref
 
@@ -15,14 +16,17 @@ from torch import nn
 
 from quire.worker.attention.base import GroupedMetadata
 from quire.worker.cache.scaled import LARGEST, values_of
-from quire.worker.cpu.native import KERNELS, CacheGroupArgs, LayerArgs, LinearArgs, SegmentArgs
-from quire.worker.cpu.ops import layer_args, qkv_args
+from quire.worker.cpu.experts import NativeExperts
+from quire.worker.cpu.native import KERNELS, CacheGroupArgs, LayerArgs, LinearArgs, MixtureArgs, SegmentArgs
+from quire.worker.cpu.ops import layer_args, qkv_args, routing_args
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.norm import Norm, OffsetRMSNorm, RMSNorm, WideRMSNorm
 from quire.worker.platforms import huge_pages
 
 _NORMS = RMSNorm, WideRMSNorm, OffsetRMSNorm
+_AT_ONCE = 1024  # tokens of a piece: a product takes 512 rows per pass over its weight, one pass per thread
+_AT_ONCE_EXPERTS = 2048  # the more tokens, the more rows of each expert share the conversion of its weights
 _PAD = 32  # elements between rows: rows at multiples of 4 KiB would map to the same few cache lines
 
 
@@ -35,7 +39,8 @@ class Segments:
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        linears: list[list[LinearArgs]],
+        linears: list[tuple[LinearArgs, LinearArgs]],
+        mlps: list[_Dense | _Mixture],
         final_norm: RMSNorm,
         tables: Sequence[torch.Tensor | None],
     ):
@@ -49,20 +54,21 @@ class Segments:
         )
         # of rows of q, k and v; of attention output
         self.widths = first.qkv_proj.out_features + _PAD, linears[0][1].k + _PAD
+        self.mlps = mlps
+        self.sinks = [None if a.sinks is None else a.sinks.float() for a in self.attentions]
         self.layer_args = [
-            layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap, torch.bfloat16)
-            for a in self.attentions
+            layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap, torch.bfloat16, sinks)
+            for a, sinks in zip(self.attentions, self.sinks)
         ]
-        ends = zip([None, *zip(layers, linears, self.layer_args)], [*zip(layers, linears, tables), None])
+        at_once = _AT_ONCE_EXPERTS if any(isinstance(mlp, _Mixture) for mlp in mlps) else _AT_ONCE
+        ends = zip([None, *zip(layers, linears, mlps, self.layer_args)], [*zip(layers, linears, tables), None])
         self.segments = (SegmentArgs * (len(layers) + 1))(
-            *(_segment(before, after, final_norm) for before, after in ends)
+            *(_segment(before, after, final_norm, at_once) for before, after in ends)
         )
-        size, conflicts = (
-            KERNELS.lib.quire_segment_workspace(self.hidden, linears[0][3].k),
-            KERNELS.lib.quire_segment_conflicts,
-        )
+        size = KERNELS.lib.quire_segment_workspace(self.hidden, max(mlp.inner for mlp in mlps), at_once)
+        conflicts = KERNELS.lib.quire_segment_conflicts
         self.workspace = huge_pages.well_placed(
-            size, dtype=torch.bfloat16, conflicts=lambda address: conflicts(address, self.hidden), enough=1.4
+            size, dtype=torch.bfloat16, conflicts=lambda address: conflicts(address, self.hidden, at_once), enough=1.4
         )
         self.between = huge_pages.Workspace(torch.bfloat16)  # for the inputs and outputs of attention
 
@@ -71,32 +77,22 @@ class Segments:
         cls, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
     ) -> Segments | None:
         """Segments for `layers`, or None if the native code cannot compute all of them: a class did not opt in, layers
-        differ in their shapes, a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are
+        differ in their heads, a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are
         several ranks. `tables` is that of `Ops.fused_layers`.
         """
         if type(final_norm) not in _NORMS or not all(_opted_in(layer, type(final_norm)) for layer in layers):
             return None
         if len({_shape(layer) for layer in layers}) > 1:
             return None
-        linears = [
-            [
-                _args(linear)
-                for linear in (
-                    layer.self_attn.qkv_proj,
-                    layer.self_attn.o_proj,
-                    layer.mlp.gate_up_proj,
-                    layer.mlp.down_proj,
-                )
-            ]
-            for layer in layers
-        ]
+        linears = [(_args(layer.self_attn.qkv_proj), _args(layer.self_attn.o_proj)) for layer in layers]
+        mlps = [(_Mixture if layer.mlp.native_twin == "moe" else _Dense).of(layer.mlp) for layer in layers]
         if (
-            any(args is None for layer in linears for args in layer)
+            any(part is None for part in (*itertools.chain(*linears), *mlps))
             or layers[0].self_attn.o_proj.group.size > 1
             or values_of(layers[0].self_attn.attn.k_cache).dtype not in (torch.bfloat16, *LARGEST)
         ):
             return None
-        return cls(layers, linears, final_norm, tables)
+        return cls(layers, linears, mlps, final_norm, tables)
 
     def fits(self, layer: nn.Module) -> bool:
         """Whether the first layer, `layer`, still has the same cache."""
@@ -200,6 +196,55 @@ class Segments:
         )
 
 
+class _Dense:
+    """An MLP of two linear layers."""
+
+    def __init__(self, gate_up: LinearArgs, down: LinearArgs):
+        self.gate_up, self.down, self.inner = gate_up, down, down.k
+
+    @classmethod
+    def of(cls, mlp: nn.Module) -> _Dense | None:
+        """None if a weight is not packed, or the product of the gate and up does not end with the activation."""
+        if not mlp.gate_up_proj.gated:
+            return None
+        gate_up, down = _args(mlp.gate_up_proj), _args(mlp.down_proj)
+        return cls(gate_up, down) if gate_up and down else None
+
+    def enter(self, segment: SegmentArgs) -> None:
+        segment.gate_up, segment.down = self.gate_up, self.down
+
+
+class _Mixture:
+    """A mixture of experts."""
+
+    inner = 0  # its products need none of the workspace
+
+    def __init__(self, moe: nn.Module, router: LinearArgs, experts: NativeExperts):
+        gate = moe.gate
+        self._owners = gate.correction, gate.bias, experts
+        routing = routing_args(gate.spec, gate.correction, gate.bias)
+        self.args = MixtureArgs(router, routing, experts.args(gate.spec.top_k))
+
+    @classmethod
+    def of(cls, moe: nn.Module) -> _Mixture | None:
+        """None if a weight is not packed, the router's form is not native, or an expert is shared by all tokens."""
+        gate, experts = moe.gate, moe.experts.packed()
+        router = _args(gate.linear) if isinstance(gate.linear, Linear) else None
+        if (
+            vars(type(gate)).get("native_twin") != "router"
+            or gate.spec.bounds_groups
+            or router is None
+            or router.next
+            or not isinstance(experts, NativeExperts)
+            or moe.shared_expert is not None
+        ):
+            return None
+        return cls(moe, router, experts)
+
+    def enter(self, segment: SegmentArgs) -> None:
+        segment.mixture = addressof(self.args)
+
+
 def _opted_in(layer: nn.Module, norm: type[Norm]) -> bool:
     """Whether the classes of a decoder layer and its parts declare that the native code computes their `forward`, and
     all norms are of the class `norm`.
@@ -208,15 +253,14 @@ def _opted_in(layer: nn.Module, norm: type[Norm]) -> bool:
     """
     if vars(type(layer)).get("native_twin") not in ("layer", "sandwich"):  # its parts may have other names
         return False
-    parts = {"attention": layer.self_attn, "mlp": layer.mlp}
+    parts = {layer.self_attn: ("attention",), layer.mlp: ("mlp", "moe")}
     norms = [getattr(layer, name) for name in layer.norm_names]
     return (
-        all(vars(type(part)).get("native_twin") == name for name, part in parts.items())
+        all(vars(type(part)).get("native_twin") in names for part, names in parts.items())
         and all(type(one) is norm for one in norms)
         and type(layer.self_attn.q_norm) in (norm, type(None))
         and layer.residual_scale == 1.0
         and layer.self_attn.attn.v_head_dim == layer.self_attn.attn.head_dim
-        and layer.self_attn.attn.sinks is None
         and layer.self_attn.attn.chunk is None
     )
 
@@ -228,7 +272,6 @@ def _shape(layer: nn.Module) -> tuple[int, ...]:
         attention.attn.num_heads,
         attention.attn.head_dim,
         attention.qkv_proj.out_features,
-        layer.mlp.down_proj.in_features,
     )
 
 
@@ -237,13 +280,15 @@ def _args(linear: Linear) -> LinearArgs | None:
 
 
 def _segment(
-    before: tuple[nn.Module, list[LinearArgs], LayerArgs] | None,
-    after: tuple[nn.Module, list[LinearArgs], torch.Tensor | None] | None,
+    before: tuple[nn.Module, tuple[LinearArgs, LinearArgs], _Dense | _Mixture, LayerArgs] | None,
+    after: tuple[nn.Module, tuple[LinearArgs, LinearArgs], torch.Tensor | None] | None,
     final_norm: RMSNorm,
+    at_once: int,
 ) -> SegmentArgs:
-    segment = SegmentArgs(hidden=final_norm.weight.shape[0], eps=final_norm.eps, wide=final_norm.wide)
+    segment = SegmentArgs(at_once=at_once, hidden=final_norm.weight.shape[0], eps=final_norm.eps, wide=final_norm.wide)
     if before:
-        layer, (_, segment.o_proj, segment.gate_up, segment.down), attention = before
+        layer, (_, segment.o_proj), mlp, attention = before
+        mlp.enter(segment)
         segment.attention = addressof(attention)
         if layer.native_twin == "sandwich":
             segment.o_proj_norm = layer.post_attention_layernorm.weight.data_ptr()

@@ -212,16 +212,16 @@ class ListedExperts(nn.Module):
         """Switch to a platform's operations."""
         self._ops, self._native = ops, None
 
-    def pack(self) -> bool:
-        """Let the platform take over the loaded weights, if it has not. Returns whether the experts are one call."""
+    def packed(self) -> Callable[..., torch.Tensor] | None:
+        """The platform's product of all experts, or None if it has none. Call it when the weights are loaded."""
         if self._ops:
             self._native, self._ops = self._ops.packed_experts(self), None
-        return self._native is not None
+        return self._native
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """This rank's part of `run_experts`."""
-        if self.pack():
-            return self._native(x, weights, ids)
+        if packed := self.packed():
+            return packed(x, weights, ids)
         return run_experts(x, weights, ids, self._by_id, self.weigh_inputs)
 
 
@@ -229,7 +229,7 @@ def pack_experts(model: nn.Module) -> bool:
     """Pack the experts of all layers, whose weights are loaded, before the first step. Returns whether those of each
     layer are one call, for which the host does not wait.
     """
-    packed = [module.pack() for module in model.modules() if isinstance(module, ListedExperts)]
+    packed = [module.packed() is not None for module in model.modules() if isinstance(module, ListedExperts)]
     return all(packed)
 
 

@@ -11,12 +11,15 @@ if TYPE_CHECKING:
 
 
 def route(
-    spec: RoutingSpec, logits: torch.Tensor, correction: torch.Tensor | None = None
+    spec: RoutingSpec, logits: torch.Tensor, correction: torch.Tensor | None = None, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights float32 `[T, k]`, ids int64 `[T, k]`) for logits `[T, E]`; correction is `[E]` float32."""
-    scores = _scores(spec, logits.float())
+    """Return (weights float32 `[T, k]`, ids int64 `[T, k]`) for logits `[T, E]`; correction and bias, which is added to
+    the logits, are `[E]` float32.
+    """
+    logits = logits.float()
+    scores = _scores(spec, logits if bias is None else logits + bias)
     choice = scores if correction is None else scores + correction
-    if spec.num_groups > 1 and spec.top_groups < spec.num_groups:
+    if spec.bounds_groups:
         choice = _in_best_groups(spec, choice)
     ids = choice.topk(spec.top_k, -1).indices
     return _weights(spec, scores.gather(-1, ids)) * spec.scale, ids

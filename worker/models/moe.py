@@ -25,6 +25,7 @@ from quire.worker.models.config import ModelSpec
 from quire.worker.models.moe_spec import MoESpec, RoutingSpec
 from quire.worker.models.names import TensorNames
 from quire.worker.parallel import Exchange, tp
+from quire.worker.platforms.ops import Ops
 
 
 class RouterLinear(Linear):
@@ -56,6 +57,7 @@ class WideRouterLinear(nn.Module):
 class Router(nn.Module):
     """Chooses the experts of each row of x `[T, H]`: (weights float32 `[T, k]`, ids int64 `[T, k]`)."""
 
+    native_twin: ClassVar = "router"
     place: ClassVar[str] = "gate"  # of its tensors, next to the experts
 
     def __init__(self, hidden_size: int, spec: RoutingSpec, prefix: str):
@@ -70,10 +72,14 @@ class Router(nn.Module):
             self.correction = empty_parameter(size, parts=[Part(name, (size,))], dtype=torch.float32)
             give_other_parts(self.correction, [[Part(name, (1, size), view=torch.Tensor.flatten)]])
             self.correction.if_absent = 0.0 if spec.optional_correction else None
+        self.route = route
+
+    def use(self, ops: Ops) -> None:
+        """Switch to a platform's operations."""
+        self.route = ops.route
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.linear(x)
-        return route(self.spec, logits if self.bias is None else logits + self.bias, self.correction)
+        return self.route(self.spec, self.linear(x), self.correction, self.bias)
 
 
 class SharedExpert(nn.Module):
@@ -95,6 +101,7 @@ class SharedExpert(nn.Module):
 class MoE(nn.Module):
     """Maps x `[T, H]` to `[T, H]`."""
 
+    native_twin: ClassVar = "moe"
     router: ClassVar[type[Router]] = Router
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):

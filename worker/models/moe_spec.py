@@ -27,6 +27,11 @@ class RoutingSpec:
     optional_correction: bool = False  # files may lack the correction biases, which are 0 then
     float32: bool = False  # logits are computed in float32, from weights kept in float32
 
+    @property
+    def bounds_groups(self) -> bool:
+        """Whether the experts are chosen from some of the groups only."""
+        return self.num_groups > 1 and self.top_groups < self.num_groups
+
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:

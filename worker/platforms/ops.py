@@ -17,6 +17,7 @@ from quire.worker.layers.activation import silu_and_mul
 from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
+from quire.worker.layers.routing import route
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,6 +130,7 @@ class Ops:
 
     # ---- experts (`layers/moe.py`)
 
+    route = staticmethod(route)
     fused_experts = staticmethod(fused_experts)
 
     def packed_experts(self, experts: ListedExperts) -> Callable[..., torch.Tensor] | None:

@@ -12,13 +12,6 @@ namespace {
 // Maximum rows (token and expert pairs) at a time, so that the memory for them is bounded
 constexpr long kMostPairs = 16384;
 
-struct Experts {
-  const Linear *gate_up, *down;  // [count]
-  long first, count;             // ids first .. first + count - 1 are here, others on other ranks
-  long top_k;
-  long weigh_inputs;  // the weights multiply the experts' inputs instead of their outputs
-};
-
 thread_local Scratch scratch;
 
 // The pairs of `tokens` tokens sorted by expert.
@@ -27,7 +20,7 @@ struct Sorted {
   std::vector<long> pair_of;              // row -> token * top_k + j
   std::vector<long> row_of;               // the inverse; -1 for an expert that is not here
 
-  Sorted(const Experts& e, const long* ids, long tokens) : row_of(tokens * e.top_k, -1) {
+  Sorted(const Experts& e, const int64_t* ids, long tokens) : row_of(tokens * e.top_k, -1) {
     std::vector<long> next(e.count + 1);
     for (size_t pair = 0; pair < row_of.size(); pair++)
       if (here(e, ids[pair])) next[ids[pair] - e.first + 1]++;
@@ -71,7 +64,7 @@ void sum_rows(const float* y, const long* rows, const float* weights, long count
   }
 }
 
-void run_tokens(const Experts& e, const bf16* x, long ldx, const long* ids, const float* weights, bf16* out, long ldo, long tokens) {
+void run_tokens(const Experts& e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out, long ldo, long tokens) {
   const Sorted sorted(e, ids, tokens);
   // Rows whose stride is no multiple of 4 KiB, which would map them to the same few cache sets
   const long rows = sorted.rows(), hidden = e.down->n, inner = e.down->k, ldh = (hidden + 31) / 32 * 32 + 32, ldi = (inner + 31) / 32 * 32 + 32;
@@ -98,8 +91,8 @@ void run_tokens(const Experts& e, const bf16* x, long ldx, const long* ids, cons
 extern "C" {
 
 // out [tokens, hidden] = for each row of x [tokens, hidden] the weighted sum of its experts: ids and weights are
-// [tokens, top_k]. Experts that are not here add nothing.
-void quire_run_experts(const Experts* e, const bf16* x, long ldx, const long* ids, const float* weights, bf16* out, long ldo, long tokens) {
+// [tokens, top_k]. Experts that are not here add nothing. out may be x.
+void quire_run_experts(const Experts* e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out, long ldo, long tokens) {
   const long most = std::max(1L, kMostPairs / e->top_k), parts = (tokens + most - 1) / most, each = parts ? (tokens + parts - 1) / parts : 0;
   for (long t = 0; t < tokens; t += each)
     run_tokens(*e, x + t * ldx, ldx, ids + t * e->top_k, weights + t * e->top_k, out + t * ldo, ldo, std::min(each, tokens - t));

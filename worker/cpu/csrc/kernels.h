@@ -50,6 +50,24 @@ struct LinearRows {
 // float32 with out_f32.
 void run_products(const LinearRows* products, long count, const bf16* x, long ldx, void* out, long ldo, bool out_f32);
 
+// The experts of a layer that are on this rank.
+struct Experts {
+  const Linear *gate_up, *down;  // [count]
+  long first, count;             // ids first .. first + count - 1 are here, others on other ranks
+  long top_k;
+  long weigh_inputs;  // the weights multiply the experts' inputs instead of their outputs
+};
+
+// How the experts of a token and their weights follow from its router logits (RoutingSpec in models/moe_spec.py).
+struct Routing {
+  enum Scores : long { kSoftmax, kSigmoid, kLogits };
+  enum Weights : long { kScores, kNormalized, kSoftmaxOfChosen, kSigmoidOfChosen };
+  const float* bias;        // [num_experts] of the logits; null: none
+  const float* correction;  // [num_experts] added to the scores to choose; null: none
+  long num_experts, top_k, scores, weights;
+  float scale, epsilon;
+};
+
 double cache_conflicts(char* memory, long bytes);
 
 extern "C" {
@@ -59,6 +77,8 @@ void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, cons
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
 bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact, const float* bias, const Sink* sink, long m, long n, long k, int path);
 void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype, int wide);
+void quire_run_experts(const Experts* e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out, long ldo, long tokens);
+void quire_route(const Routing* r, const float* logits, float* weights, int64_t* ids, long tokens);
 void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
 void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count);
 // Only attention knows the type of `layer`.

@@ -4,13 +4,11 @@
 #include <algorithm>
 
 #include "kernels.h"
+#include "parallel.h"
 
 namespace {
 
 constexpr long kBf16 = 1;  // the `dtype` of other kernels
-// Tokens per piece. A matmul takes 512 rows per pass over its weight, so each of two threads keeps its own rows
-// throughout.
-constexpr long kTokens = 1024;
 // Elements between rows of the workspace. Rows at a distance of a multiple of 4 KiB would map to a few cache sets only.
 constexpr long kPad = 32;
 
@@ -19,6 +17,33 @@ void run(const Linear& linear, const bf16* x, long ldx, bf16* out, long ldo, lon
     const LinearRows all{part, 0, rows};
     run_products(&all, 1, x, ldx, out, ldo, false);
   }
+}
+
+// Computes float32 outputs as the torch layers' call does.
+void run_float32(const Linear& l, const bf16* x, long ldx, float* out, long rows) {
+  constexpr int kFloat32 = 1;  // of `flags`
+  if (l.quant) return quire_gemm_run_quant(x, ldx, l.quant, l.bias, out, l.n, rows, l.n, l.k, kFloat32, int(l.path));
+  if (l.compact) return quire_gemm_run_compact(x, ldx, l.compact, l.bias, out, l.n, rows, l.n, l.k, kFloat32, int(l.path));
+  quire_gemm_run(x, ldx, l.packed, l.bias, out, l.n, rows, l.n, l.k, kFloat32, int(l.path));
+}
+
+// A mixture of experts.
+struct Mixture {
+  Linear router;
+  Routing routing;
+  Experts experts;
+};
+
+thread_local Scratch mixture_scratch;
+
+// Replaces x [rows, hidden] by the result of the mixture.
+void run_mixture(const Mixture& m, bf16* x, long ldx, long rows) {
+  const long chosen = rows * m.routing.top_k;
+  int64_t* ids = (int64_t*)mixture_scratch.get(chosen * (sizeof(int64_t) + sizeof(float)) + rows * m.router.n * sizeof(float));
+  float *weights = (float*)(ids + chosen), *logits = weights + chosen;
+  run_float32(m.router, x, ldx, logits, rows);
+  quire_route(&m.routing, logits, weights, ids, rows);
+  quire_run_experts(&m.experts, x, ldx, ids, weights, x, ldx, rows);
 }
 
 // o_proj, the MLP, then the qkv projection of the next layer. The first segment has only the qkv projection; the last
@@ -30,6 +55,8 @@ struct Segment {
   QkvArgs cache;                      // the next layer's
   const void* attention;              // the previous layer's `Layer`, for quire_paged_attention
   long group;                         // the next layer's `CacheGroup`
+  const Mixture* mixture;             // replaces gate_up and down; null: none
+  long at_once;                       // tokens per piece
   long hidden, wide;                  // wide: the weights of the norms are float32
   float eps;
 };
@@ -67,8 +94,8 @@ void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual
     run(s.o_proj, attended, lda, x, ldx, rows);
     if (s.o_proj_norm) add_norm(s, x, ldx, nullptr, s.o_proj_norm, x, ldx, rows);
     add_norm(s, x, ldx, residual, s.mlp_norm, x, ldx, rows);
-    run(s.gate_up, x, ldx, inner, ldi, rows);
-    run(s.down, inner, ldi, x, ldx, rows);
+    if (s.mixture) run_mixture(*s.mixture, x, ldx, rows);
+    else run(s.gate_up, x, ldx, inner, ldi, rows), run(s.down, inner, ldi, x, ldx, rows);
     if (s.down_norm) add_norm(s, x, ldx, nullptr, s.down_norm, x, ldx, rows);
     add_norm(s, x, ldx, residual, s.norm, normed, ldn, rows);
   } else {
@@ -88,22 +115,22 @@ void keep_rows(bf16* x, long ldx, long width, const long* wanted, long num_wante
 
 extern "C" {
 
-// Returns the number of bf16 elements that quire_run_segment needs as `workspace`.
-long quire_segment_workspace(long hidden, long inner) { return kTokens * (hidden + inner + 2 * kPad); }
+// Returns the number of bf16 elements that quire_run_segment needs as `workspace`. inner: the largest width of an MLP.
+long quire_segment_workspace(long hidden, long inner, long at_once) { return at_once * (hidden + inner + 2 * kPad); }
 
 // Returns cache_conflicts (placement.cpp) of the part of the workspace that must stay in L2: the rows x. Overwrites it.
-double quire_segment_conflicts(bf16* workspace, long hidden) { return cache_conflicts((char*)workspace, kTokens * (hidden + kPad) * sizeof(bf16)); }
+double quire_segment_conflicts(bf16* workspace, long hidden, long at_once) { return cache_conflicts((char*)workspace, at_once * (hidden + kPad) * sizeof(bf16)); }
 
 // Runs one segment on all tokens. attended: [tokens, o_proj.k], row stride lda; the first segment does not read it.
 // residual: [tokens, hidden], added to. out: [tokens, qkv.n], row stride cache.ld_qkv, with q rotated; k and v go to
 // the cache and their columns of `out` are undefined. For the last segment, out is [tokens, hidden], the normed sum.
 // All other tensors are contiguous.
 void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long tokens, bf16* workspace) {
-  const long ldo = s->qkv.k ? s->cache.ld_qkv : s->hidden, pieces = (tokens + kTokens - 1) / kTokens;
+  const long ldo = s->qkv.k ? s->cache.ld_qkv : s->hidden, pieces = (tokens + s->at_once - 1) / s->at_once;
   const long each = pieces > 1 ? ((tokens + pieces - 1) / pieces + 31) / 32 * 32 : tokens;
   for (long t = 0; t < tokens; t += each)
     run_tokens(*s, attended + t * lda, lda, residual + t * s->hidden, out + t * ldo, positions + t, slots + t, std::min(each, tokens - t), workspace,
-               workspace + kTokens * (s->hidden + kPad));
+               workspace + s->at_once * (s->hidden + kPad));
 }
 
 // Runs all layers of a step. The arguments from seq_lens to path are those of quire_paged_attention.
