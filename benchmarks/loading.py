@@ -1,10 +1,10 @@
 """Memory of a worker while it loads a checkpoint of many shards, next to the size of the files.
 
-    python -m benchmarks.loading FOLDER [--quantization int8]
+    python -m benchmarks.loading FOLDER [--quantization int8] [--model-impl transformers]
 
-Writes a Qwen3-MoE of random bfloat16 weights to `FOLDER` (about 3 GB, one tensor per matrix and expert, as on the Hub)
-unless it has a config.json. Anonymous memory is what the worker owns; the other resident pages are those of the mapped
-files, which the kernel drops when memory is short.
+Writes a Qwen3-MoE of random bfloat16 weights to `FOLDER` (about 3 GB, one tensor per matrix and expert, as on the Hub),
+or with `--dense` a Llama of half that size, unless it has a config.json. Anonymous memory is what the worker owns; the
+other resident pages are those of the mapped files, which the kernel drops when memory is short.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from quire.worker.cpu import native
 from quire.worker.loader import load_weights
 from quire.worker.models import build_model, read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
@@ -23,10 +24,18 @@ from quire.worker.platforms.cpu import CpuPlatform
 GB = 1 << 30
 
 
-def write(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+def write(folder: Path, dense: bool) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-    config = Qwen3MoeConfig(
+    config = LlamaConfig(
+        vocab_size=64000,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+    )
+    experts = Qwen3MoeConfig(
         vocab_size=32768,
         hidden_size=2048,
         num_hidden_layers=5,
@@ -37,7 +46,8 @@ def write(folder: Path) -> None:
         num_experts_per_tok=8,
         moe_intermediate_size=768,
     )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="200MB")
+    model = AutoModelForCausalLM.from_config(config if dense else experts, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="200MB")
 
 
 def resident() -> tuple[int, int]:
@@ -51,12 +61,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser.add_argument("--model-impl", default="auto", choices=["auto", "transformers"])
+    parser.add_argument("--dense", action="store_true")
     arguments = parser.parse_args()
     if not (arguments.folder / "config.json").is_file():
-        write(arguments.folder)
+        write(arguments.folder, arguments.dense)
         return print("written; run again to load")
     files = list(arguments.folder.glob("*.safetensors"))
     peaks, done, platform = [0, 0], threading.Event(), CpuPlatform()
+    native.KERNELS.load(background=False)
+    spec = read_model_spec(str(arguments.folder), arguments.model_impl)
 
     def watch() -> None:
         while not done.wait(0.01):
@@ -64,7 +78,6 @@ def main() -> None:
 
     threading.Thread(target=watch).start()
     before, start = resident()[0], time.perf_counter()
-    spec = read_model_spec(str(arguments.folder))
     model = build_model(
         spec, torch.bfloat16, torch.device("cpu"), quantization=arguments.quantization, ops=platform.ops
     )

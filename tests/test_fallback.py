@@ -131,13 +131,14 @@ def test_tokens_and_logprobs(model_type, tmp_path, prompts):
 
 @pytest.mark.parametrize(("quantization", "most"), [(None, 0.02), ("int8", 0.05), ("int4", 0.5)])
 def test_linear_layers_are_quires_own(quantization, most, tmp_path, monkeypatch):
-    """The platform's kernels multiply all matrices, and quantize them at load."""
+    """The platform's kernels multiply all matrices, and quantize them at load; no weight stays in the mapped file."""
     from quire.worker.cpu import build as native_build
     from quire.worker.cpu import native
     from quire.worker.loader import load_weights
     from quire.worker.models import build_model, read_model_spec
     from quire.worker.models.fallback import SwappedLinear
     from quire.worker.platforms.cpu import CpuPlatform
+    from quire.worker.platforms.huge_pages import mappings_of
     from tests.worker.dense_attention import PagedRunner
 
     if native_build.cpu_level() is None or native_build.compiler() is None:
@@ -152,6 +153,8 @@ def test_linear_layers_are_quires_own(quantization, most, tmp_path, monkeypatch)
     linears = [module for module in model.modules() if isinstance(module, SwappedLinear)]
     assert len(linears) == 2 * 7 + 1  # with the head
     assert all(linear.weight is None for linear in linears)  # repacked or quantized by the kernels
+    mapped = mappings_of(tmp_path.glob("*.safetensors"))
+    assert not any(parameter.data_ptr() in file for parameter in model.parameters() for file in mapped)
     logits = model.logits(PagedRunner(model, 1, 64).step({0: text})[0])
     with torch.inference_mode():
         exact = families.load_family(folder)(torch.tensor([text])).logits[0]

@@ -180,6 +180,9 @@ def test_pages_of_a_file_that_were_read_are_given_back(tmp_path):
         tensor = file.get_tensor("a")
         total = tensor.sum()
         assert resident_of(path) >= tensor.nbytes
+        link = tmp_path / "link"
+        link.symlink_to(path)
+        assert any(tensor.data_ptr() in addresses for addresses in huge_pages.mappings_of([link]))
         huge_pages.drop_mapped(tensor)
         assert resident_of(path) < 3 * mmap.PAGESIZE  # the first and the last page, which other tensors share
         assert tensor.sum() == total

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, LinearMethod, Weig
 from quire.worker.models.config import ModelSpec
 from quire.worker.models.fallback_spec import NAME, attending, base_of, make_model
 from quire.worker.parallel import pp, tp
-from quire.worker.platforms.huge_pages import Workspace
+from quire.worker.platforms.huge_pages import Workspace, drop_mapped, mappings_of
 from quire.worker.platforms.ops import Ops
 
 
@@ -83,9 +84,28 @@ class TransformersLM(nn.Module):
         self._adopt(inner.to(self.device).eval())
         if self.ops is not None:
             self.use(self.ops)
-        self.finalize()
-        if progress:
-            progress(1.0)
+        self._own_weights(folder, progress)
+
+    def _own_weights(self, folder: str, progress: Callable[[float], None] | None) -> None:
+        """Copy or repack the weights that are still views of mapped files, and give these back layer by layer: pages
+        that were read stay resident otherwise.
+        """
+        mapped, modules = mappings_of(Path(folder).glob("*.safetensors")), list(self.inner.modules())
+        # first those that are not repacked: the embedding may be the weight of the head, too
+        for i, module in enumerate(sorted(modules, key=lambda module: isinstance(module, Linear))):
+            views = [p for p in module.parameters(recurse=False) if any(p.data_ptr() in at for at in mapped)]
+            weights = [view.data for view in views]
+            if isinstance(module, Linear):
+                module.finalize()
+            else:
+                for view in views:
+                    view.data = view.data.clone()
+            kept = {parameter.data_ptr() for parameter in module.parameters(recurse=False)}
+            for weight in weights:
+                if weight.data_ptr() not in kept:
+                    drop_mapped(weight)
+            if progress and 100 * (i + 1) // len(modules) > 100 * i // len(modules):
+                progress((i + 1) / len(modules))
 
     def forward(
         self,

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -81,6 +82,14 @@ def drop_mapped(tensor: torch.Tensor) -> None:
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     if (size := end // mmap.PAGESIZE * mmap.PAGESIZE - start) > 0:
         _madvise()(start, size, mmap.MADV_DONTNEED)
+
+
+def mappings_of(paths: Iterable[Path]) -> list[range]:
+    """The addresses of this process at which files are mapped (Linux; elsewhere none)."""
+    real, maps = {str(path.resolve()) for path in paths}, Path("/proc/self/maps")
+    found = (line.split(maxsplit=5) for line in (maps.read_text().splitlines() if maps.is_file() else ()))
+    bounds = (fields[0].split("-") for fields in found if fields[5:] and fields[5] in real)
+    return [range(int(start, 16), int(end, 16)) for start, end in bounds]
 
 
 def trim() -> None:
