@@ -127,7 +127,8 @@ def stored(race: Race) -> None:
             some = linears if m <= 32 else linears[:2]
             x = torch.randn(m, k).bfloat16()
             times = race.run({"native": lambda: [linear(x) for linear in some]}, len(some))
-            weight_bytes = linears[0].packed.nbytes + linears[0].scales.nbytes
+            parts = linears[0].packed, linears[0].scales, linears[0].offsets
+            weight_bytes = sum(part.nbytes for part in parts if part is not None)
             _print(f"{n} x {k}, {kind}, {m} rows", times, weight_bytes, 2 * m * n * k)
 
 

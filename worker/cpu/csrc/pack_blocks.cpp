@@ -22,10 +22,17 @@ constexpr Source kSources[] = {
     {32, 20, 0, 4}, {32, 22, 0, 6, 2}, {32, 24, 0, 8, 4}, {32, 18, 0, 2}, {256, 136, 0, 8, 0, 2}, {256, 84, 80, 16, 0, 0}, {256, 110, 108, 32, 0, 96}};
 
 inline void halves(const uint8_t* q, uint8_t* codes) {
-  for (int i = 0; i < 16; i++) codes[i] = q[i] & 15, codes[i + 16] = q[i] >> 4;
+  const __m128i both = _mm_loadu_si128((const __m128i*)q), low = _mm_set1_epi8(15);
+  _mm_storeu_si128((__m128i*)codes, _mm_and_si128(both, low));
+  _mm_storeu_si128((__m128i*)(codes + 16), _mm_and_si128(_mm_srli_epi16(both, 4), low));
 }
 inline void add_fifth_bits(const uint8_t* bits, uint8_t* codes) {
-  for (int i = 0; i < 32; i++) codes[i] = uint8_t(codes[i] | (bits[i / 8] >> i % 8 & 1) << 4);
+  for (int i = 0; i < 4; i++) {
+    uint64_t eight;
+    memcpy(&eight, codes + 8 * i, 8);
+    eight |= _pdep_u64(bits[i], 0x1010101010101010);
+    memcpy(codes + 8 * i, &eight, 8);
+  }
 }
 void pairs_of_groups(const uint8_t* q, uint8_t* codes) {
   for (int j = 0; j < 4; j++)
