@@ -19,7 +19,7 @@ def test_every_kernel_compiles(capability):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = {line.partition(":")[0] for line in done.stdout.splitlines()}

@@ -49,6 +49,11 @@ def arguments(stack: Stack) -> tuple[tuple, dict[str, int | str]]:
     )
 
 
+def _is_narrow(stack: Stack) -> bool:
+    """Whether tiles of few rows should have more columns, because those take few bytes."""
+    return isinstance(stack, StoredGroups) and stack.bits == 4
+
+
 def fused_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -74,15 +79,16 @@ def fused_experts(
     weights = weights.float().contiguous()
     between = x.new_empty(tokens * top_k, size)
     columns, depth = (32, 64) if tile == 16 else (64, 32)
+    up_depth, down_depth = (2 * depth if _is_narrow(stack) and tile == 16 else depth for stack in (gate_up, down))
     _gate_up_kernel[(num_tiles, triton.cdiv(size, columns))](
         x, *stored, gate_up_bias, weights, pairs, experts, between, tokens * top_k, x.stride(0),
         HIDDEN=hidden, SIZE=size, TOP_K=top_k, ACTIVATION=_ACTIVATIONS[activation], WEIGH=weigh_inputs, ROWS=tile,
-        COLUMNS=columns, DEPTH=depth, **up_constants, num_warps=4, num_stages=3,
+        COLUMNS=columns, DEPTH=up_depth, **up_constants, num_warps=4, num_stages=3,
     )  # fmt: skip
     results = torch.zeros(tokens * top_k, hidden, dtype=torch.float32, device=x.device)
     _down_kernel[(num_tiles, triton.cdiv(hidden, 2 * columns))](
         between, *stored_down, down_bias, pairs, experts, results, tokens * top_k, HIDDEN=hidden, SIZE=size, ROWS=tile,
-        COLUMNS=2 * columns, DEPTH=depth, **down_constants, num_warps=4, num_stages=3,
+        COLUMNS=2 * columns, DEPTH=down_depth, **down_constants, num_warps=4, num_stages=3,
     )  # fmt: skip
     out, block = torch.empty_like(x), min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(tokens, triton.cdiv(hidden, block))](
@@ -134,32 +140,33 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _load(
-    weight, scales, zeros, table, row_at, scale_at, start, size, inside, FORM: tl.constexpr, SCALES: tl.constexpr,
-    GROUP: tl.constexpr, KIND: tl.constexpr, CODES_AT: tl.constexpr, VALUES: tl.constexpr, BYTES: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    weight, scales, zeros, table, row_at, scale_at, tile, inside, SIZE: tl.constexpr, FORM: tl.constexpr,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, CODES_AT: tl.constexpr, VALUES: tl.constexpr,
+    BYTES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Columns `start` to `start` + DEPTH of COLUMNS rows of a weight, of which `inside` exist: `[DEPTH, COLUMNS]`."""
+    """Columns `tile` * DEPTH to (`tile` + 1) * DEPTH of COLUMNS rows of a weight, of which `inside` exist: `[DEPTH,
+    COLUMNS]`.
+    """
     if FORM == "plain" or FORM == "blocks":
-        depth = start + tl.arange(0, DEPTH)
-        mask = (depth < size)[:, None] & inside[None, :]
+        depth = tile * DEPTH + tl.arange(0, DEPTH)
+        mask = (depth < SIZE)[:, None] & inside[None, :]
         if FORM == "plain":
-            tile = tl.load(weight + row_at[None, :] + depth[:, None], mask=mask, other=0.0)
+            result = tl.load(weight + row_at[None, :] + depth[:, None], mask=mask, other=0.0)
         else:
             at = weight + row_at[None, :] + (depth // VALUES * BYTES)[:, None]
-            tile = load_blocks(at, (depth % VALUES)[:, None], table, mask, KIND, CODES_AT)
+            result = load_blocks(at, (depth % VALUES)[:, None], table, mask, KIND, CODES_AT)
     else:
-        tile = load_groups(
-            weight, scales, zeros, table, row_at, scale_at, start, size, inside, FORM, SCALES, GROUP, COLUMNS, DEPTH
-        )
-    return tile
+        result = load_groups(
+            weight, scales, zeros, table, row_at, scale_at, tile, SIZE, (SIZE + 1) // 2, inside, FORM, SCALES, GROUP,
+            COLUMNS, DEPTH,
+        )  # fmt: skip
+    return result
 
 
 @triton.jit
-def _inputs(rows, order, start, there, SIZE: tl.constexpr, DEPTH: tl.constexpr):
-    """The inputs that columns `start` to `start` + DEPTH of the weight multiply, of rows that begin at the pointers
-    `rows`: `[ROWS, DEPTH]`.
-    """
-    depth = start + tl.arange(0, DEPTH)
+def _inputs(rows, order, tile, there, SIZE: tl.constexpr, DEPTH: tl.constexpr):
+    """The inputs that these columns of the weight multiply, `[ROWS, DEPTH]`. `rows` points to their rows."""
+    depth = tile * DEPTH + tl.arange(0, DEPTH)
     left = depth < SIZE
     at = depth if order is None else tl.load(order + depth, mask=left, other=0)
     return tl.load(rows[:, None] + at[None, :], mask=there[:, None] & left[None, :], other=0.0)
@@ -190,17 +197,17 @@ def _gate_up_kernel(
         up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         if WEIGH:
             factor = tl.load(weights + pair, mask=there, other=0.0)
-        for start in range(0, HIDDEN, DEPTH):
-            a = _inputs(rows, own_order, start, there, HIDDEN, DEPTH)
+        for k in range(0, tl.cdiv(HIDDEN, DEPTH)):
+            a = _inputs(rows, own_order, k, there, HIDDEN, DEPTH)
             if WEIGH:
                 a = (a.to(tl.float32) * factor[:, None]).to(a.dtype)
             b = _load(
-                weight, scales, zeros, table, gate_at, gate_scale, start, HIDDEN, inside, FORM, SCALES, GROUP, KIND,
+                weight, scales, zeros, table, gate_at, gate_scale, k, inside, HIDDEN, FORM, SCALES, GROUP, KIND,
                 CODES_AT, VALUES, BYTES, COLUMNS, DEPTH,
             )  # fmt: skip
             gate = tl.dot(a, b.to(a.dtype), gate, input_precision="ieee")
             b = _load(
-                weight, scales, zeros, table, up_at, up_scale, start, HIDDEN, inside, FORM, SCALES, GROUP, KIND,
+                weight, scales, zeros, table, up_at, up_scale, k, inside, HIDDEN, FORM, SCALES, GROUP, KIND,
                 CODES_AT, VALUES, BYTES, COLUMNS, DEPTH,
             )  # fmt: skip
             up = tl.dot(a, b.to(a.dtype), up, input_precision="ieee")
@@ -235,10 +242,10 @@ def _down_kernel(
         row_at = expert * expert_stride + own * row_stride
         scale_at = expert * scales_expert_stride + own * scales_row_stride
         sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for start in range(0, SIZE, DEPTH):
-            a = _inputs(rows, own_order, start, there, SIZE, DEPTH)
+        for k in range(0, tl.cdiv(SIZE, DEPTH)):
+            a = _inputs(rows, own_order, k, there, SIZE, DEPTH)
             b = _load(
-                weight, scales, zeros, table, row_at, scale_at, start, SIZE, inside, FORM, SCALES, GROUP, KIND,
+                weight, scales, zeros, table, row_at, scale_at, k, inside, SIZE, FORM, SCALES, GROUP, KIND,
                 CODES_AT, VALUES, BYTES, COLUMNS, DEPTH,
             )  # fmt: skip
             sums = tl.dot(a, b.to(a.dtype), sums, input_precision="ieee")

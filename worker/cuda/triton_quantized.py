@@ -69,8 +69,8 @@ def multiply_groups(x: torch.Tensor, weight: StoredGroups, bias: torch.Tensor | 
     out = x.new_empty(len(x), n)
     grid, tile = _grid(len(x), n)
     _groups_kernel[grid](
-        x, *weight.tensors, bias, out, len(x), n, x.shape[1], x.stride(0), weight.values.stride(0),
-        weight.scales.stride(0), out.stride(0), **weight.constants, **tile,
+        x, *weight.tensors, bias, out, len(x), n, x.shape[1], -(-x.shape[1] // 2), x.stride(0),
+        weight.values.stride(0), weight.scales.stride(0), out.stride(0), **weight.constants, **tile,
     )  # fmt: skip
     return out
 
@@ -99,9 +99,10 @@ def multiply_blocks(
 
 
 def _grid(num_rows: int, num_columns: int) -> tuple[tuple[int, int], dict[str, int]]:
-    rows, columns, depth = (16, 16, 64) if num_rows <= FEW_ROWS else (64, 64, 32)
+    # few rows wait for memory: more bytes on their way
+    rows, columns, depth, stages = (16, 16, 128, 4) if num_rows <= FEW_ROWS else (64, 64, 32, 2)
     grid = triton.cdiv(num_columns, columns), triton.cdiv(num_rows, rows)
-    return grid, {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "num_warps": 4, "num_stages": 2}
+    return grid, {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "num_warps": 4, "num_stages": stages}
 
 
 def block_constants(kind: str) -> dict[str, int]:
@@ -123,9 +124,9 @@ def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def _groups_kernel(
-    x, values, scales, zeros, table, row_scales, bias, out, num_rows, num_columns, size, x_stride, values_stride,
-    scales_stride, out_stride, FORM: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, values, scales, zeros, table, row_scales, bias, out, num_rows, num_columns, size, size_pairs, x_stride,
+    values_stride, scales_stride, out_stride, FORM: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -133,13 +134,14 @@ def _groups_kernel(
     x_at = x + rows.to(tl.int64)[:, None] * x_stride
     stored_at, group_at = columns.to(tl.int64) * values_stride, columns.to(tl.int64) * scales_stride
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, size, DEPTH):
-        depth = start + tl.arange(0, DEPTH)
+    for tile in range(0, tl.cdiv(size, DEPTH)):
+        depth = tile * DEPTH + tl.arange(0, DEPTH)
         left = depth < size
         a = tl.load(x_at + depth[None, :], mask=there[:, None] & left[None, :], other=0.0)
         weight = load_groups(
-            values, scales, zeros, table, stored_at, group_at, start, size, inside, FORM, SCALES, GROUP, COLUMNS, DEPTH
-        )
+            values, scales, zeros, table, stored_at, group_at, tile, size, size_pairs, inside, FORM, SCALES, GROUP,
+            COLUMNS, DEPTH,
+        )  # fmt: skip
         sums = tl.dot(a, weight.to(a.dtype), sums, input_precision="ieee")
     if row_scales is not None:
         sums *= tl.load(row_scales + columns, mask=inside, other=0.0)[None, :]
@@ -170,21 +172,23 @@ def _blocks_kernel(
 
 @triton.jit
 def load_groups(
-    values, scales, zeros, table, stored_at, group_at, start, size, inside, FORM: tl.constexpr, SCALES: tl.constexpr,
-    GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    values, scales, zeros, table, stored_at, group_at, tile, size, size_pairs, inside, FORM: tl.constexpr,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Columns `start` to `start` + DEPTH of COLUMNS rows of the weight, of which `inside` exist, in float32 `[DEPTH,
-    COLUMNS]`. The rows begin at entries `stored_at` of the values and `group_at` of the scales.
+    """Columns `tile` * DEPTH to (`tile` + 1) * DEPTH of COLUMNS rows of the weight, of which `inside` exist, in float32
+    `[DEPTH, COLUMNS]`. The rows begin at entries `stored_at` of the values and `group_at` of the scales, and have
+    `size` columns, `size_pairs` pairs of them.
 
-    Rows are read along their columns, so that a thread reads neighbouring bytes.
+    Rows are read along their columns, so that a thread reads neighbouring bytes: several at once, because Triton sees
+    what divides the offsets and sizes.
     """
     PAIRS: tl.constexpr = FORM == "int4" or FORM == "e2m1" or FORM == "table"
+    WIDTH: tl.constexpr = DEPTH // 2 if PAIRS else DEPTH
+    entry = tile * WIDTH + tl.arange(0, WIDTH)
+    mask = inside[:, None] & (entry < (size_pairs if PAIRS else size))[None, :]
+    numbers = tl.load(values + stored_at[:, None] + entry[None, :], mask=mask, other=0)
     if PAIRS:
-        pair = start // 2 + tl.arange(0, DEPTH // 2)
-        depth = 2 * pair
-        mask = inside[:, None] & (depth < size)[None, :]
-        both = tl.load(values + stored_at[:, None] + pair[None, :], mask=mask, other=0)
-        codes = tl.join(both & 15, both >> 4)
+        codes = tl.join(numbers & 15, numbers >> 4)
         if FORM == "int4":
             numbers = codes.to(tl.float32) - 8.0
         elif FORM == "e2m1":  # sign, exponent and mantissa are those of a float16 that is 2 ** 14 times smaller
@@ -193,16 +197,16 @@ def load_groups(
         else:
             numbers = tl.load(table + codes)
     else:
-        depth = start + tl.arange(0, DEPTH)
-        mask = inside[:, None] & (depth < size)[None, :]
-        numbers = tl.load(values + stored_at[:, None] + depth[None, :], mask=mask, other=0)
         numbers = _e4m3(numbers) if FORM == "e4m3" else numbers.to(tl.float32)
-    at = group_at[:, None] + (depth // GROUP)[None, :]
-    scale = _scales(scales, at, mask, SCALES)
+    if GROUP % DEPTH == 0:  # one scale for each row
+        at, there = group_at[:, None] + tile // (GROUP // DEPTH), inside[:, None]
+    else:
+        at, there = group_at[:, None] + (entry * (DEPTH // WIDTH) // GROUP)[None, :], mask
+    scale = _scales(scales, at, there, SCALES)
     if PAIRS:
         scale = scale[:, :, None]
     if zeros is not None:
-        zero = tl.load(zeros + at, mask=mask, other=0.0).to(tl.float32)
+        zero = tl.load(zeros + at, mask=there, other=0.0).to(tl.float32)
         numbers -= zero[:, :, None] if PAIRS else zero
     weight = numbers * scale
     if PAIRS:
