@@ -1,5 +1,5 @@
 """The perplexity of the embedded model in every format that the repository can write: the assistant's words of held-out
-conversations, with plain torch.
+conversations, with plain torch; then, with the native CPU kernels, by activations of 16 and of 8 bits.
 
     python -m benchmarks.perplexity
 
@@ -20,8 +20,10 @@ from tokenizers import Tokenizer
 
 from quire.configs.sources import embedded_model
 from quire.server.startup.gguf import gguf_folder
+from quire.worker.cpu.native import KERNELS
 from quire.worker.loader import load_weights
 from quire.worker.models import build_model, num_parameters, read_model_spec
+from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.quantize.run import Settings, quantize_checkpoint
 from quire.worker.quantize.stages import Texts, cut
 from tests.gguf_files import write_gguf
@@ -51,6 +53,31 @@ def perplexity(folder: str, texts: Conversations, quantization: str | None = Non
     return float(torch.tensor(surprise / count).exp())
 
 
+@torch.inference_mode()
+def native_logprobs(folder: str, texts: Conversations, bits: int, quantization: str | None = None) -> torch.Tensor:
+    """Log-probabilities `[T, V]` of every position, by the native kernels with activations of `bits` bits."""
+    KERNELS.activation_bits = bits
+    spec = read_model_spec(folder)
+    model = build_model(spec, torch.bfloat16, torch.device("cpu"), quantization=quantization, ops=CpuPlatform().ops)
+    load_weights(model, spec, folder)
+    rows = [torch.tensor(ids[: spec.max_model_len]) for ids, _ in texts]
+    return torch.cat([model.logits(Texts(row[None]).run(model).hidden[0]).log_softmax(-1)[:-1] for row in rows])
+
+
+def compare_activations(name: str, folder: str, texts: Conversations, quantization: str | None = None) -> None:
+    """Show the perplexity of all words, users' included, with 16 and 8 bits, and the divergence of the two."""
+    exact, rounded = (native_logprobs(folder, texts, bits, quantization) for bits in (16, 8))
+    longest = read_model_spec(folder).max_model_len
+    following = torch.cat([torch.tensor(ids[1:longest]) for ids, _ in texts])[:, None]
+    words = [float((-logprobs.gather(1, following).mean()).exp()) for logprobs in (exact, rounded)]
+    divergence = float((exact.exp() * (exact - rounded)).sum(-1).mean())
+    print(
+        f"{name:<34} perplexity of all words {words[0]:.4f} (16 bits) {words[1]:.4f} (8 bits), "
+        f"divergence {divergence:.1e}",
+        flush=True,
+    )
+
+
 def main() -> None:
     folder = embedded_model()
     tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
@@ -78,6 +105,11 @@ def main() -> None:
         os.environ["QUIRE_CACHE"] = work
         for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4"):
             show(f"GGUF {kind}", *_gguf(folder, Path(work, kind), kind))
+        if KERNELS.load(background=False):
+            for name in ("int8", "int4"):
+                compare_activations(f"--quantization {name}", folder, texts, name)
+            for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4"):
+                compare_activations(f"GGUF {kind}", gguf_folder(str(Path(work, kind, "model.gguf"))), texts)
 
 
 def _gguf(folder: str, work: Path, kind: str) -> tuple[str, int]:

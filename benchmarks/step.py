@@ -150,6 +150,7 @@ def main() -> int:
         "--cpu-time", action="store_true", help="count the CPU time of this process only; use it with one thread"
     )
     parser.add_argument("--cpu-level", default="auto", help="as for `quire serve`")
+    parser.add_argument("--cpu-activation-bits", default="auto", help="as for `quire serve`")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as for `quire serve`")
     args = parser.parse_args()
     loads = {load: parse_load(load) for load in args.loads}
@@ -167,6 +168,7 @@ def main() -> int:
         "quantization": args.quantization,
         "deterministic": args.deterministic,
         "cpu_level": args.cpu_level,
+        "cpu_activation_bits": args.cpu_activation_bits,
         "kv_cache_dtype": args.kv_cache_dtype,
         "block_size": 16,
     }

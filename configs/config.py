@@ -221,6 +221,12 @@ class DeviceConfig:
         "faster",
         choices=("auto", "amx", "avx512bf16", "avx512", "avx2"),
     )
+    cpu_activation_bits: str = opt(
+        "auto",
+        "bits to which vector units round activations for products with quantized weights; auto: 8 for GGUF files (as "
+        "llama.cpp does) and weights of 4 bits, else 16, which is finer than bfloat16",
+        choices=("auto", "8", "16"),
+    )
     num_threads: int | None = opt(
         None, "number of compute threads on CPU (default: the cores that this process may use)", minimum=1
     )

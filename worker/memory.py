@@ -285,6 +285,7 @@ def preview(config: Config) -> WorkerReady:
         config.device.deterministic is True,
         config.server.api_server_count,
         config.device.cpu_level,
+        config.device.cpu_activation_bits,
     )
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(num_ranks)

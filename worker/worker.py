@@ -92,6 +92,7 @@ class Worker:
             config.device.deterministic is True,
             config.server.api_server_count,
             config.device.cpu_level,
+            config.device.cpu_activation_bits,
         )
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model, config.model.model_impl, images=not config.model.language_model_only)

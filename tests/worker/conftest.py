@@ -8,6 +8,12 @@ from quire.worker.cpu import build
 from quire.worker.cpu.native import KERNELS
 
 
+@pytest.fixture
+def exact_activations(monkeypatch):
+    """Quantized weights are multiplied by activations of 16 bits, which are finer than bfloat16."""
+    monkeypatch.setattr(KERNELS, "activation_bits", 16)
+
+
 @pytest.fixture(scope="module")
 def native_kernels():
     """The native CPU kernels, loaded while a module's tests run (and built first, which takes seconds, if the cache

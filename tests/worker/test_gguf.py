@@ -245,7 +245,16 @@ def test_packed_parts_of_several_types(native_kernels):
 
 
 @pytest.mark.parametrize(("name", "arch", "kinds"), MODELS)
-def test_models_on_native_kernels(tmp_path, native_kernels, name, arch, kinds):
+def test_models_by_activations_of_8_bits(tmp_path, native_kernels, name, arch, kinds):
+    folder, source = pair(name, tmp_path, kinds, arch, **SPECIAL.get(name, {}))
+    exact = logits_of(load(source))
+    rounding = float((logits_of(load(source, torch.bfloat16)) - exact).norm())
+    native = load(folder, torch.bfloat16, CpuPlatform().ops)
+    assert float((logits_of(native) - exact).norm()) < 6 * rounding
+
+
+@pytest.mark.parametrize(("name", "arch", "kinds"), MODELS)
+def test_models_on_native_kernels(tmp_path, native_kernels, exact_activations, name, arch, kinds):
     folder, source = pair(name, tmp_path, kinds, arch, **SPECIAL.get(name, {}))
     exact = logits_of(load(source))
     rounding = float((logits_of(load(source, torch.bfloat16)) - exact).norm())

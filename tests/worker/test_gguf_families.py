@@ -226,7 +226,7 @@ def test_ranks(tmp_path, name, expert_parallel):
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3", "gemma4"])
-def test_native_kernels_multiply_the_blocks(tmp_path, native_kernels, name):
+def test_native_kernels_multiply_the_blocks(tmp_path, native_kernels, exact_activations, name):
     folder, source = pair(name, tmp_path)
     exact = reference(source)
     rounding = float((logits_of(load(source, torch.bfloat16), IDS) - exact).norm())

@@ -294,6 +294,51 @@ def test_packed_blocks(kernels, kind):
         assert torch.equal(alone, linear(x, torch.float32, 2))
 
 
+def rounded_to_8_bits(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x `[m, k]` in float64, each `group` of k rounded to multiples of 1/127 of its largest entry."""
+    groups = F.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    top = groups.abs().amax(2, keepdim=True)
+    integers = (groups * torch.where(top > 0, torch.full_like(top, 127) / top, 0)).round()
+    return (integers.double() * (top / 127).double()).flatten(1)[:, : x.shape[1]]
+
+
+def check_narrow(kernels, linear, x, want, tolerance=2e-6) -> None:
+    """The products of `linear` are `want`, and the same bits for any number of rows."""
+    assert (linear(x, torch.float32, 1) - want).norm() < tolerance * want.norm()
+    together = linear(x, path=1)
+    assert torch.equal(torch.cat([linear(x[i : i + 1], path=1) for i in range(len(x))]), together)
+    if kernels != "amx":
+        assert all(torch.equal(linear(x, path=path), together) for path in (0, 2, 3))
+
+
+@pytest.mark.parametrize("kind", cpu_ops.PACKED_BLOCKS)
+@pytest.mark.parametrize("m", [1, 2, 4, 7, 13, 30, 100])
+def test_activations_in_8_bits(kernels, kind, m):
+    torch.manual_seed(m)
+    n, k = 45, 768
+    blocks = torch.from_numpy(blocks_of((torch.randn(n, k) * torch.rand(n, 1)).numpy(), kind))
+    bias, x = torch.randn(n), (torch.randn(m, k) * torch.rand(m, 1)).bfloat16()
+    x[m // 2] = 0
+    x[0, 5] = 40  # an outlier
+    linear = cpu_ops.QuantizedLinear.from_blocks([blocks], kind, (n, k), bias, narrow=True)
+    group = 256 if BLOCKS[kind][0] == 256 else 32  # as in llama.cpp
+    want = rounded_to_8_bits(x, group) @ dequantize(blocks, kind).double().T + bias.double()
+    check_narrow(kernels, linear, x, want)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("m", "k", "group"), [(1, 100, 32), (3, 333, 64), (40, 1100, 128), (9, 700, -1), (6, 1024, 512)]
+)
+def test_activations_in_8_bits_of_integers(kernels, bits, m, k, group):
+    torch.manual_seed(k)
+    for with_offsets in (False, True):
+        values, scales, offsets, weight = random_quantized(random.Random(0), 70, k, bits, group, with_offsets)
+        linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, group, narrow=True)
+        x = torch.randn(m, k).bfloat16()
+        check_narrow(kernels, linear, x, rounded_to_8_bits(x, min(group, 256) if group > 0 else 256) @ weight.T)
+
+
 @pytest.mark.parametrize("kind", ["Q3_K", "Q6_K", "MXFP4", "Q5_1"])
 @pytest.mark.parametrize("m", [1, 6, 40])
 def test_packed_blocks_of_gate_and_up(kernels, kind, m):

@@ -15,6 +15,8 @@ from quire.configs.sources import embedded_model
 from quire.worker import memory
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.ops import QuantizedLinear
+from quire.worker.cpu.packed_linear import NativeQuantMethod
+from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization import int_at_load as quant
 from quire.worker.layers.quantization import int_groups
 from quire.worker.loader import load_weights
@@ -80,7 +82,7 @@ def test_both_quantizers_choose_the_same_numbers(native_kernels, bits, n, k):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", NAMES)
-def test_whole_models(checkpoint, native_kernels, monkeypatch, name, quantization):
+def test_whole_models(checkpoint, native_kernels, exact_activations, monkeypatch, name, quantization):
     folder = checkpoint(name, dtype="bfloat16")
     exact, native = logits_of(load(folder, None)), load(folder, quantization)
     from_native = logits_of(native)
@@ -103,6 +105,19 @@ def test_whole_models(checkpoint, native_kernels, monkeypatch, name, quantizatio
     assert torch.equal(logits_of(twin), from_native)
 
 
+@pytest.mark.parametrize(
+    ("setting", "int8", "int4"), [("auto", {False}, {True, False}), ("8", {True}, {True}), ("16", {False}, {False})]
+)
+def test_precision_of_activations(checkpoint, native_kernels, monkeypatch, setting, int8, int4):
+    """By default 8 bits for weights of 4 bits, 16 for the others: int8, and the head of int4."""
+    monkeypatch.setattr(KERNELS, "activation_bits", None)
+    CpuPlatform().start(1, 1, cpu_activation_bits=setting)
+    for quantization, expected in (("int8", int8), ("int4", int4)):
+        model = load(checkpoint("qwen3", dtype="bfloat16"), quantization)
+        methods = [layer.method for layer in model.modules() if isinstance(layer, Linear)]
+        assert {method.linear.narrow for method in methods if isinstance(method, NativeQuantMethod)} == expected
+
+
 def test_the_head_is_8_bits_and_the_embedding_readable(checkpoint, native_kernels):
     tied = load(checkpoint("llama-tied", dtype="bfloat16"), "int4")
     original = load(checkpoint("llama-tied", dtype="bfloat16"), None).model.embed_tokens
@@ -112,7 +127,7 @@ def test_the_head_is_8_bits_and_the_embedding_readable(checkpoint, native_kernel
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_ranks_quantize_what_they_hold(checkpoint, native_kernels, quantization):
+def test_ranks_quantize_what_they_hold(checkpoint, native_kernels, exact_activations, quantization):
     folder = checkpoint("llama-tied", dtype="bfloat16")  # 160 columns of down_proj over two ranks: groups of their own
     exact, alone = logits_of(load(folder, None)), logits_of(load(folder, quantization))
     models = []

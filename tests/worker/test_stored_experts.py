@@ -87,7 +87,7 @@ def test_ranks(sources, tmp_path, name, expert_parallel):
 @pytest.mark.parametrize(
     "name", ["ct w4a16 zeros", "ct w8a8", "awq", "gptq 4", "gptq 4 act-order", "ct mxfp4", "fp8 tensor"]
 )
-def test_native_kernels_multiply_what_is_stored(sources, tmp_path, native_kernels, name):
+def test_native_kernels_multiply_what_is_stored(sources, tmp_path, native_kernels, exact_activations, name):
     folder = Path(make.write(sources("qwen3-moe"), tmp_path, *FORMATS[name]))
     exact, native = load(folder / "plain"), load(folder / "quantized", torch.bfloat16, CpuPlatform().ops)
     x = torch.randn(50, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).bfloat16()

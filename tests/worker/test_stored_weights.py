@@ -211,7 +211,7 @@ def test_ranks_load_their_share(sources, tmp_path, name):
 @pytest.mark.parametrize(
     "name", ["ct w4a16 zeros", "ct w8a8", "awq", "gptq 4 act-order", "gptq 3", "ct mxfp4", "fp8 blocks"]
 )
-def test_native_kernels_multiply_what_is_stored(sources, tmp_path, native_kernels, name):
+def test_native_kernels_multiply_what_is_stored(sources, tmp_path, native_kernels, exact_activations, name):
     folder = Path(make.write(sources("llama-bias"), tmp_path, *FORMATS[name]))
     exact = logits_of(load(folder / "plain"))
     rounding = float((logits_of(load(folder / "plain", torch.bfloat16)) - exact).norm())

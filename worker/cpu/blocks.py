@@ -9,16 +9,16 @@ from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization.blocks import Rows
 
 
-def packed_blocks(layer: Linear, parts: list[Rows]) -> QuantizedLinear | MixedLinear:
-    """The layer's weight, packed in the same number of bits."""
+def packed_blocks(layer: Linear, parts: list[Rows], narrow: bool = False) -> QuantizedLinear | MixedLinear:
+    """The layer's weight, packed in the same number of bits. `narrow` is that of `QuantizedLinear`."""
     runs = [(kind, [part.blocks for part in same]) for kind, same in groupby(parts, lambda part: part.type)]
     if len(runs) == 1:
         shape = layer.out_features, layer.in_features
-        return QuantizedLinear.from_blocks(runs[0][1], runs[0][0], shape, layer.bias, layer.gated)
+        return QuantizedLinear.from_blocks(runs[0][1], runs[0][0], shape, layer.bias, layer.gated, narrow)
     counts = [sum(len(blocks) for blocks in run) for _, run in runs]
     spans = [*pairwise([0, *accumulate(counts[:-1]), layer.out_features])]
     biases = [None if layer.bias is None else layer.bias[a:b] for a, b in spans]
     return MixedLinear([
-        QuantizedLinear.from_blocks(run, kind, (b - a, layer.in_features), bias)
+        QuantizedLinear.from_blocks(run, kind, (b - a, layer.in_features), bias, narrow=narrow)
         for (kind, run), (a, b), bias in zip(runs, spans, biases)
     ])  # fmt: skip

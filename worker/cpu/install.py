@@ -49,7 +49,7 @@ class NativeOps(Ops):
         return PackedMethod(layer) if layer.weight.dtype == torch.bfloat16 else None
 
     def quantize_weight(self, layer: Linear, bits: int, group: int) -> LinearMethod:
-        linear = QuantizedLinear.quantize(layer.weight, bits, group, layer.bias, layer.gated)
+        linear = QuantizedLinear.quantize(layer.weight, bits, group, layer.bias, layer.gated, _narrow(bits == 4))
         return NativeQuantMethod(layer, linear)
 
     def quantized_method(self, layer: Linear, groups: Groups) -> LinearMethod | None:
@@ -58,12 +58,13 @@ class NativeOps(Ops):
         offsets = None if groups.zeros is None else -groups.zeros.float() * groups.scales.float()
         group = groups.group if groups.scales.shape[1] > 1 else -1
         numbers = groups.values, groups.scales, offsets, groups.bits, group
-        linear = QuantizedLinear.from_values(*numbers, layer.bias, layer.gated)
+        narrow = _narrow(groups.bits == 4)
+        linear = QuantizedLinear.from_values(*numbers, layer.bias, layer.gated, narrow)
         layer.zeros = None  # the offsets are packed
         return NativeQuantMethod(layer, linear)
 
     def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod:
-        linear = packed_blocks(layer, parts)
+        linear = packed_blocks(layer, parts, _narrow(True))
         for i in range(len(parts)):
             setattr(layer, f"blocks_{i}", None)
         return NativeQuantMethod(layer, linear)
@@ -135,12 +136,19 @@ class NativeOps(Ops):
 _NATIVE = NativeOps()  # stateless
 
 
-def load(background: bool = True, level: str = "auto") -> None:
+def _narrow(by_default: bool) -> bool:
+    """Whether products with a quantized weight round activations to 8 bits."""
+    return by_default if KERNELS.activation_bits is None else KERNELS.activation_bits == 8
+
+
+def load(background: bool = True, level: str = "auto", activation_bits: str = "auto") -> None:
     """Load the library or start a background build of it; with background=False build it in this process.
+    `activation_bits` is the setting `cpu_activation_bits`.
 
     Raises:
         ValueError: the build failed, or the CPU does not support the instruction set `level`.
     """
+    KERNELS.activation_bits = None if activation_bits == "auto" else int(activation_bits)
     try:
         KERNELS.load(background, level)
     except BuildError as error:
@@ -170,6 +178,13 @@ def give_up(reason: str) -> None:
 def level() -> tuple[str, str]:
     """(the instruction set of the library, why it was chosen)."""
     return KERNELS.level or "none", KERNELS.level_reason
+
+
+def activation_bits() -> tuple[str, str]:
+    """(bits of activations in products with quantized weights, why)."""
+    if KERNELS.activation_bits is None:
+        return "auto", "8 for GGUF files and weights of 4 bits, 16 for other quantized weights"
+    return str(KERNELS.activation_bits), "as asked, for quantized weights"
 
 
 def status() -> str:

@@ -99,6 +99,7 @@ class QuantArgs(ctypes.Structure):
         ("groups", _I),
         ("k_steps", _I),
         ("half", _I),
+        ("narrow", _I),
     ]
 
 
@@ -266,6 +267,7 @@ class Kernels:
         self.lib: ctypes.CDLL | None = None
         self.level: str | None = None
         self.level_reason = "not loaded"
+        self.activation_bits: int | None = None  # of products with quantized weights: 8, 16; None: by kind of weight
         self.status = "not loaded"
         self._builder: subprocess.Popen | None = None
 

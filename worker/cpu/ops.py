@@ -625,8 +625,10 @@ class QuantizedLinear(_NativeLinear):
 
     Few rows are multiplied as integers: x becomes 16-bit integers with one scale per at most 256 columns, which is
     finer than bfloat16. With AMX more than 32 rows are multiplied in bfloat16; without AMX 96 rows and more are
-    multiplied in fixed point. Build one with `quantize` from a bfloat16 weight, with `from_values` from a quantized
-    checkpoint, or with `from_blocks` from the blocks of a GGUF file. `rows` and `gated` are as in PackedLinear.
+    multiplied in fixed point. With `narrow` x becomes 8-bit integers where vector units multiply: without AMX, for any
+    number of rows, so that a row's result does not depend on the others. Weights of 8-bit floats ignore it. Build one
+    with `quantize` from a bfloat16 weight, with `from_values` from a quantized checkpoint, or with `from_blocks` from
+    the blocks of a GGUF file. `rows` and `gated` are as in PackedLinear.
     """
 
     def __init__(
@@ -638,9 +640,11 @@ class QuantizedLinear(_NativeLinear):
         gated: str | None,
         has_offsets: bool,
         scale_type: torch.dtype = torch.bfloat16,
+        narrow: bool = False,
     ) -> None:
         super().__init__(shape, gated)
         self.bits, steps = kind.bits, -(-self.in_features // 64)
+        self.narrow = narrow
         self.group = group if group > 0 else -(-steps // 4) * 256
         if not kind.group and not self.supports(self.group):
             raise ValueError(
@@ -663,6 +667,7 @@ class QuantizedLinear(_NativeLinear):
             groups,
             steps,
             scale_type is torch.float16,
+            narrow,
         )
         self._bind(self.lib.quire_gemm_run_quant, byref(self._args), bias)
 
@@ -679,6 +684,7 @@ class QuantizedLinear(_NativeLinear):
         group: int = 64,
         bias: torch.Tensor | None = None,
         gated: str | None = None,
+        narrow: bool = False,
     ) -> QuantizedLinear:
         """Quantize a bfloat16 weight `[n, k]` symmetrically. Each group's scale minimizes the squared error (4 bits) or
         follows from the largest entry (8 bits).
@@ -688,7 +694,7 @@ class QuantizedLinear(_NativeLinear):
         """
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"only bfloat16 weights can be quantized, not {weight.dtype}")
-        linear = cls(tuple(weight.shape), _integers(bits), group, bias, gated, has_offsets=False)
+        linear = cls(tuple(weight.shape), _integers(bits), group, bias, gated, has_offsets=False, narrow=narrow)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         linear.lib.quire_quantize(
             weight.data_ptr(),
@@ -712,6 +718,7 @@ class QuantizedLinear(_NativeLinear):
         group: int,
         bias: torch.Tensor | None = None,
         gated: str | None = None,
+        narrow: bool = False,
     ) -> QuantizedLinear:
         """Pack a quantized weight: weight = scale * value + offset.
 
@@ -723,10 +730,10 @@ class QuantizedLinear(_NativeLinear):
             ValueError: bits or group are not supported, or the shapes do not match.
         """
         if values.dtype == torch.float8_e4m3fn:
-            values, stored, scale_type = values.view(torch.int8), _E4M3, torch.float32
+            values, stored, scale_type, narrow = values.view(torch.int8), _E4M3, torch.float32, False
         else:
             stored, scale_type = _integers(bits), _type_of_scales(scales, offsets)
-        linear = cls(tuple(values.shape), stored, group, bias, gated, offsets is not None, scale_type)
+        linear = cls(tuple(values.shape), stored, group, bias, gated, offsets is not None, scale_type, narrow)
         if scales.shape != (len(values), -(-values.shape[1] // linear.group)) or (
             offsets is not None and offsets.shape != scales.shape
         ):
@@ -759,12 +766,13 @@ class QuantizedLinear(_NativeLinear):
         shape: tuple[int, int],
         bias: torch.Tensor | None = None,
         gated: str | None = None,
+        narrow: bool = False,
     ) -> QuantizedLinear:
         """Pack a weight `shape` from the blocks of a GGUF file, uint8 `[rows, bytes]` of each part, in the type `kind`,
         a key of PACKED_BLOCKS. Rows that are missing are zero.
         """
         layout, stored = PACKED_BLOCKS[kind]
-        linear = cls(shape, stored, stored.group, bias, gated, stored.offsets, torch.float16)
+        linear = cls(shape, stored, stored.group, bias, gated, stored.offsets, torch.float16, narrow)
         assert all(part.is_contiguous() for part in parts)
         pointers, lengths = (c_void_p * len(parts))(*(part.data_ptr() for part in parts)), (c_long * len(parts))()
         lengths[:] = [len(part) for part in parts]

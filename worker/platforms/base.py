@@ -61,12 +61,14 @@ class Platform(ABC):
         wait_for_kernels: bool = False,
         num_frontends: int = 1,
         cpu_level: str = "auto",
+        cpu_activation_bits: str = "auto",
     ) -> list[tuple[str, str, str]]:
         """Initialize the device for this process. Returns (setting, value, reason) of automatic choices.
 
         `world_size` ranks and `num_frontends` frontend processes share the machine. `wait_for_kernels` compiles missing
-        native kernels first, instead of in the background. `cpu_level` is their instruction set. Raises ValueError if
-        the compilation fails, or if the CPU lacks the instruction set.
+        native kernels first, instead of in the background. `cpu_level` is their instruction set, `cpu_activation_bits`
+        the precision of activations in their products with quantized weights. Raises ValueError if the compilation
+        fails, or if the CPU lacks the instruction set.
         """
 
     def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:

@@ -50,13 +50,15 @@ class CpuPlatform(Platform):
         wait_for_kernels: bool = False,
         num_frontends: int = 1,
         cpu_level: str = "auto",
+        cpu_activation_bits: str = "auto",
     ) -> list[tuple[str, str, str]]:
         threads, reason = _num_threads(num_threads, world_size, num_frontends)
         torch.set_num_threads(threads)
-        native.load(not wait_for_kernels, cpu_level)
+        native.load(not wait_for_kernels, cpu_level, cpu_activation_bits)
         return [
             ("num_threads", str(threads), reason),
             ("cpu_level", *native.level()),
+            ("cpu_activation_bits", *native.activation_bits()),
             ("kernels", self.ops.name, native.status()),
         ]
 

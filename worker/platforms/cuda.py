@@ -52,6 +52,7 @@ class CudaPlatform(Platform):
         wait_for_kernels: bool = False,
         num_frontends: int = 1,
         cpu_level: str = "auto",
+        cpu_activation_bits: str = "auto",
     ) -> list[tuple[str, str, str]]:
         torch.cuda.set_device(self.device)
         self._blocking = host.num_cores() < _CORES_PER_RANK * world_size + num_frontends

@@ -36,6 +36,7 @@ bool by_many_rows(const Gemm& g, int path) {
 
 // Whether the product takes the path of fixed-point numbers.
 bool by_fixed(const Gemm& g, int path) {
+  if (g.quant && g.quant->narrow) return false;  // the same rounding for any number of rows
   if (g.quant) return path == 3 || (path == 0 && g.m >= (g.quant->kind == kFloats8 ? kFixedFloatRows : kFixedQuantRows));
   return path == 0 && g.compact && g.m >= (g.out_f32 == 1 ? kFixedLogitRows : kFixedRows);
 }

@@ -128,9 +128,14 @@ inline void run_vector(const std::vector<Gemm>& products, int threads) {
 
 }  // namespace
 
-// Multiplies x by block nb of a weight: y [rows][32]. The function for a kind of weights.
+// Multiplies x by block nb of a weight: y [rows][32]. The function for a kind of weights, in files that are compiled at the
+// same time: kinds with a table of scales or with SuperScales, activations of 16 or 8 bits.
 using QuantBlock = void (*)(const Quant& q, const IntegerRows& x, int nb, float* y);
-QuantBlock quant_block_of(const Quant& q), super_block_of(const Quant& q);
+QuantBlock table_block(int kind), super_block(int kind), narrow_table_block(int kind), narrow_super_block(int kind);
+inline QuantBlock quant_block_of(const Quant& q) {
+  if (q.narrow) return is_super_kind(q.kind) ? narrow_super_block(q.kind) : narrow_table_block(q.kind);
+  return is_super_kind(q.kind) ? super_block(q.kind) : table_block(q.kind);
+}
 
 namespace {
 
@@ -140,7 +145,7 @@ inline void run_quant_vector(const std::vector<Gemm>& products, int threads) {
   const QuantBlock block = quant_block_of(q);
   auto integers = [&](float* memory, const Chunk& c) { return IntegerRows(memory + c.rows * kCols, c.rows, *c.g->quant); };
   over_chunks(
-      products, threads, kVectorPiece / (long(q.k_steps) * 128), [&](int rows) { return rows * kCols * sizeof(float) + IntegerRows::bytes(rows, q); },
+      products, threads, kVectorPiece / (long(q.k_steps) * 64 * IntegerRows::dwords(q)), [&](int rows) { return rows * kCols * sizeof(float) + IntegerRows::bytes(rows, q); },
       [&](float* memory, const Chunk& c) { integers(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; }); },
       [&](float* memory, const Chunk& c, int nb) {
         block(*c.g->quant, integers(memory, c), nb, memory);

@@ -37,6 +37,7 @@ constexpr KindTraits kKinds[kQuantKinds] = {
 
 constexpr int quant_bits(int kind) { return kKinds[kind].bits; }
 constexpr int quant_zero_point(int kind) { return kKinds[kind].zero_point; }
+constexpr int top_code(int kind) { return kind == kFloats4 ? 24 : kind == kIq4 || kind == kIq4_XS ? 240 : (1 << quant_bits(kind)) - 1; }
 constexpr bool is_super_kind(int kind) { return kKinds[kind].super > 0; }
 // Whether scales and offsets are f16 or bf16 per group
 constexpr bool has_table_of_halves(int kind) { return !is_super_kind(kind) && kind != kFloats4 && kind != kFloats8; }
@@ -46,7 +47,8 @@ struct Quant {
   const void* scales;
   const void* offsets;  // may be null
   int kind, group, groups, k_steps;
-  int half = 0;  // scales and offsets are f16 instead of bf16
+  int half = 0;    // scales and offsets are f16 instead of bf16
+  int narrow = 0;  // products on vector units take activations in 8 bits instead of 16
 
   int bits() const { return quant_bits(kind); }
   int zero_point() const { return quant_zero_point(kind); }

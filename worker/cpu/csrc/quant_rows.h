@@ -1,6 +1,11 @@
-// Activations as integers of 16 bits with one scale per 256 k, finer than bf16 for all but the smallest entries, for
-// products with quantized weights on vector units. AVX-512 multiplies bytes, so it takes them as two planes,
-// x = 256 high + low; AVX2 takes pairs of words.
+// Activations as integers, for products with quantized weights on vector units.
+//
+// In 16 bits, with one scale per 256 k, they are finer than bf16 for all but the smallest entries. AVX-512 multiplies
+// bytes, so it takes them as two planes, x = 256 high + low; AVX2 takes pairs of words.
+//
+// In 8 bits (Quant::narrow) they are one plane of bytes, or pairs of words for AVX2 and codes above 63, whose products
+// with bytes would overflow. They have a scale per group of the weight, of 256 k at most, or per 256 k for kQ4_K and so
+// on: the same as in llama.cpp for the blocks of GGUF files.
 #pragma once
 
 #include <algorithm>
@@ -10,26 +15,30 @@
 
 class IntegerRows {
  public:
-  static constexpr int kRun = 256;           // k that share a scale
-  static constexpr float kTop = 32639;       // 127 * 256 + 127
+  static constexpr int kRun = 256;  // k that a kernel multiplies at a time
   IntegerRows(void* memory, int rows, const Quant& q)
-      : width_(long(q.k_steps) * 64), rows_(rows), span_(q.span()), zero_point_(q.zero_point()), values_((int32_t*)memory), scales_((float*)(values_ + rows * width_ / 2)),
-        starts_((int32_t*)(scales_ + rows * runs())), sums_((float*)(starts_ + rows * spans())) {}
+      : width_(long(q.k_steps) * 64), rows_(rows), span_(q.span()), per_(per(q)), zero_point_(q.zero_point()), dwords_(dwords(q)), top_(q.narrow ? 127 : 127 * 256 + 127), scaled_sums_(by_span(q.kind, q.narrow)), values_((int32_t*)memory),
+        scales_((float*)(values_ + rows * width_ / 4 * dwords_)), starts_((int32_t*)(scales_ + rows * runs())), sums_((float*)(starts_ + rows * spans())) {}
   static size_t bytes(long rows, const Quant& q) {
     const long width = long(q.k_steps) * 64;
-    return rows * (width * 2 + ((width + kRun - 1) / kRun + 2 * ((width + q.span() - 1) / q.span())) * 4);
+    return rows * (width * dwords(q) + ((width + per(q) - 1) / per(q) + 2 * ((width + q.span() - 1) / q.span())) * 4);
   }
+  // Whether each span of k has a scale of its own, not each run.
+  static constexpr bool by_span(int kind, bool narrow) { return narrow && !is_super_kind(kind); }
+  // The number of dwords for 4 k.
+  static constexpr int dwords(int kind, bool narrow) { return narrow && (kLanes == 16 || top_code(kind) < 64) ? 1 : 2; }
+  static int dwords(const Quant& q) { return dwords(q.kind, q.narrow); }
 
   int groups() const { return (rows_ + kMostRows - 1) / kMostRows; }
   int begin(int group) const { return int(long(rows_) * group / groups()); }
   int size(int group) const { return begin(group + 1) - begin(group); }
   long width() const { return width_; }
-  // Two dwords for each 4 k of each row of a group, from k on
-  const int32_t* values(int group, long k) const { return values_ + begin(group) * (width_ / 2) + k / 4 * size(group) * 2; }
-  const float* scales(int group, long k) const { return scales_ + k / kRun * rows_ + begin(group); }
+  // The dwords for each 4 k of each row of a group, from k on
+  const int32_t* values(int group, long k) const { return values_ + (begin(group) * (width_ / 4) + k / 4 * size(group)) * dwords_; }
+  const float* scales(int group, long k) const { return scales_ + k / per_ * rows_ + begin(group); }
   // What cancels the zero point that the codes contain: the sum of the integers of a span of k, times it
   const int32_t* starts(int group, long k) const { return starts_ + k / span_ * rows_ + begin(group); }
-  // The sum of the integers of a span of k
+  // The sum of the integers of a span of k; by_span: times their scale
   const float* sums(int group, long k) const { return sums_ + k / span_ * rows_ + begin(group); }
   long ld() const { return rows_; }  // from one run or span to the next, of `scales`, `starts` and `sums`
 
@@ -44,7 +53,8 @@ class IntegerRows {
   int value(long r, long k) const {
     int group = 0;
     while (begin(group + 1) <= r) group++;
-    const int32_t* at = values(group, k) + (r - begin(group)) * 2;
+    const int32_t* at = values(group, k) + (r - begin(group)) * dwords_;
+    if (dwords_ == 1) return ((const int8_t*)at)[k % 4];
 #if defined(__AVX512F__)
     return 256 * ((const int8_t*)at)[k % 4] + ((const int8_t*)at)[4 + k % 4];
 #else
@@ -53,16 +63,17 @@ class IntegerRows {
   }
   // The high byte of the integer of x, which is 256 times that, rounded.
   int high_byte(long r, long k) const { return (value(r, k) + 128) >> 8; }
-  float scale(long r, long k) const { return scales_[k / kRun * rows_ + r]; }
+  float scale(long r, long k) const { return scales_[k / per_ * rows_ + r]; }
 
  private:
-  long runs() const { return (width_ + kRun - 1) / kRun; }
+  static int per(const Quant& q) { return by_span(q.kind, q.narrow) ? q.span() : kRun; }
+  long runs() const { return (width_ + per_ - 1) / per_; }
   long spans() const { return (width_ + span_ - 1) / span_; }
 
   void fill_row(int group, int r, const bf16* x, long given) const {
     const int row = begin(group) + r;
-    for (long begin = 0; begin < width_; begin += kRun) {
-      const long end = std::min(begin + kRun, width_), real = std::clamp(given, begin, end);
+    for (long begin = 0; begin < width_; begin += per_) {
+      const long end = std::min(begin + per_, width_), real = std::clamp(given, begin, end);
       bf16 padded[kRun];
       const bf16* from = x + begin;
       if (real < end) {
@@ -71,42 +82,50 @@ class IntegerRows {
       }
       vf tops = zero();
       for (long k = 0; k < end - begin; k += 16) tops = max(tops, max(load(from + k), zero() - load(from + k)));
-      const float top = reduce_max(tops);
-      const vf inverse = set1(top > 1e-30f ? kTop / top : 0.f);
-      scales_[begin / kRun * rows_ + row] = top / kTop;
-      int total = 0;
+      const float top = reduce_max(tops), scale = top / top_;
+      const vf inverse = set1(top > 1e-30f ? top_ / top : 0.f);
+      scales_[begin / per_ * rows_ + row] = scale;
+      vf sum = zero();
       for (long k = begin; k < end; k += 16) {
-        total += put(group, r, k, nearest(load(from + (k - begin)) * inverse));
+        const vf integers = nearest(load(from + (k - begin)) * inverse);
+        put(group, r, k, integers);
+        sum = sum + integers;
         if ((k + 16) % span_ == 0 || k + 16 == end) {
-          starts_[k / span_ * rows_ + row] = -zero_point_ * total, sums_[k / span_ * rows_ + row] = float(total);
-          total = 0;
+          const float total = reduce_add(sum);
+          starts_[k / span_ * rows_ + row] = -zero_point_ * int(total), sums_[k / span_ * rows_ + row] = scaled_sums_ ? total * scale : total;
+          sum = zero();
         }
       }
     }
   }
 
-  // Writes sixteen integers of row r of a group; returns their sum.
-  int put(int group, int r, long k, vf integers) const {
-    int32_t* to = values_ + begin(group) * (width_ / 2) + (k / 4 * size(group) + r) * 2;
+  // Writes sixteen integers of row r of a group.
+  void put(int group, int r, long k, vf integers) const {
+    int32_t* to = values_ + (begin(group) * (width_ / 4) + k / 4 * size(group) + r) * dwords_;
+    if (dwords_ == 1) {
+      alignas(16) int32_t bytes[4];
+      store_bytes((int8_t*)bytes, integers);
+      for (int i = 0; i < 4; i++) to[i * size(group)] = bytes[i];
+      return;
+    }
     __m128i pairs[4];
 #if defined(__AVX512F__)
     const __m512i n = _mm512_cvtps_epi32(integers.v);
     const __m128i low = _mm512_cvtepi32_epi8(n), high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8));
     pairs[0] = _mm_unpacklo_epi32(high, low), pairs[2] = _mm_unpackhi_epi32(high, low);
-    const int sum = int(reduce_add(integers));
 #else
     const __m256i a = _mm256_cvtps_epi32(integers.a), b = _mm256_cvtps_epi32(integers.b), n = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
     const __m256i ordered = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(n, 0xd8), 0xd8);
     pairs[0] = _mm256_castsi256_si128(ordered), pairs[2] = _mm256_extracti128_si256(ordered, 1);
-    const int sum = int(reduce_add(integers));
 #endif
     pairs[1] = _mm_unpackhi_epi64(pairs[0], pairs[0]), pairs[3] = _mm_unpackhi_epi64(pairs[2], pairs[2]);
     for (int i = 0; i < 4; i++) _mm_storel_epi64((__m128i*)(to + i * size(group) * 2), pairs[i]);
-    return sum;
   }
 
   long width_;
-  int rows_, span_, zero_point_;
+  int rows_, span_, per_, zero_point_, dwords_;
+  float top_;
+  bool scaled_sums_;
   int32_t* values_;
   float* scales_;
   int32_t* starts_;

@@ -2,38 +2,65 @@
 // the scales are applied.
 #pragma once
 
+#include "gemm_vector.h"
 #include "quant_rows.h"
 
 namespace {
 
-// Four k of kLanes columns, and sums of their products with rows.
+// Sums of products of rows with four k of kLanes columns. DWORDS, NARROW: as in IntegerRows.
+template <int DWORDS, bool NARROW> struct Sum;
 #if defined(__AVX512F__)
-struct Codes { Ints bytes; };
-struct Sum { Ints high, low; };
-inline Codes codes_in(Ints bytes) { return {bytes}; }
-inline Sum sum_from(int start) { return {Ints{}, set1_ints(start)}; }
-inline void add(Sum& sum, Codes w, const int32_t* x) {
-  sum.high = add_byte_products(sum.high, w.bytes, set1_ints(x[0])), sum.low = add_byte_products(sum.low, w.bytes, set1_ints(x[1]));
-}
-inline Ints total(Sum sum) { return add_ints(left<8>(sum.high), sum.low); }
+template <bool NARROW> struct Sum<2, NARROW> {
+  Ints high, low;
+  static Sum from(int start) { return {Ints{}, set1_ints(start)}; }
+  void add(Ints codes, const int32_t* x) { high = add_byte_products(high, codes, set1_ints(x[0])), low = add_byte_products(low, codes, set1_ints(x[1])); }
+  Ints total() const { return add_ints(left<8>(high), low); }
+};
+template <> struct Sum<1, true> {
+  Ints sum;
+  static Sum from(int start) { return {set1_ints(start)}; }
+  void add(Ints codes, const int32_t* x) { sum = add_byte_products(sum, codes, set1_ints(x[0])); }
+  Ints total() const { return sum; }
+};
 #else
-struct Codes { Ints even, odd; };
-struct Sum { Ints words; };
-inline Codes codes_in(Ints bytes) { return {bytes & set1_words(255), words_right<8>(bytes)}; }
-inline Sum sum_from(int start) { return {set1_ints(start)}; }
-inline void add(Sum& sum, Codes w, const int32_t* x) { sum.words = add_products(add_products(sum.words, w.even, set1_ints(x[0])), w.odd, set1_ints(x[1])); }
-inline Ints total(Sum sum) { return sum.words; }
+template <bool NARROW> struct Sum<2, NARROW> {
+  Ints sum;
+  static Sum from(int start) { return {set1_ints(start)}; }
+  void add(Ints codes, const int32_t* x) {
+    sum = add_products(add_products(sum, codes & set1_words(255), set1_ints(x[0])), words_right<8>(codes), set1_ints(x[1]));
+  }
+  Ints total() const { return sum; }
+};
+template <> struct Sum<1, true> {
+  Ints sum;
+  static Sum from(int start) { return {set1_ints(start)}; }
+  Ints total() const { return sum; }
+};
 #endif
 
-// Whether so many rows prefetch the weight as they use it.
-constexpr bool streams(int rows) { return kLanes == 16 && rows <= 4; }
-
-// sums[r] += 16 k of kLanes columns times rows r < ROWS. at, half: as for codes_of.
-template <int KIND, int ROWS>
-__attribute__((always_inline)) inline void add_codes(const uint8_t* at, int half, const int32_t* x, Sum* sums) {
-  codes_of<KIND>(at, half, [&](int i, Ints bytes) __attribute__((always_inline)) {
-    const Codes w = codes_in(bytes);
-    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { add(sums[r], w, x + (i * ROWS + r) * 2); });
+// sums[r] += 16 k of kLanes columns, half HALF of the 32 of `from`, times rows r < ROWS.
+template <int HALF, int ROWS, typename CODES, int DWORDS, bool NARROW>
+__attribute__((always_inline)) inline void add_codes(const CODES& from, const int32_t* x, Sum<DWORDS, NARROW>* sums) {
+#if !defined(__AVX512F__)
+  if constexpr (DWORDS == 1) {
+    constexpr int TOGETHER = CODES::kTogether;
+    Ints codes[4];
+    from.template read<HALF>([&](int i, Ints bytes) __attribute__((always_inline)) { codes[i] = bytes; });
+    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+      unrolled<4 / TOGETHER>([&](auto part) __attribute__((always_inline)) {
+        Ints words = word_products(codes[part * TOGETHER], set1_ints(x[part * TOGETHER * ROWS + r]));
+        unrolled<TOGETHER - 1>([&](auto j) __attribute__((always_inline)) {
+          constexpr int at = part * TOGETHER + j + 1;
+          words = add_words(words, word_products(codes[at], set1_ints(x[at * ROWS + r])));
+        });
+        sums[r].sum = add_products(sums[r].sum, words, set1_words(1));
+      });
+    });
+    return;
+  } else
+#endif
+  from.template read<HALF>([&](int i, Ints codes) __attribute__((always_inline)) {
+    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { sums[r].add(codes, x + (i * ROWS + r) * DWORDS); });
   });
 }
 
@@ -71,90 +98,162 @@ __attribute__((noinline)) void find_numbers(const Quant& q, int nb, long begin, 
   }
 }
 
-// y[ROWS][32] += group `group` of x, k0 .. k1 - 1 (whole runs) times block nb. `fetch` is advanced once per 32 k and
-// register of columns.
-template <int KIND, int ROWS>
-void quant_part(const Quant& q, const IntegerRows& x, int group, int nb, long k0, long k1, Fetch& fetch, float* y) {
-  // Registers of columns together: more independent sums, to hide latency
-  constexpr int PARTS = ROWS <= 2 ? 2 : 1;
-  const bool has_offsets = kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets);
-  const int span = q.span();
+// Prefetch distances in bytes of a stream of codes, into L2 and L1: 3 - 7 % faster than those of read_ahead.
+constexpr int kCodesAhead = 24 << 10, kCodesNext = 2 << 10;
+
+// The codes of a run of kLanes columns as they are stored.
+template <int KIND>
+struct StoredCodes {
+  // How many pairs of products of codes and bytes fit a word
+  static constexpr int kTogether = top_code(KIND) < 32 ? 4 : 2;
+  static constexpr bool kSixteen = kKinds[KIND].group == 16, kZeroPoint = quant_zero_point(KIND) != 0;
+  const uint8_t* at;
+  int odd;  // whether `at` is the second half of a step of a tile
+  template <int HALF, typename F>
+  __attribute__((always_inline)) void read(F&& f) const { codes_of<KIND>(at, HALF, f); }
+  void next() { at += odd ? quant_bits(KIND) * 192 : quant_bits(KIND) * 64, odd ^= 1; }
+  __attribute__((always_inline)) void prefetch() const {  // else GCC takes it for a function without effect
+    for (const uint8_t* line = at; line < at + quant_bits(KIND) * 64; line += 64)
+      _mm_prefetch((const char*)line + kCodesAhead, _MM_HINT_T1), _mm_prefetch((const char*)line + kCodesNext, _MM_HINT_T0);
+  }
+};
+
+// The same, unpacked to bytes [k / 4][kLanes][4].
+template <bool SIXTEEN>
+struct UnpackedCodes {
+  static constexpr int kTogether = 2;
+  static constexpr bool kSixteen = SIXTEEN, kZeroPoint = true;
+  const uint8_t* at;
+  template <int HALF, typename F>
+  __attribute__((always_inline)) void read(F&& f) const {
+    unrolled<4>([&](auto i) __attribute__((always_inline)) { f(int(i), load_ints(at + (HALF * 4 + i) * sizeof(Ints))); });
+  }
+  void next() { at += 8 * sizeof(Ints); }
+  void prefetch() const {}
+};
+
+// y[ROWS][32] += group `group` of x, k begin .. end - 1 (a run), times PARTS registers of columns from `column` on.
+// BY_SPAN: as in IntegerRows.
+template <typename CODES, int DWORDS, bool NARROW, bool BY_SPAN, int ROWS, int PARTS>
+__attribute__((always_inline)) inline void quant_run(const IntegerRows& x, int group, long begin, long end, int span, CODES (&codes)[PARTS], const RunNumbers& numbers, bool has_offsets, int column, float* y) {
+  using RowSum = Sum<DWORDS, NARROW>;
   const long ld = x.ld();
+  const int32_t *values = x.values(group, begin), *starts = x.starts(group, begin);
+  const float *row_sums = x.sums(group, begin), *row_scales = x.scales(group, begin);
+  Floats totals[PARTS][ROWS] = {};
+  RowSum sums[PARTS][ROWS];
+  int i = 0;  // index of the span
+  auto start = [&] __attribute__((always_inline)) {
+    unrolled<PARTS * ROWS>([&](auto n) __attribute__((always_inline)) { sums[n / ROWS][n % ROWS] = RowSum::from(CODES::kZeroPoint ? starts[n % ROWS] : 0); });
+    starts += ld;
+  };
+  auto add_half = [&](auto half) __attribute__((always_inline)) {
+    unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { add_codes<half, ROWS>(codes[p], values, sums[p]); });
+    values += 4 * DWORDS * ROWS;
+  };
+  auto apply = [&] __attribute__((always_inline)) {
+    unrolled<PARTS>([&](auto p) __attribute__((always_inline)) {
+      const Floats scale = load_floats(numbers.scales[i] + column + p * kLanes);
+      unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+        totals[p][r] = fma(to_floats(sums[p][r].total()), BY_SPAN ? scale * set1_floats(row_scales[r]) : scale, totals[p][r]);
+      });
+      if (has_offsets) {
+        const Floats offset = load_floats(numbers.offsets[i] + column + p * kLanes);
+        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { totals[p][r] = fma(offset, set1_floats(row_sums[r]), totals[p][r]); });
+      }
+    });
+    row_sums += ld, i++;
+    if constexpr (BY_SPAN) row_scales += ld;
+  };
+  for (long k = begin, stop; k < end; k = stop) {
+    stop = std::min<long>(k + std::max(span, 32), end);
+    start();
+    for (long at = k; at < stop; at += 32) {
+      unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { codes[p].prefetch(); });
+      add_half(std::integral_constant<int, 0>());
+      if (CODES::kSixteen) apply(), start();
+      add_half(std::integral_constant<int, 1>());
+      unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { codes[p].next(); });
+    }
+    apply();
+  }
+  unrolled<PARTS * ROWS>([&](auto n) __attribute__((always_inline)) {
+    float* to = y + n % ROWS * kCols + column + n / ROWS * kLanes;
+    const Floats total = totals[n / ROWS][n % ROWS];
+    store_floats(to, BY_SPAN ? total + load_floats(to) : fma(total, set1_floats(row_scales[n % ROWS]), load_floats(to)));
+  });
+}
+
+// Maximum rows that use the codes as they are stored; more share unpacked ones, whose code is the same for many kinds.
+constexpr int kStoredRows = kLanes == 16 ? 4 : 2;
+
+// y[ROWS][32] = x times block nb.
+template <int KIND, bool NARROW, int ROWS>
+void few_rows(const Quant& q, const IntegerRows& x, int nb, float* y) {
+  // Registers of columns together: more independent sums, to hide latency
+  constexpr int PARTS = ROWS <= 2 ? 2 : 1, DWORDS = IntegerRows::dwords(KIND, NARROW);
+  const bool has_offsets = kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets);
   RunNumbers numbers;
   for (int column = 0; column < kCols; column += PARTS * kLanes)
-    for (long begin = k0; begin < k1; begin += IntegerRows::kRun) {
-      const long end = std::min(begin + IntegerRows::kRun, k1);
+    for (long begin = 0; begin < x.width(); begin += IntegerRows::kRun) {
+      const long end = std::min(begin + IntegerRows::kRun, x.width());
       find_numbers<KIND>(q, nb, begin, end, column, PARTS * kLanes, numbers);
-      const int32_t *values = x.values(group, begin), *starts = x.starts(group, begin);
-      const float* row_sums = x.sums(group, begin);
-      const uint8_t* codes[PARTS];
-      unrolled<PARTS>([&](auto p) { codes[p] = codes_at(q, nb, int(begin), column + p * kLanes); });
-      Floats totals[PARTS][ROWS] = {};
-      Sum sums[PARTS][ROWS];
-      int i = 0;  // index of the span
-      auto start = [&] __attribute__((always_inline)) {
-        unrolled<PARTS * ROWS>([&](auto n) __attribute__((always_inline)) { sums[n / ROWS][n % ROWS] = sum_from(quant_zero_point(KIND) ? starts[n % ROWS] : 0); });
-        starts += ld;
-      };
-      auto add_half = [&](auto half) __attribute__((always_inline)) {
-        unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { add_codes<KIND, ROWS>(codes[p], half, values, sums[p]); });
-        values += 4 * 2 * ROWS;
-      };
-      auto apply = [&] __attribute__((always_inline)) {
-        unrolled<PARTS>([&](auto p) __attribute__((always_inline)) {
-          const Floats scale = load_floats(numbers.scales[i] + column + p * kLanes);
-          unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { totals[p][r] = fma(to_floats(total(sums[p][r])), scale, totals[p][r]); });
-          if (has_offsets) {
-            const Floats offset = load_floats(numbers.offsets[i] + column + p * kLanes);
-            unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { totals[p][r] = fma(offset, set1_floats(row_sums[r]), totals[p][r]); });
-          }
-        });
-        row_sums += ld, i++;
-      };
-      auto prefetch = [&] __attribute__((always_inline)) {
-        if (!streams(ROWS)) return fetch.step();
-        unrolled<PARTS>([&](auto p) __attribute__((always_inline)) {
-          for (int line = 0; line < quant_bits(KIND); line++) read_ahead(codes[p] + line * 64);
-        });
-      };
-      for (long k = begin, stop; k < end; k = stop) {
-        stop = std::min<long>(k + std::max(span, 32), end);
-        start();
-        for (long at = k; at < stop; at += 32) {
-          prefetch();
-          add_half(std::integral_constant<int, 0>());
-          if (kKinds[KIND].group == 16) apply(), start();
-          add_half(std::integral_constant<int, 1>());
-          // From the second half of a step of a tile to the next step
-          unrolled<PARTS>([&](auto p) { codes[p] += at % 64 ? quant_bits(KIND) * 192 : quant_bits(KIND) * 64; });
-        }
-        apply();
-      }
-      const float* row_scales = x.scales(group, begin);
-      unrolled<PARTS * ROWS>([&](auto n) __attribute__((always_inline)) {
-        float* to = y + n % ROWS * kCols + column + n / ROWS * kLanes;
-        store_floats(to, fma(totals[n / ROWS][n % ROWS], set1_floats(row_scales[n % ROWS]), load_floats(to)));
-      });
+      StoredCodes<KIND> codes[PARTS];
+      unrolled<PARTS>([&](auto p) { codes[p] = {codes_at(q, nb, int(begin), column + p * kLanes), 0}; });
+      quant_run<StoredCodes<KIND>, DWORDS, NARROW, IntegerRows::by_span(KIND, NARROW), ROWS, PARTS>(x, 0, begin, end, q.span(), codes, numbers, has_offsets, column, y);
     }
 }
 
-// k of a block whose codes stay in L1 while all rows use them
-constexpr int kQuantPart = 512;
+// y[ROWS][32] += a group of more rows, one run, times one register of columns, whose codes are unpacked.
+template <bool SIXTEEN, int DWORDS, bool NARROW, bool BY_SPAN, int ROWS>
+void unpacked_run(const IntegerRows& x, int group, long begin, long end, int span, const uint8_t* bytes, const RunNumbers& numbers, bool has_offsets, int column, float* y) {
+  UnpackedCodes<SIXTEEN> codes[1] = {{bytes}};
+  quant_run<UnpackedCodes<SIXTEEN>, DWORDS, NARROW, BY_SPAN, ROWS, 1>(x, group, begin, end, span, codes, numbers, has_offsets, column, y);
+}
+
+// y[rows of x][32] += x times block nb, for more rows. The codes of a run are unpacked once for all of them.
+template <int KIND, bool NARROW>
+void many_rows(const Quant& q, const IntegerRows& x, int nb, float* y) {
+  constexpr int DWORDS = IntegerRows::dwords(KIND, NARROW);
+  const bool has_offsets = kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets);
+  RunNumbers numbers;
+  alignas(64) uint8_t bytes[IntegerRows::kRun * kLanes];
+  for (long begin = 0; begin < x.width(); begin += IntegerRows::kRun)
+    for (int column = 0; column < kCols; column += kLanes) {
+      const long end = std::min(begin + IntegerRows::kRun, x.width());
+      find_numbers<KIND>(q, nb, begin, end, column, kLanes, numbers);
+      StoredCodes<KIND> codes{codes_at(q, nb, int(begin), column), 0};
+      uint8_t* to = bytes;
+      for (long k = begin; k < end; k += 32, to += 8 * sizeof(Ints), codes.next()) {
+        codes.prefetch();
+        codes.template read<0>([&](int i, Ints four) { store_ints(to + i * sizeof(Ints), four); });
+        codes.template read<1>([&](int i, Ints four) { store_ints(to + (4 + i) * sizeof(Ints), four); });
+      }
+      for (int i = 0; i < x.groups(); i++)
+        of_rows(x.size(i), [&](auto n) {
+          if constexpr (n > kStoredRows) unpacked_run<kKinds[KIND].group == 16, DWORDS, NARROW, IntegerRows::by_span(KIND, NARROW), n>(x, i, begin, end, q.span(), bytes, numbers, has_offsets, column, y + x.begin(i) * kCols);
+        });
+    }
+}
 
 // y[rows of x][32] = x times block nb.
-template <int KIND>
+template <int KIND, bool NARROW>
 void quant_block(const Quant& q, const IntegerRows& x, int nb, float* y) {
-  const int rows = int(x.ld());
-  const bool stream = streams(rows);
-  const long part = stream ? x.width() : kQuantPart;
-  constexpr long kAhead = 8 << 10;
-  std::fill(y, y + rows * kCols, 0.f);
-  for (long k = 0; k < x.width(); k += part) {
-    const int passes = kCols / kLanes * x.groups();
-    Fetch fetch{(const char*)q.step(nb, int(k / 64)) + kAhead, stream ? 0 : (2 * q.bits() + passes - 1) / passes};
-    for (int i = 0; i < x.groups(); i++)
-      of_rows(x.size(i), [&](auto n) { quant_part<KIND, n>(q, x, i, nb, k, std::min(k + part, x.width()), fetch, y + x.begin(i) * kCols); });
-  }
+  std::fill(y, y + x.ld() * kCols, 0.f);
+  if (x.ld() > kStoredRows) return many_rows<KIND, NARROW>(q, x, nb, y);
+  of_rows(int(x.ld()), [&](auto n) {
+    if constexpr (n <= kStoredRows) few_rows<KIND, NARROW, n>(q, x, nb, y);
+  });
+}
+
+// The function for a kind.
+template <bool SUPER, bool NARROW>
+QuantBlock quant_block_of_kind(int kind) {
+  QuantBlock block = nullptr;
+  of_kind(kind, [&](auto constant) {
+    if constexpr (constant != kFloats8 && is_super_kind(constant) == SUPER) block = quant_block<constant, NARROW>;
+  });
+  return block;
 }
 
 }  // namespace

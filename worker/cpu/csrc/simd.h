@@ -363,6 +363,9 @@ static inline Ints add_products(Ints sum, Ints a, Ints b) {
   asm("" : "+x"(sum));  // stops the compiler from adding products to each other first, which needs too many registers
   return sum;
 }
+// The sums of two neighbouring products of unsigned bytes and the signed bytes of x as words, which must not overflow.
+static inline Ints word_products(Ints bytes, Ints x) { return _mm256_maddubs_epi16(bytes, x); }
+static inline Ints add_words(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
 // Transposes eight rows of eight dwords.
 static inline void transpose(Ints* r) {
   __m256i t[8];
