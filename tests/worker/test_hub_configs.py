@@ -5,6 +5,7 @@ reading. `hub_configs.json` has them, with fewer layers where they list somethin
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,32 @@ def test_equals_transformers_reading(name):
     for index, layer in enumerate(spec.layers):
         if layer.moe:
             compare_routing(layer.moe.routing, config, index)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_values_of_another_kind_are_refused_or_read(name):
+    """Read as a family allows, such as a number for all layers instead of a list."""
+    raw = CONFIGS[name]
+    for key in raw.keys() - {"architectures", "model_type"}:
+        for value in (None, "x", 0, [1], {}):
+            with suppress(ValueError):
+                parse_model_spec(raw | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("qwen3-30b", "decoder_sparse_step", 0, "decoder_sparse_step 0 does not fit Qwen3MoeForCausalLM: .*by zero"),
+        ("gemma-2-9b", "query_pre_attn_scalar", "x", "query_pre_attn_scalar 'x' does not fit Gemma2ForCausalLM"),
+        ("granite-3", "logits_scaling", None, "logits_scaling None does not fit GraniteForCausalLM"),
+        ("olmo-3", "layer_types", 3, "layer_types 3 does not fit Olmo3ForCausalLM"),
+        ("mixtral", "rope_theta", "1e6", "rope_theta must be a positive number, not '1e6'"),
+        ("qwen3-yarn", "rope_scaling", "yarn", "rope_scaling must be an object, not 'yarn'"),
+    ],
+)
+def test_refusals_name_the_key(name, key, value, message):
+    with pytest.raises(ValueError, match=message):
+        parse_model_spec(CONFIGS[name] | {key: value})
 
 
 def compare_routing(routing: RoutingSpec, config, index: int) -> None:

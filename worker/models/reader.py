@@ -14,6 +14,8 @@ from quire.worker.models.config import LayerSpec, ModelSpec
 from quire.worker.models.rope import RopeSpec, read_ropes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+# errors of arithmetic with values of config.json that are of another kind than expected
+_UNFIT = (TypeError, AttributeError, ArithmeticError, LookupError)
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
     "vocab_size",
@@ -89,6 +91,33 @@ class ConfigReader:
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
         """Return the spec of a parsed config.json. Raises ValueError, naming the key, for unsupported settings."""
         raw = text_part(raw)
+        for key in ("rope_scaling", "rope_parameters"):
+            if raw.get(key) and not isinstance(raw[key], dict):
+                raise ValueError(f"{key} must be an object, not {raw[key]!r}")
+        try:
+            return cls._read(architecture, raw)
+        except _UNFIT as error:
+            if (key := cls._unfit(architecture, raw)) is None:
+                raise
+            raise ValueError(f"{key} {raw[key]!r} does not fit {architecture}: {error}") from error
+
+    @classmethod
+    def _unfit(cls, architecture: str, raw: dict[str, Any]) -> str | None:
+        """The key without which config.json can be read or, if there is none, is refused for another reason."""
+        refused = None
+        for key in raw:
+            try:
+                cls._read(architecture, {name: raw[name] for name in raw if name != key})
+            except _UNFIT:
+                continue
+            except ValueError:
+                refused = refused or key
+                continue
+            return key
+        return refused
+
+    @classmethod
+    def _read(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
         values = {"rope_interleaved": False} | cls.config_defaults
         for key, value in raw.items():
             if (key := cls.aliases.get(key, key)) in cls.config_defaults:

@@ -82,6 +82,8 @@ def read_rope(rope: dict[str, Any], values: dict[str, Any], raw: dict[str, Any])
     rope_type = rope.pop("rope_type", rope_type) or "default"
     rope_type = _ALIASES.get(rope_type, rope_type)
     theta = rope.pop("rope_theta", None) or values["rope_theta"]
+    if not isinstance(theta, int | float) or theta <= 0:
+        raise ValueError(f"rope_theta must be a positive number, not {theta!r}")
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     head_dim, factor = values["head_dim"], rope.get("partial_rotary_factor") or values["partial_rotary_factor"]
