@@ -19,6 +19,7 @@ from quire.worker.platforms.cpu import CpuPlatform
 from tests.in_process import InProcessEngine
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_cuda_graph import Recorder
+from tests.worker.test_moe_models import mxfp4_checkpoints
 
 pytestmark = [
     needs_loops,
@@ -28,9 +29,20 @@ pytestmark = [
 SETTINGS = dict(block_size=4, num_gpu_blocks_override=60, max_num_batched_tokens=16, max_num_seqs=3, max_model_len="60")
 
 
+@pytest.fixture
+def folder_of(checkpoint, tmp_path):
+    def find(name: str) -> str:
+        if name != "gpt-oss in MXFP4":
+            return checkpoint(name)
+        return mxfp4_checkpoints(checkpoint("gpt-oss", intermediate_size=64, num_hidden_layers=2), tmp_path)[1]
+
+    return find
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "mistral"])
-def test_tokens_are_those_of_torch(name, checkpoint, monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt-oss in MXFP4"])
+def test_tokens_are_those_of_torch(name, folder_of, monkeypatch):
+    folder = folder_of(name)
     prompts = [[7, 8, 9], [(5 * i) % 480 + 4 for i in range(21)], [11], [30, 31]]
     sampling = [
         SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True),
@@ -38,16 +50,17 @@ def test_tokens_are_those_of_torch(name, checkpoint, monkeypatch):
         SamplingParams(max_tokens=6, temperature=0.9, top_p=0.8, seed=4, ignore_eos=True, logprobs=1),
         SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
     ]
-    plain = InProcessEngine(checkpoint(name), attention_backend="cpu_paged", **SETTINGS)
+    plain = InProcessEngine(folder, attention_backend="cpu_paged", **SETTINGS)
     plain.executor._worker.runner.model.finalize()
     want = plain.generate(prompts, sampling)
     plain.close()
 
     monkeypatch.setattr(CpuPlatform, "ops", TritonOps())
-    engine = InProcessEngine(checkpoint(name), steps_in_flight=2, attention_backend="cpu_paged", **SETTINGS)
+    engine = InProcessEngine(folder, steps_in_flight=2, attention_backend="cpu_paged", **SETTINGS)
     runner = engine.executor._worker.runner
     assert runner.model.model.layers["0"].self_attn.qk_norm_rope_write is triton_ops.qk_norm_rope_write
-    runner.backend = TritonPagedBackend()
+    if not any(layer.sinks for layer in runner.model.spec.layers):  # which it does not have
+        runner.backend = TritonPagedBackend()
     recorder = Recorder(runner.model)
     runner.use_graphs(60, recorder)
     runner.forward.forward = recorder.forward

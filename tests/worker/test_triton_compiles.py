@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("triton")
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles(capability):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
