@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from quire.worker.cpu import ops as cpu_ops
-from quire.worker.cpu.argmax_prefilter import Int8ArgmaxPrefilter
+from quire.worker.cpu.argmax_prefilter import BytesArgmaxPrefilter, Int8ArgmaxPrefilter
 from quire.worker.loader import load_weights
 from quire.worker.messages import SamplingParams
 from quire.worker.models import build_model, read_model_spec
@@ -47,6 +47,40 @@ def test_same_tokens_as_of_all_logits(screened, m, n, k, compact):
         x = torch.randn(m, k + 32).bfloat16()[:, :k]
         assert torch.equal(_largest(screen, x), _twin(linear, x))
         assert n < 20000 or screen.computed <= 0.01 * m * n / 32 + 1
+
+
+@pytest.fixture
+def byte_products(screened, native_kernels):
+    if native_kernels.level not in ("avx512", "avx512bf16"):
+        pytest.skip("no vectors multiply bytes")
+
+
+@pytest.mark.parametrize("m", [3, 4, 5, 12, 13, 32])
+@pytest.mark.parametrize("n,k", [(31, 128), (1003, 192), (20000, 256), (9000, 2880)])
+@pytest.mark.parametrize("group", [32, 64, 256, -1])
+def test_same_tokens_of_a_weight_of_8_bits(byte_products, m, n, k, group):
+    torch.manual_seed(n + m)
+    weight = (torch.randn(n, k) * 0.02 * torch.rand(n, 1)).bfloat16()
+    linear = cpu_ops.QuantizedLinear.quantize(weight, 8, group)
+    screen = BytesArgmaxPrefilter.of(linear)
+    for sizes in (torch.ones(k), 10 ** torch.linspace(-2, 2, k)):
+        x = (torch.randn(m, k) * sizes).bfloat16()
+        assert torch.equal(_largest(screen, x), _twin(linear, x))
+    assert n < 20000 or group < 0 or screen.computed <= 0.1 * m * n / 32
+    assert screen.largest(x[:2]) is None  # both bytes are no slower
+
+
+def test_weights_of_8_bits_that_are_not_screened(byte_products):
+    weight = torch.randn(64, 64).bfloat16()
+    quantize = cpu_ops.QuantizedLinear.quantize
+    assert BytesArgmaxPrefilter.of(quantize(weight, 8)) and not BytesArgmaxPrefilter.of(quantize(weight, 4))
+    assert not BytesArgmaxPrefilter.of(quantize(weight, 8, bias=torch.zeros(64)))
+    assert not BytesArgmaxPrefilter.of(quantize(weight, 8, narrow=True))  # one product per weight as it is
+    values, scales = torch.ones(64, 64, dtype=torch.int8), torch.ones(64, 1)
+    with_offsets = cpu_ops.QuantizedLinear.from_values(values, scales, torch.ones(64, 1), 8, -1)
+    assert not BytesArgmaxPrefilter.of(with_offsets)
+    scales[3] = float("nan")
+    assert not BytesArgmaxPrefilter.of(cpu_ops.QuantizedLinear.from_values(values, scales, None, 8, -1))
 
 
 @pytest.mark.parametrize(

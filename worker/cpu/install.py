@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.worker.cpu import ops
-from quire.worker.cpu.argmax_prefilter import Int8ArgmaxPrefilter
+from quire.worker.cpu.argmax_prefilter import BytesArgmaxPrefilter, Int8ArgmaxPrefilter
 from quire.worker.cpu.blocks import packed_blocks
 from quire.worker.cpu.build import BuildError
 from quire.worker.cpu.experts import NativeExperts
@@ -84,7 +84,11 @@ class NativeOps(Ops):
         return NativeExperts.of(gate_up, down, experts.local.start, experts.weigh_inputs)
 
     def argmax_prefilter(self, head: Linear) -> Int8ArgmaxPrefilter | None:
-        return Int8ArgmaxPrefilter.of(head.method.linear) if isinstance(head.method, PackedMethod) else None
+        if isinstance(head.method, PackedMethod):
+            return Int8ArgmaxPrefilter.of(head.method.linear)
+        if isinstance(head.method, NativeQuantMethod) and len(head.method.parts) == 1:
+            return BytesArgmaxPrefilter.of(head.method.parts[0])
+        return None
 
     def fused_layers(
         self, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]

@@ -754,6 +754,11 @@ class QuantizedLinear(_NativeLinear):
         return linear
 
     @property
+    def is_bytes(self) -> bool:
+        """Whether the weight is scale * integer of 8 bits, multiplied by activations of 16 bits."""
+        return self._args.kind == _INTEGERS[8].number and self.offsets is None and not self.narrow
+
+    @property
     def parts(self) -> list[QuantizedLinear]:
         """As of a `MixedLinear`: only itself."""
         return [self]

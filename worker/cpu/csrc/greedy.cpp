@@ -140,10 +140,25 @@ bool quire_screen_make(const bf16* packed, const Compact* compact, const Screen*
   return finite;
 }
 
-// ids[r] = argmax of the logits x[r] W^T (first index on ties), for x [m, k] with m <= 32 and a weight with its copy.
+// Fills what the screen holds about the columns of a weight [n, k] of 8 bits per value, of which it then needs no copy.
+// Returns false if a scale is not finite, or this CPU has no products of bytes.
+bool quire_screen_measure(const Quant* q, const Screen* screen, long n) {
+#if defined(__AVX512F__) && !QUIRE_AMX
+  std::atomic<bool> finite{true};
+  parallel_for((n + kCols - 1) / kCols, 16, [&](long nb) {
+    if (!measure_block(*q, *screen, int(nb))) finite = false;
+  });
+  return finite;
+#else
+  return false;
+#endif
+}
+
+// ids[r] = argmax of the logits x[r] W^T (first index on ties), for x [m, k] with m <= 32 and a weight with its copy, or
+// that was measured.
 // Returns the number of computed blocks of 32 logits, or -1 if a candidate logit is not finite; the caller decides.
-long quire_greedy(const bf16* x, long ldx, const bf16* packed, const Compact* compact, const Screen* screen, int64_t* ids, long m, long n, long k) {
-  const Gemm g{x, ldx, packed, nullptr, nullptr, 0, int(m), int(n), int(k), 1, 0, nullptr, compact};
+long quire_greedy(const bf16* x, long ldx, const bf16* packed, const Compact* compact, const Quant* quant, const Screen* screen, int64_t* ids, long m, long n, long k) {
+  const Gemm g{x, ldx, packed, nullptr, nullptr, 0, int(m), int(n), int(k), 1, 0, quant, compact};
   float* limits = (float*)block_limits.get(g.n_blocks() * limits_ld(m) * sizeof(float));
   find_limits(g, *screen, limits);
   Greedy greedy(g, limits);
