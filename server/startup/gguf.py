@@ -10,6 +10,7 @@ import os
 import re
 import struct
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ def hub_patterns(model: str) -> tuple[str, list[str]] | None:
     if match := _QUANTIZATION.fullmatch(model):
         return match["repo"], [f"*{match['name']}{end}" for end in (".gguf", "-*-of-*.gguf", "/*.gguf")]
     return None
+
+
+def gguf_names(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.lower().endswith(".gguf")]
 
 
 def chosen_files(names: list[str], model: str) -> list[str]:

@@ -73,13 +73,8 @@ def with_headers(folder: str, model: str, revision: str | None, target: Path) ->
     return str(target)
 
 
-def gguf_with_header(model: str, revision: str | None, target: Path) -> str:
-    """The folder of the GGUF model `model` (`repo:Q4_K_M`, `repo/file.gguf`), below `target`."""
-    from huggingface_hub import HfApi
-
-    repository, _ = gguf.hub_patterns(model)
-    names = HfApi().list_repo_files(repository, revision=revision)
-    names = gguf.chosen_files([name for name in names if name.lower().endswith(".gguf")], model)
+def gguf_with_header(repository: str, names: list[str], revision: str | None, target: Path) -> str:
+    """The folder of the GGUF model whose shards `names` are, below `target`."""
     files = {name: HubFile(repository, name, revision) for name in names}
     for name, file in files.items():
         file.copy_header(target / "files" / name, header_length)

@@ -91,8 +91,14 @@ def resolve(
             **patterns,
         )
     except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
+        if isinstance(error, FileNotFoundError) and not named:  # nothing matches the patterns
+            _require_safetensors(model, revision)
         raise ValueError(_explain(error, repository, revision)) from error
-    return gguf.gguf_folder(gguf.first_file(folder, model)) if named else folder
+    if named:
+        return gguf.gguf_folder(gguf.first_file(folder, model))
+    if not tokenizer_only and not any(Path(folder).glob("*.safetensors")):
+        _require_safetensors(model, revision)
+    return folder
 
 
 def resolve_headers(model: str, *, revision: str | None, download_dir: str | None, target: str) -> tuple[str, bool]:
@@ -108,14 +114,15 @@ def resolve_headers(model: str, *, revision: str | None, download_dir: str | Non
     from quire.server.startup import headers
 
     named = gguf.hub_patterns(model)
-    if named and constants.HF_HUB_OFFLINE:
-        return resolve(model, revision=revision, download_dir=download_dir), True
     try:
-        if named:
-            return headers.gguf_with_header(model, revision, Path(target)), True
+        if named and (names := _gguf_files(named[0], model, revision)):
+            return headers.gguf_with_header(named[0], names, revision, Path(target)), True
+        if named:  # from the cache, or an error
+            return resolve(model, revision=revision, download_dir=download_dir), True
         folder = resolve(model, revision=revision, download_dir=download_dir, tokenizer_only=True)
         if constants.HF_HUB_OFFLINE or headers.are_complete(folder):
             return folder, headers.are_complete(folder)
+        _require_safetensors(model, revision)
         return headers.with_headers(folder, model, revision, Path(target)), True
     except ValueError:
         raise
@@ -123,18 +130,38 @@ def resolve_headers(model: str, *, revision: str | None, download_dir: str | Non
         raise ValueError(_explain(error, named[0] if named else model, revision)) from error
 
 
-def _gguf_files(repository: str, model: str, revision: str | None) -> list[str] | None:
-    """The files that `model` names, None if the Hub does not list them. Raises ValueError if there is no such model."""
+def _files_on_hub(repository: str, revision: str | None) -> list[str] | None:
+    """The names of the files of a repository, None if the Hub does not list them."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
         return None
     try:
-        names = HfApi().list_repo_files(repository, revision=revision)
+        found = HfApi().model_info(repository, revision=revision, timeout=10).siblings or []
     except Exception as error:  # snapshot_download then finds the files in the cache, or fails likewise
         logger.debug("cannot list the files of %s: %s", repository, error)
         return None
-    return gguf.chosen_files([name for name in names if name.lower().endswith(".gguf")], model)
+    return [file.rfilename for file in found]
+
+
+def _gguf_files(repository: str, model: str, revision: str | None) -> list[str] | None:
+    """The files that `model` names, None if the Hub does not list them. Raises ValueError if there is no such model."""
+    names = _files_on_hub(repository, revision)
+    return None if names is None else gguf.chosen_files(gguf.gguf_names(names), model)
+
+
+def _require_safetensors(model: str, revision: str | None) -> None:
+    """Raises ValueError if the repository `model` has no safetensors, as the Hub lists them, but other weights."""
+    names = _files_on_hub(model, revision) or []
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    if files := gguf.gguf_names(names):
+        raise ValueError(
+            f"model: {model} has GGUF files: name one by its quantization ({model}:Q4_K_M) or by {model}/FILE; there "
+            f"are {', '.join(files)}"
+        )
+    if files := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".npz", ".h5", ".msgpack", ".onnx"))]:
+        raise ValueError(f"model: {model} has no safetensors, which are needed, but {', '.join(files)}")
 
 
 def _bytes_to_download(model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]) -> int:
@@ -198,4 +225,11 @@ def _explain(error: Exception, model: str, revision: str | None) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
         return f"model: there is no folder {model}, it is not in the Hugging Face cache, and {why}"
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+        return (
+            f"model: the Hugging Face Hub refuses {model} ({error.response.status_code}): set HF_TOKEN to a token that "
+            "may read it"
+        )
+    if "ConnectError" in (kind := type(error).__name__) or "Timeout" in kind:
+        return f"model: {model} is not complete in the Hugging Face cache, and the Hub cannot be reached: {error}"
     return f"model: {model} cannot be downloaded: {type(error).__name__}: {error}"

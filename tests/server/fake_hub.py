@@ -16,10 +16,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """`repositories` maps ids ("org/name") to folders."""
+    """`repositories` maps ids ("org/name") to folders, `refused` those that need a token to (status, error code)."""
 
-    def __init__(self, repositories: dict[str, str], ranges: bool = True):
-        self.repositories, self.ranges = repositories, ranges
+    def __init__(
+        self, repositories: dict[str, str], ranges: bool = True, refused: dict[str, tuple[int, str]] | None = None
+    ):
+        self.repositories, self.ranges, self.refused = repositories, ranges, refused or {}
         self.sent: Counter[str] = Counter()  # bytes of each file
         self.url = ""
 
@@ -60,6 +62,9 @@ class FakeHub:
 
             def answer(self, body: bool) -> None:
                 path = self.path.partition("?")[0]
+                for repository, (status, code) in hub.refused.items():
+                    if path.startswith((f"/api/models/{repository}", f"/{repository}/")):
+                        return self.send_whole(status, b"", {"X-Error-Code": code} if code else None)
                 if match := re.fullmatch(r"/api/models/([\w-]+/[\w.-]+)(/revision/\w+)?(/tree/\w+)?", path):
                     return self.information(match[1], bool(match[3]))
                 match = re.fullmatch(r"/([\w-]+/[\w.-]+)/resolve/\w+/(.+)", path)

@@ -113,6 +113,7 @@ def test_files_are_downloaded_by_name(repositories, tmp_path):
         assert "no such model on the Hugging Face Hub (a private one needs HF_TOKEN)" in nowhere
     offline, missing = resolved(hub, tmp_path, "org/shards-GGUF:Q5_0", "org/other:Q5_0", HF_HUB_OFFLINE="1")
     assert offline == first and "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set" in missing
+    assert not any(variable in missing for variable in ("Error", "Errno"))
     gone, missing = resolved(hub, tmp_path, "org/shards-GGUF:Q5_0", "org/other:Q5_0")
     assert gone == first and "it is not in the Hugging Face cache, and the Hub cannot be reached" in missing
 
@@ -128,6 +129,30 @@ def test_what_serving_would_refuse_is_refused_before_the_download(repositories, 
         assert "the weights in org/wrong do not fit Qwen3ForCausalLM; wrong shape or type: model" in errors
         assert "weight_scale is [128, 2], expected [128, 4]" in errors and "org/wrong: 1" in errors
         assert "no such model on the Hugging Face Hub" in errors and "org/none: 1" in errors
+
+
+REFUSED = {"org/gated": (403, "GatedRepo"), "org/private": (401, "RepoNotFound"), "org/bare": (401, "")}
+
+
+def test_why_a_model_cannot_be_had(repositories, tmp_path):
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    for name in ("config.json", "pytorch_model.bin"):
+        (pickled / name).write_text("{}")
+    expected = {
+        "org/gated": "org/gated is gated: accept its conditions at ",
+        "org/private": "no such model on the Hugging Face Hub (a private one needs HF_TOKEN)",
+        "org/private:Q4_0": "no such model on the Hugging Face Hub (a private one needs HF_TOKEN)",
+        "org/bare": "the Hugging Face Hub refuses org/bare (401): set HF_TOKEN to a token that may read it",
+        "org/shards-GGUF": "org/shards-GGUF has GGUF files: name one by its quantization (org/shards-GGUF:Q4_K_M)",
+        "org/pickled": "org/pickled has no safetensors, which are needed, but pytorch_model.bin",
+    }
+    with FakeHub(repositories | {"org/pickled": str(pickled)}, refused=REFUSED).running() as hub:
+        served = resolved(hub, tmp_path, *expected)
+        _, checked = check(hub, tmp_path / "other", *expected)
+    errors = [line for line in checked.splitlines() if line.startswith("quire check: error: ")]
+    for words, *lines in zip(expected.values(), served, errors, strict=True):
+        assert all(words in line for line in lines), lines
 
 
 def test_a_hub_without_ranges_is_refused(tmp_path, monkeypatch):

@@ -82,6 +82,7 @@ def test_download_reports_progress_and_asks_for_needed_files_only(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_files_on_hub", lambda repository, revision: None)
     assert (
         hub.resolve("org/model", revision="v1", download_dir="/cache", progress=lambda *p: seen.append(p)) == "/folder"
     )
