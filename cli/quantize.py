@@ -32,16 +32,17 @@ def main(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="quire quantize",
-        usage="quire quantize MODEL OUT --format {int4,int8,fp8} [flags]",
+        usage="quire quantize MODEL OUT --format {int4,int8,w8a8,fp8} [flags]",
         description="Write the weights of MODEL in fewer bits to the folder OUT, in the format of compressed-tensors.",
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder or Hub id, in safetensors")
     parser.add_argument("out", metavar="OUT", help="folder to write, which must be new or empty")
     parser.add_argument(
         "--format",
-        choices=("int4", "int8", "fp8"),
+        choices=("int4", "int8", "w8a8", "fp8"),
         required=True,
-        help="int4, int8: integers with a scale per group of columns; fp8: e4m3 floats with a scale per row",
+        help="int4, int8: integers with a scale per group of columns; w8a8, fp8: 8-bit integers or e4m3 floats with a "
+        "scale per row, whose inputs servers may round to 8 bits, too",
     )
     parser.add_argument(
         "--calibration",

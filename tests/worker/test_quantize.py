@@ -55,7 +55,7 @@ def decoded(tensors: dict[str, torch.Tensor], config: dict) -> dict[str, torch.T
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("form", ["int4", "int8", "w8a8", "fp8"])
 def test_the_package_and_transformers_read_the_same_weights(tmp_path, form, method):
     from transformers import AutoModelForCausalLM
 
@@ -190,6 +190,7 @@ def test_shards(tmp_path, monkeypatch):
             "--group-size 48 does not divide the 64 columns of model.layers.0.self_attn.q_proj",
         ),
         (lambda folder: build_checkpoint("qwen3", folder), {"format": "fp8", "group_size": 32}, "fp8 has one scale"),
+        (lambda folder: build_checkpoint("qwen3", folder), {"format": "w8a8", "group_size": 32}, "w8a8 has one scale"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(tmp_path, build, settings, words):

@@ -1,5 +1,5 @@
 """The formats that `quire quantize` writes: presets of compressed-tensors, under the settings that llm-compressor calls
-W4A16, W8A16 and FP8_DYNAMIC. vLLM reads them too.
+W4A16, W8A16, W8A8 and FP8_DYNAMIC. vLLM reads them too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Integers of `bits` bits in groups of `group` columns (None: one scale per row), or e4m3 floats. Scales of
-    integers have `scale_dtype`, those of floats are float32.
+    """Integers of `bits` bits in groups of `group` columns (None: one scale per row), or e4m3 floats.
+
+    Weights whose inputs servers may round to 8 bits are stored unpacked, with scales in float32; the others' scales
+    have `scale_dtype`.
     """
 
     name: str
@@ -44,9 +46,21 @@ class Format:
         return self.name == "fp8"
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether servers are to round the inputs of the weights to 8 bits as well, per token."""
+        return self.name in ("fp8", "w8a8")
+
+    @property
     def bits_per_weight(self) -> float:
         """Bits with those of scales, but for scales of whole rows."""
         return self.bits + (16 / self.group if self.group else 0)
+
+    @property
+    def storage(self) -> str:
+        """The name of the tensors' layout."""
+        if self.is_float:
+            return "float-quantized"
+        return "int-quantized" if self.rounds_inputs else "pack-quantized"
 
     def group_length(self, columns: int) -> int:
         return self.group or columns
@@ -100,7 +114,7 @@ class Format:
 
     def tensors(self, name: str, weight: Quantized) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint."""
-        if self.is_float:
+        if self.rounds_inputs:
             return {f"{name}.weight": weight.values, f"{name}.weight_scale": weight.scales}
         return {
             f"{name}.weight_packed": pack(weight.values, self.bits),
@@ -122,7 +136,7 @@ class Format:
         }
         inputs = shared | {
             "num_bits": 8,
-            "type": "float",
+            "type": "float" if self.is_float else "int",
             "strategy": "token",
             "group_size": None,
             "dynamic": True,
@@ -132,12 +146,12 @@ class Format:
         group = {
             "targets": ["Linear"],
             "weights": weights,
-            "input_activations": inputs if self.is_float else None,
+            "input_activations": inputs if self.rounds_inputs else None,
             "output_activations": None,
         }
         return {
             "quant_method": "compressed-tensors",
-            "format": "float-quantized" if self.is_float else "pack-quantized",
+            "format": self.storage,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
             "ignore": list(ignored),
@@ -149,16 +163,16 @@ class Format:
 def choose_format(
     name: str, columns: dict[str, int], group: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Format:
-    """The format called int4, int8 or fp8 for weights with so many `columns` each, by name. `group` None: the largest
-    of GROUP_SIZES that fits, or whole rows; -1: whole rows. `dtype` is that of the model.
+    """The format called int4, int8, w8a8 or fp8 for weights with so many `columns` each, by name. `group` None: the
+    largest of GROUP_SIZES that fits, or whole rows; -1: whole rows. `dtype` is that of the model.
 
     Raises:
         ValueError: `group` does not divide the columns of a weight, which it names.
     """
-    if name == "fp8":
+    if name in ("fp8", "w8a8"):
         if group is not None:
-            raise ValueError("--group-size is for int4 and int8: fp8 has one scale per row")
-        return Format(name, 8, None)
+            raise ValueError(f"--group-size is for int4 and int8: {name} has one scale per row")
+        return Format(name, 8, None, torch.float32)
     bits, dtype = {"int4": 4, "int8": 8}[name], torch.bfloat16 if dtype == torch.float32 else dtype
     if group is None:
         group = next((n for n in GROUP_SIZES if not any(k % n for k in columns.values())), -1)

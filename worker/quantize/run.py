@@ -28,7 +28,7 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.i
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    format: str  # int4, int8 or fp8
+    format: str  # int4, int8, w8a8 or fp8
     method: str  # rtn or gptq
     group_size: int | None = None
     act_order: bool = True
