@@ -96,7 +96,7 @@ def main() -> None:
     for name in ("int8", "int4"):
         show(f"--quantization {name}", folder, None, name)
     with tempfile.TemporaryDirectory() as work:
-        for form in ("int8", "fp8", "int4"):
+        for form in ("int8", "w8a8", "fp8", "int4"):
             for method in ("rtn", "gptq"):
                 out = Path(work, f"{form}-{method}")
                 out.mkdir()
@@ -104,7 +104,7 @@ def main() -> None:
                 show(f"quire quantize {form}, {method}", str(out), report.num_bytes)
         os.environ["QUIRE_CACHE"] = work
         for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4"):
-            show(f"GGUF {kind}", *_gguf(folder, Path(work, kind), kind))
+            show(f"GGUF {kind}", *in_gguf(folder, Path(work, kind), kind))
         if KERNELS.load(background=False):
             for name in ("int8", "int4"):
                 compare_activations(f"--quantization {name}", folder, texts, name)
@@ -112,7 +112,7 @@ def main() -> None:
                 compare_activations(f"GGUF {kind}", gguf_folder(str(Path(work, kind, "model.gguf"))), texts)
 
 
-def _gguf(folder: str, work: Path, kind: str) -> tuple[str, int]:
+def in_gguf(folder: str, work: Path, kind: str) -> tuple[str, int]:
     """(the folder made of a GGUF file of the model, the bytes of its tensors)."""
     shutil.copytree(folder, work)
     file = work / "model.gguf"

@@ -13,8 +13,10 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from quire.cli.main import main
+from quire.configs.sources import embedded_model
 from quire.worker.layers.linear import Linear
 from quire.worker.quantize.formats import choose_format
 from quire.worker.quantize.gptq import gptq
@@ -238,3 +240,31 @@ def test_failures_leave_nothing(tmp_path, capsys, monkeypatch, error, status, wo
     assert main(["quantize", source, str(out), "--format", "int8"]) == status
     assert words in capsys.readouterr().err
     assert out.exists() == existed and not (existed and list(out.iterdir()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "most"),
+    [
+        *[("int8", 1.002), ("w8a8", 1.002), ("fp8", 1.003), ("int4", 1.005)],
+        *[("Q8_0", 1.002), ("Q5_0", 1.003), ("Q4_0", 1.005), ("MXFP4", 1.005)],
+    ],
+)
+def test_perplexity_of_the_embedded_model(tmp_path, monkeypatch, form, most):
+    folder = embedded_model()
+    if folder is None:
+        pytest.skip("the embedded model has no weights in this tree")
+    from benchmarks import perplexity
+
+    tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
+    texts = perplexity.conversations(tokenizer, 5, 20)
+    if form.isupper():
+        monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+        made, _ = perplexity.in_gguf(folder, tmp_path / "made", form)
+    else:
+        made = str(tmp_path / "made")
+        Path(made).mkdir()
+        ids = [token for one, _ in perplexity.conversations(tokenizer, 11, 60) for token in one]
+        quantize_checkpoint(folder, Path(made), Settings(form, "gptq"), cut(ids, 256, 24, None))
+    before, after = (perplexity.perplexity(path, texts) for path in (folder, made))
+    assert before < 1.02 and 0.99 * before < after < most * before
