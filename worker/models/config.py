@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
         return raw
     for name, method in _SETTINGS_BESIDE.items():
         path = Path(folder, name)
-        if not path.is_file():
+        if not path.is_file() or (method != "modelopt" and not _has_packed_weights(folder)):
             continue
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
@@ -147,6 +148,11 @@ def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"cannot read {path}: {error}; download it again") from error
     return raw
+
+
+def _has_packed_weights(folder: str) -> bool:
+    """Whether there are tensors as GPTQ and AWQ name them: a plain model may have their tools' settings beside it."""
+    return any(name.endswith(".qweight") for name, _ in _stored_tensors(folder))
 
 
 def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> list[CacheSpec | None]:
@@ -181,6 +187,12 @@ def dtype_of_weights(folder: str) -> str:
     """Return the dtype of the first weight in the files, as transformers does if config.json names none; float32 if
     there are no weights either.
     """
+    dtypes = (entry["dtype"] for _, entry in _stored_tensors(folder))
+    return next((_SAFETENSORS_DTYPES[dtype] for dtype in dtypes if dtype in _SAFETENSORS_DTYPES), "float32")
+
+
+def _stored_tensors(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, header's entry) of each tensor in the files. Raises ValueError if a file is damaged."""
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
             with path.open("rb") as file:
@@ -188,7 +200,4 @@ def dtype_of_weights(folder: str) -> str:
                 header = json.loads(file.read(min(length, path.stat().st_size)))
         except (OSError, struct.error, ValueError) as error:
             raise ValueError(damaged_weights(path, error)) from error
-        for name, entry in header.items():
-            if name != "__metadata__" and entry["dtype"] in _SAFETENSORS_DTYPES:
-                return _SAFETENSORS_DTYPES[entry["dtype"]]
-    return "float32"
+        yield from ((name, entry) for name, entry in header.items() if name != "__metadata__")
