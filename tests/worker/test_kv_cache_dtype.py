@@ -196,15 +196,19 @@ def test_log_probabilities_with_latents_stay_close(checkpoint, tmp_path, name):
     assert 0 < distance["int8"].median() < 0.15 and 0 < distance["fp8"].median() < 0.6
 
 
-@pytest.mark.parametrize("config", [None, {**COMPRESSED, "kv_cache_scheme": SCHEME}], ids=["plain", "declared"])
-def test_log_probabilities_with_the_scales_of_a_checkpoint(checkpoint, tmp_path, config):
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [("qwen3", None), ("qwen3", {**COMPRESSED, "kv_cache_scheme": SCHEME}), ("minicpm3", None)],
+    ids=["plain", "declared", "latents"],
+)
+def test_log_probabilities_with_the_scales_of_a_checkpoint(checkpoint, tmp_path, model, config):
     """With a good scale they are about as close as with a scale per token, with one that is far too large they are
     not.
     """
-    exact = torch.tensor(scored(checkpoint("qwen3")))
+    exact = torch.tensor(scored(checkpoint(model)))
     distance = []
     for name, scale in (("good", 0.02), ("large", 1000.0)):
-        folder = with_scales(checkpoint("qwen3"), tmp_path / name, config, ("k_scale", "v_scale"), scale)
+        folder = with_scales(checkpoint(model), tmp_path / name, config, ("k_scale", "v_scale"), scale)
         distance.append((torch.tensor(scored(folder, kv_cache_dtype="fp8")) - exact).abs().mean())
     assert 0 < distance[0] < 0.6 and distance[1] > 2 * distance[0]
 

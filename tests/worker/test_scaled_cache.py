@@ -156,7 +156,7 @@ def test_constant_scales(request, name, kind, batch):
 @pytest.mark.parametrize("block_size", [5, 16])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("name", ["cpu_paged"])
+@pytest.mark.parametrize("name", NAMES)
 def test_latents(request, name, kind, batch, block_size, sizes, constant):
     heads, rank, rope = sizes
     shape = {"num_heads": heads, "num_kv_heads": 1, "head_dim": rank + rope, "v_head_dim": rank, "latent": True}

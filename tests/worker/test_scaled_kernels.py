@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from quire.worker.cache.scaled import FP8, ScaledCache, rounded, scale_of, store, widened
+from quire.worker.cache.scaled import FP8, ScaledCache, ScaledLatents, rounded, scale_of, store, widened
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.platforms.ops import Ops
 from tests.worker.test_kernels import (  # noqa: F401  fixtures
@@ -87,17 +87,26 @@ def test_qk_norm_rope_write(kernels, rng, dtype, kind):  # noqa: F811
 def in_8_bits(arguments: tuple, kind: torch.dtype) -> tuple[tuple, torch.Tensor]:
     """(arguments of `paged_attention` over caches in 8 bits, the result over the numbers these stand for)."""
     q, k_cache, v_cache, table, lengths, starts, *options = arguments
-    caches, numbers = [], []
-    for cache in (k_cache, v_cache):
-        scales, inverse = scale_of(cache, kind)  # NaN where nothing was written
-        values = rounded((cache.float() * inverse[..., None]).nan_to_num(99.0), kind)
-        caches.append(ScaledCache(values, scales))
-        numbers.append(widened(values, scales).nan_to_num(0.0))
+    if k_cache.data_ptr() == v_cache.data_ptr():
+        rank = v_cache.shape[3]
+        values, scales = zip(*(in_bytes(part, kind) for part in (k_cache[..., :rank], k_cache[..., rank:])))
+        latents = ScaledLatents(torch.cat(values, -1), torch.stack(scales, -1), rank)
+        caches, k = (latents, latents.latent), latents.widened(latents.values, latents.scales).nan_to_num(0.0)
+        numbers = k, k[..., :rank]
+    else:
+        caches = [ScaledCache(*in_bytes(cache, kind)) for cache in (k_cache, v_cache)]
+        numbers = [widened(cache.values, cache.scales).nan_to_num(0.0) for cache in caches]
     want = []
     for i, length in enumerate(lengths.tolist()):
         k, v = (x[table[i].long()].flatten(0, 1)[:length] for x in numbers)
         want.append(dense_attention(q[starts[i] : starts[i + 1]], k, v, *options))
     return (q, *caches, table, lengths, starts, *options), torch.cat(want)
+
+
+def in_bytes(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bytes, scales) of a cache. The scales are NaN where nothing was written."""
+    scales, inverse = scale_of(x, kind)
+    return rounded((x.float() * inverse[..., None]).nan_to_num(99.0), kind), scales
 
 
 def check(arguments: tuple, kind: torch.dtype, dtype: torch.dtype) -> None:
@@ -128,6 +137,38 @@ def test_attention_prefill_and_mixed(kernels, rng, dtype, head_dim, kind):  # no
 def test_attention_to_values_of_another_size(kernels, rng, dtype, kind):  # noqa: F811
     for head_dim, v_dim in ((192, 128), (32, 64)):
         check(_paged_case(rng, dtype, [1, 40, 3], [200, 5, 140], head_dim, None, 16, v_dim)[0], kind, dtype)
+
+
+# runs of 256 entries, of which all but the last, or none, have one scale, and a width that AMX does not multiply
+LATENTS = [(576, 512), (288, 256), (96, 64), (80, 64)]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", LATENTS)
+def test_attention_over_latents(kernels, rng, dtype, sizes, kind):  # noqa: F811
+    """Rotary keys are larger than latents, or smaller: each has its scale."""
+    width, rank = sizes
+    for query_lens, contexts in (([1] * 3, [0, 130, 300]), ([1, 40, 3], [200, 5, 140])):
+        group, block_size = rng.choice([1, 4, 16, 40]), rng.choice([5, 16])
+        arguments, _ = _paged_case(rng, dtype, query_lens, contexts, width, group, block_size, rank, True)
+        factor = rng.choice([8.0, 1 / 8])
+        arguments[1][..., rank:] *= factor
+        arguments[0][..., rank:] /= factor
+        check(arguments, kind, dtype)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_latents(kernels, rng, dtype, kind):  # noqa: F811
+    """Every bit, of parts of different sizes."""
+    slots, x = torch.randperm(80)[:30], torch.randn(30, 1, 72).to(dtype)
+    x[..., 64:] *= 30
+    values, scales = torch.full((2, 5, 16, 1, 72), 99, dtype=torch.int8), torch.full((2, 5, 16, 1, 2), torch.nan)
+    ours, twin = (ScaledLatents(v.view(kind), s, 64) for v, s in zip(values, scales))
+    cpu_ops.write_kv(x[..., :64], x[..., 64:], ours.latent, ours.rope, slots)
+    store(twin, slots, x)
+    assert torch.equal(*values) and torch.equal(*scales.nan_to_num(7))
 
 
 @pytest.mark.parametrize("kind", TYPES)

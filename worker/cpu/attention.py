@@ -27,8 +27,6 @@ class CpuNativeAttention(AttentionBackend):
             return "runs on CPU only"
         if KERNELS.lib is None:
             return KERNELS.status
-        if spec.latent and spec.kv_scales:
-            return "has no latents (MLA) in 8 bits"
         return cpu_ops.attention_reason(spec.head_dim, spec.v_dim, spec.dtype)
 
     def build(self, meta: AttentionMetadata) -> None:

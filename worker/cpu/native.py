@@ -53,6 +53,7 @@ class LayerArgs(ctypes.Structure):
         ("k_scales", ScalesArgs),
         ("v_scales", ScalesArgs),
         ("sinks", _P),
+        ("rope_scales", ScalesArgs),
     ]
 
 
@@ -76,6 +77,7 @@ class QkvArgs(ctypes.Structure):
         ("num_heads", _L),
         ("num_kv_heads", _L),
         ("head_dim", _L),
+        ("v_dim", _L),
         ("rotary_dim", _L),
         ("block_size", _L),
         ("dtype", _L),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.worker.cache.scaled import FP8, KVCache, ScaledCache, values_of
+from quire.worker.cache.scaled import FP8, KVCache, ScaledLatents, values_of
 from quire.worker.cpu.native import (
     KERNELS,
     CompactArgs,
@@ -154,21 +154,28 @@ def qkv_args(
         num_heads,
         num_kv_heads,
         head_dim,
+        v_cache.shape[3],
         0 if cos_sin is None else cos_sin.shape[1],
         block_size,
         _DTYPES[dtype],
         q_weight is not None and q_weight.dtype != dtype,
         eps,
-        *_scales_args(k_cache, v_cache),
+        _cache_type(k_cache),
+        _scales_args(k_cache),
+        _scales_args(v_cache),
     )
 
 
-def _scales_args(k_cache: KVCache, v_cache: KVCache) -> tuple[int, ScalesArgs, ScalesArgs]:
-    """(the `CacheType` in csrc/eight_bits.h, the scales of keys, those of values)."""
-    if not isinstance(k_cache, ScaledCache):
-        return 0, ScalesArgs(), ScalesArgs()
-    scales = (ScalesArgs(cache.scales.data_ptr(), *cache.scales.stride()) for cache in (k_cache, v_cache))
-    return _CACHE_TYPES[k_cache.values.dtype], *scales
+def _cache_type(cache: KVCache) -> int:
+    """The `CacheType` in csrc/eight_bits.h."""
+    return 0 if isinstance(cache, torch.Tensor) else _CACHE_TYPES[cache.values.dtype]
+
+
+def _scales_args(cache: KVCache) -> ScalesArgs:
+    """The scales of keys or of values, if there are any."""
+    if isinstance(cache, torch.Tensor):
+        return ScalesArgs()
+    return ScalesArgs(cache.scales.data_ptr(), *cache.scales.stride())
 
 
 def routing_args(spec: RoutingSpec, correction: torch.Tensor | None, bias: torch.Tensor | None) -> RoutingArgs:
@@ -203,7 +210,7 @@ def route(
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: torch.Tensor) -> None:
-    """Store k and v `[T, num_kv_heads, head_dim]` (heads of a token contiguous) into their slots, int64 `[T]`."""
+    """Store k and v `[T, num_kv_heads, _]` (heads of a token contiguous) into their slots, int64 `[T]`."""
     args = qkv_args(None, None, 0.0, None, k_cache, v_cache, 0, 0, k.dtype)
     KERNELS.lib.quire_write_kv(
         byref(args), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slot_mapping.data_ptr(), k.shape[0]
@@ -289,6 +296,9 @@ def layer_args(
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     k, v = values_of(k_cache), values_of(v_cache)
+    rope_scales = ScalesArgs()
+    if isinstance(k_cache, ScaledLatents):
+        k_cache, rope_scales = k_cache.latent, _scales_args(k_cache.rope)
     return LayerArgs(
         k.data_ptr(),
         v.data_ptr(),
@@ -303,8 +313,11 @@ def layer_args(
         window or 0,
         scale,
         soft_cap or 0.0,
-        *_scales_args(k_cache, v_cache),
+        _cache_type(k_cache),
+        _scales_args(k_cache),
+        _scales_args(v_cache),
         None if sinks is None else sinks.data_ptr(),
+        rope_scales,
     )
 
 

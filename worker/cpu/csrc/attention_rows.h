@@ -181,6 +181,15 @@ void pack_keys(const T* const* k, long c, long d, float* tile) {
     }
 }
 
+// Multiplies the columns of a tile of elements [c, c + 32) of 32 keys by their scales: `first` for elements before
+// `rank`, `second` for the others.
+inline void scale_tile(float* tile, long c, long d, long rank, const float* first, const float* second) {
+  for (long i = 0; i < std::min(32L, d - c); i++, tile += 32) {
+    const float* by = c + i < rank ? first : second;
+    for (int j = 0; j < 32; j += 16) store(tile + j, load(tile + j) * load(by + j));
+  }
+}
+
 // Packs elements [c, c + 32) of 32 values into a tile whose columns are elements. Pads with zeros from d on.
 template <typename T>
 void pack_values(const T* const* v, long c, long d, float* tile) {
@@ -313,13 +322,18 @@ void add_few(const float* x, const T* const* v, long d, float* acc, long ld, Key
 constexpr long padded(long d) { return (d + 31) / 32 * 32; }
 constexpr size_t state_bytes(long rows, long d) { return (rows * (padded(d) + 2) + 15) / 16 * 16 * sizeof(float); }
 
+// The two scales of each of 128 keys that are latents, [kKeys] each; without them, null.
+struct TwoScales {
+  const float *first = nullptr, *second = nullptr;
+};
+
 // The arithmetic of attend_rows in floats, for the rows of queries (of type Q) and 128 keys and values (of type T) of a
-// KV head. Scales of keys and values are left to attend_rows.
+// KV head. Keys with two scales are multiplied by them here; other scales are left to attend_rows.
 template <typename Q, typename T, bool ONE_ORDER>
 class FloatTiles {
  public:
   static size_t bytes(long rows, long d, long dv) { return (rows * d + 16 + kKeys * (padded(d) + padded(dv))) * sizeof(float); }
-  FloatTiles(char* memory, int rows, long d, long dv) : rows_(rows), d_(d), dv_(dv), k_((float*)memory), v_(k_ + kKeys * padded(d)), q_(v_ + kKeys * padded(dv)) {}
+  FloatTiles(char* memory, int rows, long d, long dv, bool two_scales) : rows_(rows), d_(d), dv_(dv), two_scales_(two_scales), k_((float*)memory), v_(k_ + kKeys * padded(d)), q_(v_ + kKeys * padded(dv)) {}
 
   int groups() const { return (rows_ + kMostRows - 1) / kMostRows; }
   int begin(int group) const { return int(long(rows_) * group / groups()); }
@@ -327,7 +341,7 @@ class FloatTiles {
 
   template <typename F>
   void queries(F&& row) {
-    if (kBytes && rows_ <= kFewRows) {
+    if (kBytes && rows_ <= kFewRows && !two_scales_) {
       of_rows(rows_, [&](auto n) {
         if constexpr (n <= kFewRows) bytes_.fill(q_, n, d_, row);
       });
@@ -343,8 +357,8 @@ class FloatTiles {
   }
 
   // Sets the block of keys, of which 32 * steps are used. `ahead` is prefetched during the computation.
-  void keys(const KeyBlock<T>& keys, int steps, KeyBlock<T>& ahead) {
-    keys_ = &keys, ahead_ = &ahead;
+  void keys(const KeyBlock<T>& keys, int steps, KeyBlock<T>& ahead, const TwoScales& scales) {
+    keys_ = &keys, ahead_ = &ahead, scales_ = scales;
     if (groups() == 1) return;  // score and add pack each tile on use
     for (int b = 0; b < steps; b++) {
       for (long c = 0; c < d_; c += 32) make_keys(b, c, k_ + (b * padded(d_) + c) * 32);
@@ -357,10 +371,17 @@ class FloatTiles {
     of_rows(size(group), [&](auto n) {
       const float* q = q_ + begin(group) * d_;
       for (int b = 0; b < steps; b++, x += 32) {
-        if (groups() > 1) tile_products<n, 1, n>(q, k_ + b * padded(d_) * 32, int(d_), x, kKeys);
-        else if constexpr (n <= kFewRows && kBytes) score_bytes<n>(bytes_, q, keys_->k + b * 32, d_, x, *ahead_);
-        else if constexpr (n <= kFewRows) score_few<n, ONE_ORDER ? 1 : 2>(q, keys_->k + b * 32, d_, x, *ahead_);
-        else for (long c = 0; c < d_; c += 32) tile_products<n, 1, n>(q + c * n, make_keys(b, c, k_), int(std::min(32L, d_ - c)), x, kKeys);
+        if (groups() > 1) {
+          tile_products<n, 1, n>(q, k_ + b * padded(d_) * 32, int(d_), x, kKeys);
+          continue;
+        }
+        if constexpr (n <= kFewRows)
+          if (!two_scales_) {
+            if constexpr (kBytes) score_bytes<n>(bytes_, q, keys_->k + b * 32, d_, x, *ahead_);
+            else score_few<n, ONE_ORDER ? 1 : 2>(q, keys_->k + b * 32, d_, x, *ahead_);
+            continue;
+          }
+        for (long c = 0; c < d_; c += 32) tile_products<n, 1, n>(q + c * n, make_keys(b, c, k_), int(std::min(32L, d_ - c)), x, kKeys);
       }
     });
   }
@@ -384,6 +405,7 @@ class FloatTiles {
   const float* make_keys(int b, long c, float* tile) {
     ahead_->fetch(kFetched, int(d_ * sizeof(T)));
     pack_keys(keys_->k + b * 32, c, d_, tile);
+    if (two_scales_) scale_tile(tile, c, d_, dv_, scales_.first + b * 32, scales_.second + b * 32);
     return tile;
   }
   const float* make_values(int b, long c, float* tile) {
@@ -394,6 +416,8 @@ class FloatTiles {
 
   int rows_;
   long d_, dv_;
+  bool two_scales_;
+  TwoScales scales_;
   float *k_, *v_;  // [kKeys / 32][padded(d)][32], [padded(dv) / 32][kKeys][32]
   float* q_;
   QueryBytes bytes_;
@@ -434,7 +458,8 @@ template <typename T>
 class FixedTiles {
  public:
   static size_t bytes(long rows, long d, long dv) { return unit_count(d, dv) * sizeof(float) + kKeys * (d + dv) * sizeof(bf16) + wide_bytes(d, dv) + FixedRows::bytes(rows, d); }
-  FixedTiles(char* memory, int rows, long d, long dv)
+  // With two scales, the first must be that of whole runs.
+  FixedTiles(char* memory, int rows, long d, long dv, bool)
       : d_(d), dv_(dv), k_units_((float*)memory), v_units_(k_units_ + kKeys * runs_of(d / 32)), k_((bf16*)(k_units_ + unit_count(d, dv))), v_(k_ + kKeys * d), wide_(v_ + kKeys * dv),
         q_((char*)wide_ + wide_bytes(d, dv), rows, d) {
     if (std::is_same_v<T, int8_t>) std::fill(k_units_, k_units_ + unit_count(d, dv), 1.f);
@@ -445,7 +470,7 @@ class FixedTiles {
   int size(int group) const { return q_.size(group); }
   template <typename F>
   void queries(F&& row) const { q_.fill(d_, row); }
-  void keys(const KeyBlock<T>& keys, int, KeyBlock<T>&) {
+  void keys(const KeyBlock<T>& keys, int, KeyBlock<T>&, const TwoScales& scales) {
     if constexpr (std::is_same_v<T, e4m3>) {
       const bf16* rows[kKeys];
       widen(keys.k, d_, rows), pair_keys(rows, d_, k_);
@@ -453,8 +478,14 @@ class FixedTiles {
     } else {
       pair_keys(keys.k, d_, k_), pair_values(keys.v, dv_, v_);
     }
+    if (std::is_same_v<T, int8_t> && !scales.first) return;
+    for (int b = 0; b < kKeys; b += 32)
+      over_runs(b, [&](long run, bf16* tiles, int count, float* units) {
+        if constexpr (std::is_same_v<T, int8_t>) std::fill(units, units + 32, 1.f);
+        else fix_tiles(tiles, count, units);
+        if (scales.first) scale_tile(units, run * kFixedRun, run * kFixedRun + 1, dv_, scales.first + b, scales.second + b);
+      });
     if (std::is_same_v<T, int8_t>) return;
-    for (int b = 0; b < kKeys; b += 32) over_runs(b, [&](long, bf16* tiles, int count, float* units) { fix_tiles(tiles, count, units); });
     for (long c = 0; c < dv_; c += 32) fix_tiles(v_ + c * kKeys, kKeys / 32, v_units_ + c);
   }
   void score(int group, int steps, float* x) {
@@ -508,7 +539,7 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
   const long d = l.head_dim, dv = l.v_dim, ld = padded(dv);
   const int g = s.group(), rows = t.count * g;
   float *acc = (float*)memory, *m = acc + rows * ld, *sum = m + rows;
-  Tiles tiles(memory + state_bytes(rows, dv), rows, d, dv);
+  Tiles tiles(memory + state_bytes(rows, dv), rows, d, dv, l.two_scales());
   auto token = [&](int r) { return t.tokens[r / g]; };
   auto partial = [&](long h, int r) { return partials.at(t.slot < 0 ? slots[token(r)] : t.slot, h * g + r % g); };
   const long first = t.begin / kKeys * kKeys;
@@ -532,9 +563,13 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
       else if (h + 1 < t.h1) next->locate(l, t.table, h + 1, first, t.begin, t.end);
       else if (following) next->locate(l, following->table, following->h0, following->begin / kKeys * kKeys, following->begin, following->end);
       else next->end = 0;
-      tiles.keys(*now, int(std::min((t.end - key + 31) / 32, kKeys / 32L)), *next);
-      alignas(64) float k_scales[kKeys], v_scales[kKeys];
-      if constexpr (kScaled<T>) now->scales(l, l.k_scales, k_scales), now->scales(l, l.v_scales, v_scales);
+      alignas(64) float k_scales[kKeys], v_scales[kKeys], rope_scales[kKeys];
+      TwoScales two;
+      if constexpr (kScaled<T>) {
+        now->scales(l, l.k_scales, k_scales), now->scales(l, l.v_scales, v_scales);
+        if (l.two_scales()) now->scales(l, l.rope_scales, rope_scales), two = {k_scales, rope_scales};
+      }
+      tiles.keys(*now, int(std::min((t.end - key + 31) / 32, kKeys / 32L)), *next, two);
       for (int i = 0; i < tiles.groups(); i++) {
         const int row0 = tiles.begin(i), size = tiles.size(i);
         alignas(64) float x[kMostRows * kKeys];
@@ -544,7 +579,8 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
         const int steps = int(std::min((seen + 31) / 32, kKeys / 32L));
         std::fill(x, x + size * kKeys, 0.f);
         tiles.score(i, steps, x);
-        if constexpr (kScaled<T>) multiply_columns(x, size, steps, k_scales);
+        if constexpr (kScaled<T>)
+          if (!two.first) multiply_columns(x, size, steps, k_scales);
         for (int r = 0; r < size; r++) {
           const long position = s.position[token(row0 + r)];
           static constexpr float (*kWeigh[])(const Layer&, float*, long, long, float&, float&) = {weigh<2>, weigh<4>, weigh<6>, weigh<8>};

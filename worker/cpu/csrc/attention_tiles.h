@@ -70,7 +70,9 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
       k[j] = (const bf16*)l.k_cache + at_k, v[j] = (const bf16*)l.v_cache + at_v;
       if (l.cache == kLikeActivations) continue;
       const long block = table[at / l.block_size], slot = at % l.block_size;
-      widen_row(l, l.k_cache, at_k, *l.k_scales.at(block, slot, head), l.head_dim, wide_k[j]), k[j] = wide_k[j];
+      const long first = l.two_scales() ? l.v_dim : l.head_dim;  // entries with the first scale
+      widen_row(l, l.k_cache, at_k, *l.k_scales.at(block, slot, head), first, wide_k[j]), k[j] = wide_k[j];
+      if (l.two_scales()) widen_row(l, l.k_cache, at_k + first, *l.rope_scales.at(block, slot, head), l.head_dim - first, wide_k[j] + first);
       widen_row(l, l.v_cache, at_v, *l.v_scales.at(block, slot, head), l.v_dim, wide_v[j]), v[j] = wide_v[j];
     }
     for (long c = 0; c < steps; c++) {

@@ -184,7 +184,7 @@ void store_key(const QkvArgs& a, const T* x, long slot, long h) {
 }
 template <typename T, typename C>
 void store_value(const QkvArgs& a, const T* x, long slot, long h) {
-  store_head(x, a.head_dim, value_place<C>(a, slot) + h * a.v_head, a.v_scales.at(slot / a.block_size, slot % a.block_size, h), a.v_scales.constant());
+  store_head(x, a.v_dim, value_place<C>(a, slot) + h * a.v_head, a.v_scales.at(slot / a.block_size, slot % a.block_size, h), a.v_scales.constant());
 }
 
 // Normalises and rotates `count` keys, from(i) says where they are, and passes each to keep(i, key).
@@ -246,13 +246,13 @@ void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* pos
 
 template <typename T, typename C>
 void write_token(const QkvArgs& a, const T* k, const T* v, long slot) {
-  const long d = a.head_dim;
-  for (long h = 0; h < a.num_kv_heads; h++, k += d, v += d) {
+  const long d = a.head_dim, dv = a.v_dim;
+  for (long h = 0; h < a.num_kv_heads; h++, k += d, v += dv) {
     if constexpr (kScaled<C>) {
       store_key<T, C>(a, k, slot, h), store_value<T, C>(a, v, slot, h);
     } else {
       memcpy(key_place<T>(a, slot) + h * a.k_head, k, d * sizeof(T));
-      memcpy(value_place<T>(a, slot) + h * a.v_head, v, d * sizeof(T));
+      memcpy(value_place<T>(a, slot) + h * a.v_head, v, dv * sizeof(T));
     }
   }
 }
@@ -308,7 +308,7 @@ void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ld
   DISPATCH_CACHE(a->cache, (qkv_head<T, C>)(*a, head, x, ldx, positions, slots, token, count));
 }
 
-// Copies k, v [num_tokens, num_kv_heads, head_dim] (row strides ldk, ldv) to their slots. Strides and sizes are in `a`.
+// Copies k [num_tokens, num_kv_heads, head_dim] and v [.., v_dim] (row strides ldk, ldv) to their slots. Strides and sizes are in `a`.
 void quire_write_kv(const QkvArgs* a, const void* k, long ldk, const void* v, long ldv, const long* slots, long num_tokens) {
   DISPATCH(a->dtype, DISPATCH_CACHE(a->cache, parallel_rows(num_tokens, num_tokens * 2 * a->num_kv_heads * a->head_dim, [&](long t) {
              (write_token<T, C>)(*a, (const T*)k + t * ldk, (const T*)v + t * ldv, slots[t]);

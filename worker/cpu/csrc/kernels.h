@@ -14,7 +14,7 @@ struct QkvArgs {
   const void* k_weight;
   const float* cos_sin;  // [positions, rotary_dim]: cosines, then sines; null: no rotation
   long ld_qkv, k_block, k_slot, k_head, v_block, v_slot, v_head;  // strides in elements
-  long num_heads, num_kv_heads, head_dim, rotary_dim, block_size, dtype, wide;
+  long num_heads, num_kv_heads, head_dim, v_dim, rotary_dim, block_size, dtype, wide;
   float eps;
   long cache;  // a CacheType
   Scales k_scales, v_scales;
