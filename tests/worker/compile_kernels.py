@@ -102,6 +102,12 @@ def attention() -> None:
         triton_paged.paged_attention(
             q, cache, cache, table, starts, lens, max(query_lens), 0.1, window, soft_cap, splits
         )
+    for query_lens, splits in (([1] * 2, 8), ([3, 70], None)):  # gpt-oss
+        starts, lens = torch.tensor([0, *query_lens]).cumsum(0).int(), torch.tensor(query_lens).int()
+        q, cache = (torch.zeros(n, h, 64, dtype=torch.bfloat16) for n, h in ((sum(query_lens), 64), (48, 8)))
+        table, sinks = torch.zeros(len(query_lens), 40, dtype=torch.int32), q[0, :, 0].contiguous()
+        cache, longest = cache.view(3, 16, 8, 64), max(query_lens)
+        triton_paged.paged_attention(q, cache, cache, table, starts, lens, longest, 0.1, 128, None, splits, sinks)
 
 
 def eight_bits() -> None:

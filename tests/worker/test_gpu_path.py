@@ -59,8 +59,7 @@ def test_tokens_are_those_of_torch(name, folder_of, monkeypatch):
     engine = InProcessEngine(folder, steps_in_flight=2, attention_backend="cpu_paged", **SETTINGS)
     runner = engine.executor._worker.runner
     assert runner.model.model.layers["0"].self_attn.qk_norm_rope_write is triton_ops.qk_norm_rope_write
-    if not any(layer.sinks for layer in runner.model.spec.layers):  # which it does not have
-        runner.backend = TritonPagedBackend()
+    runner.backend = TritonPagedBackend()
     recorder = Recorder(runner.model)
     runner.use_graphs(60, recorder)
     runner.forward.forward = recorder.forward

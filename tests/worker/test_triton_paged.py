@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.slow, *([pytest.mark.gpu] if DEVICE == "cuda" else [needs_loops])]
 
 
-def dense(q, k_cache, v_cache, block_table, query_lens, seq_lens, scale, window, soft_cap):
+def dense(q, k_cache, v_cache, block_table, query_lens, seq_lens, scale, window, soft_cap, sinks=None):
     outs, start = [], 0
     group = q.shape[1] // k_cache.shape[2]
     for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
@@ -34,7 +34,10 @@ def dense(q, k_cache, v_cache, block_table, query_lens, seq_lens, scale, window,
         visible = key <= at
         if window:
             visible &= key > at - window
-        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), values))
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:  # one more key, whose value is 0
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, query_len, 1)), -1)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :seq_len], values))
         start += query_len
     return torch.cat(outs)
 
@@ -54,7 +57,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_equals_dense_attention(case, dtype):
+def test_equals_dense_attention(case, dtype, with_sinks=False):
     query_lens, context_lens, heads, kv_heads, dim, page, window, soft_cap, splits = case
     generator = torch.Generator().manual_seed(7)
     seq_lens = [q + c for q, c in zip(query_lens, context_lens)]
@@ -65,12 +68,19 @@ def test_equals_dense_attention(case, dtype):
     k, v = (torch.randn(num_blocks, page, kv_heads, dim, generator=generator).to(DEVICE, dtype) for _ in range(2))
     start_loc = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+    sinks = (2 * torch.randn(heads, generator=generator)).to(DEVICE, dtype) if with_sinks else None
     got = triton_paged.paged_attention(
-        q, k, v, table, start_loc, lengths, max(query_lens), dim**-0.5, window, soft_cap, splits
+        q, k, v, table, start_loc, lengths, max(query_lens), dim**-0.5, window, soft_cap, splits, sinks
     )
-    want = dense(q, k, v, table, query_lens, seq_lens, dim**-0.5, window, soft_cap)
+    want = dense(q, k, v, table, query_lens, seq_lens, dim**-0.5, window, soft_cap, sinks)
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got.float(), want, atol=2e-5 if dtype == torch.float32 else 4e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES[1:7])
+def test_sinks(case):
+    """Whole, in windows of which the sink is always a part, and split: one split has it."""
+    test_equals_dense_attention(case, torch.float32, with_sinks=True)
 
 
 def test_reads_caches_of_any_layout():

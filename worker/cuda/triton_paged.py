@@ -55,7 +55,7 @@ if triton is not None:
     # These arguments change from step to step; specializing on them would recompile the kernel.
     @triton.jit(do_not_specialize=["num_reqs", "table_stride", "num_splits"])
     def _attend_kernel(
-        q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
+        q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, sinks, block_table, query_start_loc, seq_lens,
         qk_scale, num_reqs, num_splits, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
         k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
         k_scales, v_scales, ks_page_stride, ks_slot_stride, ks_head_stride, vs_page_stride, vs_slot_stride,
@@ -102,6 +102,10 @@ if triton is not None:
 
         running_max = tl.full([BLOCK_Q * BLOCK_G], float("-inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
+        if sinks is not None:  # a key whose value is 0; the first split has it
+            sink = tl.load(sinks + head, mask=row_mask, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+            running_max = tl.where(split == 0, sink, running_max)
+            running_sum = tl.where((split == 0) & row_mask, 1.0, 0.0)
         acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_V], tl.float32)
         columns = tl.arange(0, BLOCK_N)
         PART: tl.constexpr = 256.0 if KIND == 2 else 1.0  # see numbers_of
@@ -191,9 +195,10 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     num_splits: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size,
-    num_kv_heads, _]`, of q's type or in 8 bits. Returns `[T, num_heads, v_head_dim]`.
+    num_kv_heads, _]`, of q's type or in 8 bits. Returns `[T, num_heads, v_head_dim]`. `sinks` are `[num_heads]`.
 
     If `num_splits` is None, the batch's shape determines it (never `seq_lens`, which may change between replays of a
     CUDA graph).
@@ -221,7 +226,7 @@ def paged_attention(
         scales = [k_cache.scales, v_cache.scales, *k_cache.scales.stride(), *v_cache.scales.stride()]
     block_n = _tile_of_keys(64 if max_query_len == 1 else 128, block_q * block_g, block_d, q)
     _attend_kernel[(num_blocks, num_kv_heads, num_splits)](
-        q, k, v, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens,
+        q, k, v, out, partial_out, partial_max, partial_sum, sinks, block_table, query_start_loc, seq_lens,
         scale * LOG2_E, num_reqs, num_splits, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0),
         out.stride(1),
         *k.stride()[:3], *v.stride()[:3], *scales,
@@ -274,8 +279,8 @@ class TritonPagedBackend(AttentionBackend):
             return f"triton cannot be imported ({_import_error})"
         if spec.device.type != "cuda":
             return "needs a GPU"
-        if spec.uses_sinks:
-            return "has no attention sinks"
+        if spec.uses_sinks and spec.latent:
+            return "latent attention has no attention sinks"
         if spec.head_dim > 256 and not spec.latent:
             return f"head_dim {spec.head_dim} is above 256"
         if spec.latent and (spec.uses_soft_cap or spec.uses_sliding_window):
@@ -307,4 +312,4 @@ class TritonPagedBackend(AttentionBackend):
             from quire.worker.cuda.triton_mla import latent_attention  # only such models compile it
 
             return latent_attention(q, k_cache, v_cache.shape[3], *requests, scale)
-        return paged_attention(q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap)
+        return paged_attention(q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap, None, sinks)
