@@ -65,7 +65,7 @@ def _measure_experts(name: str, sizes: tuple, numbers: tuple[int, ...], device: 
     num_bytes = sum(layer.method.num_bytes(layer) for layer in layers)
     if device == "cuda":
         experts.use(_kernels())
-        assert experts.pack(), name
+        assert experts.packed(), name
     inputs = []
     for rows in numbers:
         x, weights = (

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from quire.worker.cuda import triton_experts
 from quire.worker.cuda.install import TritonOps
 from quire.worker.cuda.quantized import Float8Channels, TritonBlocks, TritonGroups
 from quire.worker.cuda.stacks import grouped_experts
@@ -22,6 +23,7 @@ from quire.worker.layers.quantization.int_groups import dequantize as dequantize
 from quire.worker.layers.quantization.mxfp4_experts import mxfp4_groups
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 from quire.worker.models.moe_spec import MoESpec, RoutingSpec
+from tests.worker.test_no_sync import NoWaiting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter multiplies no bfloat16
@@ -264,6 +266,29 @@ def test_experts_of_a_kind_are_one_call(kind, bias):
     assert (run_experts(x, weights, ids, by_id) - expected).abs().max() < 1e-4 * scale
     experts.experts["0"].down_proj.method = None
     assert grouped_experts(experts) is None
+
+
+@pytest.mark.parametrize("kind", ["int4", "act-order", *CODES, "IQ4_NL", "plain"])
+def test_the_call_does_not_wait_for_the_device(kind, monkeypatch):
+    """So that a step can be recorded: tables are on the device after the first call."""
+
+    class Launch:  # the interpreter copies
+        def __getitem__(self, grid):
+            return lambda *args, **constants: None
+
+    for name in ("_gate_up_kernel", "_down_kernel", "_sum_kernel"):
+        monkeypatch.setattr(triton_experts, name, Launch())
+    experts = ListedExperts(64, MoESpec(RoutingSpec(num_experts=4, top_k=2), 64), "experts", PLAIN_WEIGHTS).to(DEVICE)
+    for i, expert in experts.experts.items():
+        for layer in (expert.gate_up_proj, expert.down_proj):
+            layer.use(TritonOps())
+            give_weight(layer, kind, int(i))
+    experts.use(TritonOps())
+    assert experts.packed()
+    args = random(7, 64), random(7, 2).abs(), torch.tensor([[0, 1]] * 7, device=DEVICE)
+    experts(*args)
+    with NoWaiting():
+        experts(*args)
 
 
 def give_weight(layer, kind: str, i: int) -> None:
