@@ -33,8 +33,9 @@ float32 with chunked prefill, preemption and prefix hits (`tests/families.py`, `
 compared with sentence-transformers and transformers (`tests/encoders.py`): embeddings, and logits of classifiers. So is
 EmbeddingGemma, a `Gemma3TextModel` whose config.json sets `use_bidirectional_attention`. With TP, the number of ranks
 must divide the heads and the intermediate size; EP is `--enable-expert-parallel`. With PP, layers that read the caches
-of others (Gemma 3n and 4) are on the last stage. *Quantization* names the settings of `--quantization` that build the
-model; formats of checkpoints (docs/quantization.md) are those of every family, but GGUF files of some.
+of others (Gemma 3n and 4) are on the last stage. Every tested family is also compared over two ranks of each kind
+(`tests/worker/test_family_ranks.py`). *Quantization* names the settings of `--quantization` that build the model;
+formats of checkpoints (docs/quantization.md) are those of every family, but GGUF files of some.
 
 """
 _REFUSED = """Refused, with the reason, are models with recurrent or
