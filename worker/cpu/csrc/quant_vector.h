@@ -98,7 +98,8 @@ __attribute__((noinline)) void find_numbers(const Quant& q, int nb, long begin, 
   }
 }
 
-// Prefetch distances in bytes of a stream of codes, into L2 and L1: 3 - 7 % faster than those of read_ahead.
+// Prefetch distances in bytes of a stream of codes, into L2 and L1: 3 - 7 % faster than those of read_ahead, but 10 %
+// slower for codes of 8 bits.
 constexpr int kCodesAhead = 24 << 10, kCodesNext = 2 << 10;
 
 // The codes of a run of kLanes columns as they are stored.
@@ -114,7 +115,8 @@ struct StoredCodes {
   void next() { at += odd ? quant_bits(KIND) * 192 : quant_bits(KIND) * 64, odd ^= 1; }
   __attribute__((always_inline)) void prefetch() const {  // else GCC takes it for a function without effect
     for (const uint8_t* line = at; line < at + quant_bits(KIND) * 64; line += 64)
-      _mm_prefetch((const char*)line + kCodesAhead, _MM_HINT_T1), _mm_prefetch((const char*)line + kCodesNext, _MM_HINT_T0);
+      if (quant_bits(KIND) == 8) read_ahead(line);
+      else _mm_prefetch((const char*)line + kCodesAhead, _MM_HINT_T1), _mm_prefetch((const char*)line + kCodesNext, _MM_HINT_T0);
   }
 };
 
