@@ -16,13 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import pre_tokenizers
 
 from quire.configs.gguf import BLOCKS, read_gguf
 from quire.configs.gguf_model import model_config
 from quire.server.startup.gguf import chosen_files, first_file, gguf_folder, hub_patterns
 from quire.server.startup.hub import local_folder
-from quire.server.text.gguf_tokenizer import _ALIASES, _SPLITS, gguf_tokenizer
 from quire.server.text.tokenizer import Tokenizer
 from quire.worker.cpu.blocks import packed_blocks
 from quire.worker.cpu.fixed_order_linear import fix_order
@@ -111,20 +109,6 @@ def test_tokenizers(tmp_path, name, tokenizer):
     assert 2 in ours.eos_token_ids and ours.special_ids == theirs.special_ids
 
 
-@pytest.mark.parametrize("pre", [*_SPLITS, *_ALIASES])
-def test_kinds_of_byte_level_tokenizers(pre):
-    """Each splits every text without loss; numbers as the kind's patterns say."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": alphabet, "tokenizer.ggml.pre": pre}
-    tokenizer, _ = gguf_tokenizer(metadata)
-    text = "It's 12345 \r\n\n  Ä中文かな{x}_y\t!?🙂 don'T"
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    words = [text[slice(*span)] for _, span in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-    digits = {len(word.strip()) for word in words if word.strip().isdigit()}
-    group = {"llama-bpe": 3, "dbrx": 3, "glm4": 3, "gpt-4o": 3, "deepseek-v3": 3, "gpt-2": 5}
-    assert max(digits) == group.get(_ALIASES.get(pre, pre), 1)
-
-
 def test_shards_are_read_together(tmp_path):
     source = build_checkpoint("qwen3", tmp_path / "source", **SIZES)
     write_gguf(source, tmp_path / "model.gguf", {"default": "Q8_0"}, "qwen3")
@@ -164,7 +148,7 @@ def test_what_cannot_be_served_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"blk\.0\.ffn_down\.weight has the type IQ2_XXS, .*another quantization"):
         read_gguf(path)
     path.write_bytes(whole.replace(b"qwen2", b"weird"))
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre 'weird' is not supported; supported: llama-bpe"):
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre 'weird' is not supported; supported: a"):
         gguf_folder(str(path))
 
 

@@ -1,0 +1,103 @@
+"""The tokenizers of GGUF files that have pieces of text in place of bytes, by `tokenizer.ggml.model`:
+
+- llama: SentencePiece BPE: the pair with the best score is merged first, and what no piece has is bytes.
+- gemma4: BPE with merges, without words.
+- t5: SentencePiece unigram: the pieces with the best sum of scores.
+- bert: WordPiece: the longest piece first. Pieces that begin a word have a U+2581 in front, which "##" replaces here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+_NORMAL = 1
+_SPACE = "\u2581"
+
+
+def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    scores = metadata.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = _with_bytes(vocabulary, merges_by_score(vocabulary, scores), tokens, metadata)
+    starts_with_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    replace = normalizers.Replace(" ", _SPACE)
+    # as llama.cpp does: before the text, and before each stretch after a special token
+    prepend = [normalizers.Prepend(_SPACE)] if starts_with_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, replace])
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if starts_with_space else steps)
+    return tokenizer
+
+
+def gemma_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = _with_bytes(vocabulary, read_merges(metadata), tokens, metadata)
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def unigram(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    scores = metadata["tokenizer.ggml.scores"]
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 2)
+    tokenizer = Tokenizer(models.Unigram(list(zip(tokens, scores)), unknown, byte_fallback=False))
+    if charsmap := metadata.get("tokenizer.ggml.precompiled_charsmap"):
+        tokenizer.normalizer = normalizers.Precompiled(bytes(entry & 255 for entry in charsmap))
+    prefix = "always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
+    spaces = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=prefix)
+    merges_spaces = metadata.get("tokenizer.ggml.remove_extra_whitespaces", True)
+    words = [pre_tokenizers.WhitespaceSplit()] if merges_spaces else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, spaces])
+    tokenizer.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme=prefix)
+    return tokenizer
+
+
+def wordpiece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    pieces = [token if kind in (CONTROL, UNKNOWN) else _wordpiece(token) for token, kind in zip(tokens, types)]
+    lowercase = metadata.get("tokenizer.ggml.normalizer.lowercase")
+    if lowercase is None:  # by the vocabulary, which has no capitals if texts are to have none
+        ordinary = (piece for piece, kind in zip(pieces, types) if kind == _NORMAL and not piece.startswith("["))
+        lowercase = not any("A" <= character <= "Z" for piece in ordinary for character in piece)
+    strips = metadata.get("tokenizer.ggml.normalizer.strip_accents", lowercase)
+    unknown = pieces[metadata.get("tokenizer.ggml.unknown_token_id", 100)]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown, continuing_subword_prefix="##"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strips)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    return tokenizer
+
+
+def _wordpiece(token: str) -> str:
+    return token[1:] if token.startswith(_SPACE) else f"##{token}"
+
+
+def _with_bytes(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], tokens: list[str], metadata: Mapping[str, Any]
+) -> Tokenizer:
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    return Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+
+
+def read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The pairs, each of which may begin with a space."""
+    merges = metadata.get("tokenizer.ggml.merges", [])
+    return [(merge[:at], merge[at + 1 :]) for merge in merges if (at := merge.find(" ", 1)) > 0]
+
+
+def merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every pair of pieces that makes a piece, that with the best score first, as SentencePiece merges."""
+    ranked = []
+    for piece, token_id in vocabulary.items():
+        pairs = [
+            (vocabulary[piece[:i]], vocabulary[piece[i:]], piece[:i], piece[i:])
+            for i in range(1, len(piece))
+            if piece[:i] in vocabulary and piece[i:] in vocabulary
+        ]
+        ranked += [(-scores[token_id], *pair) for pair in sorted(pairs)]
+    ranked.sort(key=lambda entry: entry[0])
+    return [entry[3:] for entry in ranked]
