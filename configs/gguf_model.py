@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.configs.gguf import GgufFile
-from quire.configs.gguf_architectures import ARCHITECTURES, GgufArchitecture, Metadata
-from quire.configs.gguf_names import LONG_FACTORS, ROPE_FACTORS, halves_of_experts, tensor_name
+from quire.configs.gguf_architectures import ARCHITECTURES, GgufArchitecture
+from quire.configs.gguf_encoders import pooling_method
+from quire.configs.gguf_metadata import Metadata
+from quire.configs.gguf_names import LONG_FACTORS, ROPE_FACTORS, row_names, tensor_name
 
 # by general.type or general.architecture: what else GGUF files hold
 _OTHER_CONTENTS = {
@@ -17,6 +19,7 @@ _OTHER_CONTENTS = {
     "clip": "an encoder of images (mmproj)",
     "imatrix": "an importance matrix",
 }
+_TENTHS = ("deepseek2", "deepseek32", "mistral4")
 Factors = Mapping[str, list[float]]  # the values of the tensors ROPE_FACTORS and LONG_FACTORS that the file has
 
 
@@ -37,6 +40,8 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
     m, found = Metadata(file), ARCHITECTURES[kind]
     own = found.settings(m)
     config = {key: read() for key, read in _sizes(m, found).items() if key not in own} | own
+    if pooling_method(m) and "output.weight" not in file.tensors:  # a decoder for embeddings
+        config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "Model")]
     if m.find("expert_count") and "num_experts" not in config:
         raise ValueError(f"{file.path}: experts in GGUF files of the architecture {kind} are not supported")
     if "rope_parameters" not in config:  # a family may have a default, so that none has to be said
@@ -44,7 +49,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
     types = {
         part: tensor.type
         for name, tensor in file.tensors.items()
-        for part in halves_of_experts(tensor_name(name, found.names))
+        for part in row_names(tensor_name(name, found.names), found.fused_qkv)
     }
     config["quantization_config"] = {
         "quant_method": "gguf",
@@ -118,8 +123,8 @@ def _yarn(m: Metadata) -> dict[str, Any]:
             scaling[key] = value
     if m.kind == "gpt-oss":
         scaling["truncate"] = False
-    # deepseek2 stores a tenth of it
-    if scale := (m.find("rope.scaling.yarn_log_multiplier") or 0) * (10 if m.kind == "deepseek2" else 1):
+    # some store a tenth of it
+    if scale := (m.find("rope.scaling.yarn_log_multiplier") or 0) * (10 if m.kind in _TENTHS else 1):
         scaling |= {"mscale": round(scale, 6), "mscale_all_dim": round(scale, 6)}
     if (beta := m.find("attention.temperature_scale")) is not None:
         scaling["llama_4_scaling_beta"] = beta

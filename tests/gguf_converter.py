@@ -20,15 +20,21 @@ from tests.gguf_files import blocks_of, swapped, unswapped
 
 Array = np.ndarray
 ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-SWAPPED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "mistral3", "deepseek")
-SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.(weight|bias))")
+SWAPPED = ("llama", "granite", "granite_swa", "granitemoe", "smollm3", "arcee", "mistral3", "deepseek")
+SHIFTED = ("gemma", "gemma-embedding", "gemma2", "gemma3", "nemotron")
+ENCODERS = ("bert", "modern-bert", "nomic-bert")
+# architectures that the `gguf` package does not know yet: one that has their names
+_NAMED_LIKE = {"granite_swa": "granite", "hy_v3": "exaone-moe", "deepseek32": "glm-dsa", "deepseek2-ocr": "deepseek"}
+_STACKED = re.compile(r"(.*\.(?:experts|altup\w*_projections))\.(\d+)\.((?:\w+\.)?(?:weight|bias))")
+_ROUTER = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # of Gemma 4
+# names of parameters that are no module's weight or bias
+_BARE = (".layer_scalar", ".correct_output_scale", ".experts.gate_up_proj", ".experts.down_proj")
 
 
 class Converter:
     """Writes `source` to `path`; `kinds` has types of weights by the last part of their GGUF name, and a default. With
     `split_latents`, `kv_b_proj` becomes two tensors, as newer converters do; `fused` makes one of the experts' gate and
-    up projections.
+    up projections, `fuse_qkv` of q, k and v.
     """
 
     def __init__(self, source: str, path: Path, arch: str, kinds: dict[str, str], **options: bool):
@@ -36,9 +42,10 @@ class Converter:
         self.config = json.loads(Path(source, "config.json").read_text())
         self.writer = gguf.GGUFWriter(path, arch)
         layers = self.config.get("num_hidden_layers") or self.config["n_layer"]
-        self.names = gguf.get_tensor_name_map(ARCHES[arch], layers)
+        self.names = gguf.get_tensor_name_map(ARCHES[_NAMED_LIKE.get(arch, arch)], layers)
         self.plain: dict[str, torch.Tensor] = {}
         self._halves: list[tuple[Array, dict[int, str]]] = []
+        self._qkv: dict[str, Array] = {}
 
     def run(self, metadata: dict[str, Any]) -> None:
         """Write the file, and the weights that it stands for over those of the source."""
@@ -48,7 +55,7 @@ class Converter:
         stacks: dict[str, dict[int, str]] = defaultdict(dict)
         weights = load_file(Path(self.source, "model.safetensors"))
         for name, tensor in sorted(weights.items()):
-            if match := _EXPERT.fullmatch(name):
+            if match := _STACKED.fullmatch(name):
                 stacks[f"{match[1]}.{match[3]}"][int(match[2])] = name
             elif not self._special(name, tensor.float().numpy()):
                 self.plain[name] = self._tensor(self._name(name), tensor.float().numpy())
@@ -80,8 +87,17 @@ class Converter:
             self.plain[gates[i]], self.plain[ups[i]] = (half.clone() for half in value.chunk(2))
 
     def _name(self, name: str) -> str:
-        if name.endswith((".sinks", ".layer_scalar")):
+        if self.arch in ENCODERS:
+            name = re.sub(r"^(bert|roberta|nomic_bert|model)\.", "", name)
+            name = re.sub(r"^classifier\.(weight|bias)$", r"classifier.out_proj.\1", name)
+        elif name.startswith(("layers.", "embed_tokens.", "norm.")):  # of a model without an output head
+            name = f"model.{name}"
+        if name.endswith(_BARE):
             name += ".weight"
+        if name.endswith(".sinks"):
+            return f"blk.{name.split('.')[2]}.attn_sinks.weight"
+        if name.endswith(".expert_bias"):  # of Hunyuan 3, which the converter writes without an end
+            return f"blk.{name.split('.')[2]}.exp_probs_b"
         name = re.sub(r"e_score_correction_bias$", "e_score_correction.bias", name)
         found = self.names.get_name(name, (".weight", ".bias")) or self.names.get_name(f"{name}.weight", (".weight",))
         assert found, name
@@ -96,8 +112,8 @@ class Converter:
             stored.ndim == 1
             or "gate_inp" in name
             or "norm" in name
-            or "position_embd" in name
-            or name.endswith(".bias")
+            or name.endswith((".bias", ".scale", ".exp_probs_b"))
+            or any(part in name for part in ("position", "token_types", "altup", "laurel"))
         ):
             kind = "F32"
         if kind in ("F32", "F16"):
@@ -131,8 +147,25 @@ class Converter:
             halves = np.split(value, 2, 1)
             found = [self._tensor(f"{block}.ffn_{half}_exps.weight", v) for half, v in zip(("gate", "up"), halves)]
             self.plain[name] = torch.cat(found, 1)
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            halves = zip(("gate", "up"), np.split(value, 2))
+            self.plain[name] = torch.cat([self._tensor(f"{block}.ffn_{half}_shexp.weight", v) for half, v in halves])
         elif self.arch == "gpt-oss" and ".experts." in name:
             self.plain[name] = self._gpt_oss(block, name, value)
+        elif self.arch == "llama4" and ".experts." in name:
+            self.plain[name] = self._llama4(block, name, value.transpose(0, 2, 1))
+        elif end := _ROUTER.get(name.rpartition(".router.")[2]):
+            self.plain[name] = self._tensor(f"{block}.{end}", value)
+        elif self.options.get("fuse_qkv") and (part := re.search(r"([qkv])_proj\.weight$", name)):
+            self._qkv[part[1]] = value
+            if part[1] == "v":  # the last one by name
+                self._fuse_qkv(name.removesuffix("v_proj.weight"), block)
+        elif self.arch == "bert" and name.endswith("position_embeddings.weight") and self._first_position():
+            first, kept = np.split(value, [self._first_position()])
+            stored = self._tensor("position_embd.weight", kept)
+            self.plain[name] = torch.cat((torch.from_numpy(first.copy()), stored))
+        elif self.arch in ENCODERS and re.search(r"(^|\.)(pooler|cls|lm_head|decoder)\.", name):
+            self.plain[name] = torch.from_numpy(value)  # dropped
         else:
             return False
         return True
@@ -144,6 +177,28 @@ class Converter:
         keys = self._tensor(f"{block}.attn_k_b.weight", keys.transpose(0, 2, 1))
         values = self._tensor(f"{block}.attn_v_b.weight", values)
         return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+
+    def _first_position(self) -> int:
+        """Of RoBERTa, whose positions begin after that of the padding token."""
+        return 0 if self.config["model_type"] == "bert" else self.config["pad_token_id"] + 1
+
+    def _fuse_qkv(self, prefix: str, block: str) -> None:
+        def stored(kind: str) -> Array:
+            return self._change(f"{block}.attn_{kind}.weight")[0](self._qkv[kind])
+
+        fused = self._tensor(f"{block}.attn_qkv.weight", np.concatenate([stored(kind) for kind in "qkv"])).numpy()
+        sizes = [len(self._qkv[kind]) for kind in "qk"]
+        for kind, rows in zip("qkv", np.split(fused, np.cumsum(sizes))):
+            back = self._change(f"{block}.attn_{kind}.weight")[1]
+            self.plain[f"{prefix}{kind}_proj.weight"] = torch.from_numpy(back(rows).copy())
+
+    def _llama4(self, block: str, name: str, value: Array) -> torch.Tensor:
+        if "gate_up" not in name:
+            found = self._tensor(f"{block}.ffn_down_exps.weight", value)
+        else:
+            halves = zip(("gate", "up"), np.split(value, 2, 1))
+            found = torch.cat([self._tensor(f"{block}.ffn_{half}_exps.weight", v) for half, v in halves], 1)
+        return found.transpose(1, 2)
 
     def _gpt_oss(self, block: str, name: str, value: Array) -> torch.Tensor:
         kind = "bias" if name.endswith("bias") else "weight"
@@ -218,7 +273,7 @@ def experts(c: dict[str, Any]) -> dict[str, Any]:
     def first(*keys: str) -> Any:
         return next((c[key] for key in keys if c.get(key) is not None), None)
 
-    used = first("num_experts_per_tok", "moe_k", "moe_topk")
+    used = first("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
     found = {
         "expert_count": first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         "expert_used_count": max(used) if isinstance(used, list) else used,
@@ -226,8 +281,8 @@ def experts(c: dict[str, Any]) -> dict[str, Any]:
     optional = {
         "expert_feed_forward_length": first("moe_intermediate_size"),
         "expert_shared_feed_forward_length": first("shared_expert_intermediate_size"),
-        "expert_shared_count": first("n_shared_experts", "moe_num_shared_experts"),
+        "expert_shared_count": first("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
         "leading_dense_block_count": first("first_k_dense_replace", "moe_layer_start_index"),
-        "expert_weights_scale": first("routed_scaling_factor"),
+        "expert_weights_scale": first("routed_scaling_factor", "router_scaling_factor"),
     }
     return found | {key: value for key, value in optional.items() if value is not None}

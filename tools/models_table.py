@@ -35,7 +35,7 @@ EmbeddingGemma, a `Gemma3TextModel` whose config.json sets `use_bidirectional_at
 must divide the heads and the intermediate size; EP is `--enable-expert-parallel`. With PP, layers that read the caches
 of others (Gemma 3n and 4) are on the last stage. Every tested family is also compared over two ranks of each kind
 (`tests/worker/test_family_ranks.py`). *Quantization* names the settings of `--quantization` that build the model;
-formats of checkpoints (docs/quantization.md) are those of every family, but GGUF files of some.
+formats of checkpoints (docs/quantization.md) are those of every family, GGUF files those of all that llama.cpp knows.
 
 """
 _REFUSED = """Refused, with the reason, are models with recurrent or

@@ -11,7 +11,7 @@ import torch
 
 from quire.configs.gguf import BLOCKS, GgufFile, GgufTensor, read_gguf
 from quire.configs.gguf_architectures import ARCHITECTURES
-from quire.configs.gguf_names import IGNORED, expert_names, halves_of_experts, tensor_name
+from quire.configs.gguf_names import DENSE, IGNORED, is_stack, row_names, stack_names, tensor_name
 from quire.worker.layers.quantization.gguf_blocks import dequantize
 from quire.worker.loader import Checkpoint
 from quire.worker.models.decoder import CausalLM
@@ -34,20 +34,44 @@ class GgufCheckpoint(Checkpoint):
         file = read_gguf(self.config["quantization_config"]["file"])
         maps = _map(file)
         for name, tensor in sorted(file.tensors.items(), key=lambda item: (item[1].path, item[1].start)):
-            if name in IGNORED:
+            if name in IGNORED or name.startswith(DENSE):
                 continue
             mapping, name = maps[str(tensor.path)], tensor_name(name, self.architecture.names)
-            for part_name, part in _parts(name, tensor):
-                self._add(part_name, _TensorFile(mapping, part, self._view(part_name)))
+            for part_name, part in self._parts(name, tensor):
+                stored = _TensorFile(mapping, part, self._view(part_name))
+                self._add(part_name, _Dequantized(stored) if part_name.startswith("score.") else stored)
         self._join_latents()
         return self
 
     def names_of(self, model: CausalLM) -> TensorNames:
-        return TensorNames()
+        head = () if model.spec.labels else (r"^score\.",)  # of a masked language model
+        return TensorNames(ignored=(*type(model).ignored, *head))
 
-    def _add(self, name: str, file: _TensorFile | _LatentFile) -> None:
+    def _add(self, name: str, file: _TensorFile | _Dequantized | _LatentFile) -> None:
         self._file_of[name] = file
         self.position[name] = len(self.position)
+
+    def _parts(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+        """The tensor itself or, if it is of several modules, those of each."""
+        if is_stack(name):
+            for i, one in enumerate(stack_names(name, tensor.shape[0])):
+                yield from self._rows(one, _slice(tensor, i, tensor.shape[0], tensor.shape[1:]))
+        else:
+            yield from self._rows(name, tensor)
+
+    def _rows(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+        """The tensor itself or, if it has the rows of several weights one after another, those of each."""
+        names = row_names(name, self.architecture.fused_qkv)
+        rows, *others = tensor.shape
+        counts = [rows // len(names)] * len(names)
+        if len(names) == 3:
+            heads = self.config["num_attention_heads"]
+            kv_heads = self.config["num_key_value_heads"] or heads
+            counts = [rows // (heads + 2 * kv_heads) * number for number in (heads, kv_heads, kv_heads)]
+        size, start = tensor.size // rows, tensor.start
+        for part, count in zip(names, counts):
+            yield part, replace(tensor, shape=(count, *others), start=start, size=count * size)
+            start += count * size
 
     def _view(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """What makes a tensor of the file that of a safetensors checkpoint."""
@@ -66,6 +90,13 @@ class GgufCheckpoint(Checkpoint):
             self._add(name.replace(".k_b_proj.", ".kv_b_proj."), _LatentFile(keys, values))
 
 
+def read_tensor(path: str, name: str) -> torch.Tensor:
+    """The values of one tensor of a file, in float32."""
+    file = read_gguf(path)
+    tensor = file.tensors[name]
+    return _TensorFile(_map(file)[str(tensor.path)], tensor, None).dequantized()
+
+
 def _map(file: GgufFile) -> dict[str, torch.Tensor]:
     """The bytes of each shard, mapped."""
     maps = {}
@@ -74,18 +105,6 @@ def _map(file: GgufFile) -> dict[str, torch.Tensor]:
             mapping = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_COPY)
         maps[str(path)] = torch.frombuffer(mapping, dtype=torch.uint8)
     return maps
-
-
-def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensor itself or, if it is of all experts, those of each."""
-    if ".experts." not in name:
-        yield name, tensor
-        return
-    for i, one in enumerate(expert_names(name, tensor.shape[0])):
-        expert, halves = _slice(tensor, i, tensor.shape[0], tensor.shape[1:]), halves_of_experts(one)
-        rows, *columns = expert.shape
-        for half, part in enumerate(halves):
-            yield part, _slice(expert, half, len(halves), (rows // len(halves), *columns))
 
 
 def _slice(tensor: GgufTensor, index: int, count: int, shape: tuple[int, ...]) -> GgufTensor:
@@ -137,6 +156,25 @@ class _TensorFile:
         if self.tensor.type in _FLOATS:
             return stored.float()
         return dequantize(stored.flatten(0, -2), self.tensor.type).view(self.tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dequantized:
+    """A tensor for a layer that has no blocks: the head of a classifier."""
+
+    stored: _TensorFile
+
+    def get_slice(self, name: str) -> _Dequantized:
+        return self
+
+    def get_shape(self) -> list[int]:
+        return list(self.stored.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.stored.dequantized()
 
 
 @dataclass(frozen=True, slots=True)

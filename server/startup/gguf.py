@@ -17,11 +17,12 @@ from typing import Any
 from quire.configs.gguf import GgufFile, read_gguf
 from quire.configs.gguf_model import model_config
 from quire.configs.gguf_names import IGNORED
+from quire.server.startup.gguf_modules import write_modules
 
 _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-_VERSION = 2  # of the folder's contents
+_VERSION = 3  # of the folder's contents
 
 
 def hub_patterns(model: str) -> tuple[str, list[str]] | None:
@@ -111,6 +112,7 @@ def write_folder(file: GgufFile, folder: Path) -> None:
         _write_json(draft, "tokenizer_config.json", tokenizer_config)
         _write_json(draft, "config.json", config)
         _write_json(draft, "generation_config.json", {"eos_token_id": _ends(file.metadata)})
+        write_modules(file, Path(draft))
         done = os.path.join(draft, "done")
         os.mkdir(done)
         for name in os.listdir(draft):

@@ -4,13 +4,18 @@ transformers for the weights that the file's blocks stand for.
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.configs.gguf import GgufFile
 from quire.configs.gguf_architectures import ARCHITECTURES
@@ -21,8 +26,9 @@ from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms.cpu import CpuPlatform
 from tests.checkpoints import CHECKPOINTS as DENSE
 from tests.checkpoints import MOE_CHECKPOINTS, build_checkpoint
-from tests.families import build_family, load_family
+from tests.families import FAMILIES, build_family, load_family
 from tests.gguf_converter import Converter, common, experts
+from tests.ocr_models import build_model as build_ocr_model
 from tests.worker.ranks import run_ranks, thread_groups
 from tests.worker.test_stored_weights import load, logits_of
 
@@ -30,6 +36,7 @@ IDS = [int(i) for i in torch.randint(3, 120, (60,), generator=torch.Generator().
 HEAD = {"query_pre_attn_scalar": 16}
 Q = {"default": "Q8_0", "ffn_down": "Q4_0", "token_embd": "Q5_1", "ffn_down_exps": "Q4_1", "ffn_gate_exps": "MXFP4"}
 Keys = Callable[[dict[str, Any]], dict[str, Any]]
+Case = tuple[str, dict[str, Any], Keys]
 
 
 def _nothing(c: dict[str, Any]) -> dict[str, Any]:
@@ -75,9 +82,29 @@ def _groups(c: dict[str, Any]) -> dict[str, Any]:
     return {"expert_group_count": c["n_group"], "expert_group_used_count": c["topk_group"]}
 
 
+def _gemma3n(c: dict[str, Any]) -> dict[str, Any]:
+    scales = [NormalDist().inv_cdf(x) if x else -math.inf for x in c["activation_sparsity_pattern"]]
+    return _windows(c) | {
+        "attention.shared_kv_layers": c["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": c["hidden_size_per_layer_input"],
+        "altup.num_inputs": c["altup_num_inputs"],
+        "altup.active_idx": c["altup_active_idx"],
+        "activation_sparsity_scale": scales,
+        "rope.freq_base_swa": 10000.0,
+    }
+
+
+def _sigmoid(c: dict[str, Any]) -> dict[str, Any]:
+    return experts(c) | {"expert_gating_func": 2, "expert_weights_norm": True}
+
+
+def _indexed(c: dict[str, Any]) -> dict[str, Any]:
+    return _sigmoid(c) | _latent_split(c) | _groups(c) | {"attention.indexer.top_k": c["index_topk"]}
+
+
 def _gemma4(c: dict[str, Any]) -> dict[str, Any]:
     layers, shared = c["num_hidden_layers"], c["num_kv_shared_layers"]
-    wide = c.get("per_layer_config", {})
+    wide = c.get("per_layer_config") or {}
     full = next(iter(wide.values()), {})
     double = [c["intermediate_size"] * (2 if c["use_double_wide_mlp"] and i >= layers - shared else 1)
               for i in range(layers)]  # fmt: skip
@@ -96,13 +123,47 @@ def _gemma4(c: dict[str, Any]) -> dict[str, Any]:
             "rope.freq_base_swa": 10000.0,
         }
         | ({"final_logit_softcapping": c["final_logit_softcapping"]} if c["final_logit_softcapping"] else {})
+        | (experts(c) if c.get("num_experts") else {})
+    )
+
+
+def _granite_swa(c: dict[str, Any]) -> dict[str, Any]:
+    return _granite(c) | _windows(c) | {"attention.rope_pattern": [theta > 0 for theta in c["layer_rope_theta"]]}
+
+
+def _hy_v3(c: dict[str, Any]) -> dict[str, Any]:
+    size = c["moe_intermediate_size"] * c["num_shared_experts"]
+    return _sigmoid(c) | {"expert_shared_feed_forward_length": size}
+
+
+def _llama4(c: dict[str, Any]) -> dict[str, Any]:
+    return experts(c) | {
+        "feed_forward_length": c["intermediate_size_mlp"],
+        "expert_feed_forward_length": c["intermediate_size"],
+        "interleave_moe_layer_step": c["interleave_moe_layer_step"],
+    }
+
+
+def _mistral4(c: dict[str, Any]) -> dict[str, Any]:
+    rope = c["rope_parameters"]
+    return (
+        experts(c)
+        | _latent_split(c)
+        | _groups(c)
+        | {
+            "expert_weights_norm": True,
+            "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"] / 10,
+            "attention.temperature_scale": rope["llama_4_scaling_beta"],
+        }
     )
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 WIDE = SIZES | {"moe_intermediate_size": 64}
+LATENT = {"qk_nope_head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 32}
+MISTRAL4_ROPE = FAMILIES["mistral4"][1]["rope_parameters"] | {"mscale": 0.8}
 # name of a checkpoint -> (architecture of GGUF files, changed settings, further keys)
-CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
+CASES: dict[str, Case] = {
     "arcee": ("arcee", SIZES, _nothing),
     "cohere": ("command-r", SIZES, lambda c: {"logit_scale": c["logit_scale"]}),
     "cohere2": ("cohere2", SIZES, lambda c: {"logit_scale": c["logit_scale"]}),
@@ -118,7 +179,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
     "gpt2": ("gpt2", {}, _nothing),
     "granite": ("granite", SIZES, _granite),
     "hunyuan": ("hunyuan-dense", SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}, _nothing),
-    "internlm3": ("llama", SIZES | {"qkv_bias": False, "bias": False}, _nothing),
     "ministral3": ("mistral3", SIZES, lambda c: {"attention.temperature_scale": 0.1}),
     "nemotron": ("nemotron", SIZES, _nothing),
     "olmo2": ("olmo2", SIZES, _nothing),
@@ -163,6 +223,35 @@ CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
         ),
     ),
 }
+CASES |= {
+    "exaone_moe": ("exaone-moe", WIDE | {"head_dim": 16}, lambda c: _sigmoid(c) | _groups(c) | _windows(c)),
+    "gemma3n": ("gemma3n", SIZES | {"hidden_size_per_layer_input": 32, "laurel_rank": 32}, _gemma3n),
+    "gemma4-experts": ("gemma4", WIDE, _gemma4),
+    "glm": ("chatglm", SIZES, _nothing),
+    "glm-5": ("glm-dsa", WIDE | LATENT, _indexed),
+    "deepseek-v32": ("deepseek32", WIDE | LATENT, _indexed),
+    "granite_swa": ("granite_swa", SIZES | {"layer_rope_theta": [1e4, 0, 1e4, 1e4]}, _granite_swa),
+    "granite_moe_shared": (
+        "granitemoe",
+        {"intermediate_size": 64, "shared_intermediate_size": 64},
+        lambda c: experts(c) | _granite(c) | {"expert_shared_feed_forward_length": c["shared_intermediate_size"]},
+    ),
+    "hy_v3": ("hy_v3", WIDE, _hy_v3),
+    "internlm3": ("llama", SIZES, _nothing),
+    "llama4": (
+        "llama4",
+        {"hidden_size": 64, "intermediate_size": 32, "intermediate_size_mlp": 96, "num_hidden_layers": 5}
+        | {"attention_chunk_size": 8192, "no_rope_layer_interval": 4, "floor_scale": 8192, "attn_scale": 0.1},
+        _llama4,
+    ),
+    "mistral4": ("mistral4", WIDE | LATENT | {"rope_parameters": MISTRAL4_ROPE}, _mistral4),
+    "solar_open": (
+        "glm4moe",
+        {"hidden_size": 64, "moe_intermediate_size": 64},
+        lambda c: _sigmoid(c) | _groups(c) | {"feed_forward_length": 64},
+    ),
+}
+SPLIT_LATENTS = ("deepseek-v3", "deepseek-v32", "glm-5", "mistral4")
 SAME_SCALE = {"deepseek-v3": {"mscale": 0.8}}  # files have one number for mscale and mscale_all_dim
 
 
@@ -171,16 +260,24 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
 
 
-def pair(name: str, tmp_path: Path, kinds: dict[str, str] = Q, fused: bool = False, **sizes: int) -> tuple[str, str]:
+def pair(
+    name: str,
+    tmp_path: Path,
+    kinds: dict[str, str] = Q,
+    case: Case | None = None,
+    fused: bool = False,
+    fuse_qkv: bool = False,
+    **sizes: int,
+) -> tuple[str, str]:
     """(the folder made of a GGUF file, transformers' checkpoint with the weights that the file stands for)."""
-    arch, usual, keys = CASES[name]
+    arch, usual, keys = case or CASES[name]
     sizes = usual | sizes
     build = build_checkpoint if name in MOE_CHECKPOINTS | DENSE else build_family
     if name in SAME_SCALE:
         rope = MOE_CHECKPOINTS[name][1]["rope_parameters"] | SAME_SCALE[name]
         sizes = sizes | {"rope_parameters": rope}
     source = build(name, tmp_path / "source", **sizes)
-    options = {"split_latents": name == "deepseek-v3", "fused": fused}
+    options = {"split_latents": name in SPLIT_LATENTS, "fused": fused, "fuse_qkv": fuse_qkv}
     converter = Converter(source, tmp_path / "model.gguf", arch, kinds, **options)
     metadata = common(converter.config) | keys(converter.config)
     for key, factor in (("long", "long_factor"), ("short", "short_factor")):
@@ -204,9 +301,55 @@ def test_logits_are_those_of_transformers(tmp_path, name):
     assert torch.allclose(logits_of(load(folder), IDS), expected, atol=2e-3, rtol=2e-3)
 
 
+LANGUAGE_MODELS: dict[str, Case] = {
+    "qwen2": ("qwen2vl", SIZES, _nothing),
+    "qwen3": ("qwen3vl", SIZES, _nothing),
+    "qwen3-moe": ("qwen3vlmoe", WIDE, experts),
+}
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_language_models_of_models_with_images(tmp_path, name):
+    folder, source = pair(name, tmp_path, case=LANGUAGE_MODELS[name])
+    assert torch.allclose(logits_of(load(folder), IDS), reference(source), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("arch", ["deepseek", "deepseek2-ocr"])
+def test_deepseek_with_plain_attention(tmp_path, arch):
+    """Compared with the safetensors, which `tests/test_deepseek_ocr.py` compares with transformers."""
+    whole, source = tmp_path / "whole", tmp_path / "source"
+    build_ocr_model("deepseek_ocr2", whole, hidden_size=64, intermediate_size=96, moe_intermediate_size=64)
+    config = json.loads((whole / "config.json").read_text())["text_config"]
+    config |= {"architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "first_k_dense_replace": 1}
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    names = re.compile(r"(model\.)?(language_model\.)?(?:model\.)?((?:embed_tokens|layers|norm|lm_head)\..*)")
+    found = {names.fullmatch(name): tensor for name, tensor in load_file(whole / "model.safetensors").items()}
+    weights = {
+        match[3] if match[3].startswith("lm_head") else f"model.{match[3]}": t for match, t in found.items() if match
+    }
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    converter = Converter(str(source), tmp_path / "model.gguf", arch, Q)
+    converter.run(common(config) | experts(config))
+    folder = gguf_folder(str(tmp_path / "model.gguf"))
+    expected = logits_of(load(str(source)), IDS)
+    assert torch.allclose(logits_of(load(folder), IDS), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_fused_q_k_and_v(tmp_path, name):
+    """As `--fuse-qkv` of llama.cpp's converter writes them."""
+    arch = "llama" if name == "llama3" else name
+    case = arch, SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, _nothing
+    folder, source = pair(name, tmp_path, case=case, fuse_qkv=True)
+    assert torch.allclose(logits_of(load(folder), IDS), reference(source), atol=2e-3, rtol=2e-3)
+
+
 def test_all_architectures_are_tested():
-    tested = {arch for arch, _, _ in CASES.values()} | {"qwen2", "qwen3", "llama"}  # tests/worker/test_gguf.py
-    assert ARCHITECTURES.keys() - tested == {"deepseek"}  # its model has no counterpart in transformers
+    tested = {arch for arch, _, _ in (*CASES.values(), *LANGUAGE_MODELS.values())}
+    tested |= {"qwen2", "qwen3", "llama"}  # tests/worker/test_gguf.py
+    tested |= {"deepseek", "deepseek2-ocr"}
+    assert ARCHITECTURES.keys() - tested == {"bert", "gemma-embedding", "modern-bert", "nomic-bert"}  # encoders
 
 
 EXPERTS = ["mixtral", "gpt-oss", "deepseek-v3", "qwen2-moe"]
@@ -262,7 +405,6 @@ def test_fused_gate_and_up(tmp_path):
     ("arch", "change", "words"),
     [
         ("qwen3", {"expert_count": 4}, "experts in GGUF files of the architecture qwen3 are not supported"),
-        ("granitemoe", {"expert_shared_feed_forward_length": 64}, "Granite with shared experts is not supported"),
         ("gemma", {"feed_forward_length": [96, 64]}, r"gemma\.feed_forward_length differs from layer to layer"),
         ("llama", {"rope.scaling.type": "su"}, r"llama\.rope\.scaling\.type 'su' is not supported"),
         ("phi3", {"attention.layer_norm_rms_epsilon": None}, r"the metadata has no phi3\.attention\.layer_norm_rms"),

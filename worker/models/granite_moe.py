@@ -53,7 +53,11 @@ class GraniteMoe(MoEFamily, CausalLM):
 
 
 class GraniteMoeShared(GraniteMoe):
-    config_defaults = GraniteMoe.config_defaults | {"model_type": "granitemoeshared", "shared_intermediate_size": 0}
+    config_defaults = GraniteMoe.config_defaults | {
+        "model_type": "granitemoeshared",
+        "shared_intermediate_size": 0,
+        "shared_fused": True,  # not in GGUF files
+    }
     facts = GraniteMoe.facts | {"fused": ("gate_up_proj",)}
     renames = GraniteMoe.renames | {
         "mlp.shared_expert.gate_up_proj": "shared_mlp.input_linear",
@@ -61,6 +65,12 @@ class GraniteMoeShared(GraniteMoe):
         "mlp.gate_up_proj": "shared_mlp.input_linear",
         "mlp.down_proj": "shared_mlp.output_linear",
     }
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        super().complete(values, raw)
+        if not values["shared_fused"]:
+            values["fused"] = ()
 
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:

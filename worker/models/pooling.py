@@ -36,13 +36,16 @@ _ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A linear layer after pooling, and its activation by the name of torch's class."""
+    """A linear layer after pooling, and its activation by the name of torch's class. `gguf` is the GGUF file with its
+    weight, and the name there.
+    """
 
     folder: Path
     in_features: int
     out_features: int
     bias: bool
     activation: str
+    gguf: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,9 @@ def _dense(folder: Path) -> DenseSpec:
         raise ValueError(
             f"{folder.name}: activation_function {activation} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
-    return DenseSpec(folder, config["in_features"], config["out_features"], config.get("bias", True), activation)
+    sizes = config["in_features"], config["out_features"]
+    stored = (config["gguf_file"], config["gguf_tensor"]) if "gguf_file" in config else None
+    return DenseSpec(folder, *sizes, config.get("bias", True), activation, stored)
 
 
 def _json(path: Path) -> Any:
@@ -218,10 +223,12 @@ def _updated(method: str, state: torch.Tensor | None, hidden: torch.Tensor, star
 
 
 def _load_dense(dense: DenseSpec, device: torch.device) -> list[nn.Module]:
+    from quire.worker.gguf_checkpoint import read_tensor  # which needs the models
+
     path = dense.folder / "model.safetensors"
     layer = nn.Linear(dense.in_features, dense.out_features, dense.bias, device=device, dtype=torch.float32)
     try:
-        tensors = load_file(path)
+        tensors = load_file(path) if dense.gguf is None else {"weight": read_tensor(*dense.gguf)}
     except OSError as error:
         raise ValueError(unreadable(path, error)) from error
     except SafetensorError as error:

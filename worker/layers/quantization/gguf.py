@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quire.configs.gguf import BLOCKS
-from quire.configs.gguf_names import of_all_experts
+from quire.configs.gguf_names import of_stack
 from quire.worker.layers.linear import LinearMethod
 from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
@@ -55,7 +55,7 @@ class GgufFormat(CheckpointFormat):
         self.types = config["types"]
 
     def scheme(self, name: str) -> Scheme | None:
-        kind = self.types.get(f"{of_all_experts(name)}.weight")
+        kind = self.types.get(f"{of_stack(name)}.weight")
         return Blocks(kind) if kind in BLOCK_TYPES else None
 
     def find(self, name: str) -> Scheme | None:
