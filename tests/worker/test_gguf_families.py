@@ -384,7 +384,7 @@ def test_native_kernels_multiply_the_blocks(tmp_path, native_kernels, exact_acti
     ("gate_up", "down"),
     [("Q3_K", "Q2_K"), ("IQ4_XS", "IQ4_NL"), ("Q2_K", "Q3_K"), ("Q5_0", "Q4_1"), ("Q5_1", "Q5_0"), ("Q4_K", "Q6_K")],
 )
-def test_experts_of_one_type_are_one_native_call(tmp_path, native_kernels, gate_up, down):
+def test_experts_of_one_type_are_one_native_call(tmp_path, native_kernels, exact_activations, gate_up, down):
     kinds = {"default": "Q8_0", "ffn_gate_exps": gate_up, "ffn_up_exps": gate_up, "ffn_down_exps": down}
     folder, source = pair("qwen3-moe", tmp_path, kinds, hidden_size=256, moe_intermediate_size=256)
     exact, native = load(source), load(folder, torch.bfloat16, CpuPlatform().ops)

@@ -98,6 +98,28 @@ def test_native_kernels_multiply_what_is_stored(sources, tmp_path, native_kernel
         assert name.startswith("fp8") or isinstance(ours.mlp.experts._native, NativeExperts) or "act" in name
 
 
+@pytest.mark.parametrize("left", ["gate_proj", "down_proj"])
+def test_native_kernels_multiply_experts_of_several_kinds(sources, tmp_path, native_kernels, exact_activations, left):
+    """One expert is left plain; a call multiplies experts of one kind."""
+    config, store = FORMATS["ct w4a16 groups"]
+    plain = f"model.layers.0.mlp.experts.1.{left}"
+    folder = Path(
+        make.write(
+            sources("qwen3-moe"),
+            tmp_path,
+            config | {"ignore": [plain, "lm_head"]},
+            lambda name, weight: ({}, weight) if name == plain else store(name, weight),
+        )
+    )
+    exact, native = load(folder / "plain"), load(folder / "quantized", torch.bfloat16, CpuPlatform().ops)
+    x = torch.randn(50, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).bfloat16()
+    for i, (theirs, ours) in enumerate(zip(exact.model.layers.values(), native.model.layers.values())):
+        weights, ids = theirs.mlp.gate(x.float())
+        expected, found = theirs.mlp.experts(x.float(), weights, ids), ours.mlp.experts(x, weights, ids)
+        assert float((found.float() - expected).norm()) < 0.01 * float(expected.norm())
+        assert isinstance(ours.mlp.experts._native, NativeExperts) == (i > 0)
+
+
 @pytest.mark.parametrize(
     ("model", "form", "key", "left"),
     [

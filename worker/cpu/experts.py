@@ -9,7 +9,7 @@ from ctypes import byref
 
 import torch
 
-from quire.worker.cpu.native import KERNELS, ExpertsArgs, LinearArgs
+from quire.worker.cpu.native import KERNELS, ExpertsArgs, LinearArgs, QuantArgs
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.layers.linear import Linear
 
@@ -28,11 +28,14 @@ class NativeExperts:
     def of(
         cls, gate_up: Sequence[Linear], down: Sequence[Linear], first: int, weigh_inputs: bool
     ) -> NativeExperts | None:
-        """The experts, or None if a weight is not packed, or a gate in another kind than up."""
+        """The experts, or None if a weight is not packed, or if they are of several kinds, e.g. a gate and up, or one
+        that the checkpoint leaves plain: a call multiplies weights of one kind.
+        """
         if not all(isinstance(layer.method, (PackedMethod, NativeQuantMethod)) for layer in (*gate_up, *down)):
             return None
         args = [[layer.method.args() for layer in layers] for layers in (gate_up, down)]
-        return None if None in args[0] else cls(*args, first, weigh_inputs)
+        uniform = None not in args[0] and all(len({_kind(one) for one in layers}) == 1 for layers in args)
+        return cls(*args, first, weigh_inputs) if uniform else None
 
     def args(self, top_k: int) -> ExpertsArgs:
         """The C struct for `top_k` experts per token; this object must outlive it."""
@@ -54,3 +57,11 @@ class NativeExperts:
             len(x),
         )
         return out
+
+
+def _kind(layer: LinearArgs) -> tuple[int, int] | None:
+    """(kind, group) of a quantized weight."""
+    if layer.quant is None:
+        return None
+    quant = QuantArgs.from_address(layer.quant)
+    return quant.kind, quant.group
