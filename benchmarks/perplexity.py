@@ -18,8 +18,9 @@ import gguf
 import torch
 from tokenizers import Tokenizer
 
+from quire.configs.gguf import read_gguf
 from quire.configs.sources import embedded_model
-from quire.server.startup.gguf import gguf_folder
+from quire.server.startup.gguf import write_folder
 from quire.worker.cpu.native import KERNELS
 from quire.worker.loader import load_weights
 from quire.worker.models import build_model, num_parameters, read_model_spec
@@ -102,14 +103,13 @@ def main() -> None:
                 out.mkdir()
                 report = quantize_checkpoint(folder, out, Settings(form, method), calibration)
                 show(f"quire quantize {form}, {method}", str(out), report.num_bytes)
-        os.environ["QUIRE_CACHE"] = work
         for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4"):
             show(f"GGUF {kind}", *in_gguf(folder, Path(work, kind), kind))
         if KERNELS.load(background=False):
             for name in ("int8", "int4"):
                 compare_activations(f"--quantization {name}", folder, texts, name)
             for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4"):
-                compare_activations(f"GGUF {kind}", gguf_folder(str(Path(work, kind, "model.gguf"))), texts)
+                compare_activations(f"GGUF {kind}", str(Path(work, kind, "as-folder")), texts)
 
 
 def in_gguf(folder: str, work: Path, kind: str) -> tuple[str, int]:
@@ -117,7 +117,8 @@ def in_gguf(folder: str, work: Path, kind: str) -> tuple[str, int]:
     shutil.copytree(folder, work)
     file = work / "model.gguf"
     write_gguf(str(work), file, {"default": kind}, "qwen3")
-    return gguf_folder(str(file)), sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors)
+    write_folder(read_gguf(file), work / "as-folder")
+    return str(work / "as-folder"), sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors)
 
 
 if __name__ == "__main__":

@@ -87,13 +87,14 @@ def gguf_folder(path: str) -> str:
     path = os.path.abspath(path)
     status = os.stat(path)
     state = f"{_VERSION} {path} {status.st_size} {status.st_mtime_ns}"
-    folder = _cache() / f"{Path(path).stem[:60]}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    folder = cache_folder() / f"{Path(path).stem[:60]}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     if not folder.is_dir():
         write_folder(read_gguf(path), folder)
     return str(folder)
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """$QUIRE_CACHE/gguf, by default ~/.cache/quire/gguf."""
     root = os.environ.get("QUIRE_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quire"
     )

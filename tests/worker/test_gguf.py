@@ -39,7 +39,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("quire.server.startup.gguf.cache_folder", lambda: tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)

@@ -257,7 +257,7 @@ SAME_SCALE = {"deepseek-v3": {"mscale": 0.8}}  # files have one number for mscal
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("quire.server.startup.gguf.cache_folder", lambda: tmp_path / "cache")
 
 
 def pair(

@@ -250,7 +250,7 @@ def test_failures_leave_nothing(tmp_path, capsys, monkeypatch, error, status, wo
         *[("Q8_0", 1.002), ("Q5_0", 1.003), ("Q4_0", 1.005), ("MXFP4", 1.005)],
     ],
 )
-def test_perplexity_of_the_embedded_model(tmp_path, monkeypatch, form, most):
+def test_perplexity_of_the_embedded_model(tmp_path, form, most):
     folder = embedded_model()
     if folder is None:
         pytest.skip("the embedded model has no weights in this tree")
@@ -259,7 +259,6 @@ def test_perplexity_of_the_embedded_model(tmp_path, monkeypatch, form, most):
     tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
     texts = perplexity.conversations(tokenizer, 5, 20)
     if form.isupper():
-        monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
         made, _ = perplexity.in_gguf(folder, tmp_path / "made", form)
     else:
         made = str(tmp_path / "made")
