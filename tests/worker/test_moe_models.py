@@ -162,7 +162,7 @@ def median_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.05), ("int4", 0.5)])
-def test_experts_quantized_at_load(checkpoint, kernels, monkeypatch, quantization, most):  # noqa: F811
+def test_experts_quantized_at_load(checkpoint, kernels, exact_activations, monkeypatch, quantization, most):  # noqa: F811
     if kernels == "plain":
         pytest.skip("compares the native kernels with torch")
     folder = checkpoint("qwen3-moe", dtype="bfloat16", hidden_size=128, moe_intermediate_size=128)
