@@ -25,6 +25,7 @@ GB = 1 << 30
 
 
 def write(folder: Path, dense: bool) -> None:
+    """Write a random checkpoint in bfloat16: of Llama's shape if `dense`, else with 64 experts per layer."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     config = LlamaConfig(
