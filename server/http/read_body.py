@@ -15,6 +15,7 @@ from quire.server.errors import ApiError, PayloadTooLarge, UnsupportedMediaType
 from quire.server.http import sse
 from quire.server.http.parse_body import parse
 from quire.server.http.threads import SMALL, Later
+from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState
 
 logger = logging.getLogger("quire.requests")
@@ -26,6 +27,7 @@ MIN_BODY_BYTES = 2 * 2**20  # default limit of a body
 MIN_BYTES_WITH_IMAGES = 32 * 2**20  # the same for models that read images
 BYTES_PER_TOKEN = 32  # default limit per token of a long context; JSON encodes a character in up to 6 bytes
 _MAX_NAMES = 1000  # maximum number of logged unknown names
+_RENDERED = frozenset({"messages", "instructions", "system"})  # fields of bodies whose prompt a chat template renders
 
 
 async def take(request: Request, cls: type[T], state: ServerState, use: Callable[[T], R | Later[R]]) -> R:
@@ -54,8 +56,9 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
         unknown.extend(found)
         return use(parsed)
 
-    # a template in the request is a program: its run time does not depend on its size
-    size = max(num_bytes, SMALL) if state.config.server.trust_request_chat_template else num_bytes
+    # a chat template is a program: its run time does not depend on the size of the body
+    renders = not _RENDERED.isdisjoint(cls.__struct_fields__)
+    size = max(num_bytes, SMALL) if renders else num_bytes
     used = await in_turns(request, state, size, work)
     # not before what was left for later has ended: until then the images of the body are in memory
     if (connection := request.scope.get("state", {}).get("connection")) is not None:
@@ -85,7 +88,7 @@ async def _run(request: Request, state: ServerState, size: int, work: Callable[[
             error.__traceback__ = error.__context__ = error.__cause__ = None
             return None, error
 
-    running = state.threads.run(size, guarded)
+    running = state.threads.run(size, guarded, tenant_of(request.scope))
     result, refusal = await (sse.unless_disconnected(request, running) if state.threads.takes_long(size) else running)
     if refusal is not None:
         raise refusal

@@ -15,6 +15,7 @@ from quire.server.generate.prepare import encode_conversation, prepare
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take
 from quire.server.http.threads import Later
+from quire.server.http.turns import tenant_of
 from quire.server.parsers.events import Content
 from quire.server.state import ServerState
 
@@ -37,7 +38,9 @@ async def create_message(request: Request, state: ServerState) -> Response:
             sse.to_the_end(frames, message.id, streams.error_event, b""), state.config.server.sse_keep_alive_interval
         )
     (choice,) = await sse.unless_disconnected(request, deltas.collect(generation, 1))
-    return await state.threads.run(deltas.answer_size([choice]), lambda: _whole(message, choice, one))
+    return await state.threads.run(
+        deltas.answer_size([choice]), lambda: _whole(message, choice, one), tenant_of(request.scope)
+    )
 
 
 Prepared = tuple[MessagesRequest, GenerationRequest]

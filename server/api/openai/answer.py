@@ -17,6 +17,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.generation import Delta, GenerationRequest
 from quire.server.http import admission, sse
+from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState
 
 
@@ -48,7 +49,9 @@ async def respond(
             sse.to_the_end(answer.frames(stream), answer.id), state.config.server.sse_keep_alive_interval
         )
     choices = await sse.unless_disconnected(request, deltas.collect(stream, len(requests) * answer.n))
-    return await state.threads.run(answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)))
+    return await state.threads.run(
+        answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)), tenant_of(request.scope)
+    )
 
 
 class Answer(ABC):

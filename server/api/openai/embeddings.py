@@ -15,6 +15,7 @@ from quire.server.generate.limits import Text
 from quire.server.generate.pooling import embed_params
 from quire.server.http import sse
 from quire.server.http.read_body import take
+from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import (
     Prompts,
     VectorFields,
@@ -82,4 +83,4 @@ async def embeddings(request: Request, state: ServerState) -> Response:
             )
         )
 
-    return await state.threads.run(answer_size(found), answer)
+    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))

@@ -21,6 +21,7 @@ from quire.server.generate.pooling import Vector, embed_params, require_task
 from quire.server.generate.scoring import activated
 from quire.server.http import sse
 from quire.server.http.read_body import take
+from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import VectorUsage, admit, answer_size, prompts_of, to_requests, vectors, written
 from quire.server.state import ServerState
 
@@ -49,7 +50,7 @@ async def classify(request: Request, state: ServerState) -> Response:
             )
         )
 
-    return await state.threads.run(answer_size(found), answer)
+    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
 
 
 async def pool(request: Request, state: ServerState) -> Response:
@@ -80,7 +81,7 @@ async def pool(request: Request, state: ServerState) -> Response:
             )
         )
 
-    return await state.threads.run(answer_size(found), answer)
+    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
 
 
 def _params(body: PoolingRequest, state: ServerState) -> PoolingParams:

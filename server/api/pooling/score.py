@@ -20,6 +20,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate.scoring import Scoring, prepare_scoring
 from quire.server.http import sse
 from quire.server.http.read_body import take
+from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import VectorFields, VectorUsage, admit, answer_size, to_spec, vectors
 from quire.server.state import ServerState
 
@@ -46,7 +47,7 @@ async def score(request: Request, state: ServerState) -> Response:
             )
         )
 
-    return await state.threads.run(answer_size(found), answer)
+    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
 
 
 async def rerank(request: Request, state: ServerState) -> Response:
@@ -73,7 +74,7 @@ async def rerank(request: Request, state: ServerState) -> Response:
             RerankList(id=request_id, model=state.names[0], results=results, usage=VectorUsage.of(found))
         )
 
-    return await state.threads.run(answer_size(found), answer)
+    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
 
 
 def _scoring(

@@ -14,6 +14,7 @@ from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take
 from quire.server.http.route import EVENTS, Route
+from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState
 
 ID_PREFIX = "gen-"
@@ -40,7 +41,9 @@ async def _generate(request: Request, state: ServerState, stream: bool) -> Respo
         return sse.EventStream(frames, state.config.server.sse_keep_alive_interval)
     num_choices = sum(one.n for one in requests)
     choices = await sse.unless_disconnected(request, deltas.collect(generation, num_choices))
-    return await state.threads.run(deltas.answer_size(choices), lambda: sse.JsonResponse(answer.whole(choices)))
+    return await state.threads.run(
+        deltas.answer_size(choices), lambda: sse.JsonResponse(answer.whole(choices)), tenant_of(request.scope)
+    )
 
 
 def _prepare(request: Request, body: TextRequest, state: ServerState) -> list[GenerationRequest]:

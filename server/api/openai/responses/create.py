@@ -42,6 +42,7 @@ from quire.server.http import admission, sse
 from quire.server.http.paging import owner
 from quire.server.http.read_body import in_turns, take
 from quire.server.http.threads import Later
+from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ async def create_response(request: Request, state: ServerState) -> Response:
         )
     told = await sse.unless_disconnected(request, _all(generation))
     size = _size(sum(len(delta.token_ids) for delta in told), wants_logprobs(body))
-    await state.threads.run(size, lambda: _finish(answer, told))
+    await state.threads.run(size, lambda: _finish(answer, told), tenant_of(request.scope))
     return sse.JsonResponse(await keep(None))
 
 
@@ -217,7 +218,7 @@ async def _keep(
     """
     response, responses = prepared.answer.response, state.responses
     size = _size(prepared.answer.output.num_output_tokens, wants_logprobs(body))
-    encoded = await state.threads.run(size, lambda: msgspec.json.encode(response))
+    encoded = await state.threads.run(size, lambda: msgspec.json.encode(response), tenant_of(request.scope))
     try:
         if response.store:
             kept = Stored(

@@ -18,6 +18,7 @@ from quire.server.errors import BadRequest, NotFound
 from quire.server.http import sse
 from quire.server.http.paging import owner, page_size
 from quire.server.http.read_body import require_deliberate
+from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState
 
 POLL_SECONDS = 0.5  # between looks at a response that another process runs
@@ -69,7 +70,7 @@ async def _events(request: Request, state: ServerState, stored: Stored, first: i
         await asyncio.sleep(POLL_SECONDS)
         stored = await _get(request, state.responses)
     size = len(stored.body) + 16 * len(stored.events or b"")
-    yield b"".join((await state.threads.run(size, lambda: _recorded(stored)))[first:])
+    yield b"".join((await state.threads.run(size, lambda: _recorded(stored), tenant_of(request.scope)))[first:])
 
 
 def _recorded(stored: Stored) -> list[bytes]:

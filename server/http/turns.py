@@ -1,0 +1,158 @@
+"""Turns by tenant for the work that requests cause outside the engine: bodies, templates, tokenizations, images.
+
+A queue in order of arrival lets one tenant's thousand pieces delay everybody's next one. Here the tenant that used the
+least time goes first (start-time fair queueing), so that a tenant alone has the whole machine, and n busy tenants get
+a share of 1 / n each, whatever their pieces cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.types import Scope
+
+from quire.server.errors import Unavailable
+
+T = TypeVar("T")
+
+_QUANTUM = 0.001  # seconds that a piece is charged when it begins, until its cost is known
+_MAX_TENANTS = 1024  # whose used time is remembered while they have no work
+
+
+def tenant_of(scope: Scope) -> str:
+    """Whose turn the work for a request takes: its API key's, or its address's if there is at most one key. Lines of
+    batches count apart, so that they do not delay other requests of the same key.
+    """
+    client = scope.get("client")
+    name = scope.get("owner") or (client[0] if client else "")
+    return f"{name}/batch" if scope.get("background") else name
+
+
+@dataclass(slots=True)
+class _Tenant:
+    used: float  # seconds, comparable among tenants: see `_enter`
+    waiting: deque[tuple[int, asyncio.Future[None]]]  # (bytes, set when its turn has come)
+
+
+class Turns:
+    """At most `num_slots` pieces of work at once, which take at most `max_bytes` together; one that takes more waits
+    until it is alone. Belongs to one event loop.
+    """
+
+    def __init__(self, num_slots: int, *, max_bytes: int | None = None, max_waiting: int | None = None, what: str = ""):
+        """`max_waiting` bounds the waiting pieces of one tenant; `what` is their name in the error, in plural."""
+        self._free, self._num_slots = num_slots, num_slots
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._max_waiting, self._what = max_waiting, what
+        self._tenants: dict[str, _Tenant] = {}
+        self._now = 0.0  # `used` of the tenant whose piece began last
+
+    async def run(self, pool: Executor, tenant: str, function: Callable[[], T], num_bytes: int = 0) -> T:
+        """The result of `function`, run in `pool`, charged with its CPU time. If the caller is cancelled before its
+        turn, the work is dropped; later, it keeps its slot until it ends. Raises Unavailable.
+        """
+        await self._take(tenant, num_bytes)
+        loop = asyncio.get_running_loop()
+        cost = 0.0
+
+        def timed() -> T:
+            nonlocal cost
+            started = time.thread_time()
+            try:
+                return function()
+            finally:
+                cost = time.thread_time() - started
+
+        def ended(_: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(lambda: self._give_back(tenant, num_bytes, cost))
+
+        try:
+            future = pool.submit(timed)
+        except RuntimeError:  # the pool is shut down
+            self._give_back(tenant, num_bytes, 0.0)
+            raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5) from None
+        future.add_done_callback(ended)
+        return await asyncio.wrap_future(future)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant: str, num_bytes: int = 0) -> AsyncIterator[None]:
+        """Hold a slot, charged with the time it is held. Raises Unavailable."""
+        await self._take(tenant, num_bytes)
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._give_back(tenant, num_bytes, time.monotonic() - started)
+
+    async def _take(self, tenant: str, num_bytes: int) -> None:
+        one = self._enter(tenant)
+        if not one.waiting and self._fits(num_bytes) and not self._others_wait():
+            self._begin(one, num_bytes)
+            return
+        if self._max_waiting is not None and len(one.waiting) >= self._max_waiting:
+            raise Unavailable(
+                f"{len(one.waiting)} {self._what} of yours wait already, which is the limit.", retry_after=1
+            )
+        turn = asyncio.get_running_loop().create_future()
+        one.waiting.append((num_bytes, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # its turn came at the same moment
+                self._give_back(tenant, num_bytes, 0.0)
+            else:
+                one.waiting.remove((num_bytes, turn))
+                self._next()
+            raise
+
+    def _enter(self, tenant: str) -> _Tenant:
+        """The tenant's state. One that had no work for a while does not make up for the time it did not use."""
+        if (one := self._tenants.get(tenant)) is None:
+            if len(self._tenants) >= _MAX_TENANTS:
+                idle = [name for name, it in self._tenants.items() if not it.waiting and it.used <= self._now]
+                for name in idle:
+                    del self._tenants[name]
+            one = self._tenants[tenant] = _Tenant(self._now, deque())
+        if not one.waiting:
+            one.used = max(one.used, self._now)
+        return one
+
+    def _others_wait(self) -> bool:
+        return any(one.waiting for one in self._tenants.values())
+
+    def _fits(self, num_bytes: int) -> bool:
+        if not self._free:
+            return False
+        return self._max_bytes is None or not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes
+
+    def _begin(self, one: _Tenant, num_bytes: int) -> None:
+        self._free -= 1
+        self._num_bytes += num_bytes
+        self._now = max(self._now, one.used)
+        one.used += _QUANTUM
+
+    def _give_back(self, tenant: str, num_bytes: int, seconds: float) -> None:
+        self._free += 1
+        self._num_bytes -= num_bytes
+        if (one := self._tenants.get(tenant)) is not None:
+            one.used += max(seconds - _QUANTUM, 0.0)
+        self._next()
+
+    def _next(self) -> None:
+        """Begin the pieces whose turn it is. A large one is not overtaken, or it would wait for ever."""
+        while waiting := [one for one in self._tenants.values() if one.waiting]:
+            one = min(waiting, key=lambda one: one.used)
+            num_bytes, turn = one.waiting[0]
+            if not self._fits(num_bytes):
+                return
+            one.waiting.popleft()
+            self._begin(one, num_bytes)
+            turn.set_result(None)
